@@ -1,0 +1,46 @@
+# make demo: a whole RL run on the CPU. make test: the tests. Both install what is missing into .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS ?= dev
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test test-slow lint format typecheck flags parity clean
+
+install: $(STAMP)
+
+# The constraints file names one torch: pip takes its CPU build where one is offered, and nothing else pulls another.
+$(STAMP): pyproject.toml constraints.txt setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	touch $(STAMP)
+
+demo: install
+	bash scripts/demo.sh
+
+test: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" tests
+
+test-slow: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow" tests
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/generate_flags_doc.py --check
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+flags: install
+	$(BIN)/python scripts/generate_flags_doc.py
+
+parity: install
+	$(BIN)/python scripts/parity_table.py
+
+clean:
+	rm -rf $(VENV) outputs build *.egg-info

@@ -1,0 +1,148 @@
+"""What users of slime, SkyRL and Megatron-LM type: spellings that are ours under another name, and flags that are known and not
+implemented here, which are refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from typing import Any
+
+# typed -> our flag
+ALIASES: Mapping[str, str] = {
+    # SkyRL
+    "--eps-clip-low": "--eps-clip",
+    "--clip-ratio-c": "--eps-clip-c",
+    "--kl-estimator-type": "--kl-loss-type",
+    "--entropy-loss-coef": "--entropy-coef",
+    "--max-seq-len": "--loss-norm-length",
+    "--cispo-cispo-eps-clip-low": "--cispo-eps-clip-low",
+    "--cispo-cispo-eps-clip-high": "--cispo-eps-clip-high",
+    "--dppo-dppo-type": "--dppo-type",
+    "--clip-cov-clip-ratio": "--clip-cov-ratio",
+    "--clip-cov-clip-cov-lb": "--clip-cov-lb",
+    "--clip-cov-clip-cov-ub": "--clip-cov-ub",
+    "--kl-cov-kl-cov-frac": "--kl-cov-frac",
+    "--kl-cov-ppo-kl-coef": "--kl-cov-coef",
+    "--policy-loss": "--policy-loss-type",
+    "--tis-imp-ratio-cap": "--token-tis-ratio-clip-high",
+    # slime
+    "--tis-clip": "--token-tis-ratio-clip-high",
+    "--tis-clip-low": "--token-tis-ratio-clip-low",
+}
+# typed switch -> field name -> value
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "--calculate-per-token-loss": {"loss_reduction": "token_mean"},
+    "--use-kl-in-reward": {"use_kl_in_reward": True},
+    "--use-tis": {"tis_ratio_type": "token"},
+    "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
+    "--use-tensorboard": {"no_tensorboard": False},
+}
+# Accepted, because what they ask for is so anyway.
+NO_EFFECT: Mapping[str, str] = {
+    "--get-mismatch-metrics": "mismatch metrics are always computed",
+    "--use-entropy-loss": "--entropy-coef alone decides",
+    "--no-check-for-nan-in-loss-and-grad": "a step with a non-finite gradient is always skipped and counted",
+    "--no-position-embedding": "--position-embedding-type alone decides",
+    "--use-mcore-models": "there are no others",
+}
+_ENGINES = "the rollout engine is local, inside the training ranks"
+_HOOKS = "custom functions at this place"
+_WANDB = "metrics go to metrics.jsonl and TensorBoard"
+_OPD = "on-policy distillation"
+_CRITIC = "estimators with a critic"
+_MICRO = "micro-batches are of --micro-batch-size samples"
+_CLUSTER = "the layout is given by torchrun (or SLURM) and the parallel sizes"
+_SYNC = "weights are handed over in memory"
+_DEBUG = "this debugging aid"
+
+NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
+    _ENGINES: """rollout-num-gpus rollout-num-gpus-per-engine rollout-external-engine-addrs use-fault-tolerance colocate offload
+        offload-train no-offload-train offload-rollout no-offload-rollout rollout-health-check-interval rollout-health-check-timeout
+        rollout-health-check-first-wait rollout-skip-special-tokens rollout-max-context-len use-distributed-post http-proxy
+        rollout-data-transport enable-mtp-training use-rollout-routing-replay use-routing-replay release-train""",
+    _HOOKS: """rollout-function-path eval-function-path custom-generate-function-path
+        custom-pg-loss-reducer-function-path custom-advantage-function-path custom-reward-post-process-path
+        custom-convert-samples-to-train-data-path custom-rollout-log-function-path custom-eval-rollout-log-function-path
+        custom-megatron-init-path custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
+        custom-model-provider-path custom-update-weight-post-write-path custom-config-path data-source-path buffer-filter-path
+        dynamic-sampling-filter-path rollout-sample-filter-path rollout-sample-hook-path rollout-all-samples-process-path
+        rollout-data-postprocess-path megatron-config-path spec""",
+    _WANDB: """use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team wandb-group wandb-project wandb-run-id
+        wandb-always-use-train-step disable-wandb-random-suffix tb-project-name tb-experiment-name log-multi-turn log-passrate
+        log-reward-category log-correct-samples""",
+    _OPD: "use-opd opd-type opd-kl-coef opd-teacher-load opd-teacher-ckpt-step",
+    _CRITIC: """critic-load critic-save critic-lr critic-lr-warmup-iters critic-num-nodes critic-num-gpus-per-node critic-train-only
+        num-critic-only-steps value-clip lambd value-loss-scale disable-compute-advantages-and-returns""",
+    _MICRO: """use-dynamic-batch-size max-tokens-per-gpu log-probs-max-tokens-per-gpu balance-data balance-by-flops
+        data-pad-size-multiplier log-probs-chunk-size allgather-cp""",
+    _CLUSTER: """actor-num-nodes actor-num-gpus-per-node num-gpus-per-node train-backend train-env-vars qwen-gdn-backend world-size rank
+        local-rank""",
+    _SYNC: """update-weight-mode update-weight-transport update-weight-buffer-size update-weight-disk-dir update-weight-disk-keep-files
+        update-weight-local-checkpoint-dir update-weight-delta-encoding update-weight-delta-checksum update-weights-interval
+        check-weight-update-equal keep-old-actor force-fp8-ue8m0-scale""",
+    _DEBUG: """save-debug-train-data dump-details load-debug-rollout-data-subsample load-forge-rollout-data memory-recorder
+        memory-snapshot-dir memory-snapshot-num-steps record-memory-history profile-target use-pytorch-profiler profile
+        profile-step-start profile-step-end ci-test ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm
+        ci-train-rollout-logprob-abs-diff-threshold""",
+    "LoRA": "lora-rank lora-alpha lora-dropout lora-adapter-path lora-target-modules target-modules exclude-modules",
+    "asynchronous saves": "async-save",
+    "partial rollouts and over-sampling": """over-sampling-batch-size partial-rollout mask-offpolicy-in-partial-rollout
+        min-batch-collection-ratio start-rollout-id disable-rollout-global-dataset rollout-task-type rollout-buffer-url
+        fetch-trajectory-retry-times""",
+    "tools, several turns and images": "tool-key eval-tool-key multimodal-keys loss-mask-type",
+    "rewards over groups or by HTTP": "group-rm rm-url eval-reward-key disable-rewards-normalization",
+    "evaluation sets with settings of their own": """eval-config eval-max-prompt-len eval-min-new-tokens eval-max-context-len""",
+    "training a part of the parameters": """only-train-params-name-list freeze-params-name-list freeze-indexer""",
+    "checkpoints of the reference model in Megatron's format": "ref-ckpt-step ref-update-interval",
+    "this model setting": """model-name padded-vocab-size post-self-attn-layernorm post-mlp-layernorm use-gated-attention
+        recompute-loss-function spec v-head-dim q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim rotary-scaling-factor mscale
+        mscale-all-dim seq-length decoder-seq-length no-rope-freq""",
+    "this optimizer setting": "reset-optimizer-states use-stateless-adam use-rollout-entropy main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype",
+    "Megatron-LM's own training loop": """train-iters train-samples lr-decay-samples lr-warmup-samples eval-iters data-path split tokenizer-type
+        tokenizer-model vocab-file merge-file num-workers ckpt-format use-checkpoint-opt_param-scheduler override-opt-param-scheduler
+        use-checkpoint-args exit-interval rampup-batch-size""",
+}  # fmt: skip
+NOT_IMPLEMENTED: Mapping[str, str] = {
+    "--" + name.replace("_", "-"): reason for reason, names in NOT_IMPLEMENTED_GROUPS.items() for name in names.split()
+}
+_PREFIXES = {
+    "--sglang-": _ENGINES,
+    "--router-": _ENGINES,
+    "--vllm-": _ENGINES,
+    "--wandb-": _WANDB,
+    "--critic-": _CRITIC,
+    "--opd-": _OPD,
+}
+_PREFIXES |= {"--megatron-deepgemm-": "fp8 and fp4 training", "--lora-": "LoRA"}
+
+# field name -> value -> reason
+VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
+    "advantage_estimator": {
+        "ppo": _CRITIC,
+        "gae": _CRITIC,
+    },
+    "rm_type": dict.fromkeys(("deepscaler", "dapo", "f1", "gpqa", "ifbench", "remote_rm", "random"), "this reward"),
+    "optimizer": {"muon": "this optimizer", "dist_muon": "this optimizer"},
+    "rollout_engine": {"sglang": _ENGINES, "vllm": _ENGINES},
+}
+# slime's `--advantage-estimator` also chose a loss: estimator -> loss
+ESTIMATORS_THAT_ARE_LOSSES = ("gspo", "cispo")
+_SKYRL_PREFIX = re.compile("--(?:(?:trainer-)?algorithm-(?:off-policy-correction-)?|off-policy-correction-)")
+# Names of SkyRL's that it calls deprecated itself; slime's --use-tis is not: its long name tells which is meant.
+DEPRECATED: Mapping[str, str] = {
+    "--tis-imp-ratio-cap": "--token-tis-ratio-clip-high",
+    "--trainer-algorithm-use-tis": "--tis-ratio-type token",
+    "--algorithm-use-tis": "--tis-ratio-type token",
+}
+
+
+def not_implemented(name: str) -> str | None:
+    """Why a known flag cannot be used here; None for a name that nobody knows."""
+    if name in NOT_IMPLEMENTED:
+        return NOT_IMPLEMENTED[name]
+    return next((reason for prefix, reason in _PREFIXES.items() if name.startswith(prefix)), None)
+
+
+def without_skyrl_prefix(name: str, known: Container[str]) -> str:
+    """``--trainer-algorithm-policy-loss-type`` -> ``--policy-loss-type``, unless the long name is a flag itself."""
+    return name if name in known else _SKYRL_PREFIX.sub("--", name)

@@ -1,0 +1,186 @@
+"""A dataclass's fields -> flags.
+
+Our own dataclasses declare their settings with `arg()`. megatron-core's say it with an annotation, a default, sometimes
+`argparse_meta` metadata, and the string that follows the field. The latter are read from the source text without importing
+megatron-core, which takes seconds: a wrong command line should end before that.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slime_like.config import Range, flag_name
+
+Kind = Literal["value", "list", "switch", "json"]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting as the user types it.
+
+    dest: the field's name. on: spellings, the first is the one that messages use. off: of a switch, spellings that turn it off.
+    item: type of the value, or of each item of a list. refused: why the flag is known and cannot be used; empty when it can.
+    """
+
+    dest: str
+    group: str
+    kind: Kind
+    help: str
+    on: tuple[str, ...]
+    off: tuple[str, ...] = ()
+    item: type = str
+    default: Any = None
+    default_words: str = ""  # told in place of `default`
+    choices: tuple[Any, ...] | None = None
+    legal: Range | None = None
+    metavar: str | None = None
+    refused: str = ""
+
+    @property
+    def name(self) -> str:
+        """The spelling that changes the default."""
+        return self.off[0] if self.kind == "switch" and self.default is True and self.off else self.on[0]
+
+    @property
+    def type_words(self) -> str:
+        if self.kind == "switch":
+            return "switch"
+        if self.kind == "json":
+            return "JSON object"
+        return f"{self.item.__name__} ..." if self.kind == "list" else self.item.__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an annotation says about the words on a command line."""
+
+    kind: Kind
+    item: type = str
+    choices: tuple[Any, ...] | None = None
+
+
+def shape_of(annotation: Any) -> Shape | None:
+    """None where the annotation cannot be said in words: callables, dtypes, unions of different kinds."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is bool:
+        return Shape("switch")
+    if annotation in (int, float, str):
+        return Shape("value", annotation)
+    if origin in (typing.Union, types.UnionType):
+        rest = [a for a in arguments if a is not type(None)]
+        return shape_of(rest[0]) if len(rest) == 1 else None
+    if origin is Literal:
+        return Shape("value", type(arguments[0]), arguments)
+    if origin is list:
+        inner = shape_of(arguments[0])
+        return Shape("list", inner.item, inner.choices) if inner is not None and inner.kind == "value" else None
+    if origin is dict:
+        return Shape("json")
+    return None
+
+
+def switch_spellings(dest: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Both ways: a run file or a checkpoint may have set what the command line wants to take back."""
+    on = (flag_name(dest),)
+    return on, () if dest.startswith(("no_", "disable_")) else (flag_name(f"no_{dest}"),)
+
+
+def flags_of(config_type: type, group: str, choices: Mapping[str, Sequence[str]] = types.MappingProxyType({})) -> list[Flag]:
+    """The flags of a dataclass whose fields are declared with `arg()`. choices: legal values that are only known at run time."""
+    hints = typing.get_type_hints(config_type)
+    flags = []
+    for field in dataclasses.fields(config_type):
+        meta, shape = field.metadata, shape_of(hints[field.name])
+        assert shape is not None, f"{config_type.__name__}.{field.name}: no flag can be made of {hints[field.name]}"
+        on, off = switch_spellings(field.name) if shape.kind == "switch" else ((flag_name(field.name),), ())
+        legal = choices.get(field.name) or meta.get("choices") or shape.choices
+        flags.append(
+            Flag(
+                dest=field.name,
+                group=group,
+                kind=shape.kind,
+                item=shape.item,
+                help=meta["help"],
+                on=(*on, *meta.get("aliases", ())),
+                off=off,
+                default=default_of(field),
+                choices=tuple(legal) if legal else None,
+                legal=meta.get("legal"),
+                metavar=meta.get("metavar"),
+            )
+        )
+    return flags
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+@dataclass(frozen=True, slots=True)
+class SourceField:
+    """A field of a dataclass, as its source text has it. annotation: Any where the text names types that are not plain.
+    known_default: False where the default is not made of constants; `default` is None then."""
+
+    name: str
+    annotation: Any
+    default: Any
+    known_default: bool
+    arg_names: tuple[str, ...]
+    doc: str
+
+
+class _Names(dict[str, Any]):
+    """The names of an annotation: those of `typing`, and Any for all others."""
+
+    def __missing__(self, key: str) -> Any:
+        return getattr(typing, key, Any)
+
+
+_ANNOTATION_NAMES = _Names(bool=bool, int=int, float=float, str=str, list=list, dict=dict, tuple=tuple)
+
+
+def read_source_fields(path: Path, class_name: str) -> list[SourceField]:
+    """The fields that a class defines in the file `path`, in order; inherited ones are in the file of the base class."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    fields = []
+    for node, following in zip(body, [*body[1:], None]):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        default, known, arg_names = _default(node.value)
+        is_doc = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+        doc = str(following.value.value) if is_doc else ""  # type: ignore[union-attr]
+        fields.append(SourceField(node.target.id, _annotation(node.annotation), default, known, arg_names, " ".join(doc.split())))
+    return fields
+
+
+def _annotation(node: ast.expr) -> Any:
+    try:
+        return eval(ast.unparse(node), {"__builtins__": {}}, _ANNOTATION_NAMES)
+    except AttributeError:  # torch.dtype
+        return Any
+
+
+def _constant(node: ast.expr | None) -> tuple[Any, bool]:
+    """(value, whether it is made of constants alone), arithmetic such as 2**32 included."""
+    if node is None or any(isinstance(part, ast.Name | ast.Call) for part in ast.walk(node)):
+        return None, False
+    return eval(ast.unparse(node), {"__builtins__": {}}), True
+
+
+def _default(node: ast.expr | None) -> tuple[Any, bool, tuple[str, ...]]:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "field"):
+        return *_constant(node), ()
+    keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+    meta, known = _constant(keywords.get("metadata"))
+    arg_names = meta.get("argparse_meta", {}).get("arg_names", ()) if known else ()
+    return *_constant(keywords.get("default")), tuple(arg_names)

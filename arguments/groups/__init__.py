@@ -1,0 +1,26 @@
+"""One frozen dataclass for each group of settings. Constructors above this layer take these, never an argparse namespace."""
+
+from arguments.groups.algorithm import AlgorithmConfig, GateConfig
+from arguments.groups.checkpoint import CheckpointConfig
+from arguments.groups.data import DataConfig, EvalConfig
+from arguments.groups.logging import DebugConfig, LoggingConfig
+from arguments.groups.model import GPTModelConfig, ModelConfig
+from arguments.groups.optimizer import ScheduleConfig
+from arguments.groups.parallel import ParallelConfig
+from arguments.groups.rollout import RewardConfig, RolloutConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "DebugConfig",
+    "EvalConfig",
+    "GPTModelConfig",
+    "GateConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "ScheduleConfig",
+]

@@ -1,0 +1,82 @@
+"""Advantages, the terms of the loss, and how a rollout is cut into optimizer steps. The flags of each policy loss are declared in the loss's own file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, UNIT, arg
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmConfig:
+    loss_type: str = arg(
+        "policy_loss",
+        "policy_loss: reinforcement learning. sft_loss: supervised fine-tuning on --prompt-data's labels. custom_loss: slime's word for "
+        "policy_loss with --custom-loss-function-path.",
+        choices=("policy_loss", "sft_loss", "custom_loss"),
+    )
+    policy_loss_type: str = arg("ppo", "The policy loss.")
+    custom_loss_function_path: str | None = arg(
+        None,
+        "module.function or file.py:function of your own policy loss, called as function(inputs: LossInputs, config) -> PolicyLossOutput; config "
+        "has the settings of all policy losses.",
+    )
+    loss_reduction: str = arg("rollout_mean", "How token losses are weighted over the optimizer step.")
+    loss_norm_length: int | None = arg(
+        None, "Tokens by which --loss-reduction seq_mean_token_sum_norm divides each sequence's sum.", legal=AT_LEAST_ONE
+    )
+    advantage_estimator: str = arg("grpo", "How rewards become advantages.")
+    disable_grpo_std_normalization: bool = arg(False, "Dr. GRPO: do not divide by the group's standard deviation.")
+    singleton_advantage: str = arg("zero", "Advantage in a group of one: zero, or the reward itself.", choices=("zero", "reward"))
+    normalize_advantages: bool = arg(
+        False, "Whiten advantages over all active tokens of a rollout and all ranks.", aliases=("--advantage-batch-normalize",)
+    )
+    gamma: float = arg(1.0, "Discount of the rewards of later tokens (reinforce_plus_plus, remax).", legal=UNIT)
+    use_kl_loss: bool = arg(False, "Add kl_loss_coef times the KL to the reference to the loss.")
+    kl_loss_coef: float = arg(0.0, "Weight of the KL in the loss.", legal=NON_NEGATIVE)
+    kl_loss_type: str | None = arg(None, "KL estimator; default low_var_kl in the loss, k1 in the reward.")
+    use_unbiased_kl: bool = arg(False, "Weight the KL of the loss by the ratio of current to old policy, so that its gradient is right.")
+    kl_coef: float = arg(0.0, "Weight of the KL taken off the reward.", legal=NON_NEGATIVE)
+    kl_ctrl_type: str = arg(
+        "fixed", "How --kl-coef changes: not at all, or towards --kl-target as the KL is above or below it.", choices=("fixed", "adaptive")
+    )
+    kl_target: float = arg(0.1, "KL for each token that --kl-ctrl-type adaptive aims at.", legal=POSITIVE, aliases=("--kl-ctrl-kl-target",))
+    kl_horizon: float = arg(
+        10000.0, "Samples over which --kl-ctrl-type adaptive changes the coefficient.", legal=POSITIVE, aliases=("--kl-ctrl-horizon",)
+    )
+    entropy_coef: float = arg(0.0, "Weight of the entropy bonus.", legal=NON_NEGATIVE)
+    use_opsm: bool = arg(
+        False, "Off-policy sequence mask: no policy loss for negative advantages in sequences that the policy has moved away from."
+    )
+    opsm_delta: float = arg(1e-4, "Mean of old minus current log-prob in a sequence above which --use-opsm masks.", legal=NON_NEGATIVE)
+    positive_nll_coef: float = arg(
+        0.0, "VAPO: weight of the mean negative log-prob of samples with a reward above 0, added to the loss.", legal=NON_NEGATIVE
+    )
+    use_rollout_logprobs: bool = arg(False, "Take the sampler's log-probs as the old ones, without recomputing them.")
+    num_steps_per_rollout: int | None = arg(
+        None, "Optimizer steps into which each rollout is cut; default: from --global-batch-size, else 1.", legal=AT_LEAST_ONE
+    )
+    global_batch_size: int | None = arg(None, "Samples in each optimizer step, over all ranks.", legal=AT_LEAST_ONE)
+    micro_batch_size: int = arg(1, "Samples in each forward pass of a data-parallel rank.", legal=AT_LEAST_ONE)
+    log_probs_micro_batch_size: int | None = arg(
+        None, "As --micro-batch-size, for forward-only passes; default: the same.", legal=AT_LEAST_ONE
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GateConfig:
+    """Numeric gates: what is checked in every run, and what a breach does."""
+
+    max_train_rollout_diff: float | None = arg(
+        None,
+        "Absolute log-prob difference between trainer and sampler above which a rollout is a breach: its mean over the tokens or its 99th "
+        "percentile; default 1e-3 in float32 on CPU, else 0.1.",
+        legal=NON_NEGATIVE,
+    )
+    train_rollout_diff_patience: int = arg(3, "Breaches in a row before the run stops.", legal=AT_LEAST_ONE)
+    max_consecutive_skipped_steps: int = arg(
+        3, "Optimizer steps skipped in a row, for non-finite gradients, before the run stops.", legal=AT_LEAST_ONE
+    )
+    max_failed_samples: float = arg(
+        0.1, "Share of a rollout's samples without a usable response or reward above which the run stops.", legal=UNIT
+    )

@@ -1,0 +1,43 @@
+"""Which model, and where its weights come from. Shapes of the network itself are megatron-core's TransformerConfig flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config import AT_LEAST_ONE, POSITIVE, UNIT_OPEN_LOW, arg
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    hf_checkpoint: str | None = arg(
+        None,
+        "Folder of a Hugging Face model: its config.json shapes the model, its safetensors are the initial weights, its tokenizer is used.",
+    )
+    ref_load: str | None = arg(
+        None, "Folder of the reference model (Hugging Face). Needed by --use-kl-loss and --kl-coef; usually the same as --hf-checkpoint."
+    )
+    transformer_impl: str = arg(
+        "auto",
+        "Layer implementation. auto: Transformer Engine where it is installed and CUDA is available, else local.",
+        choices=("auto", "local", "transformer_engine"),
+    )
+    trust_remote_code: bool = arg(False, "Run Python code that comes with the Hugging Face checkpoint. Off unless you set it.")
+    seed: int = arg(1234, "Seed of weight initialisation and dropout.")
+
+
+@dataclass(frozen=True, slots=True)
+class GPTModelConfig:
+    """Arguments of megatron-core's GPTModel that are not in TransformerConfig; None means: take it from --hf-checkpoint."""
+
+    vocab_size: int | None = arg(None, "Tokens of the vocabulary before padding.", legal=POSITIVE)
+    make_vocab_size_divisible_by: int = arg(
+        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", legal=AT_LEAST_ONE
+    )
+    max_position_embeddings: int | None = arg(None, "Largest position.", legal=POSITIVE)
+    position_embedding_type: str | None = arg(None, "Position embedding.", choices=("rope", "learned_absolute", "none"))
+    rotary_base: float | None = arg(None, "Base period of rotary embeddings.", legal=POSITIVE)
+    rotary_percent: float | None = arg(None, "Share of each head's dimensions that is rotated.", legal=UNIT_OPEN_LOW)
+    use_rope_scaling: bool = arg(False, "Scale rotary frequencies as Llama 3.1 does.")
+    rope_scaling_factor: float | None = arg(None, "Factor of --use-rope-scaling (default 8).", legal=POSITIVE)
+    rotary_seq_len_interpolation_factor: float | None = arg(None, "Linear interpolation factor of rotary positions.", legal=POSITIVE)
+    untie_embeddings_and_output_weights: bool = arg(False, "Give the output layer weights of its own.")

@@ -1,0 +1,29 @@
+"""Sizes of the parallel dimensions that are ours to combine; the rest are megatron-core's ModelParallelConfig flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    tensor_model_parallel_size: int = arg(1, "Ranks that share each layer's matrices.", legal=AT_LEAST_ONE)
+    pipeline_model_parallel_size: int = arg(1, "Stages into which the layers are cut.", legal=AT_LEAST_ONE)
+    num_virtual_stages_per_pipeline_rank: int | None = arg(
+        None, "Interleaved schedule: model chunks on each pipeline rank.", legal=AT_LEAST_ONE
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = arg(
+        None, "Interleaved schedule, told by layers per chunk; excludes --num-virtual-stages-per-pipeline-rank.", legal=AT_LEAST_ONE
+    )
+    context_parallel_size: int = arg(1, "Ranks that share each sequence.", legal=AT_LEAST_ONE)
+    expert_model_parallel_size: int = arg(1, "Ranks that share the experts.", legal=AT_LEAST_ONE)
+    expert_tensor_parallel_size: int | None = arg(None, "Tensor-parallel size of the experts.", legal=AT_LEAST_ONE)
+    sequence_parallel: bool = arg(False, "Split activations between tensor-parallel regions along the sequence.")
+    distributed_backend: str = arg("auto", "Process-group backend. auto: nccl with CUDA, else gloo.", choices=("auto", "nccl", "gloo"))
+    distributed_timeout_minutes: float = arg(10.0, "A collective that takes longer ends the run with an error.", legal=POSITIVE)
+
+    @property
+    def model_parallel_size(self) -> int:
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size

@@ -1,0 +1,52 @@
+"""--help: all groups, or those that a word picks."""
+
+from __future__ import annotations
+
+import textwrap
+
+from arguments.from_dataclass import Flag
+from arguments.table import FlagTable
+
+_WIDTH = 110
+USAGE = """usage: torchrun [--nproc-per-node N] train.py --hf-checkpoint FOLDER --prompt-data FILE --lr X --num-rollout N [flags]
+
+Dashes and underscores in flags are interchangeable. --config RUN.YAML reads flags from a file.
+--help WORD shows the groups and flags whose names hold WORD."""
+
+
+def default_words(flag: Flag) -> str:
+    """The default as it is told: empty where there is none."""
+    if flag.default_words:
+        return flag.default_words
+    if flag.kind == "switch":
+        return "on" if flag.default else "off"
+    return "" if flag.default in (None, {}, []) else str(flag.default)
+
+
+def help_text(table: FlagTable, about: str = "") -> str:
+    """about: a part of a group's title or of a flag's name; empty shows everything."""
+    word = about.lstrip("-").replace("_", "-").lower()
+    groups: dict[str, list[Flag]] = {}
+    for flag in table.flags:
+        picked = word in flag.group.lower() or any(word in name.lower() for name in (*flag.on, *flag.off))
+        if picked and not flag.refused:
+            groups.setdefault(flag.group, []).append(flag)
+    if not groups:
+        near = table.nearest(about) if about else None
+        return f"no group or flag is called {about!r}" + (f"; did you mean {near}?" if near else "")
+    parts = [USAGE]
+    for title, flags in groups.items():
+        parts.append(f"{title}:\n" + "\n".join(_entry(flag) for flag in flags))
+    return "\n\n".join(parts)
+
+
+def _entry(flag: Flag) -> str:
+    words = [name for name in (flag.name, *flag.on, *flag.off)]
+    head = ", ".join(dict.fromkeys(words))
+    if flag.kind != "switch":
+        head += " " + (flag.metavar or flag.type_words.upper())
+    facts = [f"legal: {', '.join(map(str, flag.choices))}"] if flag.choices else [f"legal: {flag.legal.words}"] if flag.legal else []
+    default = default_words(flag)
+    facts += [f"default: {default}"] if default else []
+    body = flag.help + (f" [{'; '.join(facts)}]" if facts else "")
+    return f"  {head}\n" + textwrap.fill(body, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)

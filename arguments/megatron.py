@@ -1,0 +1,235 @@
+"""Which settings of megatron-core become flags, and what the flags and a checkpoint say about the network together.
+
+The flags are read from megatron-core's source text: a command line is checked in less time than importing megatron-core takes.
+`megatron_configs.py` makes its objects.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from arguments.from_dataclass import Flag, SourceField, read_source_fields, shape_of, switch_spellings
+from arguments.groups import GPTModelConfig
+from slime_like.config import Problem, flag_name
+
+# group -> (file in megatron/core, class) in which its fields are defined
+SOURCES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "network (megatron-core)": (
+        ("transformer/transformer_config.py", "TransformerConfig"),
+        ("model_parallel_config.py", "ModelParallelConfig"),
+    ),
+    "optimizer (megatron-core)": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
+    "data parallelism (megatron-core)": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
+}
+CONFIGS_OF_GROUP = {
+    "network (megatron-core)": "TransformerConfig",
+    "optimizer (megatron-core)": "OptimizerConfig",
+    "data parallelism (megatron-core)": "DistributedDataParallelConfig",
+}
+# What works here. A field that is not named is known, and refused: megatron-core's next release may bring others.
+SUPPORTED = frozenset(
+    """
+    num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels hidden_dropout attention_dropout
+    fp32_residual_connection layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias
+    normalization qk_layernorm rotary_interleaved init_method_std embedding_init_method_std attention_softmax_in_fp32
+    apply_query_key_layer_scaling disable_bf16_reduced_precision_matmul attention_backend bias_activation_fusion
+    masked_softmax_fusion persist_layer_norm bias_dropout_fusion apply_rope_fusion
+    recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations
+    perform_initialization use_cpu_initialization bf16 deterministic_mode gradient_accumulation_fusion overlap_p2p_comm
+    clone_scatter_output_in_embedding
+    lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay sgd_momentum clip_grad
+    use_distributed_optimizer overlap_param_gather overlap_grad_reduce grad_reduce_in_fp32 align_param_gather
+    bucket_size pad_buckets_for_high_nccl_busbw average_in_collective
+    """.split()  # noqa: SIM905
+)
+# Decided here, by what the trainer does or by other flags; no flag of their own.
+OURS = frozenset(
+    """
+    tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size sequence_parallel transformer_impl calculate_per_token_loss
+    variable_seq_lengths deallocate_pipeline_outputs batch_p2p_comm batch_p2p_sync gated_linear_unit barrier_with_L1_time
+    config_logger_dir mtp_standalone test_mode moe_extended_tp async_tensor_model_parallel_allreduce
+    _cpu_offloading_context check_for_nan_in_grad
+    """.split()  # noqa: SIM905
+)
+# Megatron-LM's spellings where they are not the field's name: dest -> (on, off)
+SPELLINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "apply_rope_fusion": ((), ("--no-rope-fusion",)),
+    "bias_activation_fusion": ((), ("--no-bias-swiglu-fusion", "--no-bias-gelu-fusion")),
+    "grad_reduce_in_fp32": (("--accumulate-allreduce-grads-in-fp32",), ()),
+    "bucket_size": (("--ddp-bucket-size",), ()),
+    "average_in_collective": (("--ddp-average-in-collective",), ()),
+    "num_moe_experts": (("--num-experts",), ()),
+    "overlap_p2p_comm": (("--overlap-p2p-communication",), ("--no-overlap-p2p-communication",)),
+    "num_layers_in_first_pipeline_stage": (("--decoder-first-pipeline-num-layers",), ()),
+    "num_layers_in_last_pipeline_stage": (("--decoder-last-pipeline-num-layers",), ()),
+}
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
+    "optimizer": ("adam", "sgd"),
+    "recompute_modules": ("core_attn", "mlp", "layernorm"),
+}
+DEFAULT_WORDS = {
+    "num_layers": "from --hf-checkpoint",
+    "hidden_size": "from --hf-checkpoint",
+    "num_attention_heads": "from --hf-checkpoint",
+    "num_query_groups": "from --hf-checkpoint, else --num-attention-heads",
+    "ffn_hidden_size": "from --hf-checkpoint, else 4 * --hidden-size",
+    "kv_channels": "from --hf-checkpoint, else --hidden-size / --num-attention-heads",
+    "hidden_dropout": "0.0",
+    "attention_dropout": "0.0",
+    "layernorm_epsilon": "from --hf-checkpoint, else 1e-05",
+    "normalization": "from --hf-checkpoint, else LayerNorm",
+    "qk_layernorm": "from --hf-checkpoint, else off",
+    "add_qkv_bias": "from --hf-checkpoint, else off",
+    "add_bias_linear": "from --hf-checkpoint, else on",
+    "lr": "none; it has to be given",
+    "min_lr": "0.0",
+    "grad_reduce_in_fp32": "on with --bf16, else off",
+    "bias_activation_fusion": "on with CUDA and Transformer Engine",
+    "bias_dropout_fusion": "on with CUDA and Transformer Engine",
+    "masked_softmax_fusion": "on with CUDA and Transformer Engine",
+    "apply_rope_fusion": "on with CUDA and Transformer Engine",
+    "gradient_accumulation_fusion": "on with CUDA and Apex's extension",
+    "overlap_p2p_comm": "on with NCCL and the interleaved schedule",
+}
+# Why a known field is refused: the first pattern that matches its name.
+REASONS: tuple[tuple[str, str], ...] = (
+    ("^fp16$|loss_scale|hysteresis", "float16, whose loss has to be scaled; use --bf16"),
+    ("fp8|fp4|in_bf16|last_layers_bf16|tp_only_amax|quant_recipe|kitchen", "fp8 and fp4 training"),
+    ("moe|expert|delay_wgrad|ep_overlap", "mixtures of experts"),
+    ("mtp_", "multi-token prediction"),
+    ("latent_attention|attention_variant|dsa_|linear_|qk_clip|qk_l2|attention_output_gate|max_attention_logit|softmax_type"
+     "|softmax_scale|window|no_rope|mrope", "this variant of attention"),
+    ("context_parallel|cp_comm|dp_cp_rank", "context parallelism"),
+    ("cuda_graph", "CUDA graphs"),
+    ("offload|pin_cpu|overlap_cpu", "offloading to the CPU"),
+    ("mamba|hybrid_model|heter", "networks other than plain transformers"),
+    ("inference|flash_decode|prefill|batch_invariant|symmetric_ar", "megatron-core's inference"),
+    ("fsdp|nccl_ub|sharding_strategy|symmetric_registration|communication_unit|fp32_weights|meta_device|div_fusion", "Megatron-FSDP"),
+    ("tp_comm|te_", "Transformer Engine's own communication and layers"),
+    ("pipeline|p2p", "this way of cutting the pipeline"),
+    ("precision_aware|param_remainders|muon|instances", "this optimizer"),
+)  # fmt: skip
+ACTIVATION_FLAGS = {"swiglu": ("silu", True), "squared_relu": ("squared_relu", False), "quick_geglu": ("quick_gelu", True)}
+# Dropout is no part of the checkpoint's network: the flag, or 0, holds whatever config.json says.
+NOT_COMPARED = ("hidden_dropout", "attention_dropout")
+
+
+@cache
+def megatron_fields() -> dict[str, tuple[tuple[str, SourceField], ...]]:
+    """Field name -> (group, field) in every configuration that has it."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None and spec.submodule_search_locations, "megatron-core is a dependency"
+    root = Path(spec.submodule_search_locations[0])
+    fields: dict[str, tuple[tuple[str, SourceField], ...]] = {}
+    for group, sources in SOURCES.items():
+        for file, class_name in sources:
+            for source in read_source_fields(root / file, class_name):
+                there = fields.get(source.name, ())
+                if not any(other == group for other, _ in there):
+                    fields[source.name] = (*there, (group, source))
+    return fields
+
+
+def megatron_flags() -> list[Flag]:
+    """One flag for each name, whichever configurations it stands in."""
+    flags = []
+    for name, places in megatron_fields().items():
+        group, source = places[0]
+        shape = shape_of(source.annotation)
+        no_words = shape is None and ("Callable" in str(source.annotation) or name.endswith("dtype"))
+        if name in OURS or no_words:
+            continue
+        supported = name in SUPPORTED
+        flags.append(_flag(name, group, source, supported))
+    return flags
+
+
+def _flag(name: str, group: str, source: SourceField, supported: bool) -> Flag:
+    shape = shape_of(source.annotation)
+    kind = shape.kind if shape is not None else "value"
+    assert not supported or shape is not None or name in CHOICES, f"{name} is supported and has no type"
+    on, off = switch_spellings(name) if kind == "switch" else ((flag_name(name),), ())
+    more_on, more_off = SPELLINGS.get(name, ((), ()))
+    if kind == "switch" and source.default is True:
+        more_off = (*source.arg_names, *more_off)
+    else:
+        more_on = (*source.arg_names, *more_on)
+    return Flag(
+        dest=name,
+        group=group,
+        kind=kind,
+        item=shape.item if shape is not None else str,
+        help=source.doc,
+        on=tuple(dict.fromkeys((*more_on, *on))),
+        off=tuple(dict.fromkeys((*more_off, *off))),
+        default=source.default,
+        default_words=DEFAULT_WORDS.get(name, "auto" if name == "attention_backend" else ""),
+        choices=CHOICES.get(name) or (shape.choices if shape is not None else None),
+        refused=""
+        if supported
+        else next((words for pattern, words in REASONS if re.search(pattern, name)), "this setting of megatron-core"),
+    )
+
+
+def network_of_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """What the command line says about TransformerConfig's fields, Megatron-LM's spellings translated.
+
+    `activation_func` is a name, as in `HfModel.transformer`.
+    """
+    network = {name: given[name] for name in SUPPORTED if given.get(name) is not None}
+    chosen = [name for name in ACTIVATION_FLAGS if given.get(name)]
+    problems = [Problem(flag_name(name), None, f"contradicts {flag_name(chosen[0])}; give one of them") for name in chosen[1:]]
+    if chosen:
+        network["activation_func"], network["gated_linear_unit"] = ACTIVATION_FLAGS[chosen[0]]
+    return network, problems
+
+
+def disagreements(explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> list[Problem]:
+    """Flags that say something else than --hf-checkpoint's config.json."""
+    problems = []
+    spelled = next((flag_name(name) for name in ACTIVATION_FLAGS if given.get(name)), "--swiglu")
+    activation = ("activation_func", "gated_linear_unit")
+    if any(name in explicit and name in checkpoint and explicit[name] != checkpoint[name] for name in activation):
+        gated = "gated " if checkpoint.get("gated_linear_unit") else ""
+        problems.append(
+            Problem(spelled, None, f"disagrees with --hf-checkpoint's {gated}{checkpoint.get('activation_func')}; leave it out")
+        )
+    for name, value in explicit.items():
+        if name not in checkpoint or name in NOT_COMPARED or name in activation or value == checkpoint[name]:
+            continue
+        words = checkpoint[name]
+        problems.append(Problem(flag_name(name), None, f"{value} disagrees with --hf-checkpoint's {words}; leave the flag out"))
+    heads = checkpoint.get("num_attention_heads")
+    if given.get("group_query_attention") and heads is not None and checkpoint.get("num_query_groups") == heads:
+        problems.append(
+            Problem("--group-query-attention", None, f"disagrees with --hf-checkpoint, whose {heads} heads have a group each; leave it out")
+        )
+    return problems
+
+
+def merge_network(explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """TransformerConfig's fields from the checkpoint and the flags. Dropout is off unless a flag says otherwise."""
+    network = {**checkpoint, **dict.fromkeys(NOT_COMPARED, 0.0), **explicit}
+    if given.get("group_query_attention"):
+        network.setdefault("num_query_groups", 1)
+    return network
+
+
+def required_without_checkpoint(network: Mapping[str, Any], gpt: GPTModelConfig) -> Iterable[str]:
+    """Flags that describe the network and are missing when no --hf-checkpoint does."""
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if network.get(name) is None:
+            yield flag_name(name)
+    needed = ["vocab_size", "position_embedding_type"]
+    if gpt.position_embedding_type == "learned_absolute":
+        needed.append("max_position_embeddings")
+    for name in needed:
+        if getattr(gpt, name) is None:
+            yield flag_name(name)

@@ -1,0 +1,180 @@
+"""Flags back into megatron-core's configuration objects. megatron-core is imported when they are built, and not before."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from arguments.groups import ModelConfig, ParallelConfig
+from arguments.megatron import megatron_fields
+from slime_like.config import Problem, flag_name
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class MegatronConfigs:
+    """megatron-core's own configuration objects, complete. (They are mutable by megatron-core's design; we only add hooks.)"""
+
+    transformer: TransformerConfig
+    optimizer: OptimizerConfig
+    ddp: DistributedDataParallelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is installed here and decides defaults."""
+
+    cuda: bool
+    transformer_engine: bool
+    gradient_fusion: bool  # Apex's extension
+
+    @classmethod
+    def here(cls) -> Machine:
+        import torch
+
+        def installed(name: str) -> bool:
+            return importlib.util.find_spec(name) is not None
+
+        return cls(torch.cuda.is_available(), installed("transformer_engine"), installed("fused_weight_gradient_mlp_cuda"))
+
+
+def resolve_transformer_impl(model: ModelConfig, machine: Machine) -> str:
+    """What --transformer-impl auto means on this machine."""
+    if model.transformer_impl != "auto":
+        return model.transformer_impl
+    return "transformer_engine" if machine.cuda and machine.transformer_engine else "local"
+
+
+@dataclass(slots=True)
+class Build:
+    """What the three objects are made from. values: field name -> value, from flags and checkpoint."""
+
+    values: Mapping[str, Any]
+    parallel: ParallelConfig
+    virtual_stages: int | None
+    transformer_impl: str
+    nccl: bool
+    machine: Machine
+    problems: list[Problem] = field(default_factory=list)
+
+
+def build_megatron_configs(
+    values: Mapping[str, Any], *, model: ModelConfig, parallel: ParallelConfig, virtual_stages: int | None, machine: Machine
+) -> tuple[MegatronConfigs | None, list[Problem]]:
+    """The three objects, or what megatron-core has against them. Needs no process group. Imports megatron-core.
+
+    values: field name -> value, of any of the three configurations; what is absent takes its default.
+    """
+    nccl = parallel.distributed_backend == "nccl" or (parallel.distributed_backend == "auto" and machine.cuda)
+    build = Build(values, parallel, virtual_stages, resolve_transformer_impl(model, machine), nccl, machine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fallbacks for want of Transformer Engine and Apex, and deprecated defaults
+        transformer = _attempt(build, _transformer)
+        optimizer = _attempt(build, _optimizer)
+        ddp = _attempt(build, _ddp)
+    if build.problems:
+        return None, build.problems
+    return MegatronConfigs(transformer, optimizer, ddp), []
+
+
+def _attempt(build: Build, make: Callable[[Build], Any]) -> Any:
+    """megatron-core checks by assertion and by several kinds of error; each becomes a problem that names a flag."""
+    try:
+        return make(build)
+    except (AssertionError, ValueError, RuntimeError, ImportError, NotImplementedError, TypeError, ZeroDivisionError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        named = [name for name in megatron_fields() if re.search(rf"\b{re.escape(name)}\b", message)]
+        flag = flag_name(max(named, key=len)) if named else "megatron-core"
+        build.problems.append(Problem(flag, build.values.get(max(named, key=len)) if named else None, f"megatron-core refuses: {message}"))
+        return None
+
+
+def _dtype(build: Build) -> Any:
+    import torch
+
+    return torch.bfloat16 if build.values.get("bf16") else torch.float32
+
+
+def _of(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f.name: values[f.name] for f in dataclasses.fields(config_type) if f.name in values}
+
+
+def _transformer(build: Build) -> Any:
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    parallel, dtype = build.parallel, _dtype(build)
+    values = {**_fusions(build), **build.values}
+    if "activation_func" in values:
+        values["activation_func"] = activation_function(values["activation_func"])
+    values["attention_backend"] = AttnBackend[values.get("attention_backend", "auto")]
+    overlap = values.get("overlap_p2p_comm", build.nccl and build.virtual_stages is not None)
+    values |= {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": build.virtual_stages,
+        "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+        "transformer_impl": build.transformer_impl,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        # token mean is a weight of ours: in this mode megatron-core would divide once more
+        "calculate_per_token_loss": False,
+        # packed rows differ in length; the schedule then sends shapes, and wants this dispatcher even without experts. The interleaved
+        # schedule gets rows of one length instead: two stages would take each other's shapes for the wrong direction.
+        "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1 and build.virtual_stages is None,
+        "moe_token_dispatcher_type": "alltoall",
+        "deallocate_pipeline_outputs": True,
+        "overlap_p2p_comm": overlap,
+        "batch_p2p_comm": build.nccl and not overlap,
+        "barrier_with_L1_time": False,
+    }
+    return TransformerConfig(**_of(TransformerConfig, values))
+
+
+def _fusions(build: Build) -> dict[str, bool]:
+    """Fused kernels: on where a whole GPU environment is installed, for some are compiled at run time. Never on the CPU."""
+    values, gpu = build.values, build.machine.cuda and build.machine.transformer_engine
+    gated = bool(values.get("gated_linear_unit"))
+    fusable = values.get("activation_func", "gelu") in (("silu", "quick_gelu") if gated else ())
+    return {
+        "bias_activation_fusion": gpu and fusable,
+        "bias_dropout_fusion": gpu,
+        "masked_softmax_fusion": gpu,
+        "apply_rope_fusion": gpu and build.transformer_impl == "transformer_engine" and not values.get("rotary_interleaved", False),
+        "gradient_accumulation_fusion": build.machine.cuda and build.machine.gradient_fusion,
+    }
+
+
+def activation_function(name: str) -> Any:
+    """The callable that TransformerConfig wants."""
+    import torch.nn.functional as F
+    from megatron.core.activations import quick_gelu, squared_relu
+
+    return {"gelu": F.gelu, "silu": F.silu, "squared_relu": squared_relu, "quick_gelu": quick_gelu}[name]
+
+
+def _optimizer(build: Build) -> Any:
+    from megatron.core.optimizer import OptimizerConfig
+
+    values = {"min_lr": 0.0, **build.values, "params_dtype": _dtype(build)}
+    return OptimizerConfig(**_of(OptimizerConfig, values))
+
+
+def _ddp(build: Build) -> Any:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    # a non-finite gradient is counted and its step skipped, on all ranks; megatron-core's check would raise
+    values = {"grad_reduce_in_fp32": bool(build.values.get("bf16")), **build.values, "check_for_nan_in_grad": False}
+    return DistributedDataParallelConfig(**_of(DistributedDataParallelConfig, values))

@@ -1,0 +1,250 @@
+"""argv and YAML -> `RunConfig`, or one error with everything that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import slime_like
+from arguments.groups import DataConfig, ModelConfig, RewardConfig
+from arguments.help import help_text
+from arguments.hf_model import HfModel, read_hf_model
+from arguments.loss_choice import choose_loss, settle_loss
+from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
+from arguments.megatron_configs import Machine, build_megatron_configs, resolve_transformer_impl
+from arguments.run_config import RunConfig
+from arguments.table import GROUPS, FlagTable, flag_table, normalise
+from arguments.validate import Settings, global_batch_of, virtual_stages_of
+from arguments.validate_run import TASK_PREFIX, check, settings_of_other_losses, warnings_of
+from arguments.words import Given, merge, read_command_line, read_run_file
+from slime_like.advantages.registry import advantage_estimators
+from slime_like.config import ConfigError, Problem, flag_name
+from slime_like.losses.off_policy import OffPolicyConfig
+from slime_like.losses.registry import PolicyLoss
+
+CONFIG_EXIT_STATUS = 2
+# Rank 0 prints; when another rank ends first, torchrun would end rank 0 before it has.
+_WAIT_FOR_RANK_0_S = 5.0
+
+
+class HelpWanted(Exception):
+    """--help or --version stands on the command line. The text to print is the only argument."""
+
+
+def parse_args(argv: Sequence[str], world_size: int) -> RunConfig:
+    """The settings of a run.
+
+    argv: without the program's name. world_size: number of processes. Raises ConfigError with every problem, and `HelpWanted`. Only
+    what megatron-core itself refuses comes second, once nothing else is wrong. Needs no process group.
+    """
+    table = flag_table()
+    _answer_help(argv, table)
+    given = _read(argv, table)
+    loss, policy_loss = choose_loss(given, table)
+    checkpoint = _read_checkpoint(given)
+    draft = _draft(given, loss, policy_loss, checkpoint, world_size)
+    problems = given.problems + [p for p in draft.problems if not _about_unread(p, given, table)]
+    if problems:
+        raise ConfigError(_in_order(problems, table))
+    return _finish(draft, table, argv, given.warnings)
+
+
+def parse_or_exit(argv: Sequence[str], world_size: int, rank: int) -> RunConfig:
+    """`parse_args` for a launcher: on a ConfigError rank 0 prints it to stderr, once for all ranks, and every rank exits with status 2.
+
+    --help and --version print to stdout and exit with 0. Raises SystemExit.
+    """
+    try:
+        return parse_args(argv, world_size)
+    except ConfigError as error:
+        if rank == 0:
+            print(error, file=sys.stderr, flush=True)
+        else:
+            time.sleep(_WAIT_FOR_RANK_0_S)
+        raise SystemExit(CONFIG_EXIT_STATUS) from None
+    except HelpWanted as wanted:
+        if rank == 0:
+            print(wanted, flush=True)
+        raise SystemExit(0) from None
+
+
+def _answer_help(argv: Sequence[str], table: FlagTable) -> None:
+    if "--version" in argv:
+        raise HelpWanted(f"slime_like {slime_like.__version__}")
+    for position, word in enumerate(argv):
+        if word in ("--help", "-h"):
+            about = argv[position + 1] if position + 1 < len(argv) else ""
+            raise HelpWanted(help_text(table, about))
+
+
+def _read(argv: Sequence[str], table: FlagTable) -> Given:
+    """The run file and, over it, the command line."""
+    given = read_command_line(argv, table)
+    if "config" in given.values:
+        try:
+            given = merge(read_run_file(given.values["config"], table), given)
+        except ConfigError as error:
+            given.problems += error.problems
+    settle_loss(given)
+    _own_icepop(given)
+    _kl_in_the_reward(given)
+    return given
+
+
+def _own_icepop(given: Given) -> None:
+    """slime's icepop_function: a token mask and truncated importance sampling with the same bounds."""
+    values = given.values
+    path = str(values.get("custom_tis_function_path", ""))
+    if not path.endswith("icepop_function"):
+        return
+    del values["custom_tis_function_path"]
+    if values.get("tis_ratio_type") != "token":
+        given.problems.append(Problem("--custom-tis-function-path", path, "has no effect without --use-tis; add it"))
+    for side in ("low", "high"):
+        bound = values.get(f"token_tis_ratio_clip_{side}", getattr(OffPolicyConfig(), f"token_tis_ratio_clip_{side}"))
+        name = f"token_mask_is_threshold_{side}"
+        if values.setdefault(name, bound) != bound:
+            message = f"contradicts --tis-clip{'-low' if side == 'low' else ''} {bound:g}, which is IcePop's bound; leave it out"
+            given.problems.append(Problem(flag_name(name), values[name], message))
+
+
+def _kl_in_the_reward(given: Given) -> None:
+    """SkyRL's use_kl_in_reward: its kl_loss_coef is then our kl_coef."""
+    values = given.values
+    if values.pop("use_kl_in_reward", None) and "kl_coef" not in values:
+        if "kl_loss_coef" in values:
+            values["kl_coef"] = values.pop("kl_loss_coef")
+        else:
+            given.problems.append(Problem("--use-kl-in-reward", None, "needs the weight of the KL; use --kl-coef in its place"))
+
+
+def _read_checkpoint(given: Given) -> HfModel | None:
+    """What --hf-checkpoint's config.json says; None, with its problems noted, when it cannot be used."""
+    folder = given.values.get("hf_checkpoint")
+    if folder is None:
+        return None
+    try:
+        return read_hf_model(folder)
+    except ConfigError as error:
+        given.problems += error.problems
+        return None
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The settings before megatron-core has seen them, and what is wrong with them."""
+
+    settings: Settings
+    problems: list[Problem]
+
+
+def _draft(given: Given, loss: PolicyLoss, policy_loss: Any, checkpoint: HfModel | None, world_size: int) -> _Draft:
+    values = given.values
+    supervised = values.get("loss_type") == "sft_loss"
+    if supervised:
+        values = {"n_samples_per_prompt": 1, "loss_reduction": "token_mean", **values}
+    configs = {name: _make(config_type, values) for name, (_, config_type) in GROUPS.items()}
+    configs["algorithm"] = dataclasses.replace(
+        configs["algorithm"],
+        policy_loss_type=loss.name,
+        advantage_estimator=advantage_estimators.canonical(configs["algorithm"].advantage_estimator),
+    )
+    configs["reward"] = _reward_of_the_source(configs["reward"], configs["data"])
+    explicit, problems = network_of_flags(values)
+    if checkpoint is not None:
+        said = {name: values[name] for name in checkpoint.gpt if name in values}
+        problems += disagreements(explicit, checkpoint.transformer, values)
+        problems += disagreements(said, checkpoint.gpt, {})
+        configs["gpt"] = dataclasses.replace(configs["gpt"], **{**checkpoint.gpt, **said})
+        problems += _reference_differences(configs["model"], checkpoint)
+    core = merge_network(explicit, checkpoint.transformer if checkpoint is not None else {}, values)
+    settings = Settings(
+        **configs,
+        loss=loss,
+        policy_loss=policy_loss,
+        core=core,
+        given=frozenset(given.values),
+        world_size=world_size,
+        machine=Machine.here(),
+    )
+    problems += check(settings)
+    return _Draft(settings, problems)
+
+
+def _reward_of_the_source(reward: RewardConfig, data: DataConfig) -> RewardConfig:
+    """A reasoning_gym source scores itself where no other reward is chosen."""
+    chosen = reward.rm_type is not None or reward.custom_rm_path is not None
+    return reward if chosen or not (data.prompt_data or "").startswith(TASK_PREFIX) else dataclasses.replace(reward, rm_type="task")
+
+
+def _reference_differences(model: ModelConfig, checkpoint: HfModel) -> list[Problem]:
+    """The reference model is built as the policy is, so it must have the same shape."""
+    if model.ref_load is None or model.ref_load == model.hf_checkpoint or not (Path(model.ref_load) / "config.json").is_file():
+        return []
+    try:
+        reference = read_hf_model(model.ref_load)
+    except ConfigError as error:
+        return [dataclasses.replace(problem, flag="--ref-load") for problem in error.problems]
+    said, policy = {**reference.transformer, **reference.gpt}, {**checkpoint.transformer, **checkpoint.gpt}
+    different = [name for name in said if name not in NOT_COMPARED and said[name] != policy.get(name)]
+    if not different:
+        return []
+    words = ", ".join(f"{name} {said[name]} (there: {policy.get(name)})" for name in different)
+    return [Problem("--ref-load", model.ref_load, f"is shaped otherwise than --hf-checkpoint: {words}")]
+
+
+def _make(config_type: type, values: Mapping[str, Any]) -> Any:
+    return config_type(**{f.name: values[f.name] for f in dataclasses.fields(config_type) if f.name in values})
+
+
+def _about_unread(problem: Problem, given: Given, table: FlagTable) -> bool:
+    """Whether a rule speaks of a flag whose value could not be read: that has been told already."""
+    spelling = table.spellings.get(normalise(problem.flag))
+    return spelling is not None and spelling.flag.dest in given.bad
+
+
+def _in_order(problems: list[Problem], table: FlagTable) -> list[Problem]:
+    """Each once, in the order in which they were found, flags with a value under their first name."""
+    named = []
+    for problem in problems:
+        spelling = table.spellings.get(problem.flag)
+        other_name = spelling is not None and spelling.flag.kind != "switch"
+        named.append(dataclasses.replace(problem, flag=spelling.flag.name) if spelling is not None and other_name else problem)
+    return list({str(problem): problem for problem in named}.values())
+
+
+def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list[str]) -> RunConfig:
+    """The settings with all that follows from them filled in, and megatron-core's objects."""
+    s = draft.settings
+    stages = virtual_stages_of(s.parallel, s.core.get("num_layers"))
+    megatron, problems = build_megatron_configs(s.core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine)
+    if megatron is None:
+        raise ConfigError(_in_order(problems, table))
+    size = global_batch_of(s) or s.samples_per_rollout
+    algorithm = dataclasses.replace(s.algorithm, global_batch_size=size, num_steps_per_rollout=s.samples_per_rollout // size)
+    return RunConfig(
+        model=dataclasses.replace(s.model, transformer_impl=resolve_transformer_impl(s.model, s.machine)),
+        gpt=s.gpt,
+        parallel=dataclasses.replace(s.parallel, num_virtual_stages_per_pipeline_rank=stages),
+        data=s.data,
+        eval=s.eval,
+        rollout=s.rollout,
+        reward=s.reward,
+        algorithm=algorithm,
+        off_policy=s.off_policy,
+        policy_loss=s.policy_loss,
+        gates=s.gates,
+        schedule=s.schedule,
+        checkpoint=s.checkpoint,
+        logging=s.logging,
+        debug=s.debug,
+        megatron=megatron,
+        argv=tuple(argv),
+        warnings=tuple([*warnings, *warnings_of(s), *settings_of_other_losses(s, table.by_dest)]),
+        world_size=s.world_size,
+    )

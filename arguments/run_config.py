@@ -1,0 +1,64 @@
+"""Everything that a run is told, checked: what `parse_args` returns and the rest of the program is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from arguments.groups import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    DebugConfig,
+    EvalConfig,
+    GateConfig,
+    GPTModelConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    ScheduleConfig,
+)
+from arguments.megatron_configs import MegatronConfigs
+from slime_like.losses.off_policy import OffPolicyConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Complete: `gpt` is filled from the checkpoint; `model.transformer_impl` is "local" or "transformer_engine";
+    `algorithm.num_steps_per_rollout` and `algorithm.global_batch_size` are set and agree with the rollout's size;
+    `algorithm.policy_loss_type` and `advantage_estimator` are registered names, not aliases;
+    `parallel.num_virtual_stages_per_pipeline_rank` is set for the interleaved schedule however that was asked for.
+
+    policy_loss: the chosen loss's own configuration. argv: the command line. warnings: to be printed once by the launcher.
+    """
+
+    model: ModelConfig
+    gpt: GPTModelConfig
+    parallel: ParallelConfig
+    data: DataConfig
+    eval: EvalConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    algorithm: AlgorithmConfig
+    off_policy: OffPolicyConfig
+    policy_loss: Any
+    gates: GateConfig
+    schedule: ScheduleConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    debug: DebugConfig
+    megatron: MegatronConfigs
+    argv: tuple[str, ...]
+    warnings: tuple[str, ...]
+    world_size: int
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // self.parallel.model_parallel_size
+
+    @property
+    def virtual_stages(self) -> int | None:
+        """Model chunks on each pipeline rank; None without the interleaved schedule."""
+        return self.parallel.num_virtual_stages_per_pipeline_rank

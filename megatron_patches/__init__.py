@@ -1,0 +1,57 @@
+"""Patches to released megatron-core, applied by one explicit call:
+
+    report = megatron_patches.apply()      # once per process, before any model is built; a second call changes nothing
+    print(report)
+
+megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch lifts one such assumption, lives in a
+file of its own that says what it changes and why, and applies only where its condition holds: on a machine with CUDA and
+Transformer Engine nothing is touched. Before anything is changed, every patch checks that what it is about to change is
+still there. Importing this package imports neither torch nor megatron-core.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from megatron_patches.patch import Entry, Patch, Report
+
+ORDER = (
+    "torch_on_cpu",
+    "type_strings",
+    "tensor_cuda",
+    "rng_on_cpu",
+    "torch_norm_sp",
+    "recompute_no_te",
+    "moe_no_te",
+    "moe_split_sizes",
+    "torch_adam_ckpt",
+)
+
+_installed: dict[str, Entry] = {}
+
+
+def load_patch(name: str) -> Patch:
+    """The patch in the file `name`; see ORDER."""
+    patch = importlib.import_module(f"{__name__}.{name}").PATCH
+    assert isinstance(patch, Patch)
+    return patch
+
+
+def apply() -> Report:
+    """Install every patch whose condition holds, in order.
+
+    Returns what is installed (also by an earlier call) and what was skipped, with reasons. Raises RuntimeError, before
+    anything is changed, when megatron-core no longer has what a patch would change.
+    """
+    patches = {name: load_patch(name) for name in ORDER}
+    due = [name for name in ORDER if name not in _installed and patches[name].condition.holds()]
+    for name in due:
+        patches[name].check()
+    for name in due:
+        patches[name].install()
+        _installed[name] = Entry(name, patches[name].condition.words)
+    skipped = [Entry(name, patches[name].condition.otherwise) for name in ORDER if name not in _installed]
+    return Report(applied=[_installed[name] for name in ORDER if name in _installed], skipped=skipped)
+
+
+__all__ = ["ORDER", "Entry", "Patch", "Report", "apply", "load_patch"]

@@ -1,0 +1,30 @@
+"""Mixture of experts without Transformer Engine: the router's matrix product.
+
+Target    transformer.moe.moe_utils: the global te_general_gemm.
+Why       The module imports the name from its Transformer Engine extension; where that fails the name does not exist, and
+          the router's product, which asks whether it is None, raises NameError.
+When      No Transformer Engine.
+Versions  megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+from megatron_patches.patch import NO_TE, Patch, find, missing
+
+NAME = "moe_no_te"
+MODULE = "transformer.moe.moe_utils"
+
+
+def check() -> None:
+    router_gemm = find(NAME, f"{MODULE}:RouterGatingLinearFunction.forward")
+    if "te_general_gemm" not in router_gemm.__func__.__code__.co_names:
+        raise missing(NAME, f"megatron.core.{MODULE}:RouterGatingLinearFunction.forward no longer reads te_general_gemm")
+
+
+def install() -> None:
+    module = find(NAME, MODULE)
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
+
+
+PATCH = Patch(NAME, NO_TE, check, install)

@@ -1,0 +1,121 @@
+"""What a patch is: a condition, a check of its targets, an installation; and the report of which ones were applied."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VERSIONS = "megatron-core>=0.16.1,<0.17"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """When a patch applies. words: said when it holds; otherwise: said when it does not."""
+
+    words: str
+    otherwise: str
+    holds: Callable[[], bool]
+
+
+def cuda_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def has_apex() -> bool:
+    """NVIDIA's Apex. What package indexes have under this name is another project, without optimizers."""
+    spec = importlib.util.find_spec("apex")
+    folders = (spec.submodule_search_locations or []) if spec is not None else []
+    return any(Path(folder, "optimizers").is_dir() for folder in folders)
+
+
+NO_CUDA = Condition("no CUDA device", "CUDA is available", lambda: not cuda_available())
+NO_TE = Condition("no Transformer Engine", "Transformer Engine is installed", lambda: not has_transformer_engine())
+TORCH_ADAM = Condition(
+    "neither Transformer Engine nor Apex: Adam is torch's",
+    "Adam comes from Transformer Engine or Apex",
+    lambda: not (has_transformer_engine() or has_apex()),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One change to megatron-core.
+
+    check: raises RuntimeError when a target is gone; changes nothing. install: makes the change; called once.
+    """
+
+    name: str
+    condition: Condition
+    check: Callable[[], None]
+    install: Callable[[], None]
+
+
+class Entry(NamedTuple):
+    """A patch and why it was applied or skipped."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `apply()` did; printing it gives a table."""
+
+    applied: list[Entry]
+    skipped: list[Entry]
+
+    def __str__(self) -> str:
+        rows = [("patch", "state", "reason")]
+        rows += [(name, "applied", reason) for name, reason in self.applied]
+        rows += [(name, "skipped", reason) for name, reason in self.skipped]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        return "\n".join(f"{name:<{widths[0]}}  {state:<{widths[1]}}  {reason}" for name, state, reason in rows)
+
+
+def megatron_version() -> str:
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def missing(patch: str, what: str) -> RuntimeError:
+    """The error of a check: `what` is not there any more."""
+    return RuntimeError(
+        f"megatron_patches/{patch}.py: {what} in megatron-core {megatron_version()}. "
+        f"The patch is written for {VERSIONS}: install such a version, or adapt the patch."
+    )
+
+
+def find(patch: str, target: str) -> Any:
+    """The object that ``"module:attribute.path"`` names inside megatron.core; RuntimeError when it is gone.
+
+    Class attributes come as they are stored (a classmethod object, not a bound method).
+    """
+    module_name, _, path = target.partition(":")
+    try:
+        with warnings.catch_warnings():
+            # The report says what is not installed; five warnings about it do not help.
+            warnings.filterwarnings("ignore", message=r"(Transformer Engine|Apex)")
+            found: Any = importlib.import_module(f"megatron.core.{module_name}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron"):
+            raise
+        raise missing(patch, f"module megatron.core.{module_name} not found") from error
+    for part in path.split(".") if path else ():
+        if part not in vars(found):
+            raise missing(patch, f"megatron.core.{module_name} has no {path}")
+        found = vars(found)[part]
+    return found

@@ -1,0 +1,36 @@
+"""Selective recomputation without Transformer Engine.
+
+Target    tensor_parallel.random: CheckpointWithoutOutput.__init__.
+Why       It takes `fp8=False` for true (`fp8 is not None`) and then asks Transformer Engine for the fp8 state: NameError
+          where that is not installed (--recompute-modules layernorm, among others). Without it there is no fp8.
+When      No Transformer Engine.
+Versions  megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron_patches.patch import NO_TE, Patch, find
+
+NAME = "recompute_no_te"
+TARGET = "tensor_parallel.random:CheckpointWithoutOutput.__init__"
+
+
+def check() -> None:
+    find(NAME, TARGET)
+
+
+def install() -> None:
+    original = find(NAME, TARGET)
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.fp8 = False
+
+    find(NAME, TARGET.rpartition(".")[0]).__init__ = init
+
+
+PATCH = Patch(NAME, NO_TE, check, install)

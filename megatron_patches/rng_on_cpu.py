@@ -1,0 +1,68 @@
+"""Random numbers on CPU: the "cuda" generator that megatron-core tracks and forks is the CPU's.
+
+Target    tensor_parallel.random: _get_cuda_rng_state, _set_cuda_rng_state, CudaRNGStatesTracker.fork.
+Why       The first two reach into torch.cuda. `fork` warns on every use that the CPU's generator has moved, which is here
+          what it is for. Recomputation saves and restores both generators, which are then the same one.
+When      No CUDA device.
+Versions  megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_patches.patch import NO_CUDA, Patch, find
+
+NAME = "rng_on_cpu"
+TARGETS = (
+    "tensor_parallel.random:_get_cuda_rng_state",
+    "tensor_parallel.random:_set_cuda_rng_state",
+    "tensor_parallel.random:CudaRNGStatesTracker.fork",
+    "tensor_parallel.random:_MODEL_PARALLEL_RNG_TRACKER_NAME",
+)
+DEFAULT_STATE = "default-rng"  # the tracker's name for the generator outside every fork; it is not in states_
+
+
+def _get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def check() -> None:
+    for target in TARGETS:
+        find(NAME, target)
+
+
+def install() -> None:
+    module = find(NAME, "tensor_parallel.random")
+
+    @contextlib.contextmanager
+    def fork(self: Any, name: str = module._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        """Draw from the state called `name` inside the block; forks nest, each state goes on where it was left."""
+        if name not in self.states_:
+            raise ValueError(f"random state {name!r} is unknown; known: {', '.join(self.states_)}")
+        outer_name, outer_state = self._current_state_name, torch.get_rng_state()
+        if outer_name != DEFAULT_STATE:
+            self.states_[outer_name] = outer_state
+        torch.set_rng_state(self.states_[name])
+        self._current_state_name = name
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(self.states_[outer_name] if outer_name != DEFAULT_STATE else outer_state)
+            self._current_state_name = outer_name
+
+    module._get_cuda_rng_state = _get_state
+    module._set_cuda_rng_state = _set_state
+    module.CudaRNGStatesTracker.fork = fork
+
+
+PATCH = Patch(NAME, NO_CUDA, check, install)

@@ -1,0 +1,34 @@
+"""Tensor.cuda() on CPU is the identity. The only patch that reaches beyond megatron-core.
+
+Target    torch.Tensor.cuda, process-wide.
+Why       megatron-core calls the method on tensors in seven places (tied embeddings, broadcast data, the gradient scaler's
+          state, checkpoint exchange, ...); a method cannot be redirected for one caller only.
+When      No CUDA device, where the method could do nothing but raise.
+Versions  megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_patches.patch import NO_CUDA, Patch, missing
+
+NAME = "tensor_cuda"
+
+
+def _stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return self
+
+
+def check() -> None:
+    if not hasattr(torch.Tensor, "cuda"):
+        raise missing(NAME, "torch.Tensor.cuda not found; it is called")
+
+
+def install() -> None:
+    torch.Tensor.cuda = _stay  # type: ignore[method-assign,assignment]
+
+
+PATCH = Patch(NAME, NO_CUDA, check, install)

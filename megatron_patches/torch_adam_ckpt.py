@@ -1,0 +1,77 @@
+"""Checkpoints of the distributed optimizer over torch's Adam.
+
+Target    optimizer.distrib_optimizer: DistributedOptimizer.{sharded_state_dict, _set_main_param_and_optimizer_states,
+          load_state_dict}.
+Why       torch's Adam, unlike Transformer Engine's and Apex's, has a tensor `step` in the state of each parameter, and no
+          state at all before its first step. megatron-core's code for it has three faults:
+          1. `sharded_state_dict` reads `step` from the state: a fresh optimizer can be neither saved nor loaded into.
+             Here the state of step 0 is made first: zero moments, as Adam itself would.
+          2. The `fully_reshardable` format leaves `step` out of each parameter's record (it travels with the parameter
+             groups), yet it is looked up there on loading: KeyError. Here the record is completed.
+          3. Silent: `load_state_dict` gives all parameters one shared `step` tensor, to which Adam adds one for every
+             parameter. The first loss after a resume is right, the later ones are not. Here each gets its own.
+When      Neither Transformer Engine nor Apex.
+Versions  megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from megatron_patches.patch import TORCH_ADAM, Patch, find
+
+NAME = "torch_adam_ckpt"
+CLASS = "optimizer.distrib_optimizer:DistributedOptimizer"
+METHODS = ("sharded_state_dict", "_set_main_param_and_optimizer_states", "load_state_dict")
+
+
+def init_adam_state(adam: torch.optim.Optimizer) -> None:
+    """Give every parameter of a fresh Adam the state it has before its first step."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            if not adam.state[parameter]:
+                adam.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def check() -> None:
+    for method in METHODS:
+        find(NAME, f"{CLASS}.{method}")
+
+
+def install() -> None:
+    cls = find(NAME, CLASS)
+    was_sharded, was_set, was_load = (find(NAME, f"{CLASS}.{method}") for method in METHODS)
+
+    @functools.wraps(was_sharded)
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_stub_optimizer and isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            init_adam_state(self.optimizer)
+        return was_sharded(self, *args, **kwargs)
+
+    @functools.wraps(was_set)
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        step = {"step": state["step"]} if "step" in state else {}
+        was_set(self, model_param, {**step, **tensors})
+
+    @functools.wraps(was_load)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        was_load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    cls.sharded_state_dict = sharded_state_dict
+    cls._set_main_param_and_optimizer_states = set_states
+    cls.load_state_dict = load_state_dict
+
+
+PATCH = Patch(NAME, TORCH_ADAM, check, install)

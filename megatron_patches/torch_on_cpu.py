@@ -1,0 +1,177 @@
+"""torch on CPU: inside the modules below, "cuda" means the CPU.
+
+Target    the global name `torch` of the megatron.core modules in MODULES, and ShardedTensor.init_data.
+Why       They create tensors with device="cuda" or torch.cuda.current_device(), pin memory, and use CUDA streams, events
+          and synchronisation unconditionally.
+How       Each of these modules gets a stand-in for `torch` that forwards every attribute to the real one, except the tensor
+          factories, `device`, `autocast` and `torch.cuda`. The real torch, and every other module's, is left alone, and
+          tensor operations cost nothing extra. (A global TorchFunctionMode would do too, but it taxes every torch call.)
+          init_data has the real torch.empty as a default argument, hence a wrapper of its own.
+When      No CUDA device.
+Versions  megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_patches.patch import NO_CUDA, Patch, find, missing
+
+NAME = "torch_on_cpu"
+MODULES = (
+    "tensor_parallel.data",
+    "tensor_parallel.layers",
+    "tensor_parallel.mappings",
+    "tensor_parallel.random",
+    "tensor_parallel.utils",
+    "pipeline_parallel.p2p_communication",
+    "pipeline_parallel.schedules",
+    "distributed.distributed_data_parallel",
+    "distributed.param_and_grad_buffer",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.grad_scaler",
+    "optimizer.optimizer",
+    "models.common.embeddings.rope_utils",
+    "models.common.embeddings.rotary_pos_embedding",
+    "models.common.embeddings.yarn_rotary_pos_embedding",
+    "models.gpt.gpt_model",
+    "parallel_state",
+    "rerun_state_machine",
+    "timers",
+    "utils",
+    "transformer.attention",
+    "transformer.dot_product_attention",
+    "transformer.mlp",
+    "transformer.module",
+    "transformer.multi_token_prediction",
+    "transformer.transformer_layer",
+    "transformer.utils",
+    "transformer.moe.experts",
+    "transformer.moe.moe_utils",
+    "transformer.moe.router",
+    "transformer.moe.shared_experts",
+    "transformer.moe.token_dispatcher",
+    "dist_checkpointing.exchange_utils",
+    "dist_checkpointing.tensor_aware_state_dict",
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.state_dict_saver",
+)
+INIT_DATA = "dist_checkpointing.mapping:ShardedTensor.init_data"
+FACTORIES = ("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "zeros_like", "ones_like", "empty_like")
+CPU = torch.device("cpu")
+
+
+class StandIn(types.ModuleType):
+    """A module that answers for another one, with some attributes of its own."""
+
+    def __init__(self, real: types.ModuleType, **own: Any) -> None:
+        super().__init__(f"{real.__name__} (on CPU, by megatron_patches)")
+        self.__dict__.update(own, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+class Stream:
+    """A CUDA stream or event where everything is synchronous: there is nothing to wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record_event(self, *args: Any) -> Stream:
+        return self
+
+    def synchronize(self, *args: Any) -> None:
+        pass
+
+    wait = wait_event = wait_stream = record = synchronize
+
+
+def _cpu_device(device: Any) -> Any:
+    """`device` with CUDA, told by name, by object or by index, turned into the CPU."""
+    return CPU if isinstance(device, int) or str(device).startswith("cuda") else device
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        if "device" in kwargs:
+            kwargs["device"] = _cpu_device(kwargs["device"])
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def _device(*args: Any, **kwargs: Any) -> torch.device:
+    return CPU if args and str(args[0]).startswith("cuda") else torch.device(*args, **kwargs)
+
+
+def _autocast(device_type: str, *args: Any, **kwargs: Any) -> torch.autocast:
+    return torch.autocast("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _no_context(*args: Any, **kwargs: Any) -> contextlib.nullcontext[None]:
+    return contextlib.nullcontext()
+
+
+def make_stand_in() -> StandIn:
+    """torch, as a module that knows only the CPU would want it."""
+    only_stream = Stream()
+    cuda = StandIn(
+        torch.cuda,
+        current_device=lambda: CPU,
+        device_count=lambda: 1,
+        set_device=_nothing,
+        synchronize=_nothing,
+        empty_cache=_nothing,
+        memory_allocated=lambda *args: 0,
+        Stream=Stream,
+        Event=Stream,
+        current_stream=lambda *args: only_stream,
+        default_stream=lambda *args: only_stream,
+        stream=_no_context,
+        get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        set_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
+        manual_seed=torch.manual_seed,
+        nvtx=types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_no_context),
+    )
+    factories = {name: _on_cpu(getattr(torch, name)) for name in FACTORIES}
+    return StandIn(torch, cuda=cuda, device=_device, autocast=_autocast, **factories)
+
+
+def check() -> None:
+    for name in MODULES:
+        if vars(find(NAME, name)).get("torch") is not torch:
+            raise missing(NAME, f"megatron.core.{name} has no global named torch")
+    find(NAME, INIT_DATA)
+
+
+def install() -> None:
+    stand_in = make_stand_in()
+    for name in MODULES:
+        find(NAME, name).torch = stand_in
+
+    original = find(NAME, INIT_DATA)
+
+    @functools.wraps(original)
+    def init_data(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, _cpu_device(device), *args, **kwargs)
+
+    find(NAME, INIT_DATA.rpartition(".")[0]).init_data = init_data
+
+
+PATCH = Patch(NAME, NO_CUDA, check, install)

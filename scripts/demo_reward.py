@@ -1,0 +1,16 @@
+"""The demo's reward (`--custom-rm-path scripts/demo_reward.py:score`), and an example of one of your own.
+
+reasoning-gym's own scorer for `spell_backward` gives credit for every letter in its place, whatever follows the word, so a policy learns
+to write on and never to stop. Here letters beyond the word count as wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def score(args: Any, sample: Any, **kwargs: Any) -> float:
+    """Share of letters in their place, between 0 and 1; 1 is the whole word and nothing else."""
+    expected, answer = sample.label.lower(), sample.response.strip().lower()
+    right = sum(a == b for a, b in zip(expected, answer))
+    return right / max(len(expected), len(answer))

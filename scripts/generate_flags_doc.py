@@ -1,0 +1,94 @@
+"""Write docs/flags.md from the declarations of the flags: python scripts/generate_flags_doc.py [--check].
+
+Of megatron-core's own settings the table names the field; `train.py --help WORD` shows the explanation that the installed
+megatron-core gives. The list does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from arguments.aliases import ALIASES, NO_EFFECT, NOT_IMPLEMENTED_GROUPS, PRESETS  # noqa: E402
+from arguments.from_dataclass import Flag  # noqa: E402
+from arguments.help import default_words  # noqa: E402
+from arguments.megatron import CONFIGS_OF_GROUP  # noqa: E402
+from arguments.table import FlagTable, flag_table  # noqa: E402
+
+TARGET = ROOT / "docs" / "flags.md"
+HEAD = """# Flags
+
+Written by `scripts/generate_flags_doc.py`; a test compares. Dashes and underscores are interchangeable, prefixes are not completed,
+`--flag=value` and `--flag value` are the same, and the last of several counts. A switch takes no value; `--no-x` takes `--x` back.
+`--config run.yaml` reads flags from a file, sections of which may be nested; the command line wins over it. An unknown flag is an
+error. `train.py --help WORD` shows what has WORD in its name.
+"""
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def row(flag: Flag) -> str:
+    names = [f"`{flag.name}`", *(f"`{n}`" for n in dict.fromkeys((*flag.on, *flag.off)) if n != flag.name and not redundant(n, flag))]
+    legal = ", ".join(f"`{choice}`" for choice in flag.choices) if flag.choices else flag.legal.words if flag.legal else ""
+    help_words = (
+        f"`{flag.dest}` of {CONFIGS_OF_GROUP[flag.group]}" if flag.group in CONFIGS_OF_GROUP and flag.dest not in OWN_HELP else flag.help
+    )
+    return "| " + " | ".join(map(cell, (", ".join(names), flag.type_words, default_words(flag), legal, help_words))) + " |"
+
+
+OWN_HELP = ("swiglu", "squared_relu", "quick_geglu", "group_query_attention")
+
+
+def redundant(name: str, flag: Flag) -> bool:
+    """`--no-x` of a switch that is off anyway: the head of the page says that it exists."""
+    return flag.kind == "switch" and not flag.default and name in flag.off
+
+
+def render(table: FlagTable) -> str:
+    groups: dict[str, list[Flag]] = {}
+    refused: dict[str, list[str]] = {}
+    for flag in table.flags:
+        if flag.refused:
+            refused.setdefault(flag.refused, []).append(flag.name)
+        else:
+            groups.setdefault(flag.group, []).append(flag)
+    parts = [HEAD]
+    for title, flags in groups.items():
+        rows = "\n".join(row(flag) for flag in flags)
+        parts.append(f"## {title}\n\n| flag | type | default | legal values | what |\n|---|---|---|---|---|\n{rows}\n")
+    parts.append("## Other spellings\n\n| typed | means |\n|---|---|\n" + "\n".join(spellings(table)) + "\n")
+    for reason, names in NOT_IMPLEMENTED_GROUPS.items():
+        known = ["--" + name.replace("_", "-") for name in names.split()]
+        refused.setdefault(reason, []).extend(name for name in known if name not in table.spellings)
+    lines = [f"- {reason}: {', '.join(f'`{n}`' for n in sorted(set(names)))}" for reason, names in sorted(refused.items()) if names]
+    parts.append("## Known and not implemented yet\n\nRefused by name, never ignored.\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def spellings(table: FlagTable) -> list[str]:
+    rows = [
+        f"| `{typed}` | `{ours}` |" for typed, ours in ALIASES.items() if ours in table.spellings and not table.spellings[ours].flag.refused
+    ]
+    for typed, values in PRESETS.items():
+        rows.append(f"| `{typed}` | {', '.join(f'{name} = {value}' for name, value in values.items())} |")
+    return rows + [f"| `{typed}` | nothing: {why} |" for typed, why in NO_EFFECT.items()]
+
+
+def main() -> int:
+    text = render(flag_table())
+    if "--check" in sys.argv[1:]:
+        current = TARGET.read_text(encoding="utf-8") if TARGET.is_file() else ""
+        if current != text:
+            print(f"{TARGET.relative_to(ROOT)} is out of date; run python scripts/generate_flags_doc.py", file=sys.stderr)
+        return int(current != text)
+    TARGET.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

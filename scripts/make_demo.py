@@ -1,0 +1,117 @@
+"""Make what the demo needs: a tiny Qwen3 model with random weights, a character tokenizer, and prompts.
+
+    python scripts/make_demo.py --output-dir outputs/demo
+
+writes `model/` (a Hugging Face folder), `train.jsonl` and `heldout.jsonl`: the reasoning-gym task `spell_backward`, whose words are
+disjoint between the two files. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+END, PAD, USER, ASSISTANT, UNKNOWN = "<|endoftext|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|unknown|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_tokenizer() -> Any:
+    """One token for each printable ASCII character, and a few special ones."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [END, PAD, USER, ASSISTANT, UNKNOWN]
+    characters = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(special + characters)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_model(tokenizer: Any, *, hidden_size: int, num_layers: int, seed: int) -> Any:
+    """A Qwen3 model with random weights."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden_size // 4,
+        max_position_embeddings=512,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    # only now: told before, transformers makes the padding token's embedding zero, where RMSNorm's gradient explodes if it is ever sampled
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def make_rows(*, min_word_len: int, max_word_len: int, size: int, seed: int) -> list[dict[str, Any]]:
+    """Rows of `spell_backward`, each word once, in the form of a reasoning_gym source."""
+    from reasoning_gym import create_dataset
+
+    options = {"min_word_len": min_word_len, "max_word_len": max_word_len, "size": size, "seed": seed}
+    by_word: dict[str, dict[str, Any]] = {}
+    for entry in create_dataset("spell_backward", **options):
+        metadata = {"task": {"name": "spell_backward", "options": options}, "entry": entry}
+        messages = [{"role": "user", "content": entry["question"]}]
+        row = {"messages": messages, "answer": entry["answer"], "metadata": metadata}
+        by_word.setdefault(entry["metadata"]["word"].lower(), row)
+    rows = [by_word[word] for word in sorted(by_word)]
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--hidden-size", type=int, default=64)
+    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument("--min-word-len", type=int, default=3)
+    parser.add_argument("--max-word-len", type=int, default=5)
+    parser.add_argument("--num-heldout", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, hidden_size=options.hidden_size, num_layers=options.num_layers, seed=options.seed)
+    folder = options.output_dir / "model"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+    rows = make_rows(min_word_len=options.min_word_len, max_word_len=options.max_word_len, size=8000, seed=options.seed)
+    parts = {"heldout": rows[: options.num_heldout], "train": rows[options.num_heldout :]}
+    for name, part in parts.items():
+        with (options.output_dir / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in part)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"made {folder} ({parameters:,} parameters), {len(parts['train'])} training and {len(parts['heldout'])} held-out prompts")
+
+
+if __name__ == "__main__":
+    main()

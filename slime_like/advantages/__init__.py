@@ -1,0 +1,51 @@
+"""Rewards -> advantages. Torch alone is needed.
+
+>>> compute_advantages("grpo", rewards=rewards, group_ids=prompts, lengths=lengths).values  # one number for each sample
+>>> estimate_advantages(settings, outcomes, mine=range(len(masks)), masks=masks).values  # [R] for each sample, by any estimator
+"""
+
+from slime_like.advantages import (  # noqa: F401  (each registers its estimator)
+    gpg,
+    grpo,
+    maxrl,
+    opo,
+    reinforce_plus_plus,
+    remax,
+    rloo,
+)
+from slime_like.advantages.estimate import AdvantageSettings, Outcomes, TokenAdvantages, estimate_advantages
+from slime_like.advantages.kl_reward import KLController, token_kl
+from slime_like.advantages.outcome import AdvantageOutput, compute_advantages
+from slime_like.advantages.registry import (
+    AdvantageEstimator,
+    GroupRewards,
+    OutcomeEstimator,
+    TokenEstimator,
+    TokenRewards,
+    advantage_estimators,
+    compares_samples,
+)
+from slime_like.advantages.returns import discounted_returns, gae, token_rewards
+from slime_like.advantages.whitening import whiten
+
+__all__ = [
+    "AdvantageEstimator",
+    "AdvantageOutput",
+    "AdvantageSettings",
+    "GroupRewards",
+    "KLController",
+    "OutcomeEstimator",
+    "Outcomes",
+    "TokenAdvantages",
+    "TokenEstimator",
+    "TokenRewards",
+    "advantage_estimators",
+    "compares_samples",
+    "compute_advantages",
+    "discounted_returns",
+    "estimate_advantages",
+    "gae",
+    "token_kl",
+    "token_rewards",
+    "whiten",
+]

@@ -1,0 +1,129 @@
+"""The rewards of a rollout -> advantages of the tokens of this rank's samples, by an estimator of either kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.advantages.kl_reward import sample_kl
+from slime_like.advantages.outcome import Singleton, compute_advantages, finite_rewards, over_groups
+from slime_like.advantages.registry import OutcomeEstimator, TokenEstimator, TokenRewards, advantage_estimators
+from slime_like.advantages.whitening import whiten
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageSettings:
+    """estimator: a registered name. normalize: whiten over all ranks. kl_coef: of the KL in the reward."""
+
+    estimator: str
+    normalize_std: bool = True
+    singleton: Singleton = "zero"
+    normalize: bool = False
+    gamma: float = 1.0
+    kl_coef: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """All samples of a rollout, equal on all ranks. rewards: [B] float, not finite where there is none; group_ids, lengths: [B] int, the prompt
+    and the active tokens; greedy_rewards: [B] float, of a greedy response to the prompt, or None."""
+
+    rewards: Tensor
+    group_ids: Tensor
+    lengths: Tensor
+    greedy_rewards: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAdvantages:
+    """values: [R] float32 by sample of this rank, 0 at inactive tokens. metrics: plain numbers by name, equal on all ranks."""
+
+    values: list[Tensor]
+    metrics: Mapping[str, float]
+
+
+def estimate_advantages(
+    settings: AdvantageSettings,
+    outcomes: Outcomes,
+    *,
+    mine: Sequence[int],
+    masks: Sequence[Tensor],
+    kl: Sequence[Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> TokenAdvantages:
+    """Advantages of this rank's samples, `mine` among all samples of the rollout.
+
+    masks: [R] bool, active tokens, by sample of this rank. kl: [R] by sample of this rank (`kl_reward.token_kl`), or None. group:
+    data-parallel ranks, which share the samples and call this together. The KL comes off the reward: of a whole sample before groups are
+    compared, or token by token where the estimator gives each token its own advantage. A sample whose reward or KL is not finite leaves all
+    statistics, whitening included, and gets 0. Raises ValueError for an unknown estimator, a missing input, and when no reward is finite.
+    """
+    entry = advantage_estimators.get(settings.estimator)
+    rewards, metrics = outcomes.rewards.double(), {}
+    total_kl = torch.zeros_like(rewards) if kl is None else sample_kl(kl, mine, rewards.numel(), group)
+    if kl is not None:
+        finite = torch.isfinite(total_kl)
+        metrics["rollout/kl_in_reward"] = float(total_kl[finite].sum()) / max(int(outcomes.lengths[finite].sum()), 1)
+    penalised = rewards - settings.kl_coef * total_kl
+    if isinstance(entry, OutcomeEstimator):
+        output = compute_advantages(
+            settings.estimator,
+            rewards=penalised,
+            group_ids=outcomes.group_ids,
+            lengths=outcomes.lengths,
+            normalize_std=settings.normalize_std,
+            singleton=settings.singleton,
+        )
+        values = [torch.where(mask, output.values[i].double(), 0.0) for i, mask in zip(mine, masks)]
+        metrics |= output.metrics
+    else:
+        usable = torch.where(torch.isfinite(penalised), rewards, float("nan"))
+        values, more = _by_token(entry, settings, outcomes, usable, mine, masks, kl)
+        metrics |= more
+        if entry.needs_greedy and outcomes.greedy_rewards is not None:
+            metrics["reward/greedy_nonfinite"] = float((~torch.isfinite(outcomes.greedy_rewards)).sum())
+    sound = _sound(penalised, outcomes, entry)
+    trained = [mask & bool(sound[i]) for i, mask in zip(mine, masks)]
+    if settings.normalize:
+        values = whiten(values, trained, group)
+    return TokenAdvantages([torch.where(mask, value, 0.0).float() for value, mask in zip(values, trained)], metrics)
+
+
+def _sound(penalised: Tensor, outcomes: Outcomes, entry: OutcomeEstimator | TokenEstimator) -> Tensor:
+    """[B] bool: samples that have all numbers that their advantage is made of."""
+    sound = torch.isfinite(penalised)
+    if isinstance(entry, TokenEstimator) and entry.needs_greedy and outcomes.greedy_rewards is not None:
+        sound = sound & torch.isfinite(outcomes.greedy_rewards)
+    return sound
+
+
+def _by_token(
+    entry: TokenEstimator,
+    settings: AdvantageSettings,
+    outcomes: Outcomes,
+    rewards: Tensor,
+    mine: Sequence[int],
+    masks: Sequence[Tensor],
+    kl: Sequence[Tensor] | None,
+) -> tuple[list[Tensor], Mapping[str, float]]:
+    """rewards: [B], NaN where a sample cannot be used."""
+    if entry.outcome is None:
+        finite = finite_rewards(rewards)
+        numbers: Tensor = torch.where(finite, rewards, 0.0)
+        metrics: Mapping[str, float] = {"reward/nonfinite": float((~finite).sum())}
+    else:
+        output = over_groups(entry.outcome, rewards, outcomes.group_ids, outcomes.lengths, singleton=settings.singleton)
+        numbers, metrics = output.values, output.metrics
+    zero = [torch.zeros(mask.numel(), dtype=torch.float64) for mask in masks]
+    batch = TokenRewards(
+        outcomes=[float(numbers[i]) for i in mine],
+        masks=masks,
+        penalties=zero if kl is None else [settings.kl_coef * value for value in kl],
+        greedy_rewards=None if outcomes.greedy_rewards is None else [float(outcomes.greedy_rewards[i]) for i in mine],
+        gamma=settings.gamma,
+    )
+    return entry.fn(batch), metrics

@@ -1,0 +1,23 @@
+"""GPG, arXiv 2504.02546: the centred reward, scaled up for the samples of the rollout that teach nothing.
+
+A_i = alpha (R_i - mean),    alpha = samples of the rollout / samples in groups whose rewards differ
+
+This is our reading of the paper's valid samples; verl counts rewards that are not zero.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+
+
+def gpg(group: GroupRewards) -> Tensor:
+    return group.rewards - group.rewards.mean()
+
+
+def alpha(samples: int, differing: int) -> float:
+    return samples / max(differing, 1)
+
+
+advantage_estimators.add("gpg", OutcomeEstimator("gpg", gpg, batch_factor=alpha))

@@ -1,0 +1,20 @@
+"""GRPO: the reward relative to its group, DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO (arXiv 2503.20783) without the division.
+
+A_i = (R_i - mean) / (std + 1e-6)        std with Bessel's correction
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+
+EPS = 1e-6
+
+
+def grpo(group: GroupRewards) -> Tensor:
+    centred = group.rewards - group.rewards.mean()
+    return centred / (group.rewards.std() + EPS) if group.normalize_std else centred
+
+
+advantage_estimators.add("grpo", OutcomeEstimator("grpo", grpo))

@@ -1,0 +1,19 @@
+"""MaxRL, arXiv 2602.02710: the reward relative to its group, in units of the group's mean, so that hard prompts count more.
+
+A_i = (R_i - mean) / mean,    0 in a group whose mean is not positive
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+
+
+def maxrl(group: GroupRewards) -> Tensor:
+    mean = group.rewards.mean()
+    return (group.rewards - mean) / mean if mean > 0 else torch.zeros_like(group.rewards)
+
+
+advantage_estimators.add("maxrl", OutcomeEstimator("maxrl", maxrl))

@@ -1,0 +1,18 @@
+"""OPO, arXiv 2505.23585: the baseline with the least variance for gradients that grow with the length of the response.
+
+A_i = R_i - sum_j L_j R_j / sum_j L_j        L: active tokens
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+
+
+def opo(group: GroupRewards) -> Tensor:
+    baseline = (group.lengths * group.rewards).sum() / group.lengths.sum().clamp(min=1)
+    return group.rewards - baseline
+
+
+advantage_estimators.add("opo", OutcomeEstimator("opo", opo))

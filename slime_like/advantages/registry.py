@@ -1,0 +1,71 @@
+"""The table of advantage estimators. There are two kinds, and neither stands in for the other: one gives a number for each sample, which all
+its active tokens share; the other gives each token its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slime_like.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRewards:
+    """The finite rewards of one prompt's group. rewards, lengths: [n] float64, n >= 2."""
+
+    rewards: Tensor
+    lengths: Tensor  # active tokens
+    normalize_std: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeEstimator:
+    """fn gives the advantages [n] of one group. batch_factor: of a rollout's samples and of those in groups with different rewards, what
+    multiplies the advantages of the latter."""
+
+    name: str
+    fn: Callable[[GroupRewards], Tensor]
+    batch_factor: Callable[[int, int], float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRewards:
+    """Some samples of a rollout, which may be any part of it.
+
+    outcomes: one number by sample, what `TokenEstimator.outcome` makes of the rewards. masks: [R] bool by sample, active tokens. penalties:
+    [R] float64 by sample, what the KL takes off each token's reward, 0 at inactive tokens. greedy_rewards: reward of a greedy response to the
+    sample's prompt, by sample; None where nobody asked for it. gamma: discount.
+    """
+
+    outcomes: Sequence[float]
+    masks: Sequence[Tensor]
+    penalties: Sequence[Tensor]
+    greedy_rewards: Sequence[float] | None
+    gamma: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEstimator:
+    """fn gives the advantages [R] float64 of each sample, 0 at inactive tokens.
+
+    outcome: makes the samples' numbers of a group's rewards; None: they are the rewards themselves, and groups do not matter. whitens:
+    --normalize-advantages is part of the estimator. needs_greedy: whether `greedy_rewards` must be there.
+    """
+
+    name: str
+    fn: Callable[[TokenRewards], list[Tensor]]
+    outcome: Callable[[GroupRewards], Tensor] | None = None
+    whitens: bool = False
+    needs_greedy: bool = False
+
+
+AdvantageEstimator = OutcomeEstimator | TokenEstimator
+
+advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator")
+
+
+def compares_samples(estimator: AdvantageEstimator) -> bool:
+    """Whether a sample is measured against the others of its prompt."""
+    return isinstance(estimator, OutcomeEstimator) or estimator.outcome is not None

@@ -1,0 +1,37 @@
+"""REINFORCE++, arXiv 2501.03262: no group; the KL is a reward of each token, and whitening over the whole rollout is the baseline.
+
+    reinforce_plus_plus:            A_t = sum_{s >= t} gamma^(s-t) R_s,  R_s = -penalty_s + R at the last active token
+    reinforce_plus_plus_baseline:   A_t = R - mean of the group - penalty_t
+
+Distances s - t count active tokens. Both are whitened afterwards (`whitening.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime_like.advantages.registry import GroupRewards, TokenEstimator, TokenRewards, advantage_estimators
+from slime_like.advantages.returns import discounted_returns, token_rewards
+
+
+def reinforce_plus_plus(batch: TokenRewards) -> list[Tensor]:
+    return discounted_returns(token_rewards(batch.outcomes, batch.masks, batch.penalties), batch.masks, batch.gamma)
+
+
+def centred(group: GroupRewards) -> Tensor:
+    return group.rewards - group.rewards.mean()
+
+
+def reinforce_plus_plus_baseline(batch: TokenRewards) -> list[Tensor]:
+    """batch.outcomes: centred rewards."""
+    return [
+        torch.where(mask, outcome - penalty.double(), 0.0) for outcome, mask, penalty in zip(batch.outcomes, batch.masks, batch.penalties)
+    ]
+
+
+advantage_estimators.add("reinforce_plus_plus", TokenEstimator("reinforce_plus_plus", reinforce_plus_plus, whitens=True))
+advantage_estimators.add(
+    "reinforce_plus_plus_baseline",
+    TokenEstimator("reinforce_plus_plus_baseline", reinforce_plus_plus_baseline, outcome=centred, whitens=True),
+)

@@ -1,0 +1,22 @@
+"""ReMax, arXiv 2310.10505: the return against the reward of the greedy response to the same prompt.
+
+A_t = sum_{s >= t} gamma^(s-t) R_s - R_greedy,    R_s = -penalty_s + R at the last active token
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slime_like.advantages.registry import TokenEstimator, TokenRewards, advantage_estimators
+from slime_like.advantages.returns import discounted_returns, token_rewards
+
+
+def remax(batch: TokenRewards) -> list[Tensor]:
+    if batch.greedy_rewards is None:
+        raise ValueError("--advantage-estimator remax needs the reward of a greedy response to each prompt (greedy_rewards)")
+    returns = discounted_returns(token_rewards(batch.outcomes, batch.masks, batch.penalties), batch.masks, batch.gamma)
+    return [torch.where(mask, value - greedy, 0.0) for value, mask, greedy in zip(returns, batch.masks, batch.greedy_rewards)]
+
+
+advantage_estimators.add("remax", TokenEstimator("remax", remax, needs_greedy=True))

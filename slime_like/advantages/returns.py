@@ -1,0 +1,78 @@
+"""Rewards of tokens -> returns and generalised advantages.
+
+Only active tokens are states: what a tool wrote and padding are passed over, with nothing reset, so that a reward after a tool's output reaches
+the tokens before it. All samples of a rank are walked through together, backward over their active tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def token_rewards(outcomes: Sequence[float], masks: Sequence[Tensor], penalties: Sequence[Tensor]) -> list[Tensor]:
+    """[R] float64 by sample: minus the penalty at every active token, and the outcome at the last of them. masks: [R] bool; penalties: [R]."""
+    rewards = []
+    for outcome, mask, penalty in zip(outcomes, masks, penalties):
+        reward = torch.where(mask, -penalty.double(), 0.0)
+        if mask.any():
+            reward[mask.nonzero()[-1]] += outcome
+        rewards.append(reward)
+    return rewards
+
+
+def discounted_returns(rewards: Sequence[Tensor], masks: Sequence[Tensor], gamma: float) -> list[Tensor]:
+    """G_t = R_t + gamma G_next over active tokens; 0 at the others. rewards: [R] by sample; one at an inactive token belongs to the nearest
+    active token before it, and is nobody's when there is none. masks: [R] bool. [R] float64 each."""
+    dense = _to_active(rewards, masks)
+    carried = torch.zeros(dense.shape[0], dtype=torch.float64)
+    result = torch.zeros_like(dense)
+    for t in reversed(range(dense.shape[1])):
+        carried = dense[:, t] + gamma * carried
+        result[:, t] = carried
+    return _from_active(result, masks)
+
+
+def gae(
+    rewards: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor], gamma: float, lambd: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Generalised advantage estimation, Schulman et al., arXiv 1506.02438, equation 16: (advantages, returns), [R] float64 by sample, 0 at
+    inactive tokens, not whitened.
+
+        delta_t = R_t + gamma V_next - V_t,    A_t = delta_t + gamma lambda A_next,    return_t = A_t + V_t
+
+    rewards, values: [R] by sample; masks: [R] bool. Beyond the last active token V and A are 0.
+    """
+    dense, baseline = _to_active(rewards, masks), _to_active([torch.where(m, v, 0.0) for v, m in zip(values, masks)], masks)
+    advantage = following = torch.zeros(dense.shape[0], dtype=torch.float64)
+    result = torch.zeros_like(dense)
+    for t in reversed(range(dense.shape[1])):
+        delta = dense[:, t] + gamma * following - baseline[:, t]
+        advantage = delta + gamma * lambd * advantage
+        following = baseline[:, t]
+        result[:, t] = advantage
+    return _from_active(result, masks), _from_active(result + baseline, masks)
+
+
+def _to_active(values: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+    """[B, most active tokens] float64: each sample's active tokens from the left, zeros after them. A value at an inactive token joins
+    that of the nearest active token before it."""
+    width = max((int(mask.sum()) for mask in masks), default=0)
+    dense = torch.zeros(len(masks), width, dtype=torch.float64)
+    for row, value, mask in zip(dense, values, masks):
+        place = mask.cumsum(0) - 1
+        has_place = place >= 0
+        row.index_add_(0, place[has_place], value.double()[has_place])
+    return dense
+
+
+def _from_active(dense: Tensor, masks: Sequence[Tensor]) -> list[Tensor]:
+    """Inverse of `_to_active`: [R] by sample, 0 at inactive tokens."""
+    result = []
+    for row, mask in zip(dense, masks):
+        values = torch.zeros(mask.numel(), dtype=torch.float64)
+        values[mask] = row[: int(mask.sum())]
+        result.append(values)
+    return result

@@ -1,0 +1,168 @@
+"""A rollout becomes what the backend trains on: old and reference log-probs, the off-policy correction, advantages and token weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arguments.run_config import RunConfig
+from slime_like.advantages import AdvantageSettings, KLController, estimate_advantages, token_kl
+from slime_like.megatron_backend.backend import MegatronBackend, TokenStatistics
+from slime_like.megatron_backend.gates import TrainRolloutGate
+from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.metrics.progress import Progress
+from slime_like.rollout.batch import StepPlan, map_steps, outcomes_of, train_samples
+from slime_like.rollout.correction import SampleCorrection, correct_steps, require_sampler_log_probs, sampler_told
+from slime_like.rollout.metrics import train_rollout_difference
+from slime_like.types import Sample, TrainBatch, TrainSample
+
+
+class BatchMaker:
+    """Makes the train batches of this data-parallel rank. All ranks hold all samples of a rollout and call it together.
+
+    warn: shows a warning, where it is given one.
+    """
+
+    def __init__(
+        self, run: RunConfig, layout: ParallelLayout, backend: MegatronBackend, progress: Progress, warn: Callable[[str | None], None]
+    ) -> None:
+        self.run = run
+        self.layout = layout
+        self.backend = backend
+        self.progress = progress
+        self.warn = warn
+        self.is_sft = run.algorithm.loss_type == "sft_loss"
+        self.plan = StepPlan(global_batch_size(run), layout.dp_size, layout.dp_rank)
+        self.rollout_gate = TrainRolloutGate(train_rollout_limit(run), run.gates.train_rollout_diff_patience)
+        self.kl_controller = kl_controller(run)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain JSON."""
+        return {"kl_controller": self.kl_controller.state_dict(), "rollout_gate_breaches": self.rollout_gate.breaches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.rollout_gate.breaches = int(state["rollout_gate_breaches"])
+
+    def make(self, samples: Sequence[Sample], weight_version: int) -> tuple[list[TrainBatch], dict[str, float]]:
+        """The optimizer steps of a rollout. weight_version: of the policy that is about to be trained."""
+        algorithm = self.run.algorithm
+        steps = train_samples(
+            self.plan,
+            samples,
+            reduction=algorithm.loss_reduction,
+            loss_norm_length=algorithm.loss_norm_length,
+            micro_batch_size=algorithm.micro_batch_size,
+            positive_nll=algorithm.positive_nll_coef > 0,
+        )
+        if self.is_sft:
+            return map_steps(steps, lambda i, sample: sample), {}
+        local = [sample for step in steps for sample in step]
+        metrics: dict[str, float] = {}
+        with self.progress.phase("log_probs"):
+            old = self._old_log_probs(local, metrics, weight_version)
+            ref = self.backend.compute_log_probs(local, reference=True) if self.backend.ref_chunks is not None else None
+        corrections, more = self._corrections(samples, steps, old)
+        metrics |= more
+        advantages, more = self._advantages(samples, local, old, ref)
+        metrics |= more
+
+        def complete(i: int, sample: TrainSample) -> TrainSample:
+            return dataclasses.replace(
+                sample,
+                advantages=advantages[i],
+                old_log_probs=old[i].log_probs,
+                ref_log_probs=None if ref is None else ref[i].log_probs,
+                keep_mask=corrections[i].keep_mask,
+                importance_weights=corrections[i].importance_weights,
+            )
+
+        return map_steps(steps, complete), metrics
+
+    def _old_log_probs(self, local: Sequence[TrainSample], metrics: dict[str, float], weight_version: int) -> list[TokenStatistics]:
+        """Old log-probs of this rank's samples, compared with the sampler's where it reported them."""
+        run = self.run
+        if run.algorithm.use_rollout_logprobs:
+            return [TokenStatistics(require_rollout_log_probs(s), s.loss_weights * 0) for s in local]
+        old = self.backend.compute_log_probs(local)
+        if all(s.rollout_log_probs is not None for s in local):
+            metrics |= train_rollout_difference(
+                [s.log_probs for s in old],
+                [require_rollout_log_probs(s) for s in local],
+                [s.loss_mask for s in local],
+                self.layout.dp_cp_group,
+            )
+            average, p99 = (metrics.get(f"rollout/train_rollout_log_prob_diff_{name}", 0.0) for name in ("mean", "p99"))
+            if not run.debug.load_debug_rollout_data:  # recorded rollouts may come from other weights
+                ratio_error = metrics.get("rollout/token_ratio_error", 1.0)
+                self.warn(self.rollout_gate.check(average, p99, ratio_error, weight_version))
+        return old
+
+    def _corrections(
+        self, samples: Sequence[Sample], steps: Sequence[Sequence[TrainSample]], old: Sequence[TokenStatistics]
+    ) -> tuple[list[SampleCorrection], dict[str, float]]:
+        """The off-policy correction of this rank's samples, and how far trainer and sampler are apart where the sampler told."""
+        config = self.run.off_policy
+        require_sampler_log_probs(config, samples)
+        if self.run.algorithm.use_rollout_logprobs or not sampler_told(samples):
+            return [SampleCorrection()] * len(old), {}
+        corrections, metrics = correct_steps(config, steps, [o.log_probs for o in old], self.layout.dp_group)
+        return corrections, {f"train/{name}": value for name, value in metrics.items()}
+
+    def _advantages(
+        self,
+        samples: Sequence[Sample],
+        local: Sequence[TrainSample],
+        old: Sequence[TokenStatistics],
+        ref: Sequence[TokenStatistics] | None,
+    ) -> tuple[list[Tensor], dict[str, float]]:
+        """Per-token advantages of this rank's samples. Groups are over all samples; the KL in the reward comes off first."""
+        algorithm = self.run.algorithm
+        masks = [s.loss_mask for s in local]
+        kl = None
+        if algorithm.kl_coef and ref is not None:
+            kl = token_kl(algorithm.kl_loss_type or "k1", [o.log_probs for o in old], [f.log_probs for f in ref], masks)
+        settings = AdvantageSettings(
+            algorithm.advantage_estimator,
+            normalize_std=not algorithm.disable_grpo_std_normalization,
+            singleton="reward" if algorithm.singleton_advantage == "reward" else "zero",
+            normalize=algorithm.normalize_advantages,
+            gamma=algorithm.gamma,
+            kl_coef=self.kl_controller.value,
+        )
+        mine = self.plan.local_indices(len(samples))
+        output = estimate_advantages(settings, outcomes_of(samples), mine=mine, masks=masks, kl=kl, group=self.layout.dp_group)
+        metrics = dict(output.metrics)
+        if kl is not None:
+            metrics["rollout/kl_coef"] = self.kl_controller.value
+            self.kl_controller.update(metrics["rollout/kl_in_reward"], len(samples))
+        return output.values, metrics
+
+
+def kl_controller(run: RunConfig) -> KLController:
+    algorithm = run.algorithm
+    adaptive = algorithm.kl_ctrl_type == "adaptive"
+    return KLController(algorithm.kl_coef, algorithm.kl_target if adaptive else None, algorithm.kl_horizon if adaptive else None)
+
+
+def global_batch_size(run: RunConfig) -> int:
+    assert run.algorithm.global_batch_size is not None, "completed when the command line is parsed"
+    return run.algorithm.global_batch_size
+
+
+def train_rollout_limit(run: RunConfig) -> float:
+    """Largest mean log-prob difference between trainer and sampler that is not a breach."""
+    if run.gates.max_train_rollout_diff is not None:
+        return run.gates.max_train_rollout_diff
+    exact = run.megatron.transformer.params_dtype == torch.float32 and not torch.cuda.is_available()
+    return 1e-3 if exact else 0.1
+
+
+def require_rollout_log_probs(sample: TrainSample) -> Tensor:
+    if sample.rollout_log_probs is None:
+        raise ValueError("a sample has no log-probs of the sampler, which --use-rollout-logprobs and the comparison need")
+    return sample.rollout_log_probs

@@ -1,0 +1,104 @@
+"""How a setting is declared, checked and refused: the bottom of the house, imported by every layer.
+
+A setting is a field of a frozen dataclass, made with `arg(default, help, ...)`. The parser in `arguments/` turns
+the field into a flag; nothing else in the project knows argparse. A field's legal values are data, so that the
+same words appear in `--help`, in `docs/flags.md` and in the error message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with the configuration.
+
+    flag: the flag as the user types it, e.g. ``--sapo-tau-pos``. value: what was given.
+    message: what is wrong, with the legal values and the remedy.
+    """
+
+    flag: str
+    value: Any
+    message: str
+
+    def __str__(self) -> str:
+        given = "" if self.value is None else f" (given: {self.value!r})"
+        return f"{self.flag}{given}: {self.message}"
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a command line or a run file, reported together."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        assert problems, "a ConfigError without problems says nothing"
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A legal range of a number, with the words that describe it."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+POSITIVE = Range("> 0", lambda x: x > 0)
+NON_NEGATIVE = Range(">= 0", lambda x: x >= 0)
+AT_LEAST_ONE = Range(">= 1", lambda x: x >= 1)
+ABOVE_ONE = Range("> 1", lambda x: x > 1)
+UNIT = Range("0 <= x <= 1", lambda x: 0 <= x <= 1)
+UNIT_OPEN_LOW = Range("0 < x <= 1", lambda x: 0 < x <= 1)
+
+
+def arg(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    legal: Range | None = None,
+    aliases: Sequence[str] = (),
+    metavar: str | None = None,
+    nargs: str | None = None,
+    type: Callable[[str], Any] | None = None,
+) -> Any:
+    """Declare a setting. `aliases` are further spellings, e.g. ``("--dual-clip",)``; the first flag is the field's name.
+
+    A field annotated `bool` with default False becomes a switch, with default True a `--no-` switch.
+    """
+    metadata = dict(help=help, choices=choices, legal=legal, aliases=tuple(aliases), metavar=metavar, nargs=nargs, type=type)
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag_name(field_name: str) -> str:
+    """``sapo_tau_pos`` -> ``--sapo-tau-pos``."""
+    return "--" + field_name.replace("_", "-")
+
+
+def check_fields(config: Any) -> list[Problem]:
+    """Problems of the fields of `config` on their own: legal values, ranges, NaN. Cross-field rules live in arguments/validate.py."""
+    problems = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value is None:
+            continue
+        choices, legal = field.metadata.get("choices"), field.metadata.get("legal")
+        values = value if isinstance(value, list | tuple) else [value]
+        for item in values:
+            if choices is not None and item not in choices:
+                words = ", ".join(map(str, choices))
+                problems.append(Problem(flag_name(field.name), item, f"unknown value; legal values: {words}"))
+            elif isinstance(item, float) and math.isnan(item):
+                problems.append(Problem(flag_name(field.name), item, "is not a number"))
+            elif legal is not None and not legal.holds(item):
+                problems.append(Problem(flag_name(field.name), item, f"must be {legal.words}"))
+    return problems

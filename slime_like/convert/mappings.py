@@ -1,0 +1,169 @@
+"""How one megatron-core parameter is made of Hugging Face tensors.
+
+A mapping says, for each tensor-parallel rank, of which pieces of which Hugging Face tensors that rank's shard consists, in
+order along one dimension. Loading copies these pieces into the shard, exporting copies the gathered shards back into the
+tensors: both directions follow from the one statement. A mapping for a layer has "{layer}" in its names; see `Mapping.at`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+M = TypeVar("M", bound="Mapping")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the whole model, not of a shard; mappings name them by field or property."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int  # of query heads that share keys and values
+    head_dim: int
+    vocab: int  # without padding
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        return self.groups * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows [start, stop) of the tensor `hf` along the mapping's dimension; `hf` None: so many rows of padding."""
+
+    hf: str | None
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Mapping(ABC):
+    """Base of all. dim: the dimension along which the shards are cut. sharded: False when every rank has the whole."""
+
+    dim: ClassVar[int] = 0
+    sharded: ClassVar[bool] = True
+
+    @abstractmethod
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        """Name and full shape of every Hugging Face tensor involved."""
+
+    @abstractmethod
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        """What the shard of `tp_rank` consists of. rows: its length along `dim`; only padding depends on it."""
+
+    def at(self: M, layer: int) -> M:
+        """The mapping with its names filled in for the global layer number `layer` (from 0)."""
+        names = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{key: name.format(layer=layer) for key, name in names.items() if isinstance(name, str)})
+
+
+def _share(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """Bounds of one rank's equal share of `total` rows."""
+    return total * tp_rank // tp_size, total * (tp_rank + 1) // tp_size
+
+
+@dataclass(frozen=True)
+class Replicated(Mapping):
+    """The whole tensor on every tensor-parallel rank: norm weights. size: a field of Sizes, the only dimension."""
+
+    hf: str
+    size: str = "hidden"
+    sharded: ClassVar[bool] = False
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (getattr(sizes, self.size),)}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        return [Part(self.hf, 0, getattr(sizes, self.size))]
+
+
+@dataclass(frozen=True)
+class RowParallel(Mapping):
+    """[hidden, inner], the input dimension cut: a projection back into the residual stream. inner: a field of Sizes."""
+
+    hf: str
+    inner: str
+    dim: ClassVar[int] = 1
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.hidden, getattr(sizes, self.inner))}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        return [Part(self.hf, *_share(getattr(sizes, self.inner), tp_rank, tp_size))]
+
+
+@dataclass(frozen=True)
+class VocabParallel(Mapping):
+    """[vocab, hidden], the vocabulary cut: embedding and output layer. megatron-core's last rows are padding."""
+
+    hf: str
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.vocab, sizes.hidden)}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        start, stop = (min(row, sizes.vocab) for row in (rows * tp_rank, rows * (tp_rank + 1)))
+        pieces = [Part(self.hf, start, stop), Part(None, 0, rows - (stop - start))]
+        return [part for part in pieces if len(part)]
+
+
+@dataclass(frozen=True)
+class GatedMLP(Mapping):
+    """Gate and up projection [ffn, hidden], one above the other: each rank has its share of both."""
+
+    gate: str
+    up: str
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {name: (sizes.ffn, sizes.hidden) for name in (self.gate, self.up)}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        share = _share(sizes.ffn, tp_rank, tp_size)
+        return [Part(self.gate, *share), Part(self.up, *share)]
+
+
+@dataclass(frozen=True)
+class QKV(Mapping):
+    """Query, key and value projections, interleaved: for each group its query heads, its key head, its value head.
+
+    Weights [out, hidden] or, with bias=True, biases [out]. A rank's share of the interleaved rows need not hold whole
+    groups: with more ranks than groups it holds a part of one.
+    """
+
+    query: str
+    key: str
+    value: str
+    bias: bool = False
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        rows = {self.query: sizes.query, self.key: sizes.key_value, self.value: sizes.key_value}
+        return {name: (out,) if self.bias else (out, sizes.hidden) for name, out in rows.items()}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        start, stop = _share(sizes.query + 2 * sizes.key_value, tp_rank, tp_size)
+        pieces, position = [], 0
+        for block in self._blocks(sizes):
+            low, high = max(start - position, 0), min(stop - position, len(block))
+            if low < high:
+                pieces.append(Part(block.hf, block.start + low, block.start + high))
+            position += len(block)
+        return pieces
+
+    def _blocks(self, sizes: Sizes) -> Iterator[Part]:
+        queries, head = sizes.query // sizes.groups, sizes.head_dim
+        for group in range(sizes.groups):
+            yield Part(self.query, group * queries, (group + 1) * queries)
+            yield Part(self.key, group * head, (group + 1) * head)
+            yield Part(self.value, group * head, (group + 1) * head)

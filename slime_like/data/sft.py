@@ -1,0 +1,55 @@
+"""Supervised samples: the label is the response (`--loss-type sft_loss`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slime_like.types import Prompt, Sample, SampleStatus
+
+
+def answer_problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    """Why a row cannot be learnt from, or None; the check of `data.prompts` for supervised runs."""
+    if isinstance(label, str) and label:
+        return None
+    found = "an empty string" if label == "" else "null or missing" if label is None else type(label).__name__
+    return f"--loss-type sft_loss: the answer (--label-key) must be a non-empty string, not {found}"
+
+
+def sft_samples(prompts: Sequence[Prompt], tokenizer: Any, *, max_response_len: int | None = None) -> list[Sample]:
+    """Prompt and label as a sample whose loss mask covers every token of the answer and the end-of-sequence token.
+
+    The answer is tokenised by itself, as it would be when the model writes it after the prompt. One longer than
+    `max_response_len` is cut there, without an end token, and is `TRUNCATED`. sample_id is the prompt's group_id.
+    Raises ValueError when a label is not a non-empty string, or the tokenizer has no end-of-sequence token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError("--loss-type sft_loss: the tokenizer has no end-of-sequence token, so an answer would have no end")
+    for prompt in prompts:
+        if words := answer_problem(prompt.label, prompt.metadata):
+            raise ValueError(f"prompt {prompt.group_id}: {words}: {prompt.text[:80]!r}")
+    if not prompts:
+        return []
+    answers = tokenizer([prompt.label for prompt in prompts], add_special_tokens=False)["input_ids"]
+    return [_sample(prompt, list(ids), tokenizer.eos_token_id, max_response_len) for prompt, ids in zip(prompts, answers)]
+
+
+def _sample(prompt: Prompt, answer: list[int], eos: int, limit: int | None) -> Sample:
+    if not answer or answer[-1] != eos:
+        answer.append(eos)
+    truncated = limit is not None and len(answer) > limit
+    answer = answer[:limit]
+    return Sample(
+        group_id=prompt.group_id,
+        sample_id=prompt.group_id,
+        tokens=torch.tensor([*prompt.tokens, *answer], dtype=torch.int64),
+        response_length=len(answer),
+        loss_mask=torch.ones(len(answer), dtype=torch.bool),
+        status=SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED,
+        text=prompt.text,
+        response=prompt.label,
+        label=prompt.label,
+        metadata=prompt.metadata,
+    )

@@ -1,0 +1,256 @@
+"""Rows of a data source, read lazily: JSONL, Parquet and reasoning-gym tasks.
+
+Opening a file makes one validating pass over it: every row is decoded and handed to the caller's check, and a byte offset
+(JSONL) or row number (Parquet) is kept for the good ones, so that memory does not grow with the size of the rows. After
+that a row that was accepted can always be read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+Row = dict[str, Any]
+RowCheck = Callable[[Row], str | None]  # what is wrong with a row, or None
+
+TASK_PREFIX = "reasoning_gym:"
+SUFFIXES = (".jsonl", ".parquet")
+_UTF8_BOM = b"\xef\xbb\xbf"
+_RANGE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<end>-?\d*)\]$", re.DOTALL)
+
+
+class RowSource(Protocol):
+    """Random access to rows. `content` identifies what is in the source, so that a changed file is seen on resume. `notes`: what the
+    user should be told about the source, a line each."""
+
+    name: str
+    content: str
+    notes: list[str]
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: Sequence[int]) -> list[Row]: ...
+
+    def where(self, index: int) -> str:
+        """The place of a row in words, e.g. ``train.jsonl:17``."""
+        ...
+
+
+def open_source(spec: str, *, check: RowCheck, columns: Sequence[str], skip_bad_rows: int = 0, flag: str = "--prompt-data") -> RowSource:
+    """Open what a user named: ``file.jsonl``, ``file.parquet``, either with ``@[start:end]``, or ``reasoning_gym:<task>?...``.
+
+    check: called once on every row. columns: the keys that may be read (Parquet reads no others). skip_bad_rows: how many bad
+    rows are left out with a count before the file is refused. flag: the option that errors name.
+    Raises ValueError for a missing file, a directory, an unknown kind, an empty file or range, and too many bad rows.
+    """
+    path_text, bounds = _split_range(spec)
+    source: RowSource
+    if path_text.startswith(TASK_PREFIX):
+        from slime_like.data.tasks import TaskSource
+
+        source = TaskSource(path_text, flag=flag)
+        problem = check(source.rows([0])[0])
+        if problem:
+            raise ValueError(f"{flag} {source.where(0)}: {problem}")
+    else:
+        path = _existing_file(path_text, flag)
+        bad = _BadRows(path_text, skip_bad_rows)
+        source = JsonlSource(path, check, bad) if path.suffix == ".jsonl" else ParquetSource(path, check, bad, columns, flag)
+        source.notes = bad.notes()
+        if len(source) == 0:
+            raise ValueError(f"{flag} {path_text}: the file holds no rows")
+    return source if bounds is None else SlicedSource(source, spec, bounds, flag)
+
+
+def _split_range(spec: str) -> tuple[str, slice | None]:
+    match = _RANGE.match(spec)
+    if match is None:
+        return spec, None
+    start, end = (int(match[part]) if match[part] else None for part in ("start", "end"))
+    return match["path"], slice(start, end)
+
+
+def _existing_file(text: str, flag: str) -> Path:
+    path = Path(text)
+    if path.is_dir():
+        raise ValueError(f"{flag} {text}: is a directory; name a {' or '.join(SUFFIXES)} file in it")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{flag} {text}: unknown kind of data; legal: {', '.join(SUFFIXES)} files, reasoning_gym:<task>")
+    if not path.is_file():
+        raise ValueError(f"{flag} {text}: no such file")
+    return path
+
+
+class _BadRows:
+    """Counts bad rows, up to the number that may be left out."""
+
+    def __init__(self, path: str, allowed: int) -> None:
+        self.path, self.allowed, self.count = path, allowed, 0
+        self._first = ""
+
+    def add(self, problem: str) -> None:
+        """Raises ValueError when this row is one too many."""
+        self.count += 1
+        if self.count > self.allowed:
+            remedy = "correct the file" if self.allowed else "correct the file, or leave such rows out with --skip-bad-rows N"
+            over = f" (more than the {self.allowed} bad rows that --skip-bad-rows allows)" if self.allowed else ""
+            raise ValueError(f"{problem}{over}; {remedy}")
+        self._first = self._first or problem
+
+    def notes(self) -> list[str]:
+        """One line about all of them, or none."""
+        words = f"{self.path}: left out {self.count} bad rows (--skip-bad-rows {self.allowed}); the first: {self._first}"
+        return [words] if self.count else []
+
+
+class JsonlSource:
+    """One JSON object a line, UTF-8; a byte order mark, CRLF line ends and blank lines are accepted. 16 bytes of index a row."""
+
+    notes: list[str]
+
+    def __init__(self, path: Path, check: RowCheck, bad: _BadRows) -> None:
+        self.name = str(path)
+        self._path = path
+        self._offsets, self._lines = array("q"), array("q")
+        checksum, offset = 0, 0
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                checksum = zlib.crc32(raw, checksum)
+                bom = len(_UTF8_BOM) if number == 1 and raw.startswith(_UTF8_BOM) else 0
+                line = raw[bom:]
+                if line.strip():
+                    problem = self._problem(line, number, offset + bom, check)
+                    if problem:
+                        bad.add(problem)
+                    else:
+                        self._offsets.append(offset + bom)
+                        self._lines.append(number)
+                offset += len(raw)
+        self.content = f"jsonl bytes={offset} crc32={checksum:08x}"
+
+    def _problem(self, line: bytes, number: int, offset: int, check: RowCheck) -> str | None:
+        place = f"{self.name}:{number}"
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            return f"{place}: invalid UTF-8 at byte offset {offset + error.start}"
+        except json.JSONDecodeError as error:
+            if not line.endswith(b"\n"):
+                return f"{place}: truncated last line, which starts at byte offset {offset} ({error.msg})"
+            return f"{place}: bad JSON at byte offset {offset + len(error.doc[: error.pos].encode())}: {error.msg}"
+        except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nesting beyond the stack
+            return f"{place}: bad JSON in the line at byte offset {offset}: {error}"
+        if not isinstance(row, dict):
+            return f"{place}: the row is a JSON {_json_kind(row)}, not an object (byte offset {offset})"
+        problem = check(row)
+        return f"{place}: {problem} (byte offset {offset})" if problem else None
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        with self._path.open("rb") as file:
+            return [self._read(file, index) for index in indices]
+
+    def _read(self, file: Any, index: int) -> Row:
+        file.seek(self._offsets[index])
+        try:
+            row = json.loads(file.readline())
+        except ValueError as error:
+            raise ValueError(f"{self.where(index)}: the file has changed since it was opened ({error})") from error
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self.name}:{self._lines[index]}"
+
+
+class ParquetSource:
+    """A Parquet file; only the named columns and one row group at a time are in memory."""
+
+    notes: list[str]
+
+    def __init__(self, path: Path, check: RowCheck, bad: _BadRows, columns: Sequence[str], flag: str) -> None:
+        try:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise ValueError(f"{flag} {path}: Parquet needs pyarrow; install it with: pip install 'slime_like[tasks]'") from error
+        self.name = str(path)
+        try:
+            self._file = pq.ParquetFile(path)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ValueError(f"{flag} {path}: not a readable Parquet file: {error}") from error
+        there = self._file.schema_arrow.names
+        # A column that is missing altogether is reported by the check of the first row, which sees `there` as its keys.
+        self._columns = [name for name in columns if name in there] if set(columns) & set(there) else there
+        self._starts = [0]
+        for group in range(self._file.num_row_groups):
+            self._starts.append(self._starts[-1] + self._file.metadata.row_group(group).num_rows)
+        self._loaded: tuple[int, Any] = (-1, None)
+        self._numbers = array("q")
+        other_keys = dict.fromkeys(name for name in there if name not in self._columns)
+        number = 0
+        for batch in self._file.iter_batches(batch_size=1024, columns=self._columns):
+            for row in batch.to_pylist():
+                problem = check({**other_keys, **row})
+                if problem:
+                    bad.add(f"{self.name}: row {number}: {problem}")
+                else:
+                    self._numbers.append(number)
+                number += 1
+        self.content = f"parquet bytes={path.stat().st_size} rows={number} columns={','.join(there)}"
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        """Rows in the order asked; each row group is decoded once for one call."""
+        by_number = sorted((self._numbers[index], place) for place, index in enumerate(indices))
+        result: list[Row] = [{}] * len(by_number)
+        group = 0
+        for number, place in by_number:
+            while number >= self._starts[group + 1]:
+                group += 1
+            if self._loaded[0] != group:
+                self._loaded = (group, self._file.read_row_group(group, columns=self._columns))
+            result[place] = self._loaded[1].slice(number - self._starts[group], 1).to_pylist()[0]
+        return result
+
+    def where(self, index: int) -> str:
+        return f"{self.name}: row {self._numbers[index]}"
+
+
+class SlicedSource:
+    """The rows of ``source[start:end]``, with Python's meaning of negative and missing bounds."""
+
+    def __init__(self, source: RowSource, spec: str, bounds: slice, flag: str) -> None:
+        self._source, self._range = source, range(len(source))[bounds]
+        self.name, self.notes = spec, source.notes
+        self.content = f"{source.content} rows {self._range.start}:{self._range.stop}"
+        if not self._range:
+            raise ValueError(f"{flag} {spec}: the range is empty; {source.name} holds {len(source)} rows")
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        return self._source.rows([self._range[index] for index in indices])
+
+    def where(self, index: int) -> str:
+        return self._source.where(self._range[index])
+
+
+def batches(count: int, size: int) -> Iterator[range]:
+    """Consecutive index ranges of at most `size` that cover range(count)."""
+    for start in range(0, count, size):
+        yield range(start, min(start + size, count))
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return kinds.get(type(value), "number")

@@ -1,0 +1,130 @@
+"""reasoning-gym tasks as a data source: ``reasoning_gym:<task>?size=1000&seed=1&<option>=<value>``.
+
+reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760) makes problems from a seed and grades answers with a verifier of
+each task. A row is ``{"question", "answer", "metadata"}``, whatever --input-key and the like say, as they speak of files; its metadata holds ``task`` (name and options)
+and ``entry`` (the problem as made), which is what the reward `task` scores with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import difflib
+import enum
+import json
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal, Union
+from urllib.parse import parse_qsl
+
+from slime_like.data.source import TASK_PREFIX, Row
+
+DEFAULT_SEED = 0  # reasoning-gym itself draws a new seed in every process, which no run could resume from
+
+
+class TaskSource:
+    """Rows made on demand. Raises ValueError for an unknown task or option (with the nearest names) and an illegal value."""
+
+    def __init__(self, spec: str, *, flag: str = "--prompt-data") -> None:
+        try:
+            from reasoning_gym import create_dataset
+            from reasoning_gym.factory import DATASETS
+        except ImportError as error:
+            raise ValueError(f"{flag} {spec}: needs reasoning-gym; install it with: pip install 'slime_like[tasks]'") from error
+        place = f"{flag} {spec}"
+        task, _, query = spec.removeprefix(TASK_PREFIX).partition("?")
+        if task not in DATASETS:
+            raise ValueError(f"{place}: unknown task {task!r}{_nearest(task, DATASETS)}")
+        self.options = parse_options(task, query, DATASETS[task][1], place)
+        self.task = task
+        try:
+            self._dataset = create_dataset(task, **self.options)
+        except (AssertionError, ValueError, TypeError) as error:
+            raise ValueError(f"{place}: the task refuses these options: {error}") from error
+        self.name = spec
+        self.notes: list[str] = []
+        self.content = f"reasoning_gym {task} {json.dumps(self.options, sort_keys=True, default=str)}"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        return [self._row(self._dataset[index]) for index in indices]
+
+    def _row(self, entry: Row) -> Row:
+        metadata = {"task": {"name": self.task, "options": self.options}, "entry": entry}
+        return {"question": entry["question"], "answer": entry["answer"], "metadata": metadata}
+
+    def where(self, index: int) -> str:
+        return f"{self.name}: problem {index}"
+
+
+def parse_options(task: str, query: str, config_type: type, place: str) -> dict[str, Any]:
+    """``size=10&seed=1`` -> typed keyword arguments of `config_type`, the task's configuration dataclass."""
+    hints = typing.get_type_hints(config_type)
+    names = [field.name for field in dataclasses.fields(config_type)]
+    options: dict[str, Any] = {}
+    for name, text in parse_qsl(query, keep_blank_values=True):
+        if name not in names:
+            raise ValueError(f"{place}: task {task!r} has no option {name!r}{_nearest(name, names)}")
+        if name in options:
+            raise ValueError(f"{place}: option {name!r} is given twice")
+        try:
+            options[name] = convert(text, hints[name])
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{place}: option {name}={text!r}: expected {_words(hints[name])} ({error})") from error
+    if "seed" in names:
+        options.setdefault("seed", DEFAULT_SEED)
+    if options.get("size", 1) < 1:
+        raise ValueError(f"{place}: option size={options['size']}: must be >= 1")
+    return options
+
+
+def convert(text: str, annotation: Any) -> Any:
+    """The text of an option as a value of its annotated type. Lists and tuples: JSON, or items separated by commas."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (Union, types.UnionType):
+        if text.lower() in ("none", "null") and type(None) in arguments:
+            return None
+        return convert(text, next(a for a in arguments if a is not type(None)))
+    if origin is Literal:
+        if text not in arguments:
+            raise ValueError(f"legal values: {', '.join(map(str, arguments))}")
+        return text
+    container = origin or annotation
+    if container in (list, tuple, typing.get_origin(Sequence[str])):
+        items = json.loads(text) if text.startswith("[") else text.split(",")
+        item_type = arguments[0] if arguments else str
+        values = [convert(item, item_type) if isinstance(item, str) else _tupled(item, item_type) for item in items]
+        return tuple(values) if container is tuple else values
+    return _convert_plain(text, annotation)
+
+
+def _convert_plain(text: str, annotation: Any) -> Any:
+    if annotation is bool:
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ValueError("legal values: true, false")
+        return text.lower() in ("true", "1")
+    if annotation in (int, float, str):
+        return annotation(text)
+    if annotation in (datetime.date, datetime.time, datetime.datetime):
+        return annotation.fromisoformat(text)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return annotation(text)
+    raise TypeError("this option cannot be given as text")
+
+
+def _tupled(item: Any, annotation: Any) -> Any:
+    """A decoded JSON value in the place of an item: inner lists become tuples where the task expects tuples."""
+    return tuple(item) if isinstance(item, list) and typing.get_origin(annotation) is tuple else item
+
+
+def _words(annotation: Any) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+
+
+def _nearest(name: str, names: typing.Iterable[str]) -> str:
+    names = sorted(names)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"; nearest: {', '.join(near)}" if near else f"; legal names: {', '.join(names)}"

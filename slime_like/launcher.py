@@ -1,0 +1,124 @@
+"""From a checked configuration to a finished run: patches, process groups, the trainer, and the report at the end."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import megatron_patches
+from arguments.run_config import RunConfig
+from slime_like.errors import RunError
+
+if TYPE_CHECKING:
+    from slime_like.megatron_backend.layout import ParallelLayout
+
+FAILED, INTERRUPTED = 1, 130
+
+
+def run(config: RunConfig, rank: int) -> int:
+    """Returns the exit status: 0, 1 for an error, 130 when interrupted. An error that has a user's remedy is printed once, without a
+    traceback."""
+    die_with_the_launcher()
+    quiet_dependencies()
+    report = megatron_patches.apply()
+    if rank == 0:
+        for text in config.warnings:
+            print(f"warning: {text}", flush=True)
+        if config.debug.print_megatron_patches:
+            print(report, flush=True)
+    # megatron-core reads its globals on import, so this comes after the patches
+    from slime_like.megatron_backend.init import process_groups
+
+    try:
+        with process_groups(config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed) as layout:
+            return train(config, layout)
+    except RunError as error:  # the ranks could not meet: each tells what it saw
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return FAILED
+
+
+def die_with_the_launcher() -> None:
+    """Under torchrun on Linux: a rank whose torchrun is killed ends too, rather than train on beside the run that is started next."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def train(config: RunConfig, layout: ParallelLayout) -> int:
+    """The run, once the ranks have met."""
+    from slime_like.trainer import Trainer
+
+    trainer = None
+    try:
+        output_dir = shared_output_dir(config)
+        if layout.rank == 0:
+            print(f"slime_like: {layout.describe()}, {layout.world_size} process(es), writing {output_dir}", flush=True)
+        trainer = Trainer(config, layout, output_dir)
+        trainer.run()
+        trainer.close()
+        if layout.rank == 0:
+            write_report(output_dir)
+    except KeyboardInterrupt:
+        if is_first_to_fail():
+            print("interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    except Exception as error:
+        if is_first_to_fail():
+            tell(error)
+        return FAILED
+    finally:
+        if trainer is not None:
+            trainer.close()
+    return 0
+
+
+def tell(error: Exception) -> None:
+    """One message where the user has a remedy: a setting, a file, a number that must hold. Anything else is ours, with its traceback.
+    SLIME_LIKE_TRACEBACK=1 in the environment shows the traceback of every error."""
+    if not isinstance(error, ValueError | OSError | RunError) or os.environ.get("SLIME_LIKE_TRACEBACK"):
+        traceback.print_exc()
+    print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def is_first_to_fail() -> bool:
+    """True on one rank only: an error that all ranks meet is told once, and so is one that the others see as a lost connection."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    try:
+        return int(_get_default_store().add("slime_like/errors", 1)) == 1
+    except RuntimeError:  # the process that holds the store has failed and told why
+        return False
+
+
+def shared_output_dir(config: RunConfig) -> Path:
+    """The same folder on every rank, also when its name is the time."""
+    import torch.distributed as dist
+
+    name = [config.logging.output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"]
+    dist.broadcast_object_list(name, src=0)
+    return Path(name[0])
+
+
+def write_report(output_dir: Path) -> None:
+    """The plot and the table of the run."""
+    from slime_like.metrics import report
+
+    report.write_report(output_dir / "metrics.jsonl")
+
+
+def quiet_dependencies() -> None:
+    """Libraries announce what is missing on a machine without a GPU; `--print-megatron-patches` says it better."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
+    for name in ("megatron", "transformers", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

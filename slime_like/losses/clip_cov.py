@@ -1,0 +1,49 @@
+"""Clip-Cov, arXiv 2505.22617: PPO, whose gradient is cut at a few random tokens of high covariance.
+
+Candidates are active tokens that PPO does not clip, with clip_cov_lb < cov < clip_cov_ub; of them max(1, floor(clip_cov_ratio N)) are chosen
+at random, and l = 0 there. Tokens that an off-policy correction rejects cannot be chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from slime_like.config import UNIT, arg
+from slime_like.losses.clipping import ClipConfig, clipped_surrogate
+from slime_like.losses.covariance import covariances, pick
+from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
+from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.metrics.typed import masked_mean
+
+
+@dataclass(frozen=True, slots=True)
+class ClipCovConfig(ClipConfig):
+    clip_cov_ratio: float = arg(2e-4, "Clip-Cov: share of tokens whose gradient is cut; one at least.", legal=UNIT)
+    clip_cov_lb: float = arg(1.0, "Clip-Cov: candidates have a covariance above this.")
+    clip_cov_ub: float = arg(5.0, "Clip-Cov: candidates have a covariance below this.")
+
+
+def clip_cov(inputs: LossInputs, config: ClipCovConfig) -> PolicyLossOutput:
+    """Token losses [T]. clip_cov_frac: share of active tokens whose gradient is cut."""
+    ratio = inputs.log_ratio().exp()
+    surrogate = clipped_surrogate(inputs, ratio, config)
+    cov = covariances(inputs)
+    candidates = inputs.kept & ~surrogate.clipped & (cov > config.clip_cov_lb) & (cov < config.clip_cov_ub)
+    generator = torch.Generator().manual_seed(inputs.selection_seed)  # on the host, so that every device draws the same
+    chosen = pick(candidates, torch.rand(cov.numel(), generator=generator).to(cov.device), config.clip_cov_ratio, inputs)
+    metrics = {**ratio_metrics(inputs, ratio), **surrogate.metrics, "clip_cov_frac": masked_mean(chosen.float(), inputs.loss_mask)}
+    return PolicyLossOutput(torch.where(chosen, 0.0, surrogate.token_losses), metrics)
+
+
+policy_losses.add(
+    "clip_cov",
+    PolicyLoss(
+        name="clip_cov",
+        config_type=ClipCovConfig,
+        fn=clip_cov,
+        needs=frozenset({"advantages", "old_log_probs"}),
+        homogeneous=False,
+    ),
+)

@@ -1,0 +1,44 @@
+"""A user's own loss, --custom-loss-function-path: called as function(inputs, config) for each micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from slime_like.custom_function import load_function
+from slime_like.losses.inputs import LossInputs, PolicyLossOutput
+from slime_like.losses.registry import PolicyLoss
+
+FLAG = "--custom-loss-function-path"
+
+
+def custom_loss(path: str) -> PolicyLoss:
+    """The loss at `path`, "module.function" or "file.py:function". Its config is a namespace of the settings of all losses, as the flags
+    name them (eps_clip, ...). Masking, token weights, off-policy correction, KL and entropy stay those of `total_loss`.
+
+    Raises ValueError for a path without a function, and, when called, for a result that is no `PolicyLossOutput` of [T] losses.
+    """
+    return PolicyLoss(
+        name="custom",
+        config_type=SimpleNamespace,
+        fn=_checked(path, load_function(path, FLAG)),
+        needs=frozenset(),
+        homogeneous=False,
+    )
+
+
+def _checked(path: str, function: Callable[..., Any]) -> Callable[[LossInputs, Any], PolicyLossOutput]:
+    def fn(inputs: LossInputs, config: Any) -> PolicyLossOutput:
+        output = function(inputs, config)
+        if not isinstance(output, PolicyLossOutput):
+            raise ValueError(f"{FLAG} {path!r}: returned a {type(output).__name__}, not a PolicyLossOutput")
+        losses = output.token_losses
+        if not isinstance(losses, torch.Tensor) or losses.shape != inputs.log_probs.shape:
+            shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise ValueError(f"{FLAG} {path!r}: token_losses must be [T] = {tuple(inputs.log_probs.shape)}, got {shape}")
+        return output
+
+    return fn

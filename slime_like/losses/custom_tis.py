@@ -1,0 +1,92 @@
+"""A user's own importance weights, written for slime's `--custom-tis-function-path`.
+
+slime calls such a function with the token losses and multiplies weights into them. A weight depends on the trainer's and the sampler's
+log-probs alone, so we call it once for the samples of an optimizer step, with a loss of 1 for every token: what comes back is the weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.losses.off_policy import Correction, OffPolicyConfig, off_policy_correction
+from slime_like.metrics.typed import Metric, masked_mean
+
+
+@dataclass(frozen=True, slots=True)
+class CustomTISArgs:
+    """The first argument of the function, named as slime's flags are."""
+
+    tis_clip: float
+    tis_clip_low: float
+    custom_tis_function_path: str
+    use_tis: bool = True
+    get_mismatch_metrics: bool = True
+
+
+def custom_correction(
+    function: Callable[..., Any],
+    config: OffPolicyConfig,
+    *,
+    old_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+) -> Correction:
+    """What `function` makes of one optimizer step's samples on this rank.
+
+    old_log_probs, rollout_log_probs, loss_masks: [R] by sample. total_lengths: prompt and response. The function gets `args`, `pg_loss`,
+    `train_log_probs`, `rollout_log_probs`, `loss_masks`, `total_lengths`, `response_lengths` and returns (pg_loss [T], masks, metrics); a
+    token whose mask or weight it makes 0 is rejected. Raises ValueError when it returns another shape, or a weight that is negative or not
+    finite at a token that it keeps.
+    """
+    assert config.custom_tis_function_path is not None
+    path = config.custom_tis_function_path
+    lengths = [int(mask.numel()) for mask in loss_masks]
+    mask = torch.cat(list(loss_masks))
+    seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    base = off_policy_correction(
+        OffPolicyConfig(custom_tis_function_path=path),
+        old_log_probs=torch.cat(list(old_log_probs)),
+        rollout_log_probs=torch.cat(list(rollout_log_probs)),
+        loss_mask=mask,
+        seq_ids=seq_ids,
+        num_seqs=len(lengths),
+    )
+    assert base.keep_mask is not None
+    sound = torch.split(base.keep_mask & mask, lengths)
+    with torch.no_grad():
+        weights, masks, metrics = function(
+            args=CustomTISArgs(config.token_tis_ratio_clip_high, config.token_tis_ratio_clip_low, path),
+            pg_loss=torch.ones(mask.numel()),
+            train_log_probs=[o.float() for o in old_log_probs],
+            # dropped sequences, and tokens that are not trained on, look as if both agreed
+            rollout_log_probs=[torch.where(good, m.float(), o.float()) for good, o, m in zip(sound, old_log_probs, rollout_log_probs)],
+            loss_masks=[part.float() for part in loss_masks],
+            total_lengths=list(total_lengths),
+            response_lengths=lengths,
+        )
+    weights, kept = torch.as_tensor(weights), torch.cat([torch.as_tensor(part).bool() for part in masks])
+    if weights.shape != mask.shape or kept.shape != mask.shape:
+        raise ValueError(
+            f"--custom-tis-function-path {path}: returned a loss of shape {tuple(weights.shape)} and masks of {tuple(kept.shape)}; "
+            f"both must be [{mask.numel()}], as the loss that it was given"
+        )
+    keep = base.keep_mask & ((kept & (weights != 0)) | ~mask)
+    used = weights[keep & mask]
+    if not (torch.isfinite(used) & (used > 0)).all():
+        raise ValueError(f"--custom-tis-function-path {path}: made a weight that is negative or not finite; reject such tokens in the mask")
+    return Correction(keep, torch.where(keep & mask, weights, 1.0).float(), {**base.metrics, **_typed(metrics, mask)})
+
+
+def _typed(metrics: dict[str, Any], mask: Tensor) -> dict[str, Metric]:
+    """Tensors over tokens are averaged over the active ones, numbers over the ranks."""
+    typed = {}
+    for name, value in metrics.items():
+        value = torch.as_tensor(value).detach().float()
+        typed[name] = masked_mean(value, mask) if value.shape == mask.shape else Metric("mean", value.mean(), torch.ones(()))
+    return typed

@@ -1,0 +1,47 @@
+"""DRO: direct reward optimisation, arXiv 2405.19107, token by token: l = -A log_prob + beta / 2 d^2.
+
+The paper squares the log-ratio of the whole sequence; here, as in verl and ROLL, each token's own is squared. kimi.py is the same loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config import POSITIVE, arg
+from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
+from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.metrics.typed import masked_mean
+
+
+@dataclass(frozen=True, slots=True)
+class DROConfig:
+    dro_beta: float | None = arg(None, "DRO: weight of the squared log-ratio; has no default.", legal=POSITIVE)
+
+
+def quadratic(inputs: LossInputs, coef: float, name: str) -> PolicyLossOutput:
+    """-A log_prob + coef / 2 d^2 [T], and the mean of each part over active tokens as name/policy and name/penalty."""
+    log_ratio = inputs.log_ratio()
+    policy, penalty = inputs.policy_gradient(inputs.required("advantages")), coef / 2 * log_ratio * log_ratio
+    metrics = ratio_metrics(inputs, log_ratio.exp())
+    metrics[f"{name}/policy"] = masked_mean(policy, inputs.loss_mask)
+    metrics[f"{name}/penalty"] = masked_mean(penalty, inputs.loss_mask)
+    return PolicyLossOutput(policy + penalty, metrics)
+
+
+def dro(inputs: LossInputs, config: DROConfig) -> PolicyLossOutput:
+    """Token losses [T]. Raises ValueError without a beta."""
+    if config.dro_beta is None:
+        raise ValueError("--dro-beta is missing: the loss dro needs it, > 0")
+    return quadratic(inputs, config.dro_beta, "dro")
+
+
+policy_losses.add(
+    "dro",
+    PolicyLoss(
+        name="dro",
+        config_type=DROConfig,
+        fn=dro,
+        needs=frozenset({"advantages", "old_log_probs"}),
+        homogeneous=False,
+    ),
+)

@@ -1,0 +1,22 @@
+"""GPG: group policy gradient, arXiv 2504.02546: l = -A log_prob, with no ratio and no old policy. The paper's batch factor belongs to the
+advantages (--advantage-estimator gpg)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.losses.inputs import LossInputs, PolicyLossOutput
+from slime_like.losses.registry import PolicyLoss, policy_losses
+
+
+@dataclass(frozen=True, slots=True)
+class GPGConfig:
+    """No settings."""
+
+
+def gpg(inputs: LossInputs, config: GPGConfig) -> PolicyLossOutput:
+    """Token losses [T]."""
+    return PolicyLossOutput(inputs.policy_gradient(inputs.required("advantages")), {})
+
+
+policy_losses.add("gpg", PolicyLoss(name="gpg", config_type=GPGConfig, fn=gpg, needs=frozenset({"advantages"})))

@@ -1,0 +1,42 @@
+"""GSPO: group sequence policy optimisation, in its token form (GSPO-token), arXiv 2507.18071, equations 13 and 14.
+
+With D the mean log-ratio of the sequence over its original mask:
+
+    s = exp(min(log_prob - sg(log_prob) + sg(D), 10)),      l = max(-A s, -A clip(s, 1 - eps_clip, 1 + eps_clip_high))
+
+Value and clip are the sequence's, the gradient by a token's log-prob is -A s. Where A is constant in a sequence and the reduction is a
+mean over sequences, this is the gradient of GSPO proper (equation 5). A geometric mean stays close to 1, so the range is narrow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config import NON_NEGATIVE, arg
+from slime_like.losses.clipping import ClipConfig, clipped_surrogate
+from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
+from slime_like.losses.registry import PolicyLoss, policy_losses
+
+
+@dataclass(frozen=True, slots=True)
+class GSPOConfig(ClipConfig):
+    eps_clip: float = arg(3e-4, "The ratio is bounded below by 1 - this.", legal=NON_NEGATIVE)
+
+
+def gspo(inputs: LossInputs, config: GSPOConfig) -> PolicyLossOutput:
+    """Token losses [T]; the ratio of the metrics is s."""
+    ratio = inputs.sequence_log_ratio().exp()
+    surrogate = clipped_surrogate(inputs, ratio, config)
+    return PolicyLossOutput(surrogate.token_losses, {**ratio_metrics(inputs, ratio), **surrogate.metrics})
+
+
+policy_losses.add(
+    "gspo",
+    PolicyLoss(
+        name="gspo",
+        config_type=GSPOConfig,
+        fn=gspo,
+        needs=frozenset({"advantages", "old_log_probs"}),
+        recommended_reductions=("sequence_mean", "rollout_mean"),
+    ),
+)

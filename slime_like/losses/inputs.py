@@ -1,0 +1,136 @@
+"""What a loss sees, and what it returns. Tensors are packed: T tokens of S sequences; row t of each speaks about one predicted token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min
+
+LOG_RATIO_CLAMP = 20.0
+SEQUENCE_LOG_RATIO_CAP = 10.0
+_REMEDIES = {"rollout_log_probs": "; let the sampler return log-probs"}
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """Per-token tensors of one micro-batch. All but log_probs and entropy are constants. Values at rows where `loss_mask` is False are
+    never used, NaN and infinity included."""
+
+    log_probs: Tensor  # [T] current policy, with grad
+    loss_mask: Tensor  # [T] bool, the original mask
+    loss_weights: Tensor  # [T] u: 1 / denominator of the reduction, over the whole optimizer step
+    seq_ids: Tensor  # [T] int64 in [0, S)
+    num_seqs: int
+    policy_weights: Tensor | None = None  # [T] w, the weight of the policy term; None: u
+    advantages: Tensor | None = None  # [T]
+    old_log_probs: Tensor | None = None  # [T] trainer, before the update
+    rollout_log_probs: Tensor | None = None  # [T] sampler
+    ref_log_probs: Tensor | None = None  # [T] reference model
+    entropy: Tensor | None = None  # [T], with grad where its bonus is used
+    keep_mask: Tensor | None = None  # [T] bool, of the off-policy correction; None keeps all
+    importance_weights: Tensor | None = None  # [T], of the off-policy correction; None: 1
+    importance_level: str = "token"  # "sequence": importance_weights holds one weight of the whole sequence on each of its tokens
+    rewards: Tensor | None = None  # [T] the sample's raw reward on every token
+    nll_weights: Tensor | None = None  # [T] 1 / (tokens of the optimizer step in samples with a reward above 0) on those tokens, else 0
+    selection_seed: int = 0  # of losses that choose tokens at random: from (seed, step, micro-batch)
+
+    def masked(self, x: Tensor) -> Tensor:
+        """x in fp32 (fp64 stays), 0 at inactive rows. Selection comes before any product, so that NaN never meets a 0; in backward an
+        inactive row gets exactly 0."""
+        return torch.where(self.loss_mask, x if x.dtype == torch.float64 else x.float(), 0.0)
+
+    def required(self, name: str) -> Tensor:
+        """The constant field `name`, masked and without gradient. Raises ValueError when the batch has none."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"the loss needs {name}, and the batch has none{_REMEDIES.get(name, '')}")
+        return self.masked(value.detach())
+
+    @property
+    def kept(self) -> Tensor:
+        """[T] bool: active tokens that the off-policy correction keeps."""
+        return self.loss_mask if self.keep_mask is None else self.loss_mask & self.keep_mask
+
+    def policy_gradient(self, weight: Tensor) -> Tensor:
+        """-weight log_prob [T] with a constant weight [T]: its gradient by the log-prob is -weight. A weight at a rejected token, which
+        may not be finite, is not used."""
+        return -torch.where(self.kept, weight.detach(), 0.0) * self.masked(self.log_probs)
+
+    def log_ratio(self, anchor: str = "old_log_probs") -> Tensor:
+        """d = clamp(log_probs - anchor, +-20) [T], 0 at inactive rows; the clamp also stops the gradient."""
+        return (self.masked(self.log_probs) - self.required(anchor)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+
+    def sequence_log_ratio(self) -> Tensor:
+        """log s_t of GSPO-token (arXiv 2507.18071, equation 14) [T], at most 10: its value is the mean log-ratio of the sequence over the
+        original mask, its gradient the token's own."""
+        log_probs = self.masked(self.log_probs)
+        mean = self.seq_mean(self.log_ratio()).detach()
+        return (log_probs - log_probs.detach() + mean).clamp(max=SEQUENCE_LOG_RATIO_CAP)
+
+    def seq_sum(self, x: Tensor) -> Tensor:
+        """Sum of x over the active tokens of each sequence, on every row of it: [T] -> [T], differentiable."""
+        x = self.masked(x)
+        return torch.zeros(self.num_seqs, dtype=x.dtype, device=x.device).index_add(0, self.seq_ids, x)[self.seq_ids]
+
+    def seq_mean(self, x: Tensor) -> Tensor:
+        """Mean of x over the active tokens of each sequence, on every row of it: [T] -> [T]; 0 in a sequence without any."""
+        count = self.seq_sum(torch.ones_like(self.loss_mask, dtype=x.dtype if x.dtype == torch.float64 else torch.float32))
+        return self.seq_sum(x) / count.clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossOutput:
+    """token_losses: [T], to be minimised, neither masked nor weighted. metrics: typed, over the active tokens of the original mask."""
+
+    token_losses: Tensor
+    metrics: Mapping[str, Metric]
+
+
+def ratio_metrics(inputs: LossInputs, ratio: Tensor, anchor: str = "old_log_probs") -> dict[str, Metric]:
+    """Metrics that every loss with a ratio reports. ratio: [T]."""
+    mask = inputs.loss_mask
+    log_ratio = inputs.masked(inputs.log_probs.detach()) - inputs.required(anchor)
+    return {
+        "ppo_kl": masked_mean(-log_ratio, mask),
+        "ratio_mean": masked_mean(ratio, mask),
+        "ratio_min": masked_min(ratio, mask),
+        "ratio_max": masked_max(ratio, mask),
+        "ratio_clamp_frac": masked_mean((log_ratio.abs() > LOG_RATIO_CLAMP).float(), mask),
+    }
+
+
+def sequence_mean_metric(inputs: LossInputs, x: Tensor) -> Metric:
+    """Mean over sequences with active tokens of the mean of x [T] over a sequence's active tokens."""
+    share = 1.0 / inputs.seq_sum(torch.ones_like(inputs.loss_mask, dtype=torch.float32)).clamp(min=1)
+    share = torch.where(inputs.loss_mask, share, 0.0)
+    return Metric("mean", (share * inputs.masked(x.detach()).float()).sum(), share.sum())
+
+
+def from_padded(
+    log_probs: Tensor,
+    loss_mask: Tensor,
+    loss_weights: Tensor,
+    *,
+    importance_level: str = "token",
+    selection_seed: int = 0,
+    **tensors: Tensor | None,
+) -> LossInputs:
+    """LossInputs from padded [B, T] tensors, one sequence a row."""
+    batch, length = log_probs.shape
+    for name, tensor in {"loss_mask": loss_mask, "loss_weights": loss_weights, **tensors}.items():
+        if tensor is not None and tensor.shape != log_probs.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_probs has {tuple(log_probs.shape)}; both must be [B, T]")
+    return LossInputs(
+        log_probs=log_probs.flatten(),
+        loss_mask=loss_mask.bool().flatten(),
+        loss_weights=loss_weights.flatten(),
+        seq_ids=torch.arange(batch, device=log_probs.device).repeat_interleave(length),
+        num_seqs=batch,
+        importance_level=importance_level,
+        selection_seed=selection_seed,
+        **{name: None if tensor is None else tensor.flatten() for name, tensor in tensors.items()},
+    )

@@ -1,0 +1,36 @@
+"""The policy loss of Kimi k1.5, arXiv 2501.12599, token by token: l = -A log_prob + tau / 2 d^2.
+
+The paper squares the log-ratio of the whole sequence; here, as in ROLL, each token's own is squared, which makes it the loss of dro.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config import POSITIVE, arg
+from slime_like.losses.dro import quadratic
+from slime_like.losses.inputs import LossInputs, PolicyLossOutput
+from slime_like.losses.registry import PolicyLoss, policy_losses
+
+
+@dataclass(frozen=True, slots=True)
+class KimiConfig:
+    kimi_tau: float = arg(0.1, "Kimi: weight of the squared log-ratio.", legal=POSITIVE)
+
+
+def kimi(inputs: LossInputs, config: KimiConfig) -> PolicyLossOutput:
+    """Token losses [T]."""
+    return quadratic(inputs, config.kimi_tau, "kimi")
+
+
+policy_losses.add(
+    "kimi",
+    PolicyLoss(
+        name="kimi",
+        config_type=KimiConfig,
+        fn=kimi,
+        needs=frozenset({"advantages", "old_log_probs"}),
+        homogeneous=False,
+    ),
+    aliases=("kimi15",),
+)

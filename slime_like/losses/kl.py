@@ -1,0 +1,57 @@
+"""Estimators of the KL divergence between the policy and the reference, from the log-probs of sampled tokens.
+
+With d = log_probs - ref_log_probs (Schulman 2020, "Approximating KL divergence"):
+
+    k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d        low_var_kl = k3 clamped to +-10        abs = |d| (diagnostic)
+
+On-policy, the expected gradient is 0 for k1 (only noise), that of KL(policy || ref) for k2, and that of KL(ref || policy) for k3. With
+`unbiased` the estimator is weighted by the ratio r of current to old policy, which makes it that of KL(policy || ref), off-policy too: for
+k1 and k3 the gradient goes through r, for k2, whose gradient is right already, r is a constant. `k1+` and `k3+` have the value of
+k1 and k3 and the gradient of k2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+EXPONENT_CLAMP = 20.0
+LOW_VAR_CLAMP = 10.0
+
+
+def _k3(d: Tensor) -> Tensor:
+    # expm1: near 0 the difference exp(-d) - 1 would be rounding alone
+    return torch.expm1((-d).clamp(-EXPONENT_CLAMP, EXPONENT_CLAMP)) + d
+
+
+_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": _k3,
+    "low_var_kl": lambda d: _k3(d).clamp(-LOW_VAR_CLAMP, LOW_VAR_CLAMP),
+    "abs": torch.abs,
+}
+KL_ESTIMATORS: tuple[str, ...] = (*_VALUES, "k1+", "k3+")
+
+
+def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor, *, log_ratio: Tensor | None = None) -> Tensor:
+    """Per-token estimate, same shape as log_probs. Masked values must be selected away before.
+
+    log_ratio: log of current over old policy, with grad: weight by its ratio (see `unbiased` above). Raises ValueError for an unknown
+    estimator.
+    """
+    if kind not in KL_ESTIMATORS:
+        raise ValueError(f"unknown KL estimator {kind!r}; legal values: {', '.join(KL_ESTIMATORS)}")
+    d = log_probs - ref_log_probs
+    base = kind.removesuffix("+")
+    value = _VALUES[base](d)
+    if kind.endswith("+"):
+        k2 = d * d / 2
+        value = value.detach() + (k2 - k2.detach())  # the bracket is exactly 0: a large k2 does not round the value
+    if log_ratio is None:
+        return value
+    ratio = log_ratio.exp()
+    gradient_is_right = base == "k2" or kind.endswith("+")
+    return (ratio.detach() if gradient_is_right else ratio) * value

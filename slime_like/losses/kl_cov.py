@@ -1,0 +1,46 @@
+"""KL-Cov, arXiv 2505.22617: a penalty on the tokens of the highest covariance.
+
+    l = -A r,      plus kl_cov_coef |d| on the max(1, floor(kl_cov_frac N)) tokens with the largest covariance
+
+There is no clip. Tokens that an off-policy correction rejects cannot be chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from slime_like.config import NON_NEGATIVE, UNIT, arg
+from slime_like.losses.covariance import covariances, pick
+from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
+from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.metrics.typed import masked_mean
+
+
+@dataclass(frozen=True, slots=True)
+class KLCovConfig:
+    kl_cov_frac: float = arg(0.2, "KL-Cov: share of tokens that get the penalty; one at least. verl's default is 2e-4.", legal=UNIT)
+    kl_cov_coef: float = arg(1.0, "KL-Cov: weight of the penalty.", legal=NON_NEGATIVE)
+
+
+def kl_cov(inputs: LossInputs, config: KLCovConfig) -> PolicyLossOutput:
+    """Token losses [T]. kl_cov_sel_frac: share of active tokens that get the penalty."""
+    log_ratio = inputs.log_ratio()
+    ratio = log_ratio.exp()
+    chosen = pick(inputs.kept, covariances(inputs), config.kl_cov_frac, inputs)
+    penalty = torch.where(chosen, config.kl_cov_coef * log_ratio.abs(), 0.0)
+    metrics = {**ratio_metrics(inputs, ratio), "kl_cov_sel_frac": masked_mean(chosen.float(), inputs.loss_mask)}
+    return PolicyLossOutput(-inputs.required("advantages") * ratio + penalty, metrics)
+
+
+policy_losses.add(
+    "kl_cov",
+    PolicyLoss(
+        name="kl_cov",
+        config_type=KLCovConfig,
+        fn=kl_cov,
+        needs=frozenset({"advantages", "old_log_probs"}),
+        homogeneous=False,
+    ),
+)

@@ -1,0 +1,19 @@
+"""Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, section 3.1: an orthogonal mask for any loss with an old policy.
+
+Tokens with a negative advantage lose their policy term in sequences with mean(old_log_prob - log_prob) > delta, over the whole sequence.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slime_like.losses.inputs import LossInputs, sequence_mean_metric
+from slime_like.metrics.typed import Metric
+
+
+def opsm_keep(inputs: LossInputs, delta: float) -> tuple[Tensor, Metric]:
+    """(keep [T] bool, opsm_clipfrac: share of the sequences with active tokens that lose any)."""
+    divergence = inputs.seq_mean(inputs.required("old_log_probs") - inputs.masked(inputs.log_probs.detach()))
+    keep = ~(inputs.required("advantages") < 0) | (divergence <= delta)
+    hit = inputs.seq_sum((~keep).float()) > 0
+    return keep, sequence_mean_metric(inputs, hit.float())

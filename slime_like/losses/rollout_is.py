@@ -1,0 +1,44 @@
+"""Double-sided importance sampling against the sampler, GLM-5, arXiv 2602.15763: no old policy is recomputed.
+
+    l = -sg(r 1[1 - eps_clip < r < 1 + eps_clip_high]) A log_prob,      r = policy / sampler
+
+A token outside the range gets no gradient, whatever the sign of its advantage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from slime_like.losses.clipping import RangeConfig
+from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
+from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.metrics.typed import masked_mean
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutISConfig(RangeConfig):
+    pass
+
+
+def rollout_is(inputs: LossInputs, config: RolloutISConfig) -> PolicyLossOutput:
+    """Token losses [T]. pg_clipfrac: share of active tokens out of the range."""
+    ratio = inputs.log_ratio("rollout_log_probs").detach().exp()
+    low, high = config.bounds
+    inside = (ratio > low) & (ratio < high)
+    metrics = ratio_metrics(inputs, ratio, "rollout_log_probs")
+    metrics["pg_clipfrac"] = masked_mean((~inside).float(), inputs.loss_mask)
+    return PolicyLossOutput(inputs.policy_gradient(torch.where(inside, ratio, 0.0) * inputs.required("advantages")), metrics)
+
+
+policy_losses.add(
+    "rollout_is",
+    PolicyLoss(
+        name="rollout_is",
+        config_type=RolloutISConfig,
+        fn=rollout_is,
+        needs=frozenset({"advantages", "rollout_log_probs"}),
+        correction="masks",
+    ),
+)

@@ -1,0 +1,129 @@
+"""The loss that one optimizer step minimises, and its only assembly:
+
+    L = sum_t mask_t (w_t k_t c_t policy_t + u_t (kl_loss_coef kl_t - entropy_coef H_t) - v_t positive_nll_coef log_prob_t)
+
+over all tokens of all micro-batches on all ranks. `u` is the weight of the reduction, `w` equals it unless the caller brings advantages
+that are already normalised; k and c come from the off-policy correction, k from OPSM too. v is 1 / (tokens of the step in samples with a
+positive reward) on those tokens: VAPO's imitation of correct samples, arXiv 2504.05118, section 4.3. KL and entropy have their own weight, so neither accumulation nor
+pre-scaled advantages can amplify them. This function returns the partial sum over the tokens it is given, and nothing is divided.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.losses.inputs import LossInputs
+from slime_like.losses.kl import kl_estimate
+from slime_like.losses.opsm import opsm_keep
+from slime_like.losses.registry import PolicyLoss
+from slime_like.metrics.typed import Metric, masked_mean
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """Weights of the terms beside the policy loss. A coefficient of 0 leaves the term out of the loss; it is still reported. opsm_delta: of
+    the mask in opsm.py; None: off."""
+
+    kl_loss_coef: float = 0.0
+    kl_loss_type: str = "low_var_kl"
+    use_unbiased_kl: bool = False
+    entropy_coef: float = 0.0
+    positive_nll_coef: float = 0.0
+    opsm_delta: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """loss: 0-d partial sum, with grad. metrics: typed; the losses are sums, so that their total over micro-batches and ranks is L."""
+
+    loss: Tensor
+    metrics: Mapping[str, Metric]
+
+
+def total_loss(inputs: LossInputs, policy_loss: PolicyLoss, policy_config: Any, terms: LossTerms) -> LossOutput:
+    """The partial loss of these tokens, and its metrics.
+
+    Metrics beside the policy loss's own: loss, policy_loss, kl_loss, entropy_loss and positive_nll (without their coefficients) are sums
+    under the token weights; kl and entropy are means over active tokens; clip_ratio is pg_clipfrac under another name. Without an active token the loss is 0 with a zero gradient, and the names
+    are the same. Raises ValueError when a tensor is missing that the loss or a term with a coefficient needs, and for a correction of a
+    loss that takes none.
+    """
+    policy_loss = policy_loss.with_config(policy_config)
+    _check(inputs, policy_loss, terms)
+    mask = inputs.loss_mask
+    weights = inputs.masked(inputs.loss_weights)
+    orthogonal: dict[str, Metric] = {}
+    if terms.opsm_delta is not None:
+        keep, orthogonal["opsm_clipfrac"] = opsm_keep(inputs, terms.opsm_delta)
+        inputs = replace(inputs, keep_mask=inputs.kept & keep)
+    output = policy_loss.fn(inputs, policy_config)
+    losses = output.token_losses
+    if policy_loss.correction in ("outer", "masks"):
+        losses = _corrected(inputs, losses)
+    policy_weights = weights if inputs.policy_weights is None else inputs.masked(inputs.policy_weights)
+    policy = (policy_weights * inputs.masked(losses)).sum()
+    loss = policy
+    metrics = {**output.metrics, **orthogonal}
+    if "pg_clipfrac" in metrics:
+        metrics["clip_ratio"] = metrics["pg_clipfrac"]
+    metrics["policy_loss"] = Metric("sum", policy.detach().clone())
+
+    if inputs.ref_log_probs is not None:
+        ratio = inputs.log_ratio() if terms.use_unbiased_kl else None
+        kl = kl_estimate(terms.kl_loss_type, inputs.masked(inputs.log_probs), inputs.required("ref_log_probs"), log_ratio=ratio)
+        kl_loss = (weights * inputs.masked(kl)).sum()
+        metrics["kl"] = masked_mean(kl, mask)
+        metrics["kl_loss"] = Metric("sum", kl_loss.detach().clone())
+        if terms.kl_loss_coef:
+            loss = loss + terms.kl_loss_coef * kl_loss
+    if inputs.entropy is not None:
+        entropy_mean = (weights * inputs.masked(inputs.entropy)).sum()
+        metrics["entropy"] = masked_mean(inputs.entropy, mask)
+        metrics["entropy_loss"] = Metric("sum", entropy_mean.detach().clone())
+        if terms.entropy_coef:
+            loss = loss - terms.entropy_coef * entropy_mean
+    if inputs.nll_weights is not None:
+        nll = -(inputs.required("nll_weights") * inputs.masked(inputs.log_probs)).sum()
+        metrics["positive_nll"] = Metric("sum", nll.detach().clone())
+        if terms.positive_nll_coef:
+            loss = loss + terms.positive_nll_coef * nll
+    metrics["loss"] = Metric("sum", loss.detach().clone())
+    return LossOutput(loss, metrics)
+
+
+def _corrected(inputs: LossInputs, losses: Tensor) -> Tensor:
+    """k c losses: a rejected token has no policy term, and keeps KL and entropy. A weight that is not finite, which may be why its
+    token was rejected, is selected away before the product, or backward would multiply it by 0."""
+    kept = inputs.kept
+    losses = torch.where(kept, losses, 0.0)
+    if inputs.importance_weights is None:
+        return losses
+    return losses * torch.where(kept, inputs.required("importance_weights"), 0.0)
+
+
+def _check(inputs: LossInputs, policy_loss: PolicyLoss, terms: LossTerms) -> None:
+    corrected = inputs.keep_mask is not None or inputs.importance_weights is not None
+    if corrected and policy_loss.correction == "forbidden":
+        raise ValueError(f"policy loss {policy_loss.name} takes no off-policy correction: it has no old policy")
+    if inputs.importance_weights is not None and policy_loss.correction == "masks":
+        raise ValueError(f"policy loss {policy_loss.name} takes no importance weights: its ratio is against the sampler already")
+    if terms.opsm_delta is not None and policy_loss.correction == "forbidden":
+        raise ValueError(f"policy loss {policy_loss.name} takes no off-policy sequence mask: it has no old policy")
+    if inputs.policy_weights is not None and not policy_loss.homogeneous:
+        warnings.warn(
+            f"policy loss {policy_loss.name} with advantages that are already normalised: its thresholds and coefficients act on the "
+            "scaled values",
+            stacklevel=3,
+        )
+    if terms.kl_loss_coef and inputs.ref_log_probs is None:
+        raise ValueError(f"kl_loss_coef {terms.kl_loss_coef:g} needs ref_log_probs, and the batch has none")
+    if terms.positive_nll_coef and inputs.nll_weights is None:
+        raise ValueError(f"positive_nll_coef {terms.positive_nll_coef:g} needs nll_weights, and the batch has none")
+    if terms.entropy_coef and inputs.entropy is None:
+        raise ValueError(f"entropy_coef {terms.entropy_coef:g} needs entropy, and the batch has none")

@@ -1,0 +1,86 @@
+"""Numeric gates that are on in every run: a breach stops the run instead of training on wrong numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from slime_like.errors import RunError
+
+RATIO_ERROR = 1.05  # of token probabilities, as in NeMo-RL's documents
+
+
+class GateError(RunError):
+    """A number that must hold does not."""
+
+
+def check_old_log_probs(log_ratio_abs: float, *, same_packing: bool, half_precision: bool) -> None:
+    """Before the first optimizer step on a rollout, the current policy is the old one: mean |log ratio| must vanish.
+
+    The limit is 1e-8 when both passes packed the samples alike, else 1e-5 in fp32 and 1e-3 in half precision.
+    Raises GateError.
+    """
+    limit = 1e-8 if same_packing else (1e-3 if half_precision else 1e-5)
+    if not log_ratio_abs <= limit:
+        raise GateError(
+            f"before the first optimizer step the log-probs of the update differ from the recomputed old ones by {log_ratio_abs:.3g} "
+            f"on average (limit {limit:g}): the training forward pass and the log-prob pass do not compute the same model"
+        )
+
+
+def check_initial_kl(kl: float, *, half_precision: bool) -> None:
+    """In the first step of a fresh run whose reference is the initial policy the KL must vanish (1e-8 fp32, 1e-3 half precision)."""
+    limit = 1e-3 if half_precision else 1e-8
+    if not abs(kl) <= limit:
+        raise GateError(
+            f"the KL to the reference is {kl:.3g} in the first step (limit {limit:g}), although --ref-load and --hf-checkpoint are the "
+            "same folder: reference and policy were not loaded alike"
+        )
+
+
+@dataclass(slots=True)
+class TrainRolloutGate:
+    """Absolute log-prob difference between trainer and sampler, its mean and its 99th percentile, once per rollout. Warns on a breach and
+    stops the run after `patience` breaches in a row. A probability-ratio error above `RATIO_ERROR` only warns."""
+
+    limit: float
+    patience: int
+    breaches: int = 0
+
+    def check(self, mean: float, p99: float, ratio_error: float, weight_version: int) -> str | None:
+        """A warning, or None. ratio_error: mean of exp |difference|, 1 where both agree. Raises GateError."""
+        if mean <= self.limit and p99 <= self.limit:
+            self.breaches = 0
+            if ratio_error <= RATIO_ERROR:
+                return None
+            return f"the probability-ratio error between trainer and sampler is {ratio_error:.4g} (limit {RATIO_ERROR:g})"
+        self.breaches += 1
+        text = (
+            f"trainer and sampler disagree in log-prob by {mean:.3g} per token on average, {p99:.3g} at the 99th percentile (limit "
+            f"{self.limit:g}, weight version {weight_version}, breach {self.breaches} of {self.patience})"
+        )
+        if self.breaches >= self.patience:
+            raise GateError(text + "; see --max-train-rollout-diff and --train-rollout-diff-patience")
+        return text
+
+
+@dataclass(slots=True)
+class SkippedStepGate:
+    """Optimizer steps skipped because a gradient was not finite; the run stops after `patience` in a row."""
+
+    patience: int
+    in_a_row: int = 0
+    total: int = 0
+
+    def check(self, skipped: bool, grad_norm: float) -> str | None:
+        """A warning, or None. Raises GateError."""
+        if not skipped:
+            self.in_a_row = 0
+            return None
+        self.in_a_row += 1
+        self.total += 1
+        what = "NaN" if math.isnan(grad_norm) else "infinite"
+        text = f"optimizer step skipped: the gradient norm is {what} ({self.in_a_row} in a row, {self.total} in all)"
+        if self.in_a_row >= self.patience:
+            raise GateError(text + "; see --max-consecutive-skipped-steps")
+        return text

@@ -1,0 +1,64 @@
+"""Process groups, the device of this process, and random seeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from arguments.groups import ParallelConfig
+from slime_like.errors import RunError
+from slime_like.megatron_backend.layout import ParallelLayout, read_layout
+
+
+def device_of_this_process() -> torch.device:
+    """The CUDA device of this local rank, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+@contextmanager
+def process_groups(parallel: ParallelConfig, *, virtual_stages: int | None, seed: int) -> Iterator[ParallelLayout]:
+    """Make the world and megatron-core's groups, and take both down at the end. Without torchrun the world is one process.
+
+    Raises RunError naming host, port and rank when the ranks cannot meet.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    device = device_of_this_process()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = parallel.distributed_backend
+    if backend == "auto":
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    if "RANK" in os.environ:
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except (RuntimeError, ValueError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise RunError(f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')} could not join {where}: {error}") from error
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual_stages,
+            context_parallel_size=parallel.context_parallel_size,
+            distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
+        )
+        layout = read_layout()
+        # dropout and initialisation differ between pipeline stages; tensor-parallel ranks are told apart by megatron-core
+        stage_seed = seed + 100 * layout.pp_rank
+        torch.manual_seed(stage_seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+        yield layout
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

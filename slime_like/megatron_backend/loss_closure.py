@@ -1,0 +1,157 @@
+"""What Megatron's schedules call: the forward step, and the `loss_func` closure that turns logits into the scaled loss.
+
+The scale. Per micro-batch the schedule divides a 3-tuple's loss by its token count and by the number of micro-batches, and
+DistributedDataParallel averages gradients over dp * cp ranks. Our loss is already normalised over the whole optimizer step (its
+token weights hold the denominators), so all of that is undone once, by `gradient_scale`; `n` is the tensor 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
+
+from slime_like.losses.inputs import LossInputs
+from slime_like.losses.kl import kl_estimate
+from slime_like.losses.registry import PolicyLoss
+from slime_like.losses.total import LossTerms, total_loss
+from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.metrics.typed import masked_mean
+from slime_like.ops.attention import packed_rows
+from slime_like.ops.vocab_parallel import vocab_parallel_log_probs
+from slime_like.types import MicroBatch
+
+LossFunc = Callable[..., Any]
+ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, LossFunc]]
+
+
+@cache
+def schedule_context_parallel_factor() -> float:
+    """The power of cp by which the installed schedule multiplies a 3-tuple's loss: 1 for none, cp for megatron-core 0.12.
+
+    Measured on the schedule's own function with a one-element loss, so that another release cannot change the gradient unseen.
+    """
+    num_microbatches, cp, tokens = 4, 3, 5
+    config = SimpleNamespace(calculate_per_token_loss=False, timers=None)
+    loss, _ = schedules.forward_step_calc_loss(
+        model=SimpleNamespace(),
+        output_tensor=torch.ones(()),
+        loss_func=lambda output: (output.clone(), torch.tensor(tokens, dtype=torch.int), {}),
+        config=config,
+        vp_stage=None,
+        collect_non_loss_data=False,
+        num_microbatches=num_microbatches,
+        forward_data_store=[],
+        cp_group_size=cp,
+        is_last_stage=True,
+    )
+    factor = float(loss) * num_microbatches * tokens
+    for known in (1.0, float(cp)):
+        if abs(factor - known) < 1e-5:
+            return known
+    raise RuntimeError(f"the installed megatron-core scales losses by an unknown factor {factor}; supported: 0.16.x")
+
+
+def gradient_scale(layout: ParallelLayout, num_microbatches: int) -> float:
+    """The factor that makes the accumulated, averaged gradient exactly the gradient of the loss (algorithms.md, section 4)."""
+    q = layout.cp_size if schedule_context_parallel_factor() > 1 else 1
+    return num_microbatches * layout.dp_size * layout.cp_size / q
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is optimised: the policy loss with its settings, and the weights of the KL and entropy terms."""
+
+    policy_loss: PolicyLoss
+    policy_config: Any
+    terms: LossTerms
+    importance_level: str = "token"  # of LossInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How logits become log-probs: see `vocab_parallel_log_probs`."""
+
+    vocab_size: int
+    temperature: float
+    layout: ParallelLayout
+
+    def log_probs_and_entropy(self, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """[T] each, zero at inactive rows. logits: [1, T, V_padded / tp]. Inactive rows never reach the softmax."""
+        rows = batch.loss_mask.nonzero().squeeze(1)
+        log_probs, entropy = vocab_parallel_log_probs(
+            logits[0].index_select(0, rows),
+            batch.labels[0].index_select(0, rows),
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            tp_group=self.layout.tp_group,
+        )
+        empty = torch.zeros(batch.loss_mask.numel(), dtype=torch.float32, device=logits.device)
+        # the sum ties a micro-batch without active tokens to the graph, so that every rank runs backward
+        tie = 0.0 * logits.sum() if rows.numel() == 0 else 0.0
+        return empty.index_copy(0, rows, log_probs) + tie, empty.index_copy(0, rows, entropy)
+
+
+def forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+    """Logits [1, T, V_padded / tp] on the last pipeline stage, hidden states elsewhere."""
+    return model(
+        input_ids=batch.tokens,
+        position_ids=batch.position_ids,
+        attention_mask=None,
+        packed_seq_params=packed_rows(batch.cu_seqlens),
+    )
+
+
+def log_prob_step(head: Head) -> ForwardStep:
+    """Forward-only pass: the closure returns (log_probs [T], entropy [T])."""
+
+    def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
+        batch = next(batches)
+
+        def collect(logits: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
+            return head.log_probs_and_entropy(logits, batch)
+
+        return forward(model, batch), collect
+
+    return step
+
+
+def training_step(head: Head, objective: Objective, scale: float) -> ForwardStep:
+    """Forward and loss of one micro-batch of an optimizer step."""
+
+    def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
+        batch = next(batches)
+        return forward(model, batch), partial(loss_func, batch, head, objective, scale)
+
+    return step
+
+
+def loss_func(batch: MicroBatch, head: Head, objective: Objective, scale: float, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules."""
+    log_probs, entropy = head.log_probs_and_entropy(logits, batch)
+    if objective.terms.entropy_coef == 0:
+        entropy = entropy.detach()  # only reported: no gradient is computed for it
+    inputs = loss_inputs(batch, log_probs, entropy, objective.importance_level)
+    output = total_loss(inputs, objective.policy_loss, objective.policy_config, objective.terms)
+    metrics = dict(output.metrics)
+    if batch.old_log_probs is not None:
+        metrics["log_ratio_abs"] = masked_mean((log_probs - batch.old_log_probs).abs(), batch.loss_mask)
+    if batch.ref_log_probs is not None:
+        metrics["kl_k3"] = masked_mean(kl_estimate("k3", log_probs, batch.ref_log_probs), batch.loss_mask)
+    if batch.keep_mask is not None and batch.old_log_probs is not None:
+        metrics["ois"] = masked_mean(inputs.log_ratio().exp(), batch.loss_mask)  # slime's name, beside those of the correction
+    # the schedule divides in place, so the loss it gets is a tensor of its own
+    return output.loss * scale, torch.ones((), dtype=torch.int, device=logits.device), {"metrics": metrics}
+
+
+def loss_inputs(batch: MicroBatch, log_probs: Tensor, entropy: Tensor, importance_level: str) -> LossInputs:
+    """The view of a micro-batch that losses get. log_probs, entropy: [T]."""
+    shared = {f.name for f in fields(LossInputs)} & {f.name for f in fields(MicroBatch)}
+    constants = {name: getattr(batch, name) for name in shared}
+    return LossInputs(log_probs=log_probs, entropy=entropy, num_seqs=batch.num_seqs, importance_level=importance_level, **constants)

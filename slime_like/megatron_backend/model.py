@@ -1,0 +1,80 @@
+"""The policy network: megatron-core's GPTModel, one chunk for each (virtual) pipeline stage of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from arguments.groups import GPTModelConfig
+from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.ops.attention import PackedAttention
+
+
+def padded_vocab_size(gpt: GPTModelConfig, tp_size: int) -> int:
+    """The vocabulary size, rounded up so that every tensor-parallel rank gets an equal share."""
+    assert gpt.vocab_size is not None, "the vocabulary size is known once the command line is parsed"
+    multiple = gpt.make_vocab_size_divisible_by * tp_size
+    return -(-gpt.vocab_size // multiple) * multiple
+
+
+def layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
+    """Which modules make up a layer: "transformer_engine", or "local" with our core attention, which knows packed rows."""
+    if transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec
+
+
+def build_chunks(config: TransformerConfig, gpt: GPTModelConfig, transformer_impl: str, layout: ParallelLayout) -> list[GPTModel]:
+    """This rank's model chunks, in parameter precision of fp32; see `to_model_precision` and `wrap_for_training`."""
+    position: dict[str, Any] = {
+        "position_embedding_type": gpt.position_embedding_type or "rope",
+        "rotary_percent": gpt.rotary_percent or 1.0,
+        "rotary_base": gpt.rotary_base or 10000,
+        "rope_scaling": gpt.use_rope_scaling,
+        "rope_scaling_factor": gpt.rope_scaling_factor or 8.0,
+        "seq_len_interpolation_factor": gpt.rotary_seq_len_interpolation_factor,
+    }
+    chunks = []
+    for stage in range(layout.vp_size):
+        vp_stage = stage if layout.vp_size > 1 else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=layer_spec(config, transformer_impl),
+            vocab_size=padded_vocab_size(gpt, layout.tp_size),
+            max_sequence_length=gpt.max_position_embeddings or 0,
+            pre_process=layout.is_first_stage and stage == 0,
+            post_process=layout.is_last_stage and stage == layout.vp_size - 1,
+            share_embeddings_and_output_weights=not gpt.untie_embeddings_and_output_weights,
+            parallel_output=True,
+            vp_stage=vp_stage,
+            **position,
+        )
+        chunks.append(chunk.to(torch.cuda.current_device()) if torch.cuda.is_available() else chunk)
+    return chunks
+
+
+def to_model_precision(chunks: Sequence[GPTModel], config: TransformerConfig) -> list[MegatronModule]:
+    """bf16 modules whose outputs are fp32; in fp32 the chunks themselves."""
+    if config.bf16:
+        return [Float16Module(config, chunk) for chunk in chunks]
+    return list(chunks)
+
+
+def wrap_for_training(
+    chunks: Sequence[MegatronModule], config: TransformerConfig, ddp: DistributedDataParallelConfig
+) -> list[DistributedDataParallel]:
+    """Gradient buffers and data-parallel reduction. Only the first chunk overlaps in buckets, as in Megatron-LM."""
+    return [
+        DistributedDataParallel(config=config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]

@@ -1,0 +1,118 @@
+"""Metrics of a run on disk: metrics.jsonl, and TensorBoard.
+
+metrics.jsonl holds one JSON object a line: ``step`` (int), ``time`` (seconds since the epoch) and the metrics by name. JSON has no
+non-finite numbers: they are written as the strings "NaN", "Infinity" and "-Infinity", never as 0 and never left out. Finite values keep
+all their digits, so that two runs can be compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FILE_NAME = "metrics.jsonl"
+_RESERVED = frozenset({"step", "time"})
+
+
+class MetricsLogger:
+    """Writes metrics of one process (rank 0). Lines of an earlier run in `output_dir` with step < start_step are kept, later ones dropped:
+    a resumed run repeats them. A line that was cut off when the process died is dropped too.
+
+    tensorboard_dir: None writes no TensorBoard files. Raises ValueError with file and line for a damaged metrics.jsonl.
+    """
+
+    def __init__(self, output_dir: str | Path, tensorboard_dir: str | Path | None = None, *, start_step: int = 0) -> None:
+        self.path = Path(output_dir) / FILE_NAME
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _drop_from(self.path, start_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board: SummaryWriter | None = None
+        if tensorboard_dir is not None:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import
+
+            self._board = SummaryWriter(str(tensorboard_dir), purge_step=start_step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one line, and have it on disk when this returns (not synced: a power cut may lose it)."""
+        assert not _RESERVED & values.keys(), f"metrics may not be called {sorted(_RESERVED)}"
+        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
+        row.update((name, _to_json(float(value))) for name, value in values.items())
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, float(value), step)
+            self._board.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """The rows of a metrics.jsonl in order, non-finite values included. A cut-off last line is left out; any other damage raises ValueError
+    with file and line."""
+    return [row for _, row in _rows(Path(path))]
+
+
+def _rows(path: Path) -> list[tuple[str, dict[str, float]]]:
+    """(line with its newline, row) of every complete line."""
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append((line, _parse(line)))
+        except ValueError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise ValueError(f"{path}:{number}: not a line of metrics ({error}); repair or remove the file") from error
+    return rows
+
+
+def _parse(line: str) -> dict[str, float]:
+    row = json.loads(line)
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise ValueError('expected an object with an integer "step"')
+    if not line.endswith("\n"):
+        raise ValueError("the line is cut off")
+    return {name: value if name == "step" else _from_json(name, value) for name, value in row.items()}
+
+
+def _to_json(value: float) -> float | str:
+    if math.isnan(value):
+        return "NaN"
+    return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _from_json(name: str, value: Any) -> float:
+    if isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity"):
+        return float(value)
+    raise ValueError(f"{name!r} is {value!r}, neither a number nor NaN, Infinity or -Infinity")
+
+
+def _drop_from(path: Path, start_step: int) -> None:
+    """Rewrite the file without steps >= start_step; a reader, or a crash, sees the old file or the new one."""
+    kept = [line for line, row in _rows(path) if row["step"] < start_step]
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,174 @@
+"""What a person sees while a run goes on: a live display on a terminal, one aligned line per rollout elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from slime_like.metrics.timers import STEP_SECONDS, PhaseTimer, phase_seconds
+
+SPARKS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 24
+ETA_WINDOW = 20  # rollouts whose median time predicts the rest
+# label, metric, format; both displays show these
+_COLUMNS = (
+    ("reward", "rollout/reward_mean", "{:.4f}"),
+    ("kl", "train/kl", "{:.2e}"),
+    ("ppo_kl", "train/ppo_kl", "{:.2e}"),
+    ("entropy", "train/entropy", "{:.3f}"),
+    ("grad", "train/grad_norm", "{:.3f}"),
+    ("len", "rollout/response_length_mean", "{:.1f}"),
+    ("tok/s", "perf/tokens_per_s", "{:.0f}"),
+    ("step_s", STEP_SECONDS, "{:.2f}"),
+)
+
+
+class Progress:
+    """Times the phases of every rollout on every rank, and shows them where `show` (rank 0).
+
+    plain: lines in place of the live display; always so where stdout is no terminal. log_interval: rollouts between two plain lines, the
+    last rollout always has one.
+
+        with Progress(num_rollouts, show=rank == 0) as progress:
+            for step in range(num_rollouts):
+                with progress.phase("generate"): ...
+                metrics |= progress.take_seconds()
+                progress.rollout_done(step, metrics)
+    """
+
+    def __init__(
+        self,
+        num_rollouts: int,
+        *,
+        show: bool,
+        plain: bool = False,
+        log_interval: int = 1,
+        console: Console | None = None,
+    ) -> None:
+        self._timer = PhaseTimer()
+        self._num_rollouts = num_rollouts
+        self._log_interval = log_interval
+        self._console = console or Console()
+        self._show = show
+        self._done = 0
+        self._latest: dict[str, float] = {}
+        self._rewards: tuple[float, ...] = ()  # replaced, not changed: the display's thread reads it
+        self._durations: deque[float] = deque(maxlen=ETA_WINDOW)
+        self._started = self._step_started = time.monotonic()
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+        if show and not plain and self._console.is_terminal:
+            # Live calls _render from a thread of its own, which only reads.
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4, transient=False)
+
+    def start_at(self, rollout: int) -> None:
+        """The first rollout, above 0 for a resumed run."""
+        self._done = rollout
+
+    def __enter__(self) -> Progress:
+        self._timer.take()
+        self._started = self._step_started = time.monotonic()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show `name` and add the time inside to ``perf/<name>_s``. Phases do not nest."""
+        with self._timer.phase(name):
+            yield
+
+    def take_seconds(self) -> dict[str, float]:
+        """``perf/<phase>_s`` and ``perf/step_s`` since the last call."""
+        return self._timer.take()
+
+    def rollout_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the numbers of rollout `step` (from 0). Metrics that do not come every rollout, as eval, stay until they come again."""
+        now = time.monotonic()
+        self._durations.append(now - self._step_started)
+        self._step_started = now
+        self._done = step + 1
+        self._latest = {**self._latest, **metrics}
+        if "rollout/reward_mean" in metrics:
+            self._rewards = (*self._rewards, metrics["rollout/reward_mean"])[-SPARK_WIDTH:]
+        due = self._done % self._log_interval == 0 or self._done == self._num_rollouts
+        if self._show and self._live is None and due:
+            self._console.print(self._plain_line(metrics), soft_wrap=True, highlight=False, markup=False)
+
+    def message(self, text: str) -> None:
+        """A line of its own, above the live display."""
+        if self._show:
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def _remaining_s(self) -> float | None:
+        if not self._durations:
+            return None
+        return statistics.median(self._durations) * max(self._num_rollouts - self._done, 0)
+
+    def _numbers(self) -> list[tuple[str, str]]:
+        """(label, value) of the columns seen so far, then the mean of every evaluation set."""
+        shown = [(label, form.format(self._latest[name])) for label, name, form in _COLUMNS if name in self._latest]
+        evals = [name for name in self._latest if name.startswith("eval/") and name.endswith("/mean")]
+        return shown + [(name.removesuffix("/mean"), f"{self._latest[name]:.4f}") for name in sorted(evals)]
+
+    def _plain_line(self, metrics: Mapping[str, float]) -> str:
+        width = len(str(self._num_rollouts))
+        numbers = "  ".join(f"{label} {value:>8}" for label, value in self._numbers())
+        phases = " ".join(f"{name} {value:.2f}" for name, value in phase_seconds(metrics).items())
+        return f"rollout {self._done:>{width}}/{self._num_rollouts}  {numbers}  eta {_clock(self._remaining_s()):>8}  [{phases}]"
+
+    def _render(self) -> RenderableType:
+        phase = self._timer.current
+        doing = (
+            f"{phase.replace('_', '-')} {time.perf_counter() - self._timer.current_since:.1f} s"
+            if phase
+            else "done"
+            if self._done >= self._num_rollouts
+            else "..."
+        )
+        head = Table.grid(padding=(0, 2))
+        self._spinner.update(text=Text(f"{doing:<18}", style="bold cyan"))
+        head.add_row(
+            self._spinner,
+            ProgressBar(total=max(self._num_rollouts, 1), completed=self._done, width=16),
+            Text(f"rollout {self._done}/{self._num_rollouts}"),
+            Text(f"{_clock(time.monotonic() - self._started)} eta {_clock(self._remaining_s())}", style="dim"),
+        )
+        body = Text("  ")
+        for label, value in self._numbers():
+            body.append(f"{label} ", style="dim")
+            body.append(value, style="bold green" if label == "reward" or label.startswith("eval/") else "")
+            if label == "reward":
+                body.append(f" {sparkline(self._rewards)}", style="green")
+            body.append("   ")
+        return Group(head, body)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One character a value, lowest to highest; a non-finite value is a question mark."""
+    finite = [v for v in values if abs(v) < float("inf")]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((v - low) * scale)] if abs(v) < float("inf") else "?" for v in values)
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "-:--:--"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

@@ -1,0 +1,259 @@
+"""What a run did, at a glance: a plot and a table from metrics.jsonl.
+
+Alone: ``python -m slime_like.metrics.report outputs/run/metrics.jsonl``. The plot needs matplotlib (the extra `tasks`); the table does not.
+Colours are those of Okabe and Ito, which stay apart for colour-blind readers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from slime_like.metrics.logger import read_metrics
+from slime_like.metrics.timers import STEP_SECONDS, phase_metric, phase_seconds
+
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#F0E442",
+    "#7F7F7F",
+)
+CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, GREY)
+SMOOTH_FROM = 40  # points from which a curve gets a smoothed one over it
+NO_MATPLOTLIB = "the plot needs matplotlib, which is not installed: pip install 'slime_like[tasks]'"
+
+Rows = Sequence[dict[str, float]]
+Points = list[tuple[int, float]]  # (rollout, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One plot. curves: (label, metric, colour); a metric that was never logged has no curve, a panel without curves is left out.
+    band: metric of a standard deviation, drawn around the first curve."""
+
+    title: str
+    curves: tuple[tuple[str, str, str], ...]
+    log_scale: bool = False
+    band: str | None = None
+
+
+PANELS = (
+    Panel("Reward", (("mean, ± std of the samples", "rollout/reward_mean", BLUE),), band="rollout/reward_std"),
+    Panel("KL", (("to the reference (train/kl)", "train/kl", BLUE), ("old to new policy (train/ppo_kl)", "train/ppo_kl", ORANGE))),
+    Panel("Entropy", (("per token", "train/entropy", GREEN),)),
+    Panel(
+        "Log-prob difference, trainer and sampler",
+        (("mean absolute", "rollout/train_rollout_log_prob_diff_mean", VERMILION),),
+        log_scale=True,
+    ),
+)
+
+# Rows of the table: metric and what is best about it; eval/<set>/... and perf/... rows are added where logged.
+Best = Literal["max", "min", None]
+TABLE_METRICS: tuple[tuple[str, Best], ...] = (
+    ("rollout/reward_mean", "max"),
+    ("rollout/reward_std", None),
+    ("rollout/response_length_mean", None),
+    ("rollout/truncated_frac", "min"),
+    ("rollout/train_rollout_log_prob_diff_mean", "min"),
+    ("train/loss", None),
+    ("train/policy_loss", None),
+    ("train/kl", None),
+    ("train/ppo_kl", None),
+    ("train/entropy", None),
+    ("train/grad_norm", None),
+    ("train/lr", None),
+    ("perf/tokens_per_s", "max"),
+    (STEP_SECONDS, "min"),
+    ("perf/peak_rss_gb", "min"),
+)
+
+
+def series(rows: Rows, metric: str) -> Points:
+    """(rollout, value) wherever the metric was logged, non-finite values included."""
+    return [(int(row["step"]), row[metric]) for row in rows if metric in row]
+
+
+def eval_metrics(rows: Rows) -> list[str]:
+    return sorted({name for row in rows for name in row if name.startswith("eval/")})
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Centred moving average over about a tenth of the curve, narrower at its ends; non-finite values are passed over."""
+    half = max(len(values) // 20, 1)
+    result = []
+    for i in range(len(values)):
+        window = [value for value in values[max(i - half, 0) : i + half + 1] if math.isfinite(value)]
+        result.append(sum(window) / len(window) if window else math.nan)
+    return result
+
+
+def summary_table(rows: Rows) -> Table:
+    """First, last and best value of the metrics that matter; the number of non-finite values where there were any."""
+    rollouts = sum(any(name.startswith(("rollout/", "train/")) for name in row) for row in rows)  # a row may be of an evaluation alone
+    table = Table(
+        title="1 rollout" if rollouts == 1 else f"{rollouts} rollouts",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
+    )
+    table.add_column("metric", overflow="fold")  # in a narrow terminal the names give way, not the numbers
+    for name in ("first", "last", "best"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=9)
+    table.add_column("rollout", justify="right", no_wrap=True, min_width=7)
+    evals: list[tuple[str, Best]] = [(name, "max") for name in eval_metrics(rows)]
+    for metric, best in (*TABLE_METRICS[:1], *evals, *TABLE_METRICS[1:]):
+        points = series(rows, metric)
+        if not points:
+            continue
+        finite = [point for point in points if math.isfinite(point[1])]
+        best_value, best_step = "", ""
+        if best is not None and finite:
+            step, value = (max if best == "max" else min)(finite, key=lambda point: point[1])
+            best_value, best_step = _number(value), str(step)
+        bad = len(points) - len(finite)
+        label = metric + (f"  ({bad} not finite)" if bad else "")
+        table.add_row(label, _number(points[0][1]), _number(points[-1][1]), best_value, best_step, style="red" if bad else None)
+    return table
+
+
+def write_plot(rows: Rows, path: str | Path, title: str = "") -> Path:
+    """Draw the curves as a PNG. Raises ModuleNotFoundError saying what to install where matplotlib is absent, ValueError without rows."""
+    if not rows:
+        raise ValueError("no rollout was logged: nothing to plot")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(NO_MATPLOTLIB) from error
+    evals = [name for name in eval_metrics(rows) if name.endswith("/mean")]
+    eval_curves = tuple((name.split("/", 1)[1].removesuffix("/mean"), name, CYCLE[i % len(CYCLE)]) for i, name in enumerate(evals))
+    panels = [PANELS[0], Panel("Evaluation score", eval_curves), *PANELS[1:]]
+    panels = [panel for panel in panels if any(series(rows, metric) for _, metric, _ in panel.curves)]
+    has_phases = any(STEP_SECONDS in row or phase_seconds(row) for row in rows)
+    count = len(panels) + has_phases
+    columns = min(3, max(count, 1))
+    lines = max(math.ceil(count / columns), 1)
+    figure = Figure(figsize=(5.4 * columns, 3.6 * lines + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)  # no display, and no pyplot state
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axis, panel in zip(axes, panels):
+        _draw_panel(axis, panel, rows)
+    if has_phases:
+        _draw_phases(axes[len(panels)], rows)
+    for axis in axes[count:]:
+        axis.remove()
+    if title:
+        figure.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def write_report(metrics_path: str | Path, png_path: str | Path | None = None, console: Console | None = None) -> Path | None:
+    """Print the table and write the plot (default ``report.png`` beside the metrics). Returns the plot's path; None, with a line saying
+    why, where there is no matplotlib or nothing was logged."""
+    metrics_path, console = Path(metrics_path), console or Console()
+    rows = read_metrics(metrics_path)
+    if not rows:
+        console.print(f"{metrics_path}: no rollout was logged", soft_wrap=True, highlight=False)
+        return None
+    console.print(summary_table(rows))
+    try:
+        path = write_plot(rows, png_path or metrics_path.with_name("report.png"), title=metrics_path.resolve().parent.name)
+    except ModuleNotFoundError as error:
+        console.print(str(error), soft_wrap=True, highlight=False, markup=False)
+        return None
+    console.print(f"plot: {path}", soft_wrap=True, highlight=False, markup=False)
+    return path
+
+
+def _draw_panel(axis: Any, panel: Panel, rows: Rows) -> None:
+    drawn = [(label, metric, colour) for label, metric, colour in panel.curves if series(rows, metric)]
+    bad = 0
+    for label, metric, colour in drawn:
+        steps, values = (list(column) for column in zip(*series(rows, metric), strict=True))
+        bad += sum(not math.isfinite(value) for value in values)
+        if len(values) < SMOOTH_FROM:
+            axis.plot(steps, values, color=colour, lw=1.8, marker="o", ms=3.5, label=label)
+        else:
+            axis.plot(steps, values, color=colour, lw=1, alpha=0.35)
+            axis.plot(steps, smoothed(values), color=colour, lw=2, label=label)
+        if len(values) == 1:
+            axis.set_xlim(steps[0] - 1, steps[0] + 1)
+    if panel.band is not None and (band := dict(series(rows, panel.band))):
+        points = [(step, value, band[step]) for step, value in series(rows, drawn[0][1]) if step in band]
+        low, high = [v - s for _, v, s in points], [v + s for _, v, s in points]
+        axis.fill_between([step for step, _, _ in points], low, high, color=drawn[0][2], alpha=0.12, lw=0)
+    positive = all(value > 0 for _, metric, _ in drawn for _, value in series(rows, metric) if math.isfinite(value))
+    if panel.log_scale and positive:
+        axis.set_yscale("log")
+    _finish(axis, panel.title + (f" ({bad} not finite)" if bad else ""))
+    axis.legend(frameon=False, fontsize=9, loc="best")
+
+
+def _draw_phases(axis: Any, rows: Rows) -> None:
+    """Seconds of each phase, stacked; on top what no phase claims. A rollout is as wide as one step of the axis."""
+    names = list(phase_seconds({name: 0.0 for row in rows for name in row}))
+    rows = [row for row in rows if STEP_SECONDS in row or phase_seconds(row)]
+    steps = [int(row["step"]) for row in rows]
+    layers = [[row.get(phase_metric(name), 0.0) for row in rows] for name in names]
+    totals = [row.get(STEP_SECONDS, sum(phase_seconds(row).values())) for row in rows]
+    layers.append([max(total - sum(column), 0.0) for total, *column in zip(totals, *layers, strict=True)])
+    edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
+    colours = [CYCLE[i % (len(CYCLE) - 1)] for i in range(len(names))] + [GREY]
+    labels = [name.replace("_", "-") for name in names] + ["other"]
+    axis.stackplot(edges, *([*layer, layer[-1]] for layer in layers), labels=labels, colors=colours, step="post", lw=0)
+    _finish(axis, "Seconds per rollout, by phase")
+    axis.set_xlim(edges[0], edges[-1])
+    axis.set_ylim(bottom=0)
+    handles, shown = axis.get_legend_handles_labels()
+    axis.legend(handles[::-1], shown[::-1], frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _finish(axis: Any, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_title(title, fontsize=11, fontweight="bold", loc="left")
+    axis.set_xlabel("rollout", fontsize=9)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
+    axis.tick_params(which="both", labelsize=9)
+    axis.grid(alpha=0.25, lw=0.6)
+    axis.margins(x=0.02)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.2e}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m slime_like.metrics.report", description="Plot and table of a finished or running run.")
+    parser.add_argument("metrics", type=Path, help="metrics.jsonl of the run")
+    parser.add_argument("--output", type=Path, help="PNG to write; default report.png beside the metrics")
+    args = parser.parse_args(argv)
+    try:
+        return 0 if write_report(args.metrics, args.output) else 1
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,54 @@
+"""Wall-clock seconds of the phases of a rollout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+PHASES = ("generate", "log_probs", "train", "sync", "eval", "save")  # in the order of a rollout; others are shown after these
+STEP_SECONDS = "perf/step_s"
+
+
+def phase_metric(phase: str) -> str:
+    return f"perf/{phase}_s"
+
+
+def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by phase out of logged metrics: every ``perf/<phase>_s`` that is neither the whole step nor a rate per second."""
+    found = {
+        name.removeprefix("perf/").removesuffix("_s"): value
+        for name, value in metrics.items()
+        if name.startswith("perf/") and name.endswith("_s") and name != STEP_SECONDS and not name.endswith("_per_s")
+    }
+    order = {phase: i for i, phase in enumerate(PHASES)}
+    return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+
+
+class PhaseTimer:
+    """Sums the seconds of each phase until they are taken. A phase entered twice in one rollout adds up; phases do not nest, so that
+    their sum never exceeds the step. Work queued on a GPU counts where the host waits for it."""
+
+    def __init__(self) -> None:
+        self.current: str | None = None
+        self.current_since = 0.0
+        self._seconds: dict[str, float] = {}
+        self._step_start = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        assert self.current is None, f"phase {name!r} inside phase {self.current!r}"
+        self.current, self.current_since = name, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - self.current_since
+            self.current = None
+
+    def take(self) -> dict[str, float]:
+        """``perf/<phase>_s`` of every phase since the last call, and ``perf/step_s``, all the time since then; starts the next step."""
+        now = time.perf_counter()
+        seconds = {phase_metric(name): value for name, value in self._seconds.items()}
+        seconds[STEP_SECONDS] = now - self._step_start
+        self._seconds, self._step_start = {}, now
+        return seconds

@@ -1,0 +1,117 @@
+"""Metrics with a type, so that they reduce correctly over micro-batches and ranks.
+
+A ratio metric carries numerator and denominator; extremes reduce by MIN and MAX. Accumulation stays on the device; one
+reduction a step moves everything to the host at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Kind = Literal["mean", "std", "sum", "min", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One partial value. value, count, square: 0-d float tensors. A mean is value/count over everything; std is the population's standard
+    deviation, from value, count and the float64 sum of squares. count and square are None otherwise."""
+
+    kind: Kind
+    value: Tensor
+    count: Tensor | None = None
+    square: Tensor | None = None
+
+    def merge(self, other: Metric) -> Metric:
+        assert self.kind == other.kind, (self.kind, other.kind)
+        if self.kind == "min":
+            return Metric("min", torch.minimum(self.value, other.value))
+        if self.kind == "max":
+            return Metric("max", torch.maximum(self.value, other.value))
+        if self.kind == "sum":
+            return Metric("sum", self.value + other.value)
+        assert self.count is not None and other.count is not None
+        if self.kind == "std":
+            assert self.square is not None and other.square is not None
+            return Metric("std", self.value + other.value, self.count + other.count, self.square + other.square)
+        return Metric("mean", self.value + other.value, self.count + other.count)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Metric:
+    """Mean of x over active tokens. x [T], mask [T] bool; masked values never enter, NaN included."""
+    x = torch.where(mask, x.detach().float(), 0.0)
+    return Metric("mean", x.sum(), mask.sum().float())
+
+
+def masked_std(x: Tensor, mask: Tensor) -> Metric:
+    """Standard deviation of x over active tokens, without Bessel's correction. Sums in float64, which numbers around 1 need."""
+    x = torch.where(mask, x.detach().double(), 0.0)
+    return Metric("std", x.sum(), mask.sum().double(), x.square().sum())
+
+
+def masked_min(x: Tensor, mask: Tensor) -> Metric:
+    return Metric("min", torch.where(mask, x.detach().float(), float("inf")).amin())
+
+
+def masked_max(x: Tensor, mask: Tensor) -> Metric:
+    return Metric("max", torch.where(mask, x.detach().float(), float("-inf")).amax())
+
+
+class MetricAccumulator:
+    """Collects metrics of the micro-batches of one step and reduces them over a process group in at most three collectives."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        for name, metric in metrics.items():
+            seen = self._metrics.get(name)
+            self._metrics[name] = metric if seen is None else seen.merge(metric)
+
+    def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """Values by name, equal on all ranks of `group` (None: this process alone). Every rank of the group must hold the same
+        names. A mean over nothing, or an extreme over nothing, is left out."""
+        names = sorted(self._metrics)
+        additive: list[Tensor] = []
+        extremes: dict[str, list[Tensor]] = {"min": [], "max": []}
+        for name in names:
+            metric = self._metrics[name]
+            if metric.kind in ("min", "max"):
+                extremes[metric.kind].append(metric.value.double())
+            else:
+                count = metric.count if metric.count is not None else torch.zeros_like(metric.value)
+                square = metric.square if metric.square is not None else torch.zeros_like(count)
+                additive += [metric.value.double(), count.double(), square.double()]
+        sums = self._reduce(additive, dist.ReduceOp.SUM, group)
+        lows = self._reduce(extremes["min"], dist.ReduceOp.MIN, group)
+        highs = self._reduce(extremes["max"], dist.ReduceOp.MAX, group)
+        result: dict[str, float] = {}
+        for name in names:
+            kind = self._metrics[name].kind
+            if kind == "min" or kind == "max":
+                extreme = (lows if kind == "min" else highs).pop(0)
+                if abs(extreme) != float("inf"):
+                    result[name] = extreme
+                continue
+            total, number, squares = sums.pop(0), sums.pop(0), sums.pop(0)
+            if kind == "sum":
+                result[name] = total
+            elif kind == "std" and number > 0:
+                result[name] = max(squares / number - (total / number) ** 2, 0.0) ** 0.5
+            elif number > 0:
+                result[name] = total / number
+        return result
+
+    @staticmethod
+    def _reduce(values: list[Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[float]:
+        if not values:
+            return []
+        stacked = torch.stack(values)
+        if group is not None and group.size() > 1:
+            dist.all_reduce(stacked, op=op, group=group)
+        return stacked.tolist()

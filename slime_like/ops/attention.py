@@ -1,0 +1,134 @@
+"""Core attention for packed rows in plain torch: what a layer uses where Transformer Engine is absent.
+
+megatron-core's own `DotProductAttention` refuses packed rows. This module takes the same place in the layer spec. Sequences of
+similar length are padded on the right into one batch (under a causal mask no real token can see the padding, so no mask tensor is
+needed); when padding would waste more than it saves, each sequence is computed alone. Attention never crosses sequences.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+# Padding costs S * max(L)^2 in place of sum(L^2); above this factor the sequences are computed one by one.
+MAX_PADDING_FACTOR = 2.0
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """megatron-core's description of packed rows, plus what our attention derives from it once per micro-batch."""
+
+    lengths: tuple[int, ...] = ()  # S sequence lengths; they sum to T
+    gather_index: Tensor | None = None  # [S, max L]: row of each padded position; None: compute each sequence alone
+    scatter_index: Tensor | None = None  # [T]: padded position of each row, into the flattened [S * max L]
+
+
+def packed_rows(cu_seqlens: Tensor) -> PackedRows:
+    """Describe rows packed at `cu_seqlens` [S + 1] (int32, starting at 0)."""
+    bounds = cu_seqlens.tolist()
+    lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
+    longest = max(lengths)
+    rows = PackedRows(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+    )
+    if len(lengths) * longest**2 <= MAX_PADDING_FACTOR * sum(n * n for n in lengths):
+        device = cu_seqlens.device
+        columns = torch.arange(longest, device=device)
+        starts = cu_seqlens[:-1].long().unsqueeze(1)
+        ends = cu_seqlens[1:].long().unsqueeze(1)
+        positions = starts + columns  # (S, max L)
+        real = positions < ends
+        # a padded position reads the sequence's last row; its output is never gathered back
+        rows.gather_index = torch.minimum(positions, ends - 1)
+        rows.scatter_index = real.flatten().nonzero().squeeze(1)
+    return rows
+
+
+class PackedAttention(MegatronModule):
+    """Scaled dot-product attention over packed rows, with grouped queries. Its call follows megatron-core's core_attention."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
+        assert config.context_parallel_size == 1, "context parallelism is refused when the command line is parsed"
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        if config.apply_query_key_layer_scaling:
+            self.softmax_scale /= max(1, layer_number)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,  # (T, heads, d)
+        key: Tensor,  # (T, groups, d)
+        value: Tensor,  # (T, groups, d)
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:  # (T, heads * d)
+        assert isinstance(packed_seq_params, PackedRows), "rows are packed by slime_like.ops.attention.packed_rows"
+        assert attention_bias is None and attention_mask is None, "packed rows carry no mask tensor"
+        with self._dropout_rng():
+            if packed_seq_params.gather_index is not None:
+                out = self._padded(query, key, value, packed_seq_params)
+            else:
+                parts = [x.split(packed_seq_params.lengths) for x in (query, key, value)]
+                out = torch.cat([self._sdpa(q[None], k[None], v[None])[0] for q, k, v in zip(*parts)])
+        return out.reshape(out.size(0), -1)
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        assert rows.gather_index is not None and rows.scatter_index is not None
+        out = self._sdpa(query[rows.gather_index], key[rows.gather_index], value[rows.gather_index])  # (S, max L, heads, d)
+        return out.flatten(0, 1)[rows.scatter_index]
+
+    def _sdpa(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention of (batch, length, heads, d)."""
+        out = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=query.size(2) != key.size(2),
+        )
+        return out.transpose(1, 2)
+
+    def _dropout_rng(self) -> AbstractContextManager[None]:
+        # Heads differ between tensor-parallel ranks, so their dropout must; sequence parallelism already forks the generator.
+        if self.dropout and self.training and not self.config.sequence_parallel:
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return nullcontext()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Nothing to save."""
+        return {}

@@ -1,0 +1,47 @@
+"""A user's own reward: ``module.function`` or ``path/to/file.py:function``, called as ``function(args, sample)``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime_like import custom_function
+
+
+@dataclass(frozen=True, slots=True)
+class RewardArgs:
+    """The settings of the reward, read-only, as the first argument of a custom function; named as the flags are."""
+
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    reward_key: str | None = None
+    rm_timeout_s: float = 10.0
+    max_abs_reward: float = 1e6
+
+
+@dataclass(slots=True)
+class RewardSample:
+    """A sample as a custom function sees it, with the attribute names that slime's users know. tokens: prompt and response."""
+
+    index: int
+    group_index: int
+    prompt: str
+    response: str
+    label: Any
+    tokens: list[int]
+    response_length: int
+    status: str  # completed or truncated
+    metadata: dict[str, Any] = field(default_factory=dict)
+    reward: float | None = None
+
+
+def load_function(path: str, flag: str = "--custom-rm-path") -> Callable[..., Any]:
+    """See `slime_like.custom_function`."""
+    return custom_function.load_function(path, flag)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calls give an awaitable: an ``async def``, or an object whose ``__call__`` is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

@@ -1,0 +1,183 @@
+"""Rewards of samples, with a deadline that always holds.
+
+`exact_match` and `gsm8k` take time linear in the text and are graded here. Everything else (math-verify, task scorers, a user's
+function) may hang, take all memory or ignore signals, and is graded in worker processes that are killed (`pool.py`).
+Asynchronous custom functions run concurrently, up to 64 samples in one worker's event loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+from slime_like.rewards.custom import RewardArgs, RewardSample
+from slime_like.rewards.pool import WorkerPool
+from slime_like.rewards.registry import require_library, reward_of, rewards
+from slime_like.rewards.worker import Answer, Job, Setup, raised, to_answer
+from slime_like.types import Sample, SampleStatus
+
+_MOST_WORKERS = 4  # of the automatic choice
+_UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED)
+
+
+class Grader:
+    """Fills in rewards. The arguments are the fields of `arguments.groups.rollout.RewardConfig`: ``Grader(**asdict(config))``.
+
+    rm_type: reward of samples whose metadata names no ``rm_type`` of their own; None: samples of a reasoning_gym source are scored by
+    their task (`registry.reward_of`). custom_rm_path: replaces all of these. rm_num_workers: processes; 0 chooses this process's
+    share of the cores, at most 4. They start with the first sample that needs one. Rewards and paths that a command line
+    names are checked when it is parsed; here a wrong one is an error of the first `grade`.
+
+    About the last call of `grade`: `last_counts`: graded, nonfinite (of those), raised, timeout, died (how samples failed) and skipped
+    (failed or aborted before they came here); `last_failure` and `last_nonfinite`: words about the first sample that failed, and
+    the first whose reward is NaN, infinite or None; None where there is none.
+    """
+
+    def __init__(
+        self,
+        *,
+        rm_type: str | None = None,
+        custom_rm_path: str | None = None,
+        reward_key: str | None = None,
+        rm_timeout_s: float = 10.0,
+        rm_num_workers: int = 0,
+        max_abs_reward: float = 1e6,
+    ) -> None:
+        self.args = RewardArgs(rm_type, custom_rm_path, reward_key, rm_timeout_s, max_abs_reward)
+        self.last_counts: dict[str, int] = {}
+        self.last_failure: str | None = None
+        self.last_nonfinite: str | None = None
+        self._num_workers = rm_num_workers or _default_workers()
+        self._pool: WorkerPool | None = None
+
+    def grade(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples in the same order, each with its reward.
+
+        NaN, infinity and None become a reward of NaN, counted: the advantage leaves it out of the group's statistics. A function
+        that raises, dies or misses the deadline gives status FAILED, reward None and the reason in ``metadata["failure"]``.
+        Samples that had failed already are passed on. Raises ValueError for a sample without a usable reward, and for a value that is
+        no number or beyond --max-abs-reward, naming the sample.
+        """
+        counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
+        self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
+        types = {i: self._type_of(s) for i, s in enumerate(samples) if s.status not in _UNGRADED}
+        for name in {name for name in types.values() if name is not None}:
+            require_library(name)
+        counts["skipped"] = len(samples) - len(types)
+        answers = self._answers(samples, types)
+        return [self._graded(sample, answers[i], counts) if i in answers else sample for i, sample in enumerate(samples)]
+
+    def close(self) -> None:
+        """End the workers. Further grading starts new ones."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def __enter__(self) -> Grader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _type_of(self, sample: Sample) -> str | None:
+        """The reward of one sample; None is the custom function."""
+        if self.args.custom_rm_path is not None:
+            return None
+        try:
+            return reward_of(self.args.rm_type, sample.metadata)
+        except ValueError as error:
+            raise ValueError(f"sample {sample.sample_id}: {error}") from error
+
+    def _answers(self, samples: Sequence[Sample], types: Mapping[int, str | None]) -> dict[int, Answer]:
+        answers: dict[int, Answer] = {}
+        remote: dict[int, Job] = {}
+        for i, name in types.items():
+            if name is not None and rewards.get(name).bounded:
+                answers[i] = _grade_here(name, samples[i])
+            else:
+                remote[i] = Job(id=i, rm_type=name, sample=_for_reward(samples[i]))
+        if remote:
+            pool = self._pool_for({job.rm_type for job in remote.values() if job.rm_type is not None})
+            answers.update(zip(remote, pool.run(list(remote.values()))))
+        return answers
+
+    def _pool_for(self, names: set[str]) -> WorkerPool:
+        """A pool whose workers have prepared these rewards; a new one when a reward is needed for the first time."""
+        ready = set(self._pool.setup.rm_types) if self._pool is not None else set()
+        if self._pool is None or not names <= ready:
+            self.close()
+            self._pool = WorkerPool(Setup(self.args, tuple(sorted(names | ready))), self._num_workers)
+        return self._pool
+
+    def _graded(self, sample: Sample, answer: Answer, counts: Counter[str]) -> Sample:
+        failure = self._failure(answer)
+        if failure is not None:
+            kind, reason = failure
+            counts[kind] += 1
+            self.last_failure = self.last_failure or f"sample {sample.sample_id}: {reason}"
+            return dataclasses.replace(sample, status=SampleStatus.FAILED, reward=None, metadata={**sample.metadata, "failure": reason})
+        if "wrong_type" in answer:
+            raise ValueError(self._wrong_type(sample, answer["wrong_type"]))
+        value = answer["value"]
+        counts["graded"] += 1
+        if value is None or not math.isfinite(value):
+            counts["nonfinite"] += 1
+            self.last_nonfinite = self.last_nonfinite or f"sample {sample.sample_id}: the reward is {value}"
+            value = math.nan
+        elif abs(value) > self.args.max_abs_reward:
+            raise ValueError(
+                f"sample {sample.sample_id}: the reward {value:g} is beyond --max-abs-reward {self.args.max_abs_reward:g}; "
+                "correct the reward, or raise the limit"
+            )
+        metadata = {**sample.metadata, "reward_details": answer["details"]} if "details" in answer else sample.metadata
+        return dataclasses.replace(sample, reward=float(value), metadata=metadata)
+
+    def _failure(self, answer: Answer) -> tuple[str, str] | None:
+        """How the sample failed (a key of `last_counts`) and the words for it."""
+        if "raised" in answer:
+            return "raised", f"the reward raised {answer['raised']}"
+        if "timeout" in answer:
+            return "timeout", f"the reward took longer than --rm-timeout-s {self.args.rm_timeout_s:g}"
+        if "died" in answer:
+            return "died", f"the reward process died ({answer['died']})"
+        return None
+
+    def _wrong_type(self, sample: Sample, found: str) -> str:
+        option = f"--custom-rm-path {self.args.custom_rm_path}" if self.args.custom_rm_path else "--rm-type"
+        if found.startswith("a dict"):
+            key = self.args.reward_key
+            remedy = f"--reward-key {key} is not among them" if key else "name the one to train on with --reward-key"
+        else:
+            remedy = "return a number, or a dict of numbers with --reward-key"
+        return f"sample {sample.sample_id}: {option} returned {found}; {remedy}"
+
+
+def _default_workers() -> int:
+    """This process's share of the cores that the job may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(_MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _grade_here(name: str, sample: Sample) -> Answer:
+    try:
+        return to_answer(rewards.get(name).score(sample.response, sample.label, sample.metadata), None)
+    except Exception as error:
+        return raised(error)
+
+
+def _for_reward(sample: Sample) -> RewardSample:
+    return RewardSample(
+        index=sample.sample_id,
+        group_index=sample.group_id,
+        prompt=sample.text,
+        response=sample.response,
+        label=sample.label,
+        tokens=sample.tokens.tolist(),
+        response_length=sample.response_length,
+        status=str(sample.status),
+        metadata=dict(sample.metadata),
+    )

@@ -1,0 +1,90 @@
+"""Final numbers of grade-school problems (GSM8K, Cobbe et al. 2021, arXiv 2110.14168): 1 when they are equal, else 0.
+
+Every step is linear in the length of the text, so that this reward needs no deadline.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+# A sign belongs to a number only where no operand stands before it ("7-4" holds 7 and 4). Thousands: groups of three.
+_NUMBER = re.compile(r"((?<![\w.)])[-\u2212])?\$?(\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)")
+_MARKED = re.compile(r"####([^\n]*)")
+_BOXED = "\\boxed{"
+
+
+def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    """Why no response to this row can be scored, or None."""
+    if label is None:
+        return "the label is missing or null; name its field with --label-key"
+    return _no_number(label) if label_number(str(label)) is None else None
+
+
+def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    """Label: the number after ``####``, or a bare number. Raises ValueError when it holds none."""
+    expected = label_number(str(label))
+    if expected is None:
+        raise ValueError(_no_number(label))
+    return float(response_number(response) == expected)
+
+
+def label_number(label: str) -> Decimal | None:
+    """The number after the last ``####`` of a label, or the only kind of answer it has: its last number."""
+    marked = _marked_number(label)
+    return marked if marked is not None else _last_number(label)
+
+
+def response_number(response: str) -> Decimal | None:
+    """What the response answers: the last ``#### x``; else the last ``\\boxed{x}``; else its last number."""
+    marked = _marked_number(response)
+    if marked is not None:
+        return marked
+    boxed = last_boxed(response)
+    return _last_number(response if boxed is None else boxed)
+
+
+def last_boxed(text: str) -> str | None:
+    """Content of the last ``\\boxed{...}``, braces balanced; None when there is none or it is not closed."""
+    start = text.rfind(_BOXED)
+    if start < 0:
+        return None
+    start += len(_BOXED)
+    depth = 1
+    for match in re.compile(r"[{}]").finditer(text, start):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return text[start : match.start()]
+    return None
+
+
+def _no_number(label: Any) -> str:
+    return f"the label holds no number: {str(label)[:80]!r}"
+
+
+def _marked_number(text: str) -> Decimal | None:
+    """The first number on the line after a ``####``; of several such lines the last that has one."""
+    for line in reversed(_MARKED.findall(text)):
+        match = _NUMBER.search(_plain(line))
+        if match:
+            return _value(match)
+    return None
+
+
+def _last_number(text: str) -> Decimal | None:
+    last = None
+    for match in _NUMBER.finditer(_plain(text)):
+        last = match
+    return None if last is None else _value(last)
+
+
+def _plain(text: str) -> str:
+    """Without LaTeX's ways to write a thousands comma and a dollar sign."""
+    return text.replace("{,}", ",").replace(",\\!", ",").replace("\\$", "$")
+
+
+def _value(match: re.Match[str]) -> Decimal:
+    number = Decimal(match[2].replace(",", ""))
+    return -number if match[1] else number

@@ -1,0 +1,47 @@
+"""Mathematical equivalence by math-verify: 1 when the response's answer equals the label, else 0.
+
+math-verify limits its own time by SIGALRM, which works only in a main thread and cannot stop long native calls; its limits are
+off here, and this reward runs in a worker process with a deadline (`grader.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+
+def prepare() -> None:
+    """Import the library, so that no sample's deadline pays for it."""
+    _extraction()
+    # It warns once in every process that its own limits are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    """Why no response to this row can be scored, or None. Whether the label can be read is seen when it is graded: parsing takes long."""
+    if label is None:
+        return "the label is missing or null; name its field with --label-key"
+    return None if str(label).strip() else "the label (--label-key) is empty"
+
+
+def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    """Label: LaTeX or a plain expression, with or without ``$`` or ``\\boxed{}``. Raises ValueError when it cannot be read."""
+    from math_verify import parse, verify
+
+    text = str(label)
+    gold = [] if "$" in text or "\\boxed" in text else parse(f"${text}$", parsing_timeout=None)
+    gold = gold or parse(text, parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"the label is no mathematical expression: {text[:80]!r}")
+    answer = parse(response, extraction_config=_extraction(), parsing_timeout=None)
+    return float(bool(answer) and verify(gold, answer, timeout_seconds=None))
+
+
+@functools.cache
+def _extraction() -> tuple[Any, ...]:
+    """A boxed answer wins over other expressions, as prompts for mathematics ask for one."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+    return LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()

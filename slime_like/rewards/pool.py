@@ -1,0 +1,231 @@
+"""Worker processes with a deadline for every sample, killed by SIGKILL when they miss it, and replaced.
+
+Plain subprocesses rather than multiprocessing: that would import the training program's main module, and torch with it, into
+every worker. A worker is the leader of its own process group, dies with this process (PR_SET_PDEATHSIG), and gets an emptied
+environment unless it runs the user's own function. PR_SET_PDEATHSIG counts from the thread that started the worker: when that
+thread ends, idle workers end too, and the next call replaces them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slime_like.errors import RunError
+from slime_like.rewards.worker import HEADER, Answer, Job, Setup
+
+START_LIMIT_S = 120.0  # imports of a user's module on a slow file system
+GRACE_S = 1.0  # an asynchronous function's own deadline comes first; past this its event loop is blocked
+_MAX_ANSWER = 2**20  # bytes
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from slime_like.rewards.worker import main; main()"
+_KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
+
+
+class Worker:
+    """One process, its pipes, and the jobs it holds. slots: jobs it takes at once; 0 until it is ready."""
+
+    def __init__(self, setup: Setup) -> None:
+        environment = dict(os.environ)
+        if setup.args.custom_rm_path is None:
+            environment = {key: os.environ[key] for key in _KEPT_ENVIRONMENT if key in os.environ} | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self.stdin, False)
+        os.set_blocking(self.stdout, False)
+        self.slots = 0
+        self.deadlines: dict[int, float] = {-1: time.monotonic() + START_LIMIT_S}  # by job; -1 is the start
+        self.outgoing = bytearray()
+        self.incoming = bytearray()
+        self.send(setup)
+
+    @property
+    def ready(self) -> bool:
+        return self.slots > 0
+
+    def send(self, message: Setup | Job) -> None:
+        body = pickle.dumps(message)
+        self.outgoing += HEADER.pack(len(body)) + body
+
+    def flush(self) -> None:
+        """Write what the pipe takes now. A dead reader is noticed by `receive`."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            del self.outgoing[: os.write(self.stdin, self.outgoing[: 2**20])]
+
+    def receive(self) -> list[Answer] | None:
+        """Whole answers that have come, or None when the process has ended or talks nonsense."""
+        try:
+            data = os.read(self.stdout, 2**20)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        self.incoming += data
+        answers: list[Answer] = []
+        while len(self.incoming) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self.incoming)
+            if length > _MAX_ANSWER:
+                return None
+            end = HEADER.size + length
+            if len(self.incoming) < end:
+                break
+            answers.append(json.loads(self.incoming[HEADER.size : end]))
+            del self.incoming[:end]
+        return answers
+
+    def kill(self) -> str:
+        """End the process group at once, and say how the process itself ended."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        code = self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+class WorkerPool:
+    """Grades jobs in at most `num_workers` processes, started when there is work. Not for use from several threads."""
+
+    def __init__(self, setup: Setup, num_workers: int) -> None:
+        self.setup = setup
+        self.num_workers = num_workers
+        self._workers: list[Worker] = []
+        # Also at interpreter exit; a forked child must not kill its parent's workers.
+        self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
+
+    def run(self, jobs: Sequence[Job]) -> list[Answer]:
+        """One answer a job, in order: a worker's answer, ``{"timeout": True}`` or ``{"died": how}``.
+
+        Raises RuntimeError when a worker cannot start.
+        """
+        try:
+            return _Round(self, jobs).run()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        _kill_all(self._workers, os.getpid())
+
+    def staff(self, wanted: int) -> None:
+        """Have as many workers as `wanted`, within the limit; those that ended while idle are replaced."""
+        for worker in [w for w in self._workers if w.process.poll() is not None and not w.deadlines]:
+            self.discard(worker)
+        while len(self._workers) < min(wanted, self.num_workers):
+            self._workers.append(Worker(self.setup))
+
+    def discard(self, worker: Worker) -> str:
+        self._workers.remove(worker)
+        return worker.kill()
+
+    @property
+    def workers(self) -> list[Worker]:
+        return list(self._workers)
+
+
+class _Round:
+    """The state of one `run`. A job whose worker held others when it had to be killed is tried once more, by itself:
+    of several jobs in one blocked event loop only the guilty one is lost."""
+
+    def __init__(self, pool: WorkerPool, jobs: Sequence[Job]) -> None:
+        self.pool = pool
+        self.jobs = [replace(job, id=number) for number, job in enumerate(jobs)]
+        self.waiting = deque(range(len(jobs)))
+        self.alone: set[int] = set()
+        self.answers: dict[int, Answer] = {}
+
+    def run(self) -> list[Answer]:
+        while len(self.answers) < len(self.jobs):
+            held = sum(len(w.deadlines) for w in self.pool.workers if w.ready)
+            self.pool.staff(len(self.waiting) + held)
+            self._assign()
+            self._exchange()
+            self._expire()
+        return [self.answers[number] for number in range(len(self.jobs))]
+
+    def _assign(self) -> None:
+        for worker in self.pool.workers:
+            while worker.ready and self.waiting and len(worker.deadlines) < worker.slots:
+                alone = self.waiting[0] in self.alone or any(job in self.alone for job in worker.deadlines)
+                if alone and worker.deadlines:
+                    break
+                number = self.waiting.popleft()
+                grace = GRACE_S if worker.slots > 1 else 0.0
+                worker.deadlines[number] = time.monotonic() + self.pool.setup.args.rm_timeout_s + grace
+                worker.send(self.jobs[number])
+
+    def _exchange(self) -> None:
+        """Wait for the first answer or the nearest deadline, and move bytes both ways."""
+        workers = self.pool.workers
+        nearest = min(deadline for w in workers for deadline in w.deadlines.values())
+        with selectors.DefaultSelector() as selector:
+            for worker in workers:
+                selector.register(worker.stdout, selectors.EVENT_READ, worker)
+                if worker.outgoing:
+                    selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
+            events = selector.select(max(0.0, nearest - time.monotonic()))
+        for key, mask in events:
+            if mask & selectors.EVENT_WRITE:
+                key.data.flush()
+            else:
+                self._receive(key.data)
+
+    def _receive(self, worker: Worker) -> None:
+        answers = worker.receive()
+        if answers is None:
+            self._lose(worker, None)
+            return
+        for answer in answers:
+            if "ready" in answer:
+                worker.slots = int(answer["ready"])
+                del worker.deadlines[-1]
+            elif "failed" in answer:
+                raise RunError(f"a reward worker cannot start: {answer['failed']}")
+            elif worker.deadlines.pop(answer["job"], None) is not None:
+                self.answers[answer["job"]] = answer
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for worker in self.pool.workers:
+            if any(deadline <= now for deadline in worker.deadlines.values()):
+                self._lose(worker, {"timeout": True})
+
+    def _lose(self, worker: Worker, answer: Answer | None) -> None:
+        """Kill a worker. Its only job gets `answer` (None: that it died); several are tried again, each alone."""
+        how = self.pool.discard(worker)
+        if not worker.ready:
+            reason = f"not ready after {START_LIMIT_S:g} s" if answer else how
+            raise RunError(f"a reward worker ended before it was ready ({reason}); its standard error says why")
+        held = list(worker.deadlines)
+        if len(held) == 1:
+            self.answers[held[0]] = answer or {"died": how}
+            return
+        self.alone.update(held)
+        self.waiting.extend(held)
+
+
+def _kill_all(workers: list[Worker], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    while workers:
+        workers.pop().kill()

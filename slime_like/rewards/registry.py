@@ -1,0 +1,91 @@
+"""The rewards that come with the project. Nothing here imports torch: workers start in a fraction of a second."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.registry import Registry
+from slime_like.rewards import exact_match, gsm8k, math, task
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """score(response, label, metadata) -> float; raises where a sample cannot be scored.
+
+    problem(label, metadata) -> why no response to such a row can be scored, or None; cheap, it is asked for every row of a file.
+    bounded: takes time linear in the text and evaluates nothing, so it is graded in the calling process without a deadline.
+    prepare: imports what it needs, before the first sample's deadline runs. library: (import name, distribution) of that.
+    """
+
+    score: Callable[[str, Any, Mapping[str, Any]], float]
+    problem: Callable[[Any, Mapping[str, Any]], str | None]
+    bounded: bool = False
+    prepare: Callable[[], None] | None = None
+    library: tuple[str, str] | None = None
+
+    def missing_library(self) -> str | None:
+        """The distribution that has to be installed, or None."""
+        if self.library is None or importlib.util.find_spec(self.library[0]) is not None:
+            return None
+        return self.library[1]
+
+
+rewards: Registry[Reward] = Registry("reward (--rm-type)")
+rewards.add("exact_match", Reward(exact_match.score, exact_match.problem, bounded=True))
+rewards.add("gsm8k", Reward(gsm8k.score, gsm8k.problem, bounded=True))
+rewards.add("math", Reward(math.score, math.problem, prepare=math.prepare, library=("math_verify", "math-verify")))
+rewards.add("task", Reward(task.score, task.problem, prepare=task.prepare, library=("reasoning_gym", "reasoning-gym")))
+
+
+AnswerCheck = Callable[[Any, Mapping[str, Any]], str | None]  # (label, metadata) -> what is wrong with them, or None
+
+
+def reward_of(rm_type: str | None, metadata: Mapping[str, Any]) -> str:
+    """The reward of a row: the ``rm_type`` of its own metadata; else `rm_type` (--rm-type); else `task` where the row carries a
+    reasoning-gym task, which thereby scores itself. --custom-rm-path comes before all of these and is the caller's.
+
+    Raises ValueError where there is none, or one that does not exist.
+    """
+    own = metadata.get("rm_type")
+    if own is not None:
+        return _known(own, "metadata rm_type")
+    if rm_type is not None:
+        return _known(rm_type, "--rm-type")
+    if task.problem(None, metadata) is not None:
+        raise ValueError("no reward: give --rm-type, --custom-rm-path, or rm_type in its metadata")
+    return "task"
+
+
+def require_library(name: str) -> None:
+    """Raises ValueError where the reward's library is not installed. Walks sys.path: not to be called for every row."""
+    missing = rewards.get(name).missing_library()
+    if missing:
+        raise ValueError(f"the reward {name} needs {missing}; install it with: pip install 'slime_like[tasks]'")
+
+
+def answer_check(rm_type: str | None, custom_rm_path: str | None) -> AnswerCheck:
+    """Why no response to a row can be graded, or None; for `data.prompts`. A custom function takes any row."""
+    ready: set[str] = set()
+
+    def check(label: Any, metadata: Mapping[str, Any]) -> str | None:
+        if custom_rm_path is not None:
+            return None
+        try:
+            name = reward_of(rm_type, metadata)
+            if name not in ready:
+                require_library(name)
+        except ValueError as error:
+            return str(error)
+        ready.add(name)
+        return rewards.get(name).problem(label, metadata)
+
+    return check
+
+
+def _known(name: Any, source: str) -> str:
+    if not isinstance(name, str) or name not in rewards.names():
+        raise ValueError(f"{source} {name!r}: unknown reward; legal values: {', '.join(rewards.names())}")
+    return name

@@ -1,0 +1,144 @@
+"""A rollout becomes optimizer steps: which rank trains on which sample, advantages, and token weights.
+
+All ranks hold all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples, data-parallel rank d the d-th run of
+those: the samples of an optimizer step are the same for every layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slime_like.advantages import Outcomes
+from slime_like.losses.reductions import reduction_weights
+from slime_like.rollout.correction import sampler_told
+from slime_like.rollout.greedy import GREEDY_REWARD
+from slime_like.types import Sample, SampleGroup, SampleStatus, TrainBatch, TrainSample
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """How many samples make an optimizer step, and which of them are this data-parallel rank's."""
+
+    global_batch_size: int
+    dp_size: int
+    dp_rank: int
+
+    def steps(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
+        """The samples of each optimizer step, over all ranks."""
+        size = self.global_batch_size
+        assert len(samples) % size == 0, (len(samples), size)
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+    def mine(self) -> slice:
+        """This rank's part of a step."""
+        share = self.global_batch_size // self.dp_size
+        return slice(self.dp_rank * share, (self.dp_rank + 1) * share)
+
+    def local_indices(self, num_samples: int) -> list[int]:
+        """Positions, among all samples of the rollout, of this rank's samples in the order it trains on them."""
+        part = self.mine()
+        starts = range(0, num_samples, self.global_batch_size)
+        return [i for start in starts for i in range(start + part.start, start + part.stop)]
+
+
+def flatten(groups: Sequence[SampleGroup]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
+
+
+def usable(sample: Sample) -> Sample:
+    """The sample as it is trained on. Without a response (aborted) its mask is all False; without a reward (the grader failed) it gets
+    advantage 0, and keeps its mask and so every denominator, as a sample whose reward is NaN does."""
+    if sample.status == SampleStatus.ABORTED:
+        return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask), reward=math.nan)
+    if sample.status == SampleStatus.FAILED:
+        return replace(sample, reward=math.nan)
+    return sample
+
+
+def step_weights(
+    step: Sequence[Sample], reduction: str, loss_norm_length: int | None = None, micro_batch_size: int | None = None
+) -> list[float]:
+    """The token weight `u` of each sample of one optimizer step."""
+    active = torch.tensor([int(s.loss_mask.sum()) for s in step])
+    weights = reduction_weights(
+        reduction,
+        active_tokens=active,
+        rollout_ids=torch.tensor([s.sample_id for s in step]),
+        prompt_ids=torch.tensor([s.group_id for s in step]),
+        loss_norm_length=loss_norm_length,
+        micro_batch_size=micro_batch_size,
+    )
+    return [float(w) for w in weights]
+
+
+def nll_weights(step: Sequence[Sample]) -> list[float]:
+    """1 / (active tokens of the step's samples with a reward above 0) for each of these, 0 for the others."""
+    good = [s.reward is not None and s.reward > 0 for s in step]
+    tokens = sum(int(s.loss_mask.sum()) for s, is_good in zip(step, good) if is_good)
+    return [1.0 / max(tokens, 1) if is_good else 0.0 for is_good in good]
+
+
+def outcomes_of(samples: Sequence[Sample]) -> Outcomes:
+    """What estimators of advantages read of all samples of a rollout; a missing reward is NaN.
+    Rewards of greedy responses are there when every sample has one."""
+    greedy = [s.metadata.get(GREEDY_REWARD) for s in samples]
+    return Outcomes(
+        rewards=torch.tensor([math.nan if s.reward is None else s.reward for s in samples], dtype=torch.float64),
+        group_ids=torch.tensor([s.group_id for s in samples]),
+        lengths=torch.tensor([int(s.loss_mask.sum()) for s in samples]),
+        greedy_rewards=None if None in greedy else torch.tensor(greedy, dtype=torch.float64),
+    )
+
+
+def train_samples(
+    plan: StepPlan,
+    samples: Sequence[Sample],
+    *,
+    reduction: str,
+    loss_norm_length: int | None = None,
+    micro_batch_size: int | None = None,
+    positive_nll: bool = False,
+) -> list[list[TrainSample]]:
+    """This rank's samples of each optimizer step, with token weights; advantages and trainer log-probs come later.
+
+    micro_batch_size: of reductions that depend on it. positive_nll: with the weights of the term for samples with a positive reward. Either all
+    samples of all ranks have log-probs of the sampler (zeros in one that trains nothing), or none has, so that all ranks do alike.
+    """
+    told = sampler_told(samples)
+    result = []
+    for step in plan.steps(samples):
+        mine = plan.mine()
+        weights = step_weights(step, reduction, loss_norm_length, micro_batch_size)[mine]
+        nll = nll_weights(step)[mine] if positive_nll else [None] * len(weights)
+        result.append([_train_sample(*each, told=told) for each in zip(step[mine], weights, nll)])
+    return result
+
+
+def _train_sample(sample: Sample, weight: float, nll_weight: float | None, *, told: bool) -> TrainSample:
+    def per_token(value: float) -> Tensor:
+        return torch.full((sample.response_length,), value, dtype=torch.float32)
+
+    rollout_log_probs = per_token(0.0) if sample.rollout_log_probs is None else sample.rollout_log_probs
+    return TrainSample(
+        tokens=sample.tokens,
+        response_length=sample.response_length,
+        loss_mask=sample.loss_mask,
+        loss_weights=per_token(weight),
+        rollout_log_probs=rollout_log_probs if told else None,
+        rewards=per_token(math.nan if sample.reward is None else sample.reward),
+        nll_weights=None if nll_weight is None else per_token(nll_weight),
+    )
+
+
+def map_steps(steps: Sequence[Sequence[TrainSample]], change: Callable[[int, TrainSample], TrainSample]) -> list[TrainBatch]:
+    """Apply `change(i, sample)` to every sample, i counting over all steps."""
+    batches, i = [], 0
+    for step in steps:
+        batches.append(TrainBatch(tuple(change(i + j, sample) for j, sample in enumerate(step))))
+        i += len(step)
+    return batches

@@ -1,0 +1,135 @@
+"""A rollout on disk, to train from it again without generating, or to look at it.
+
+Two files: ``<path>.json`` with everything but tensors, readable by eye, and ``<path>.safetensors`` with the tensors of every sample. The
+JSON carries the SHA-256 of the other, so that files of different rollouts are not taken together. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from slime_like.types import Sample, SampleGroup, SampleStatus
+
+FORMAT = "slime_like rollout 1"
+_TENSORS = ("tokens", "loss_mask", "rollout_log_probs")
+# Fields that JSON holds. Rewards, labels and metadata may hold NaN: Python's JSON writes and reads it.
+_PLAIN = ("group_id", "sample_id", "response_length", "reward", "text", "response", "label", "metadata")
+_TUPLE, _ITEMS = "__tuple__", "__items__"  # how JSON spells a tuple, and a dict whose keys are not all text
+
+
+def debug_data_paths(template: str, rollout_id: int) -> tuple[Path, Path]:
+    """(JSON, safetensors) paths of a rollout. ``{rollout_id}`` in the template is replaced; an extension of either file is dropped."""
+    stem = template.replace("{rollout_id}", str(rollout_id)).removesuffix(".json").removesuffix(".safetensors")
+    return Path(stem + ".json"), Path(stem + ".safetensors")
+
+
+def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) -> Path:
+    """Write both files, each atomically and the JSON last; returns its path. Raises ValueError naming the sample whose label or metadata
+    hold anything but text, numbers, None, lists, tuples and dicts."""
+    json_path, tensor_path = debug_data_paths(template, rollout_id)
+    tensors: dict[str, Tensor] = {}
+    sample_ids = [sample.sample_id for group in groups for sample in group.samples]
+    assert len(set(sample_ids)) == len(sample_ids), "sample ids are unique"
+    rows = [{"group_id": group.group_id, "samples": [_to_row(sample, tensors) for sample in group.samples]} for group in groups]
+    payload = save(tensors)
+    header = {"format": FORMAT, "rollout_id": rollout_id, "tensors_sha256": hashlib.sha256(payload).hexdigest(), "groups": rows}
+    json_path.parent.mkdir(parents=True, exist_ok=True)
+    _write(tensor_path, payload)
+    _write(json_path, json.dumps(header, ensure_ascii=False, indent=1).encode("utf-8", "surrogatepass"))
+    return json_path
+
+
+def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
+    """The groups that `save_rollout` was given. Raises FileNotFoundError for an absent file and ValueError for a damaged one, for files that
+    do not belong together, and for another rollout's, each naming the file."""
+    json_path, tensor_path = debug_data_paths(template, rollout_id)
+    for path in (json_path, tensor_path):
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; --load-debug-rollout-data needs it for rollout {rollout_id}")
+    try:
+        header = json.loads(json_path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{json_path}: not JSON ({error})") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(f"{json_path}: not a saved rollout (expected a JSON object with format {FORMAT!r})")
+    if header.get("rollout_id") != rollout_id and "{rollout_id}" in template:
+        raise ValueError(f"{json_path}: holds rollout {header.get('rollout_id')}, not {rollout_id}")
+    payload = tensor_path.read_bytes()
+    if hashlib.sha256(payload).hexdigest() != header.get("tensors_sha256"):
+        raise ValueError(f"{tensor_path}: damaged, or not written together with {json_path}")
+    try:
+        tensors = load(payload)
+        return [SampleGroup(row["group_id"], tuple(_from_row(sample, tensors) for sample in row["samples"])) for row in header["groups"]]
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{json_path}: damaged ({type(error).__name__}: {error})") from error
+
+
+def _to_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    for name in _TENSORS:
+        tensor = getattr(sample, name)
+        if tensor is not None:
+            tensors[f"{sample.sample_id}.{name}"] = tensor.detach().cpu().contiguous().clone()  # safetensors refuses shared memory
+    tensors[f"{sample.sample_id}.weight_versions"] = torch.tensor(sample.weight_versions, dtype=torch.int64)
+    row = {name: _encode(getattr(sample, name), f"sample {sample.sample_id}: {name}") for name in _PLAIN if name != "metadata"}
+    return row | {"metadata": _encode(dict(sample.metadata), f"sample {sample.sample_id}: metadata"), "status": str(sample.status)}
+
+
+def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
+    found = {name: tensors.get(f"{row['sample_id']}.{name}") for name in _TENSORS}
+    tokens, loss_mask = found["tokens"], found["loss_mask"]
+    if tokens is None or loss_mask is None or not loss_mask.numel() == row["response_length"] <= tokens.numel():
+        raise ValueError(f"sample {row['sample_id']}: tokens or loss mask absent or of the wrong length")
+    return Sample(
+        **{name: _decode(row[name]) for name in _PLAIN},
+        tokens=tokens,
+        loss_mask=loss_mask,
+        rollout_log_probs=found["rollout_log_probs"],
+        status=SampleStatus(row["status"]),
+        weight_versions=tuple(tensors[f"{row['sample_id']}.weight_versions"].tolist()),
+    )
+
+
+def _encode(value: Any, where: str) -> Any:
+    """`value` in types that JSON keeps: it would turn a tuple into a list, and a key that is a number into text, without a word."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if type(value) is list:
+        return [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if type(value) is tuple:
+        return {_TUPLE: [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if type(value) is dict:
+        items = [(_encode(key, where), _encode(item, f"{where}[{key!r}]")) for key, item in value.items()]
+        plain = all(type(key) is str and key not in (_TUPLE, _ITEMS) for key in value)
+        return dict(items) if plain else {_ITEMS: items}
+    raise ValueError(f"{where} is a {type(value).__name__}; a saved rollout holds text, numbers, None, lists, tuples and dicts")
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {_TUPLE}:
+            return tuple(_decode(item) for item in value[_TUPLE])
+        if value.keys() == {_ITEMS}:
+            return {_decode(key): _decode(item) for key, item in value[_ITEMS]}
+        return {key: _decode(item) for key, item in value.items()}
+    return value
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,90 @@
+"""What a rollout engine is: prompts in, sampled tokens with their log-probs out, weights in between.
+
+Log-prob convention of every engine (SGLang's): the log-prob of the sampled token under the temperature-scaled distribution over the
+whole vocabulary, BEFORE top-k and top-p; greedy sampling reports temperature 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. Raises ValueError naming every field out of range.
+
+    temperature: 0 is greedy. top_p: smallest set of tokens with at least this probability, after top_k. top_k: -1 is all.
+    max_new_tokens: longest response, stop token included. stop: strings that end a response once its text contains one.
+    stop_token_ids: tokens that end a response besides the model's own; a stop token stays part of the response.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "finite and >= 0 (0: greedy)"),
+            ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1 (1: off)"),
+            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or >= 1"),
+            ("max_new_tokens", self.max_new_tokens >= 1, ">= 1"),
+            ("stop", all(self.stop), "without empty strings"),
+        )
+        problems = [f"{name} is {getattr(self, name)!r}, must be {legal}" for name, holds, legal in rules if not holds]
+        if problems:
+            raise ValueError("sampling parameters: " + "; ".join(problems))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One response to sample. seed alone decides the randomness, whatever else is generated beside it."""
+
+    sample_id: int  # unique over the run
+    prompt_tokens: tuple[int, ...]
+    seed: int  # any 64-bit integer
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOutput:
+    """One response; all tuples have one entry per response token.
+
+    finish_reason: "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens may then be partial).
+    """
+
+    sample_id: int
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish_reason: FinishReason
+    weight_versions: tuple[int, ...]
+
+
+class RolloutEngine(Protocol):
+    """Generates responses under weights that the trainer hands over."""
+
+    weight_version: int  # of the last complete update; -1 before the first
+
+    def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GenerateOutput]:
+        """Outputs in the order of `requests`. Raises RuntimeError while the weights are missing or half updated, ValueError for
+        requests that the engine can never serve."""
+        ...
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights by (Hugging Face name, full tensor) pairs. Raises ValueError naming unknown, repeated or missing names and
+        wrong shapes; the engine then refuses to generate until an update succeeds. `weight_version` becomes `version` at the end."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,202 @@
+"""Generation in the training process, on transformers' model and KV cache: the engine for CPUs, tests and small models.
+
+The decode loop is our own because transformers' `generate` computes the prompt once per sample and goes on computing finished rows;
+sharing the prompt among the samples of a group and dropping finished rows is worth more than 1.5x on group sampling. There is no
+paged cache, no continuous batching and no tensor parallelism: use SGLang where these matter.
+
+A response depends on its prompt, its seed, the weights and the sampling parameters. Which other requests are decoded beside it
+changes logits by float32 rounding only (padding and batch size pick other kernels), which turns a token in about one of 10^7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from slime_like.rollout.engine import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.hf_weights import WeightSlots
+from slime_like.rollout.sampling import draw_uniforms, sample_tokens
+
+
+@dataclass(slots=True)
+class _Row:
+    """A response in the making."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = "length"
+
+
+class LocalEngine:
+    """`RolloutEngine` in process. The network comes from the config in `hf_checkpoint` (a folder), its weights only from `update_weights`.
+
+    tokenizer: needed for its end-of-sequence id and for stop strings; None where prompts and stops are token ids.
+    local_batch_size: responses decoded together. dtype: of weights and KV cache; sampling is in float32 logits whatever it is.
+    """
+
+    def __init__(
+        self,
+        hf_checkpoint: str,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        local_batch_size: int = 64,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if local_batch_size < 1:
+            raise ValueError(f"--rollout-local-batch-size is {local_batch_size}, must be >= 1")
+        config = AutoConfig.from_pretrained(hf_checkpoint, trust_remote_code=trust_remote_code)
+        with no_init_weights(), torch.device(device):  # no random numbers are drawn: every weight is received later
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model.tie_weights()
+        self.weight_version = -1
+        self._model = model.eval().requires_grad_(False)
+        self._slots = WeightSlots(self._model)
+        self._weights_complete = False
+        self._device = torch.device(device)
+        self._tokenizer = tokenizer
+        self._local_batch_size = local_batch_size
+        self._end_ids = _end_token_ids(hf_checkpoint, config, tokenizer)
+        text_config = config.get_text_config()
+        self._vocab_size: int = text_config.vocab_size
+        self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """See `RolloutEngine`. Tied weights may come under any one, or all, of their names. Values are cast to the engine's dtype."""
+        self._weights_complete = False
+        self._slots.load(weights)
+        self._weights_complete = True
+        self.weight_version = version
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GenerateOutput]:
+        if not self._weights_complete:
+            raise RuntimeError("the local engine has no complete weights: its first or latest update_weights did not succeed")
+        self._check(requests, sampling)
+        # Prompts of like length share a chunk (less padding), equal prompts are neighbours (computed once).
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens))
+        outputs: list[GenerateOutput | None] = [None] * len(requests)
+        for start in range(0, len(order), self._local_batch_size):
+            chunk = order[start : start + self._local_batch_size]
+            for i, output in zip(chunk, self._generate_chunk([requests[i] for i in chunk], sampling), strict=True):
+                outputs[i] = output
+        return [output for output in outputs if output is not None]
+
+    def close(self) -> None:
+        """Free the weights; the engine generates no more."""
+        self._weights_complete = False
+        del self._model, self._slots
+
+    def _check(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError(f"stop strings {sampling.stop!r} need a tokenizer, and this engine was made without one")
+        for request in requests:
+            prompt = request.prompt_tokens
+            if not prompt:
+                raise ValueError(f"sample {request.sample_id}: the prompt is empty")
+            if not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+                raise ValueError(f"sample {request.sample_id}: a prompt token is outside the vocabulary [0, {self._vocab_size})")
+            if self._max_positions is not None and len(prompt) + sampling.max_new_tokens > self._max_positions:
+                raise ValueError(
+                    f"sample {request.sample_id}: {len(prompt)} prompt tokens and {sampling.max_new_tokens} new ones exceed the model's "
+                    f"{self._max_positions} positions; lower --rollout-max-response-len or drop long prompts"
+                )
+
+    def _generate_chunk(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GenerateOutput]:
+        """Decode one chunk, B requests, to its end."""
+        rows = [_Row() for _ in requests]
+        stop_ids = self._end_ids.union(sampling.stop_token_ids)
+        uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens).to(self._device)  # (B, N)
+        log_probs = torch.full(uniforms.shape, float("nan"), device=self._device)  # (B, N)
+        logits, cache, mask, positions = self._prefill([r.prompt_tokens for r in requests], sampling.max_new_tokens)
+        live = list(range(len(requests)))  # requests[live[j]] is row j of the running batch
+        live_index = torch.arange(len(requests), device=self._device)
+        prompt_width = mask.size(1) - sampling.max_new_tokens
+        for step in range(sampling.max_new_tokens):
+            tokens, log_probs[live_index, step] = sample_tokens(logits, uniforms[live_index, step], sampling)
+            for row, token in zip(live, tokens.tolist(), strict=True):
+                rows[row].tokens.append(token)
+            going_on = self._mark_stopped(rows, live, stop_ids, sampling.stop)
+            if not going_on or step + 1 == sampling.max_new_tokens:
+                break
+            if len(going_on) < len(live):
+                keep = torch.tensor(going_on, device=self._device)
+                cache.reorder_cache(keep)
+                live, live_index = [live[j] for j in going_on], live_index[keep]
+                tokens, mask, positions = tokens[keep], mask[keep], positions[keep]
+            positions = positions + 1
+            logits = self._forward(tokens[:, None], mask[:, : prompt_width + step + 1], positions, cache)
+        return [self._output(*item) for item in zip(requests, rows, log_probs.cpu(), strict=True)]
+
+    def _prefill(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
+        """Compute each distinct prompt once, left-padded, then repeat it for its samples.
+
+        Returns logits of the last prompt token [B, V], the cache, the mask [B, W + max_new_tokens] (response part all True; W is the
+        longest prompt) and the position of the last prompt token [B, 1].
+        """
+        distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        width = max(map(len, distinct))
+        ids = torch.zeros(len(distinct), width, dtype=torch.long)
+        mask = torch.ones(len(distinct), width + max_new_tokens, dtype=torch.long)
+        for prompt, i in distinct.items():
+            ids[i, width - len(prompt) :] = torch.tensor(prompt)
+            mask[i, : width - len(prompt)] = 0
+        ids, mask = ids.to(self._device), mask.to(self._device)
+        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self._model.config)
+        logits = self._forward(ids, mask[:, :width], positions, cache)
+        owner = torch.tensor([distinct[prompt] for prompt in prompts], device=self._device)
+        cache.reorder_cache(owner)
+        return logits[owner], cache, mask[owner], positions[owner, -1:]
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        """Logits [B, V] after the last of ids [B, new]; extends the cache. mask covers cached and new tokens."""
+        out = self._model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        return out.logits[:, -1]
+
+    def _mark_stopped(self, rows: Sequence[_Row], live: Sequence[int], stop_ids: frozenset[int], stop: Sequence[str]) -> list[int]:
+        """Set the finish reason of rows whose last token ended them; return the indices into `live` of the others."""
+        stopped = [rows[row].tokens[-1] in stop_ids for row in live]
+        if stop:
+            assert self._tokenizer is not None
+            # Every token of a byte-level or SentencePiece vocabulary is at least a byte of text, so that a stop string which the last
+            # token completes lies within as many tokens as it has bytes; a few more keep the cut from touching it.
+            reach = max(len(s.encode()) for s in stop) + 4
+            tails = self._tokenizer.batch_decode([rows[row].tokens[-reach:] for row in live], skip_special_tokens=False)
+            stopped = [done or any(s in tail for s in stop) for done, tail in zip(stopped, tails, strict=True)]
+        for row, done in zip(live, stopped, strict=True):
+            if done:
+                rows[row].finish_reason = "stop"
+        return [j for j, done in enumerate(stopped) if not done]
+
+    def _output(self, request: GenerateRequest, row: _Row, log_probs: Tensor) -> GenerateOutput:
+        """A response up to its first non-finite log-prob, which only broken weights can cause; such a response is aborted."""
+        values = log_probs[: len(row.tokens)]
+        finite = int(values.isfinite().cumprod(0).sum())
+        return GenerateOutput(
+            sample_id=request.sample_id,
+            tokens=tuple(row.tokens[:finite]),
+            log_probs=tuple(values[:finite].tolist()),
+            finish_reason=row.finish_reason if finite == len(row.tokens) else "abort",
+            weight_versions=(self.weight_version,) * finite,
+        )
+
+
+def _end_token_ids(hf_checkpoint: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Token ids that end a response: the union of generation_config.json, config.json and the tokenizer, as SGLang takes it."""
+    try:
+        generation = GenerationConfig.from_pretrained(hf_checkpoint)
+    except OSError:  # no generation_config.json
+        generation = GenerationConfig()
+    sources = (generation.eos_token_id, config.get_text_config().eos_token_id, tokenizer.eos_token_id if tokenizer is not None else None)
+    ids: set[int] = set()
+    for source in sources:
+        ids.update(source if isinstance(source, list | tuple) else () if source is None else (source,))
+    return frozenset(ids)

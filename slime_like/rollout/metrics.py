@@ -1,0 +1,76 @@
+"""Numbers about a rollout: rewards, lengths, how it ended, and how far trainer and sampler are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slime_like.metrics.typed import MetricAccumulator, masked_max, masked_mean
+from slime_like.types import Sample, SampleStatus
+
+
+def is_unusable(sample: Sample) -> bool:
+    """No response, or no finite reward."""
+    lost = sample.status in (SampleStatus.ABORTED, SampleStatus.FAILED)
+    return lost or sample.reward is None or not math.isfinite(sample.reward)
+
+
+def failed_fraction(samples: Sequence[Sample]) -> float:
+    """Share of samples without a usable response or reward."""
+    return sum(map(is_unusable, samples)) / len(samples)
+
+
+def first_failure(samples: Sequence[Sample]) -> str:
+    """Words about the first unusable sample."""
+    sample = next(s for s in samples if is_unusable(s))
+    if sample.status == SampleStatus.ABORTED:
+        return f"sample {sample.sample_id}: the engine gave it up"
+    return f"sample {sample.sample_id}: {sample.metadata.get('failure', f'its reward is {sample.reward}')}"
+
+
+def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Over all samples of a rollout; rewards that are not finite are left out of mean and deviation, and counted."""
+    rewards = [s.reward for s in samples if s.reward is not None and math.isfinite(s.reward)]
+    lengths = torch.tensor([s.response_length for s in samples], dtype=torch.float64)
+    metrics = {
+        "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/response_length_max": float(lengths.max()),
+        "rollout/truncated_frac": sum(s.status == SampleStatus.TRUNCATED for s in samples) / len(samples),
+        "rollout/failed_frac": failed_fraction(samples),
+        "rollout/reward_nonfinite": float(len(samples) - len(rewards)),
+        "rollout/tokens": float(sum(s.total_length for s in samples)),
+    }
+    if rewards:
+        values = torch.tensor(rewards, dtype=torch.float64)
+        metrics["rollout/reward_mean"] = float(values.mean())
+        metrics["rollout/reward_std"] = float(values.std(correction=0))
+    versions = [v for s in samples for v in s.weight_versions]
+    if versions:
+        metrics["rollout/weight_version_min"] = float(min(versions))
+    return metrics
+
+
+def train_rollout_difference(old: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor], group: object) -> dict[str, float]:
+    """How far the trainer's log-probs are from the sampler's, over the active tokens of all data-parallel ranks.
+
+    old, rollout: [R] each, by sample; masks: [R] bool. group: data-parallel process group, or None. The probability-ratio error is
+    mean(exp |o - m|), 1 where they agree. p99 is the largest over the ranks' own 99th percentiles.
+    """
+    difference = torch.cat([(o - m).abs() for o, m in zip(old, rollout)])
+    mask = torch.cat(list(masks))
+    active = difference[mask]
+    p99 = active.kthvalue(math.ceil(0.99 * active.numel())).values if active.numel() else torch.zeros(())
+    accumulator = MetricAccumulator()
+    accumulator.add(
+        {
+            "rollout/train_rollout_log_prob_diff_mean": masked_mean(difference, mask),
+            "rollout/train_rollout_log_prob_diff_max": masked_max(difference, mask),
+            "rollout/train_rollout_log_prob_diff_p99": masked_max(p99.reshape(1), torch.ones(1, dtype=torch.bool)),
+            "rollout/token_ratio_error": masked_mean(difference.exp(), mask),
+            "rollout/log_probs_nonfinite": masked_mean((~torch.isfinite(difference)).float(), mask),
+        }
+    )
+    return accumulator.reduce(group)  # type: ignore[arg-type]

@@ -1,0 +1,344 @@
+"""The loop: prompts, rollouts, log-probs, advantages, optimizer steps, weights to the engine; evaluation and checkpoints when due."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from arguments.run_config import RunConfig
+from slime_like.advantages import TokenEstimator, advantage_estimators
+from slime_like.batch_maker import BatchMaker
+from slime_like.checkpoint_folders import checkpoint_folder, is_checkpoint_root, newest_step
+from slime_like.data.prompts import PromptSource, load_eval_sets
+from slime_like.data.sft import answer_problem, sft_samples
+from slime_like.errors import RunError
+from slime_like.megatron_backend.backend import MegatronBackend
+from slime_like.megatron_backend.gates import SkippedStepGate, check_initial_kl, check_old_log_probs
+from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.metrics.logger import MetricsLogger
+from slime_like.metrics.progress import Progress
+from slime_like.metrics.timers import STEP_SECONDS
+from slime_like.rewards.grader import Grader
+from slime_like.rewards.registry import answer_check
+from slime_like.rollout.batch import flatten, usable
+from slime_like.rollout.debug_data import load_rollout, save_rollout
+from slime_like.rollout.evaluate import evaluate
+from slime_like.rollout.greedy import with_greedy_rewards
+from slime_like.rollout.local import LocalEngine
+from slime_like.rollout.metrics import failed_fraction, first_failure, rollout_metrics
+from slime_like.rollout.rollouter import Rollouter, eval_sampling, training_sampling
+from slime_like.types import Prompt, SampleGroup, TrainBatch
+
+
+class Trainer:
+    """Owns the run: every part is built here and used by `run`. All ranks execute the same calls."""
+
+    def __init__(self, run: RunConfig, layout: ParallelLayout, output_dir: Path) -> None:
+        self.run_config = run
+        self.layout = layout
+        self.output_dir = output_dir
+        self.is_sft = run.algorithm.loss_type == "sft_loss"
+        self.tokenizer = load_tokenizer(run)
+        gradable = answer_check(run.reward.rm_type, run.reward.custom_rm_path)
+        self.source = None
+        if run.data.prompt_data and not run.debug.debug_train_only:
+            recorded = run.debug.load_debug_rollout_data is not None  # these prompts are counted then, not answered
+            check = None if recorded else answer_problem if self.is_sft else gradable
+            self.source = PromptSource(run.data, self.tokenizer, answer_check=check)
+        notes = [] if self.source is None else list(self.source.notes)
+        self.num_rollouts = num_rollouts(run, None if self.source is None else len(self.source))
+        self.backend = MegatronBackend(run, layout, total_steps=self.num_rollouts * steps_per_rollout(run))
+        self.rollouter = self._make_rollouter()
+        self.eval_sets: dict[str, list[Prompt]] = {}
+        if run.eval.eval_interval is not None and self.rollouter is not None:
+            self.eval_sets, eval_notes = load_eval_sets(run.eval, run.data, self.tokenizer, answer_check=gradable)
+            notes += eval_notes
+        self.skip_gate = SkippedStepGate(run.gates.max_consecutive_skipped_steps)
+        self.weight_version = 1  # of the policy; the engine has its own, which lags until the next sync
+        self.start = 0
+        self.initial_policy = run.model.hf_checkpoint  # None: not a Hugging Face model
+        self.progress = Progress(
+            self.num_rollouts, show=layout.rank == 0, plain=run.logging.no_progress, log_interval=run.logging.log_interval
+        )
+        for note in notes:
+            self._warn(note)
+        self.batches = BatchMaker(run, layout, self.backend, self.progress, self._warn)
+        if run.checkpoint.load is not None:
+            self._load(run.checkpoint.load)
+        tensorboard = None if run.logging.no_tensorboard else Path(run.logging.tensorboard_dir or output_dir / "tensorboard")
+        self.logger = MetricsLogger(output_dir, tensorboard, start_step=self.start + 1 if self.start else 0) if layout.rank == 0 else None
+
+    def run(self) -> None:
+        """The whole run, from the first rollout or from where it was resumed."""
+        run = self.run_config
+        if self.start >= self.num_rollouts:
+            self.progress.message(f"nothing to do: the checkpoint has {self.start} rollouts and the run asks for {self.num_rollouts}")
+            return
+        self.progress.start_at(self.start)
+        with self.progress:
+            if self.start == 0 and self.eval_sets and not run.eval.skip_eval_before_train:
+                scores = self._evaluate()
+                self.progress.message("before training: " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items() if k.endswith("/mean")))
+                self._log(-1, scores | self.progress.take_seconds())
+            for step in range(self.start, self.num_rollouts):
+                metrics = self._step(step)
+                if is_due(step, run.eval.eval_interval, self.num_rollouts) and self.eval_sets:
+                    metrics |= self._evaluate()
+                if run.checkpoint.save and is_due(step, run.checkpoint.save_interval, self.num_rollouts):
+                    with self.progress.phase("save"):
+                        self._save(step + 1)
+                metrics |= self.progress.take_seconds()
+                metrics |= speed_and_memory(metrics)
+                self._log(step, metrics)
+                self.progress.rollout_done(step, metrics)
+        if run.checkpoint.save_hf:
+            folder = self.backend.save_hf(run.checkpoint.save_hf.replace("{rollout_id}", str(self.num_rollouts - 1)))
+            self.progress.message(f"Hugging Face checkpoint: {folder}")
+
+    def close(self) -> None:
+        """End what this process started: graders, files. Closing twice is fine."""
+        if self.rollouter is not None:
+            self.rollouter.grader.close()
+            self.rollouter.engine.close()
+            self.rollouter = None
+        if self.logger is not None:
+            self.logger.close()
+            self.logger = None
+
+    def _step(self, step: int) -> dict[str, float]:
+        """One rollout and its optimizer steps."""
+        run = self.run_config
+        if not self.is_sft:
+            self._sync_weights()
+        with self.progress.phase("generate"):
+            groups = self._next_groups(step)
+        samples = [usable(sample) for sample in flatten(groups)]
+        metrics = {} if self.is_sft else rollout_metrics(samples)
+        if run.debug.save_debug_rollout_data and self.layout.rank == 0:
+            save_rollout(run.debug.save_debug_rollout_data, step, groups)
+        failed = 0.0 if self.is_sft else failed_fraction(samples)
+        if failed > run.gates.max_failed_samples:
+            raise RunError(
+                f"rollout {step}: {failed:.1%} of the samples have no usable response or reward, more than --max-failed-samples "
+                f"{run.gates.max_failed_samples:g}; the first: {first_failure(samples)}"
+            )
+        if failed:
+            self._warn(
+                f"rollout {step}: {failed:.1%} of the samples have no usable response or reward; the first: {first_failure(samples)}"
+            )
+        if run.debug.debug_rollout_only:
+            return metrics
+        batches, batch_metrics = self.batches.make(samples, self.weight_version)
+        metrics |= batch_metrics
+        metrics |= self._train(step, batches)
+        self.weight_version += 1
+        return metrics
+
+    def _next_groups(self, step: int) -> list[SampleGroup]:
+        """Graded samples: recorded, supervised, or generated."""
+        run = self.run_config
+        if run.debug.load_debug_rollout_data:
+            return self._recorded_groups(run.debug.load_debug_rollout_data, step)
+        assert self.source is not None
+        prompts = self.source.next_prompts(run.rollout.rollout_batch_size)
+        if self.is_sft:
+            made = sft_samples(prompts, self.tokenizer, max_response_len=run.rollout.rollout_max_response_len)
+            return [SampleGroup(s.group_id, (s,)) for s in made]
+        assert self.rollouter is not None
+        sampling = training_sampling(run.rollout)
+        groups = self.rollouter.generate(prompts, run.rollout.n_samples_per_prompt, sampling)
+        estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
+        if isinstance(estimator, TokenEstimator) and estimator.needs_greedy:
+            return with_greedy_rewards(self.rollouter, prompts, groups, sampling)
+        return groups
+
+    def _recorded_groups(self, template: str, step: int) -> list[SampleGroup]:
+        rollout = self.run_config.rollout
+        groups = load_rollout(template, step)
+        found, wanted = sum(len(g.samples) for g in groups), rollout.rollout_batch_size * rollout.n_samples_per_prompt
+        if found != wanted:
+            raise ValueError(
+                f"--load-debug-rollout-data {template}: rollout {step} has {found} samples, and --rollout-batch-size times "
+                f"--n-samples-per-prompt is {wanted}; give the sizes of the recorded run"
+            )
+        return groups
+
+    def _train(self, step: int, batches: Sequence[TrainBatch]) -> dict[str, float]:
+        """The optimizer steps of one rollout; metrics are averaged over them."""
+        results = []
+        with self.progress.phase("train"):
+            for index, batch in enumerate(batches):
+                pending = self.backend.accumulate(batch)
+                if index == 0:
+                    self._check_first_update(step, pending.metrics)
+                result = self.backend.apply_gradients(pending)
+                self._warn(self.skip_gate.check(result.skipped, result.grad_norm))
+                results.append(result)
+        names = sorted({name for r in results for name in r.metrics})
+        metrics = {f"train/{n}": mean([r.metrics[n] for r in results if n in r.metrics]) for n in names}
+        metrics["train/grad_norm"] = mean([r.grad_norm for r in results])
+        metrics["train/lr"] = results[-1].learning_rate
+        metrics["train/skipped_steps"] = float(self.skip_gate.total)
+        return metrics
+
+    def _check_first_update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Gates on the forward pass of a rollout's first optimizer step, before the weights change."""
+        run = self.run_config
+        transformer = run.megatron.transformer
+        half = transformer.bf16
+        dropout = transformer.hidden_dropout or transformer.attention_dropout
+        if self.is_sft or dropout:
+            return
+        if run.algorithm.use_rollout_logprobs:
+            if not run.debug.load_debug_rollout_data:  # recorded rollouts may come from other weights
+                gap = metrics.get("log_ratio_abs", 0.0)  # the old log-probs are the sampler's: this is the difference to it
+                self._warn(self.batches.rollout_gate.check(gap, gap, 1.0, self.weight_version))
+            return
+        same_size = run.algorithm.log_probs_micro_batch_size in (None, run.algorithm.micro_batch_size)
+        same_packing = same_size and self.layout.vp_size == 1  # interleaved stages pad to the longest of the step, or of the rollout
+        check_old_log_probs(metrics.get("log_ratio_abs", 0.0), same_packing=same_packing, half_precision=half)
+        if step == 0 and "kl_k3" in metrics and self._starts_at_the_reference():
+            check_initial_kl(metrics["kl_k3"], half_precision=half)
+
+    def _starts_at_the_reference(self) -> bool:
+        reference = self.run_config.model.ref_load
+        return None not in (reference, self.initial_policy) and Path(str(reference)).resolve() == Path(str(self.initial_policy)).resolve()
+
+    def _sync_weights(self) -> None:
+        """Hand the policy's weights to the engine, unless it has them."""
+        if self.rollouter is None or self.rollouter.engine.weight_version == self.weight_version:
+            return
+        with self.progress.phase("sync"):
+            self.rollouter.engine.update_weights(self.backend.export_weights(), self.weight_version)
+
+    def _evaluate(self) -> dict[str, float]:
+        run = self.run_config
+        assert self.rollouter is not None
+        self._sync_weights()
+        with self.progress.phase("eval"):
+            sampling = eval_sampling(run.eval, run.rollout)
+            return evaluate(self.rollouter, self.eval_sets, run.eval.n_samples_per_eval_prompt, sampling)
+
+    def _save(self, step: int) -> None:
+        """A checkpoint after `step` rollouts."""
+        checkpoint = self.run_config.checkpoint
+        assert checkpoint.save is not None
+        state = {
+            "step": step,
+            "layout": self.layout.describe(),
+            "data": None if self.source is None else self.source.state_dict(),
+            "weight_version": self.weight_version,
+            "skipped_steps": self.skip_gate.total,
+            "skipped_in_a_row": self.skip_gate.in_a_row,
+            "batches": self.batches.state_dict(),
+            "argv": list(self.run_config.argv),
+        }
+        self.backend.save(checkpoint.save, step, state, with_optimizer=not checkpoint.no_save_optim, with_rng=not checkpoint.no_save_rng)
+
+    def _load(self, root: str) -> None:
+        """What --load means: a checkpoint goes on where it was taken (--finetune takes its weights only), a Hugging Face model gives the
+        weights of a fresh run. A folder that is also --save and holds no checkpoint yet is that of the first run of several."""
+        checkpoint = self.run_config.checkpoint
+        if checkpoint.ckpt_step is not None or is_checkpoint_root(root):
+            self._resume(root)
+        elif (Path(root) / "config.json").is_file():
+            self.backend.load_hf(root)
+            self.initial_policy = root
+        elif root != checkpoint.save:
+            raise ValueError(f"--load {root}: holds neither checkpoints nor a Hugging Face model (config.json)")
+        else:
+            self.progress.message(f"no checkpoint in {root} yet: starting at rollout 1")
+
+    def _resume(self, root: str) -> None:
+        checkpoint = self.run_config.checkpoint
+        step, warning = (checkpoint.ckpt_step, None) if checkpoint.ckpt_step is not None else newest_step(root)
+        state = self.backend.load(
+            checkpoint_folder(root, step),
+            with_optimizer=not (checkpoint.no_load_optim or checkpoint.finetune),
+            with_rng=not (checkpoint.no_load_rng or checkpoint.finetune),
+        )
+        changed = state.get("changed_schedule")
+        schedule = f"--load {root}: this run's schedule is not the checkpoint's: {'; '.join(changed)}" if changed else None
+        for text in (warning, schedule):
+            self._warn(text)
+        self.initial_policy = None
+        if checkpoint.finetune:
+            return
+        self.start = int(state["step"])
+        self.weight_version = int(state["weight_version"])
+        self.skip_gate.total = int(state["skipped_steps"])
+        self.skip_gate.in_a_row = int(state["skipped_in_a_row"])
+        self.batches.load_state_dict(state["batches"])
+        if self.source is not None:
+            if state["data"] is None:
+                raise ValueError(f"checkpoint {root} has no data position; --finetune starts at the first prompt")
+            self.source.load_state_dict(state["data"])
+
+    def _make_rollouter(self) -> Rollouter | None:
+        """The engine and the grader, unless this run never samples."""
+        run = self.run_config
+        if run.debug.debug_train_only or (self.is_sft and run.eval.eval_interval is None):
+            return None
+        assert run.model.hf_checkpoint is not None
+        device = self.backend.device
+        engine = LocalEngine(
+            run.model.hf_checkpoint,
+            self.tokenizer,
+            local_batch_size=run.rollout.rollout_local_batch_size,
+            device=device,
+            dtype=run.megatron.transformer.params_dtype,
+            trust_remote_code=run.model.trust_remote_code,
+        )
+        return Rollouter(engine, Grader(**dataclasses.asdict(run.reward)), self.tokenizer, seed=run.data.rollout_seed)
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.logger is not None:
+            self.logger.log(step + 1, metrics)
+
+    def _warn(self, text: str | None) -> None:
+        if text is not None:
+            self.progress.message(f"warning: {text}")
+
+
+def load_tokenizer(run: RunConfig) -> Any:
+    """The tokenizer of --hf-checkpoint; None in a run that reads recorded tokens only."""
+    if run.model.hf_checkpoint is None:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(run.model.hf_checkpoint, trust_remote_code=run.model.trust_remote_code)
+
+
+def num_rollouts(run: RunConfig, num_prompts: int | None) -> int:
+    """--num-rollout, or what --num-epoch passes over the prompts make."""
+    if run.rollout.num_rollout is not None:
+        return run.rollout.num_rollout
+    assert run.rollout.num_epoch is not None
+    assert num_prompts is not None
+    return max(1, num_prompts * run.rollout.num_epoch // run.rollout.rollout_batch_size)
+
+
+def steps_per_rollout(run: RunConfig) -> int:
+    assert run.algorithm.num_steps_per_rollout is not None, "completed when the command line is parsed"
+    return run.algorithm.num_steps_per_rollout
+
+
+def is_due(step: int, interval: int | None, total: int) -> bool:
+    """Every `interval` rollouts, and after the last."""
+    return step + 1 == total or (interval is not None and (step + 1) % interval == 0)
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def speed_and_memory(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Tokens a second over the whole step, and the peak memory of this process in GiB."""
+    speed = {}
+    if "rollout/tokens" in metrics and metrics.get(STEP_SECONDS):
+        speed["perf/tokens_per_s"] = metrics["rollout/tokens"] / metrics[STEP_SECONDS]
+    speed["perf/peak_rss_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return speed

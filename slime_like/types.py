@@ -1,0 +1,140 @@
+"""Core records. Frozen; shapes in the field comments: T packed tokens, S sequences, L sample length, R response length.
+
+One alignment rule: row t of every per-token tensor of a `MicroBatch` speaks about `labels[t]`, the token that follows
+`tokens[t]` in the same sequence. The shift happens once, in `megatron_backend/packing.py`. Tensors of a `Sample` or a
+`TrainSample` are over the response only: entry j speaks about the j-th response token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+
+
+class SampleStatus(StrEnum):
+    """How generation ended."""
+
+    COMPLETED = "completed"  # a stop token or stop string was reached
+    TRUNCATED = "truncated"  # the length limit was reached
+    ABORTED = "aborted"  # the engine gave up; the sample is not trained on
+    FAILED = "failed"  # generation or reward raised; the sample is not trained on
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of a data source, ready to be generated from.
+
+    group_id: unique over the run; the samples of one prompt form the group of GRPO.
+    text: the prompt as the model sees it (chat template applied). tokens: its ids.
+    """
+
+    group_id: int
+    text: str
+    tokens: tuple[int, ...]
+    label: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response to one prompt."""
+
+    group_id: int
+    sample_id: int  # unique over the run
+    tokens: Tensor  # [L] int64, prompt then response
+    response_length: int  # R <= L
+    loss_mask: Tensor  # [R] bool, True where the model wrote the token and it is trained on
+    rollout_log_probs: Tensor | None = None  # [R] float32, by the sampler, at the sampling temperature
+    reward: float | None = None
+    status: SampleStatus = SampleStatus.COMPLETED
+    weight_versions: tuple[int, ...] = ()  # version of the weights of each response token, or () when not generated here
+    text: str = ""  # prompt text
+    response: str = ""  # response text
+    label: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def total_length(self) -> int:
+        return int(self.tokens.numel())
+
+    @property
+    def prompt_length(self) -> int:
+        return self.total_length - self.response_length
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """All samples of one prompt."""
+
+    group_id: int
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """A sample with all that the loss needs. `loss_weights` is `u` of the specification (1/denominator over the whole
+    optimizer step); `policy_weights` is `w`, None where it equals `u`."""
+
+    tokens: Tensor  # [L] int64
+    response_length: int
+    loss_mask: Tensor  # [R] bool
+    loss_weights: Tensor  # [R] float32
+    advantages: Tensor | None = None  # [R] float32
+    old_log_probs: Tensor | None = None  # [R] float32
+    rollout_log_probs: Tensor | None = None  # [R] float32
+    ref_log_probs: Tensor | None = None  # [R] float32
+    policy_weights: Tensor | None = None  # [R] float32
+    keep_mask: Tensor | None = None  # [R] bool, of the off-policy correction
+    importance_weights: Tensor | None = None  # [R] float32, of the off-policy correction
+    rewards: Tensor | None = None  # [R] float32, the sample's raw reward on every token
+    nll_weights: Tensor | None = None  # [R] float32, see `LossInputs`
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """What one data-parallel rank contributes to one optimizer step."""
+
+    samples: tuple[TrainSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Packed rows. Padding at the end is a sequence of its own with an all-False mask."""
+
+    tokens: Tensor  # [1, T] int64
+    labels: Tensor  # [1, T] int64
+    position_ids: Tensor  # [1, T] int64, restarting at 0 in every sequence
+    seq_ids: Tensor  # [T] int64 in [0, S)
+    cu_seqlens: Tensor  # [S + 1] int32
+    max_seqlen: int
+    loss_mask: Tensor  # [T] bool
+    loss_weights: Tensor  # [T] float32 (u)
+    policy_weights: Tensor | None = None  # [T] float32 (w); None: equal to loss_weights
+    advantages: Tensor | None = None  # [T] float32
+    old_log_probs: Tensor | None = None  # [T] float32
+    rollout_log_probs: Tensor | None = None  # [T] float32
+    ref_log_probs: Tensor | None = None  # [T] float32
+    keep_mask: Tensor | None = None  # [T] bool
+    importance_weights: Tensor | None = None  # [T] float32
+    rewards: Tensor | None = None  # [T] float32
+    nll_weights: Tensor | None = None  # [T] float32
+    selection_seed: int = 0  # of losses that choose tokens at random; equal on ranks that hold the same tokens
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.cu_seqlens.numel()) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step tells. grad_norm: global L2 norm before clipping. skipped: a non-finite gradient on any
+    rank left weights and optimizer state unchanged."""
+
+    metrics: Mapping[str, float]
+    grad_norm: float
+    learning_rate: float
+    skipped: bool = False

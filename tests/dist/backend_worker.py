@@ -1,0 +1,238 @@
+"""What tests/dist/test_backend.py and test_vocab_parallel.py run on several processes: a `MegatronBackend`, or a `Trainer`, on random samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_patches
+
+megatron_patches.apply()
+
+from arguments.parse import parse_args  # noqa: E402
+from arguments.run_config import RunConfig  # noqa: E402
+from slime_like.megatron_backend.backend import MegatronBackend  # noqa: E402
+from slime_like.megatron_backend.gates import GateError, SkippedStepGate  # noqa: E402
+from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
+from slime_like.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
+from slime_like.trainer import Trainer  # noqa: E402
+from slime_like.types import TrainBatch, TrainSample  # noqa: E402
+from tests.dist.convert_worker import parallel  # noqa: E402
+
+VOCAB = 61
+SAMPLES = 8  # of every optimizer step, over all ranks
+
+
+def settings(folder: str, flags: str = "") -> RunConfig:
+    """A run on the model in `folder` for `SAMPLES` samples a step. flags: further ones."""
+    words = (
+        f"--hf-checkpoint {folder} --debug-train-only --load-debug-rollout-data {folder}/rollout_{{rollout_id}} --lr 1e-2 --num-rollout 4 "
+        f"--rollout-batch-size 2 --n-samples-per-prompt 4 --no-tensorboard --no-progress {flags}"
+    )
+    return parse_args(words.split(), dist.get_world_size())
+
+
+def random_samples(seed: int, count: int = SAMPLES) -> list[TrainSample]:
+    """Samples of uneven lengths with holes in their masks; old log-probs near those of a random model."""
+    g = torch.Generator().manual_seed(seed)
+    samples = []
+    for _ in range(count):
+        prompt, response = (int(torch.randint(1, 12, (), generator=g)) for _ in range(2))
+        samples.append(
+            TrainSample(
+                tokens=torch.randint(VOCAB, (prompt + response,), generator=g),
+                response_length=response,
+                loss_mask=torch.rand(response, generator=g) > 0.2,
+                loss_weights=torch.full((response,), 1 / 32),
+                advantages=torch.randn(response, generator=g),
+                old_log_probs=-4.1 + 0.2 * torch.randn(response, generator=g),
+            )
+        )
+    return samples
+
+
+def share(samples: Sequence[TrainSample], layout: ParallelLayout) -> TrainBatch:
+    size = len(samples) // layout.dp_size
+    return TrainBatch(tuple(samples[layout.dp_rank * size : (layout.dp_rank + 1) * size]))
+
+
+def optimizer_state(backend: MegatronBackend) -> list[torch.Tensor]:
+    """Adam's tensors, the fp32 parameters and the model's on this rank."""
+    assert backend.optimizer is not None
+    backend._finish_param_gather()  # what --overlap-param-gather has not brought yet is not a change
+    tensors = []
+    for part in getattr(backend.optimizer, "chained_optimizers", [backend.optimizer]):
+        for state in part.optimizer.state.values():
+            tensors += [value.clone() for value in state.values() if isinstance(value, torch.Tensor)]
+        tensors += [p.detach().clone() for group in part.optimizer.param_groups for p in group["params"]]
+    return tensors + [p.detach().clone() for chunk in backend.chunks for p in chunk.parameters()]
+
+
+def poison_one_rank(backend: MegatronBackend, rank: int, value: float) -> Any:
+    """From now on, one gradient of rank `rank` holds `value`. Returns a handle with remove()."""
+    parameter = next(p for p in backend.chunks[0].parameters() if p.requires_grad)
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[3] = value
+        return gradient
+
+    return parameter.register_hook(poison) if dist.get_rank() == rank else None
+
+
+def check_poison(folder: str, layout: ParallelLayout, flags: str, value: float) -> dict[str, Any]:
+    """Two good steps, three poisoned on the last rank, one good: what happened on this rank."""
+    backend = MegatronBackend(settings(folder, flags), layout, total_steps=8)
+    gate = SkippedStepGate(patience=3)
+    warnings = []
+    for seed in (1, 2):
+        result = backend.update(share(random_samples(seed), layout))
+        warnings.append(gate.check(result.skipped, result.grad_norm))
+    before = optimizer_state(backend)
+    handle = poison_one_rank(backend, layout.world_size - 1, value)
+    skipped, same, stopped = [], [], None
+    for seed in (3, 4, 5):
+        result = backend.update(share(random_samples(seed), layout))
+        skipped.append(result.skipped)
+        same.append(all(torch.equal(a, b) for a, b in zip(before, optimizer_state(backend), strict=True)))
+        try:
+            warnings.append(gate.check(result.skipped, result.grad_norm))
+        except GateError as error:
+            stopped = str(error)
+    if handle is not None:
+        handle.remove()
+    result = backend.update(share(random_samples(6), layout))
+    moved = not all(torch.equal(a, b) for a, b in zip(before, optimizer_state(backend), strict=True))
+    finite = all(bool(tensor.isfinite().all()) for tensor in optimizer_state(backend))
+    return dict(
+        skipped=skipped, same=same, warnings=warnings, stopped=stopped, total=gate.total,
+        after=[result.skipped, moved, finite], lr=result.learning_rate,
+    )  # fmt: skip
+
+
+def weights(backend: MegatronBackend) -> dict[str, torch.Tensor]:
+    return {name: tensor.float().clone() for name, tensor in backend.export_weights()}
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max(float((a[name] - b[name]).norm() / b[name].norm()) for name in b)
+
+
+def check_bf16(folder: str, layout: ParallelLayout) -> dict[str, Any]:
+    """Losses and weights of two steps in bf16 and in fp32."""
+    results = {}
+    for name, flags in (
+        ("fp32", ""),
+        ("bf16", "--bf16"),
+        ("bf16 dist", "--bf16 --use-distributed-optimizer --accumulate-allreduce-grads-in-fp32"),
+    ):
+        backend = MegatronBackend(settings(folder, flags + " --lr 1e-3"), layout, total_steps=8)
+        steps = [backend.update(share(random_samples(seed), layout)) for seed in (1, 2)]
+        results[name] = ([s.metrics["loss"] for s in steps], [s.grad_norm for s in steps], weights(backend))
+    return {
+        name: dict(losses=losses, grad_norms=norms, distance=distance(after, results["fp32"][2]))
+        for name, (losses, norms, after) in results.items()
+    }
+
+
+@contextmanager
+def make_trainer(folder: str, layout: ParallelLayout, out: str, flags: str) -> Iterator[Trainer]:
+    trainer = Trainer(settings(folder, flags), layout, Path(out))
+    yield trainer
+    trainer.close()
+
+
+def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
+    """A log-prob pass that computes another model than the update: the run stops before any step."""
+    with make_trainer(folder, layout, out, "") as trainer:
+        before = optimizer_state(trainer.backend)
+        real = trainer.backend.compute_log_probs
+
+        def wrong(samples: Sequence[TrainSample], *, reference: bool = False) -> Any:
+            return [dataclasses.replace(s, log_probs=s.log_probs + 1e-6) for s in real(samples, reference=reference)]
+
+        trainer.backend.compute_log_probs = wrong  # type: ignore[method-assign]
+        try:
+            trainer._step(0)
+        except GateError as error:
+            same = all(torch.equal(a, b) for a, b in zip(before, optimizer_state(trainer.backend), strict=True))
+            return dict(error=str(error), same=same)
+    return dict(error=None)
+
+
+def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
+    """Advantages of this rank's samples with a KL penalty, and what a hand computation needs: log-probs of policy and reference."""
+    with make_trainer(folder, layout, out, f"--kl-coef 0.5 --ref-load {ref} --advantage-estimator grpo") as trainer:
+        groups = trainer._next_groups(0)
+        samples = [sample for group in groups for sample in group.samples]
+        batches, metrics = trainer.batches.make(samples, weight_version=0)
+        mine = [sample for batch in batches for sample in batch.samples]
+        return dict(
+            advantages=[[float(v) for v in s.advantages if v != 0][:1] for s in mine if s.advantages is not None],
+            penalties=[float(((s.old_log_probs - s.ref_log_probs) * s.loss_mask).sum()) for s in mine],  # type: ignore[operator]
+            rewards=[sample.reward for sample in samples],
+            indices=trainer.batches.plan.local_indices(len(samples)),
+            reported=metrics["rollout/kl_in_reward"],
+            active=sum(int(s.loss_mask.sum()) for s in samples),
+        )
+
+
+def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """One launch for everything that needs two processes."""
+    folder, ref, out = arguments["model"], arguments["ref"], arguments["out"]
+    result: dict[str, Any] = {}
+    nan, inf = float("nan"), float("inf")
+    for name, (tp, pp), flags, value in (
+        ("DP2", (1, 1), "", nan),
+        ("DP2 distributed optimizer", (1, 1), "--use-distributed-optimizer", nan),
+        ("DP2 overlap", (1, 1), "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", inf),
+        ("TP2", (2, 1), "--tensor-model-parallel-size 2 --sequence-parallel", nan),
+        ("PP2", (1, 2), "--pipeline-model-parallel-size 2", inf),
+        ("PP2 distributed optimizer", (1, 2), "--pipeline-model-parallel-size 2 --use-distributed-optimizer", nan),
+        ("DP2 bf16", (1, 1), "--bf16 --use-distributed-optimizer", nan),
+    ):
+        with parallel(tp, pp) as layout:
+            result[f"poison {name}"] = check_poison(folder, layout, flags, value)
+    with parallel() as layout:
+        result["bf16"] = check_bf16(folder, layout)
+        result["gate"] = check_gate(folder, layout, out)
+        result["kl"] = check_kl_in_reward(folder, ref, layout, out)
+    return result
+
+
+def vocab_differences(layout: ParallelLayout) -> list[float]:
+    """Largest differences from one rank of log-probs, entropies and gradients, relative to the largest value."""
+    worst = [0.0, 0.0, 0.0]
+    for vocab_size, temperature in ((61, 1.0), (61, 0.7), (33, 1.0), (64, 1.3)):
+        torch.manual_seed(5)
+        logits, labels, weight = 4 * torch.randn(23, 64), torch.randint(vocab_size, (23,)), torch.randn(2, 23)
+        logits[:, 50:52] = float("-inf")
+        labels = torch.where((labels >= 50) & (labels < 52), 1, labels)
+
+        def both(x: torch.Tensor, group: Any) -> list[torch.Tensor]:
+            x = x.clone().requires_grad_()
+            log_probs, entropy = vocab_parallel_log_probs(x, labels, vocab_size=vocab_size, temperature=temperature, tp_group=group)  # noqa: B023
+            (weight[0] * log_probs + weight[1] * entropy).sum().backward()  # noqa: B023
+            assert x.grad is not None
+            return [log_probs.detach(), entropy.detach(), x.grad]
+
+        width = 64 // layout.tp_size
+        mine = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
+        whole, part = both(logits, None), both(logits[:, mine], layout.tp_group)
+        whole[2] = whole[2][:, mine]
+        for i, (a, b) in enumerate(zip(part, whole, strict=True)):
+            assert a.isfinite().all()
+            worst[i] = max(worst[i], float((a - b).abs().max() / max(float(b.abs().max()), 1e-3)))
+    return worst
+
+
+def vocab_differences_on_all(rank: int, world_size: int, arguments: dict[str, Any]) -> list[float]:
+    """Of four ranks the last has nothing but padding where the vocabulary has 33 tokens."""
+    with parallel(world_size) as layout:
+        return vocab_differences(layout)

@@ -1,0 +1,150 @@
+"""What tests/dist/test_convert.py runs on several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+import megatron_patches
+from arguments.groups import GPTModelConfig
+from arguments.hf_model import HfModel, read_hf_model
+
+megatron_patches.apply()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from slime_like.convert.export import export_hf_weights  # noqa: E402
+from slime_like.convert.load import load_hf_weights  # noqa: E402
+from slime_like.convert.save import save_hf  # noqa: E402
+from slime_like.megatron_backend.layout import ParallelLayout, read_layout  # noqa: E402
+from slime_like.megatron_backend.model import build_chunks  # noqa: E402
+from slime_like.ops.attention import packed_rows  # noqa: E402
+
+TOLERANCE = 1e-5
+
+
+@contextmanager
+def parallel(tp: int = 1, pp: int = 1, vp: int = 1) -> Iterator[ParallelLayout]:
+    parallel_state.initialize_model_parallel(tp, pp, virtual_pipeline_model_parallel_size=vp if vp > 1 else None)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield read_layout()
+    parallel_state.destroy_model_parallel()
+
+
+def build(folder: str, layout: ParallelLayout, dtype: torch.dtype = torch.float32) -> tuple[list[Any], HfModel, GPTModelConfig]:
+    """This rank's chunks for the model in `folder`, with random weights. The padding fits no vocabulary used here."""
+    hf = read_hf_model(folder)
+    gpt = GPTModelConfig(**hf.gpt, make_vocab_size_divisible_by=32)
+    config = TransformerConfig(
+        **{**hf.transformer, "activation_func": F.silu},
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        virtual_pipeline_model_parallel_size=layout.vp_size if layout.vp_size > 1 else None,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+    )
+    return [chunk.to(dtype).eval() for chunk in build_chunks(config, gpt, "local", layout)], hf, gpt
+
+
+@torch.no_grad()
+def logits_of(chunks: list[Any], tokens: Tensor, layout: ParallelLayout, vocab_size: int) -> Tensor | None:
+    """[T, vocab] of one sequence `tokens` [T], on the last stage. Stages take turns; no schedule is involved."""
+    rows = packed_rows(torch.tensor([0, tokens.numel()], dtype=torch.int32))
+    positions = torch.arange(tokens.numel())[None]
+    hidden = torch.empty(tokens.numel(), 1, chunks[0].config.hidden_size)
+    peers = dist.get_process_group_ranks(layout.pp_group)
+    out: Tensor | None = None
+    for turn in range(layout.vp_size * layout.pp_size):
+        stage = turn % layout.pp_size
+        if stage == layout.pp_rank:
+            if turn > 0 and layout.pp_size > 1:
+                dist.recv(hidden, src=peers[(stage - 1) % layout.pp_size])
+                chunks[turn // layout.pp_size].set_input_tensor([hidden])
+            out = chunks[turn // layout.pp_size](tokens[None], positions, None, packed_seq_params=rows)
+            if turn + 1 < layout.vp_size * layout.pp_size:
+                dist.send(out.contiguous(), dst=peers[(stage + 1) % layout.pp_size])
+                out = None
+    if out is None:
+        return None
+    shards = [torch.empty_like(out) for _ in range(layout.tp_size)]
+    dist.all_gather(shards, out.contiguous(), group=layout.tp_group)
+    return torch.cat(shards, dim=-1)[0, :, :vocab_size]
+
+
+def stored_weights(folder: str) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for path in Path(folder).glob("*.safetensors"):
+        weights.update(load_file(path))
+    return weights
+
+
+def check_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, float]:
+    """For every layout and model: load, compare logits with transformers', export, compare bit by bit. The worst difference."""
+    worst: dict[str, float] = {}
+    for tp, pp, vp in arguments["layouts"]:
+        with parallel(tp, pp, vp) as layout:
+            for folder in arguments["folders"]:
+                case = f"{Path(folder).name} {layout.describe()}"
+                chunks, hf, gpt = build(folder, layout)
+                load_hf_weights(chunks, folder, hf=hf, gpt=gpt, layout=layout)
+                expected = torch.load(Path(folder) / "expected.pt")
+                logits = logits_of(chunks, expected["tokens"], layout, hf.gpt["vocab_size"])
+                if logits is not None:
+                    worst[case] = (logits - expected["logits"]).abs().max().item()
+                exported = list(export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout))
+                stored = stored_weights(folder)
+                assert len(exported) == len(stored), case
+                assert {name for name, _ in exported} == set(stored), case
+                assert all(torch.equal(tensor, stored[name]) for name, tensor in exported), case
+                own = {parameter.data_ptr() for chunk in chunks for parameter in chunk.parameters()}
+                assert not own & {tensor.data_ptr() for _, tensor in exported}, f"{case}: exported tensors must not alias parameters"
+    return worst
+
+
+def check_half_precision(rank: int, world_size: int, arguments: dict[str, Any]) -> list[str]:
+    """fp32 file -> bf16 model -> bf16 and fp32 streams."""
+    folder = arguments["folder"]
+    with parallel(2, 2) as layout:
+        chunks, hf, gpt = build(folder, layout, torch.bfloat16)
+        load_hf_weights(chunks, folder, hf=hf, gpt=gpt, layout=layout)
+        stored = {name: tensor.bfloat16() for name, tensor in stored_weights(folder).items()}
+        for name, tensor in export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout):
+            assert torch.equal(tensor, stored[name]), name
+            assert tensor.dtype == torch.bfloat16
+        for name, tensor in export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout, dtype=torch.float32):
+            assert torch.equal(tensor, stored[name].float()), name
+            assert tensor.dtype == torch.float32
+    return sorted(stored)
+
+
+def check_saving(rank: int, world_size: int, arguments: dict[str, Any]) -> list[str]:
+    """Save from TP2 PP2 twice over, then into a folder that must not be touched; the messages that this rank saw."""
+    folder, out, taken = arguments["folder"], arguments["out"], arguments["taken"]
+    seen = []
+    with parallel(2, 2) as layout:
+        chunks, hf, gpt = build(folder, layout)
+        load_hf_weights(chunks, folder, hf=hf, gpt=gpt, layout=layout)
+        for target in (out, out, taken, folder):
+            try:
+                save_hf(target, export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout), folder, max_shard_bytes=20_000)
+            except ValueError as error:
+                seen.append(str(error))
+    return seen
+
+
+def check_all(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """One launch for everything that needs four processes."""
+    return {
+        "worst": check_layouts(rank, world_size, arguments),
+        "names": check_half_precision(rank, world_size, {"folder": arguments["folders"][0]}),
+        "errors": check_saving(rank, world_size, {**arguments, "folder": arguments["folders"][0]}),
+    }

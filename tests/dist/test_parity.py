@@ -1,0 +1,84 @@
+"""Every layout gives the numbers of one process: losses, gradient norms and exported weights of three optimizer steps, to 1e-5.
+
+The runs are those of scripts/parity_table.py: `train.py` on recorded rollouts of uneven lengths, with a KL and an entropy term, Adam, weight
+decay and clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.parity_table import LAYOUTS, LIMIT, Layout, Result, compare, make_model, make_rollouts, run_layout
+
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+IN_MAKE_TEST = ("TP2 SP", "PP2 VP2", "DP2 overlap", "TP2 PP2")
+SAPO = ("--policy-loss-type", "sapo")
+PPO = ("--policy-loss-type", "ppo")
+# beside the two losses, what changes how token losses are made, weighted or summed
+VARIANTS = {
+    "dual clip": (*PPO, "--eps-clip-c", "1.5"),
+    "sequence_mean": (*SAPO, "--loss-reduction", "sequence_mean"),
+    "token_mean": (*PPO, "--loss-reduction", "token_mean"),
+    "k3 unbiased": (*PPO, "--kl-loss-type", "k3", "--use-unbiased-kl"),
+}
+RunOnce = Callable[[Layout, tuple[str, ...]], Result]
+
+
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory: pytest.TempPathFactory) -> RunOnce:
+    """`run_layout`, each run made once."""
+    work: dict[tuple[str, ...], Path] = {}
+    done: dict[tuple[str, tuple[str, ...]], Result] = {}
+
+    def get(layout: Layout, flags: tuple[str, ...]) -> Result:
+        if flags not in work:
+            work[flags] = tmp_path_factory.mktemp("parity")
+            make_model(work[flags] / "model", seed=3)
+            make_model(work[flags] / "ref", seed=4)
+            make_rollouts(str(work[flags] / "rollout_{rollout_id}"))
+        if (layout.name, flags) not in done:
+            done[layout.name, flags] = run_layout(layout, work[flags], list(flags))
+        return done[layout.name, flags]
+
+    return get
+
+
+def check(run_once: RunOnce, name: str, flags: tuple[str, ...]) -> None:
+    base = run_once(LAYOUTS[0], flags)
+    assert min(base.grad_norms) > 1e-3, "a vanishing gradient would agree with anything"
+    row = compare(name, base, run_once(BY_NAME[name], flags))
+    assert row.holds, f"{row} exceeds {LIMIT:g}"
+
+
+@pytest.mark.parametrize("name", IN_MAKE_TEST)
+def test_layouts_with_sapo(run_once: RunOnce, name: str) -> None:
+    check(run_once, name, SAPO)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in list(BY_NAME)[1:] if name not in IN_MAKE_TEST])
+def test_further_layouts_with_sapo(run_once: RunOnce, name: str) -> None:
+    check(run_once, name, SAPO)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(BY_NAME)[1:])
+def test_layouts_with_ppo(run_once: RunOnce, name: str) -> None:
+    check(run_once, name, PPO)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DP2 overlap", "TP2 PP2"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_the_loss(run_once: RunOnce, variant: str, name: str) -> None:
+    check(run_once, name, VARIANTS[variant])
+
+
+@pytest.mark.slow
+def test_another_loss_is_told_apart(run_once: RunOnce) -> None:
+    """The comparison can fail: a run with another KL weight is far outside the limit."""
+    base = run_once(LAYOUTS[0], SAPO)
+    assert not compare("other", base, run_once(LAYOUTS[0], (*SAPO, "--kl-loss-coef", "0.11"))).holds

@@ -1,0 +1,199 @@
+"""Whole runs of train.py for tests.
+
+    with TrainServer() as server:
+        done = server.train(["--lr", "1e-3", ...], ranks=2)
+
+Importing torch, transformers and megatron-core costs seconds for each process, so a server imports them once and forks the ranks of every
+run. A rank calls `train.main()` with a command line, an environment and files for its output of its own. As under torchrun, the others are
+ended when one fails. Every process ends with the server. Runs that test the launching itself use `torchrun` below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE_S = 2.0  # for the other ranks to end by themselves after one has failed
+PRELOADED = (
+    "slime_like.trainer",
+    "matplotlib.figure",
+    "torch.utils.tensorboard",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished run. status: 0, or that of the first rank that failed. out, err: of all ranks together."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+    def ok(self) -> Done:
+        assert self.status == 0, f"exit status {self.status}\n{self.out[-3000:]}\n{self.err[-6000:]}"
+        return self
+
+    def error(self) -> str:
+        """The one message of a run that failed for a reason that its user can remove."""
+        assert self.status == 1, f"exit status {self.status}\n{self.out[-3000:]}\n{self.err[-6000:]}"
+        assert "Traceback" not in self.err, self.err
+        messages = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(messages) == 1, self.err
+        return messages[0]
+
+
+class TrainServer:
+    """Forks runs from a process that has imported everything."""
+
+    def __enter__(self) -> TrainServer:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.programs"],
+            cwd=ROOT,
+            env={**clean_environment(), **ENVIRONMENT},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def train(self, argv: Sequence[str], folder: Path, *, ranks: int = 1, timeout_s: float = 120) -> Done:
+        """Run train.py; its output is kept in `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        request = {"argv": list(argv), "folder": str(folder), "ranks": ranks, "port": free_port(), "timeout_s": timeout_s}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        text = {name: "".join((folder / f"{name}-{rank}.txt").read_text() for rank in range(ranks)) for name in ("out", "err")}
+        return Done(answer["status"], text["out"], text["err"], answer["seconds"])
+
+
+def torchrun(ranks: int) -> list[str]:
+    """The start of a command line that runs train.py on several processes."""
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}", "train.py"]
+
+
+def torchrun_once(argv: Sequence[str], *, ranks: int, timeout_s: float) -> tuple[int, str]:
+    """A run as a user starts it: (exit status, all output)."""
+    done = subprocess.run(
+        [*torchrun(ranks), *argv],
+        cwd=ROOT,
+        env={**clean_environment(), **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def clean_environment() -> dict[str, str]:
+    """Without what another launcher may have set."""
+    return {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _rank_main(request: dict[str, Any], rank: int) -> int:
+    for name, descriptor in (("out", 1), ("err", 2)):
+        file = os.open(Path(request["folder"]) / f"{name}-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+    if request["ranks"] > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["ranks"]))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(request["port"]))
+    sys.argv = ["train.py", *request["argv"]]
+    import train
+
+    try:
+        return train.main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def _run(request: dict[str, Any]) -> int:
+    """Fork the ranks and wait; 124 when they are out of time."""
+    pids = {}
+    for rank in range(request["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)  # a rank and what it starts are killed together
+            status = _rank_main(request, rank)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        pids[pid] = rank
+    deadline = time.monotonic() + request["timeout_s"]
+    first = 0
+    running = set(pids)
+    while running and time.monotonic() < deadline:
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                running.discard(pid)
+                code = os.waitstatus_to_exitcode(status)
+                if code and not first:
+                    first, deadline = code, min(deadline, time.monotonic() + GRACE_S)
+        time.sleep(0.02)
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return first or (124 if running else 0)
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import torch
+
+    import megatron_patches
+    from slime_like.launcher import quiet_dependencies
+
+    quiet_dependencies()
+    torch.set_num_threads(1)
+    megatron_patches.apply()
+    for name in PRELOADED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        request = json.loads(line)
+        start = time.monotonic()
+        status = _run(request)
+        answers.write(json.dumps({"status": status, "seconds": time.monotonic() - start}) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Checkpoints: a run that was interrupted ends bit by bit as one that was not; what --load means; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights_of
+from tests.e2e.programs import ENVIRONMENT, ROOT, TrainServer, clean_environment
+
+# layout flags, ranks
+LAYOUTS = {
+    "one process": ("", 1),
+    "DP2 distributed optimizer": ("--use-distributed-optimizer", 2),
+    "DP2 overlap": ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
+    "DP2": ("", 2),
+    "TP2": ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+    "PP2": ("--pipeline-model-parallel-size 2", 2),
+}
+SLOW = ("DP2 overlap", "DP2", "TP2", "PP2")
+SCHEDULE = dict(lr_decay_style="linear", lr_decay_iters=8, lr_warmup_iters=1, weight_decay=0.1)
+
+
+def flags(work: Workspace, out: Path, layout: str = "one process", **changes: str | int | float | None) -> list[str]:
+    saved = {"save_debug_rollout_data": out / "rollout_{rollout_id}", "save_hf": out / "hf"}
+    return [*work.flags(out, **{**SCHEDULE, **saved, **changes}), *LAYOUTS[layout][0].split()]
+
+
+def check_same(whole: Path, parts: Path) -> None:
+    """Numbers, sampled tokens and weights of 4 rollouts."""
+    numbers = same_numbers(rows_of(whole))
+    assert [row["step"] for row in numbers] == [1, 2, 3, 4]
+    assert len({row["train/lr"] for row in numbers}) == 4, "a schedule that stands still would hide a lost position"
+    assert min(row["train/grad_norm"] for row in numbers) > 1e-3
+    assert same_numbers(rows_of(parts)) == numbers
+    for rollout in range(4):
+        assert sampled(parts / "rollout_{rollout_id}", rollout) == sampled(whole / "rollout_{rollout_id}", rollout)
+    expected, found = weights_of(whole / "hf"), weights_of(parts / "hf")
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+@pytest.fixture(scope="module")
+def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4 rollouts of one process in one go, with a checkpoint every 2; `whole / "checkpoints"`."""
+    out = tmp_path_factory.mktemp("whole")
+    server.train(flags(work, out, num_rollout=4, save=out / "checkpoints", save_interval=2), out / "log").ok()
+    return out
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in list(LAYOUTS)[1:]])
+def test_two_and_two_are_four(server: TrainServer, work: Workspace, tmp_path: Path, layout: str) -> None:
+    ranks = LAYOUTS[layout][1]
+    one, two, root = tmp_path / "one", tmp_path / "two", tmp_path / "checkpoints"
+    server.train(flags(work, one, layout, num_rollout=4), tmp_path / "log1", ranks=ranks).ok()
+    server.train(flags(work, two, layout, num_rollout=2, save=root), tmp_path / "log2", ranks=ranks).ok()
+    server.train(flags(work, two, layout, num_rollout=4, load=root), tmp_path / "log3", ranks=ranks).ok()
+    check_same(one, two)
+
+
+def test_the_same_command_line_after_a_kill(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    """--load is --save: the first start finds no folder and begins, the second goes on; SIGKILL comes after the first checkpoint."""
+    root = tmp_path / "checkpoints"
+    argv = flags(work, tmp_path, num_rollout=4, save=root, load=root, save_interval=2)
+    slowly = f"""
+import sys, time
+import slime_like.metrics.logger as logger
+log = logger.MetricsLogger.log
+def slow_log(self, step, values):
+    log(self, step, values)
+    time.sleep(600 if step == 3 else 0)
+logger.MetricsLogger.log = slow_log
+sys.argv = ["train.py", *{argv!r}]
+import train
+train.main()
+"""
+    with subprocess.Popen([sys.executable, "-c", slowly], cwd=ROOT, env={**clean_environment(), **ENVIRONMENT}) as process:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "metrics.jsonl").exists() or len(rows_of(tmp_path)) < 3:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+    (root / "iter_0000004.tmp" / "model").mkdir(parents=True)  # as a kill within a save leaves it
+    done = server.train(argv, tmp_path / "log").ok()
+    assert "rollout 3/4" in done.out
+    assert "rollout 2/4" not in done.out
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "4"
+    check_same(whole, tmp_path)
+
+
+def test_a_finished_run_says_so(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    done = server.train(flags(work, tmp_path, num_rollout=4, load=whole / "checkpoints"), tmp_path / "log").ok()
+    assert "nothing to do: the checkpoint has 4 rollouts and the run asks for 4" in done.out
+    assert "rollout 4/4" not in done.out
+    assert done.err == ""
+
+
+def test_finetune_takes_the_weights_only(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    argv = flags(work, tmp_path / "tuned", num_rollout=1, load=whole / "checkpoints", finetune="")
+    server.train(argv, tmp_path / "log1").ok()
+    argv = flags(work, tmp_path / "model", num_rollout=1, load=whole / "hf")
+    server.train(argv, tmp_path / "log2").ok()
+    tuned, model = (same_numbers(rows_of(tmp_path / name)) for name in ("tuned", "model"))
+    assert tuned == model  # both start at step 0, with the first prompts and a new optimizer, from the weights after 4 rollouts
+    assert [row["step"] for row in tuned] == [1]
+    first = same_numbers(rows_of(whole))[0]
+    assert tuned[0]["train/lr"] == first["train/lr"]
+    assert tuned[0]["train/loss"] != first["train/loss"]
+
+
+def test_a_kl_to_the_first_model_after_finetuning_is_no_breach(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    """The gate on the first KL holds for a policy that is the reference, not for one that was loaded."""
+    kl = dict(num_rollout=1, ref_load=work.model, use_kl_loss="", kl_loss_coef=0.1)
+    server.train(flags(work, tmp_path / "a", load=whole / "checkpoints", finetune="", **kl), tmp_path / "log1").ok()
+    assert rows_of(tmp_path / "a")[0]["train/kl"] > 1e-6
+
+
+def test_no_load_optim_keeps_the_position(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    argv = flags(work, tmp_path, num_rollout=3, load=whole / "checkpoints", ckpt_step=2, no_load_optim="")
+    server.train(argv, tmp_path / "log").ok()
+    rows = same_numbers(rows_of(tmp_path))
+    assert [row["step"] for row in rows] == [3]
+    assert sampled(tmp_path / "rollout_{rollout_id}", 2) == sampled(whole / "rollout_{rollout_id}", 2)
+    mine, other = weights_of(tmp_path / "hf"), weights_of(whole / "hf")
+    assert any(not torch.equal(mine[name], other[name]) for name in mine)
+
+
+@pytest.mark.parametrize("damage", ["missing", "garbage", "dangling"])
+def test_a_damaged_tracker(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, damage: str) -> None:
+    """The newest complete checkpoint is taken, and said."""
+    root = tmp_path / "checkpoints"
+    shutil.copytree(whole / "checkpoints", root)
+    tracker = root / "latest_checkpointed_iteration.txt"
+    if damage == "missing":
+        tracker.unlink()
+    else:
+        tracker.write_text("7" if damage == "dangling" else "four")
+    done = server.train(flags(work, tmp_path, num_rollout=4, load=root), tmp_path / "log").ok()
+    assert "resuming from the newest complete checkpoint, step 4" in done.out
+    assert "nothing to do" in done.out
+
+
+def test_a_longer_run_follows_its_own_schedule(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    argv = flags(work, tmp_path, num_rollout=6, lr_decay_iters=16, lr=5e-4, load=whole / "checkpoints")
+    done = server.train(argv, tmp_path / "log").ok()
+    assert "lr_decay_steps 16 (checkpoint: 8)" in done.out
+    assert "max_lr 0.0005 (checkpoint: 0.001)" in done.out
+    # 12 steps before the last: (16 - 11) / 15 of 5e-4, the warm-up being one step
+    assert rows_of(tmp_path)[-1]["train/lr"] == pytest.approx(5e-4 * (16 - 11) / 15)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_of_another_model_is_one_error(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int) -> None:
+    from scripts.make_demo import make_model, make_tokenizer
+
+    model = tmp_path / "wider"
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, hidden_size=64, num_layers=2, seed=1).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    argv = flags(work, tmp_path, num_rollout=4, load=whole / "checkpoints", hf_checkpoint=model)
+    error = server.train(argv, tmp_path / "log", ranks=ranks).error()
+    assert "checkpoint" in error and "does not fit this model" in error
+
+
+def test_what_cannot_be_loaded(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    error = server.train(flags(work, tmp_path, load=empty), tmp_path / "log").error()
+    assert error == f"error: --load {empty}: holds neither checkpoints nor a Hugging Face model (config.json)"
+    other = tmp_path / "other.jsonl"
+    rows = [json.loads(line) for line in work.prompts.read_text().splitlines()]
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    error = server.train(flags(work, tmp_path, num_rollout=5, load=whole / "checkpoints", prompt_data=other), tmp_path / "log").error()
+    assert "differs from the data of the saved run" in error
+    damaged = tmp_path / "damaged"
+    shutil.copytree(whole / "checkpoints", damaged)
+    file = max((damaged / "iter_0000004" / "model").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    error = server.train(flags(work, tmp_path, num_rollout=5, load=damaged), tmp_path / "log").error()
+    assert "does not fit this model or is damaged" in error
+
+
+def test_the_exported_model_answers_as_the_engine_does(work: Workspace, whole: Path) -> None:
+    """transformers' own greedy generation from --save-hf, against the local engine with the same weights."""
+    import transformers
+
+    from slime_like.rollout.engine import GenerateRequest, SamplingParams
+    from slime_like.rollout.local import LocalEngine
+
+    folder = str(whole / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    before = weights_of(work.model)
+    assert any(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items() if name in before)
+    engine = LocalEngine(str(work.model), tokenizer)
+    engine.update_weights(iter(weights_of(whole / "hf").items()), 1)
+    messages = [json.loads(line)["messages"] for line in work.prompts.read_text().splitlines()[:6]]
+    prompts = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
+    requests = [GenerateRequest(i, tuple(prompt), seed=i) for i, prompt in enumerate(prompts)]
+    for prompt, output in zip(prompts, engine.generate(requests, SamplingParams(temperature=0, max_new_tokens=12)), strict=True):
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        assert out[0, len(prompt) :].tolist() == list(output.tokens)

@@ -1,0 +1,105 @@
+"""Wrong command lines end at once, before any process group or model, with everything that is wrong, printed once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import parse_args
+from slime_like.config import ConfigError
+from tests.unit.command_lines import complete
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 10.0
+# what is added to a right command line, processes, flags that must be named; {folder} is the test's folder
+WRONG: list[tuple[str, int, tuple[str, ...]]] = [
+    ("--polcy-loss-type sapo", 1, ("--polcy-loss-type",)),
+    ("--policy-loss-type saap", 1, ("--policy-loss-type",)),
+    ("--policy-loss-type cross_entropy", 1, ("--policy-loss-type",)),
+    ("--sapo-tau-pos 0", 1, ("--sapo-tau-pos",)),
+    ("--sapo-tau-neg warm", 1, ("--sapo-tau-neg",)),
+    ("--lr nan", 1, ("--lr",)),
+    ("--lr 0", 1, ("--lr",)),
+    ("--num-rollout 1.5", 1, ("--num-rollout",)),
+    ("--rollout-temperature 0", 1, ("--rollout-temperature",)),
+    ("--rollout-top-p 1.5", 1, ("--rollout-top-p",)),
+    ("--advantage-estimator gae", 1, ("--advantage-estimator",)),
+    ("--use-opd --opd-kl-coef 2", 1, ("--use-opd", "--opd-kl-coef")),
+    ("--optimizer sgd --save {folder}/out", 1, ("--save",)),
+    ("--loss-type sft_loss --entropy-coef 0.1 --eval-interval 1", 1, ("--entropy-coef", "--eval-interval")),
+    ("--sglang-mem-fraction-static 0.7 --colocate", 1, ("--sglang-mem-fraction-static", "--colocate")),
+    ("--num-experts 8 --moe-router-topk 2", 1, ("--num-experts", "--moe-router-topk")),
+    ("--context-parallel-size 2", 2, ("--context-parallel-size",)),
+    ("--tensor-model-parallel-size 2", 3, ("--tensor-model-parallel-size",)),
+    ("--tensor-model-parallel-size 8", 8, ("--tensor-model-parallel-size",)),
+    ("--pipeline-model-parallel-size 3", 3, ("--pipeline-model-parallel-size",)),
+    ("--sequence-parallel", 1, ("--sequence-parallel",)),
+    ("--global-batch-size 7", 1, ("--global-batch-size",)),
+    ("--micro-batch-size 5", 1, ("--rollout-batch-size",)),
+    ("--use-kl-loss --kl-loss-coef 0.1", 1, ("--ref-load",)),
+    ("--kl-loss-coef 0.1", 1, ("--kl-loss-coef",)),
+    ("--kl-coef 0.1 --kl-loss-coef 0.1 --use-kl-loss --ref-load {folder}/hf", 1, ("--kl-coef",)),
+    ("--hf-checkpoint {folder}/none", 1, ("--hf-checkpoint",)),
+    ("--prompt-data {folder}/none.jsonl", 1, ("--prompt-data",)),
+    ("--num-layers 3", 1, ("--num-layers",)),
+    ("--fp16 --initial-loss-scale 1024", 1, ("--fp16", "--initial-loss-scale")),
+    ("--save-interval 5", 1, ("--save-interval",)),
+    ("--debug-train-only", 1, ("--load-debug-rollout-data",)),
+    ("--config {folder}/none.yaml", 1, ("--config",)),
+    ("--lr x --bogus --use-opd --kl-loss-coef 1 --num-layers 9", 1, ("--lr", "--bogus", "--use-opd", "--kl-loss-coef", "--num-layers")),
+]
+THREE_MISTAKES = ("--polcy-loss-type", "sapo", "--lr", "fast", "--kl-loss-coef", "0.1")
+
+
+def words_of(text: str, folder: Path) -> list[str]:
+    return [word.replace("{folder}", str(folder)) for word in text.split()]
+
+
+@pytest.mark.parametrize(("text", "world_size", "flags"), WRONG, ids=[case[0][:40] for case in WRONG])
+def test_a_wrong_command_line(tmp_path: Path, text: str, world_size: int, flags: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(complete(tmp_path, *words_of(text, tmp_path)), world_size)
+    assert tuple(sorted({p.flag for p in caught.value.problems})) == tuple(sorted(flags)), str(caught.value)
+
+
+def test_there_are_enough() -> None:
+    assert len(WRONG) >= 20
+
+
+def run(command: list[str], limit_s: float) -> tuple[subprocess.CompletedProcess[str], float]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    start = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=limit_s, check=False
+    )  # fmt: skip
+    return done, time.monotonic() - start
+
+
+@pytest.mark.parametrize("extra", [THREE_MISTAKES, ("--lr",), ("--use-opd", "--num-layers", "3")], ids=["typos", "no value", "not yet"])
+def test_train_py(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    done, seconds = run([sys.executable, "train.py", *complete(tmp_path, *extra)], limit_s=60)
+    assert done.returncode == 2, done.stderr
+    assert "in the configuration:" in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout == ""
+    for flag in (word for word in extra if word.startswith("--")):
+        assert done.stderr.count(f"  - {flag}") == 1
+    assert seconds < LIMIT_S
+
+
+def test_torchrun_prints_once(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done, seconds = run([*torchrun, "train.py", *complete(tmp_path, *THREE_MISTAKES)], limit_s=90)
+    assert done.returncode != 0
+    assert done.stderr.count("3 problems in the configuration") == 1, done.stderr
+    assert done.stderr.count("did you mean --policy-loss-type?") == 1
+    assert seconds < LIMIT_S
+
+
+def test_help_of_the_program() -> None:
+    done, _ = run([sys.executable, "train.py", "--help", "sapo"], limit_s=60)
+    assert done.returncode == 0 and "--sapo-tau-pos" in done.stdout and done.stderr == ""

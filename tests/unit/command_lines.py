@@ -1,0 +1,53 @@
+"""Command lines for tests: a complete one, and one with changes. The files that it names are written below a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HF_CONFIG: Mapping[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+
+
+def write_files(folder: Path, **changes: Any) -> dict[str, str]:
+    """A checkpoint's config.json and a prompt file. changes: keys of config.json."""
+    checkpoint = folder / "hf"
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "config.json").write_text(json.dumps({**HF_CONFIG, **changes}))
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"input": "1+1=", "label": "2"}\n')
+    return {"hf": str(checkpoint), "prompts": str(prompts)}
+
+
+def complete(folder: Path, *more: str, without: tuple[str, ...] = ()) -> list[str]:
+    """A command line that is right, less the flags in `without`, followed by `more`. Supervised fine-tuning has neither groups nor
+    rewards."""
+    files = write_files(folder)
+    if "sft_loss" in more:
+        without = (*without, "--n-samples-per-prompt", "--rm-type")
+    flags = {
+        "--hf-checkpoint": files["hf"],
+        "--prompt-data": files["prompts"],
+        "--label-key": "label",
+        "--rm-type": "exact_match",
+        "--lr": "1e-5",
+        "--num-rollout": "2",
+        "--rollout-batch-size": "4",
+        "--n-samples-per-prompt": "4",
+    }
+    return [word for flag, value in flags.items() if flag not in without for word in (flag, value)] + list(more)

@@ -1,0 +1,164 @@
+"""Advantages against loops over groups; bad rewards, odd groups."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from slime_like.advantages import AdvantageOutput, OutcomeEstimator, advantage_estimators, compute_advantages
+
+NAN, INF = math.nan, math.inf
+OUTCOME = [name for name, entry in advantage_estimators.items() if isinstance(entry, OutcomeEstimator)]
+
+
+def compute(estimator: str, rewards: Sequence[float], groups: Sequence[int], **settings: Any) -> AdvantageOutput:
+    return compute_advantages(
+        estimator,
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        group_ids=torch.tensor(groups),
+        lengths=torch.arange(1, len(rewards) + 1),
+        **settings,
+    )
+
+
+def by_loop(estimator: str, rewards: Sequence[float], groups: Sequence[int], normalize_std: bool = True) -> list[float]:
+    """Lengths are 1, 2, 3, ..., as in `compute`."""
+    values = []
+    differing = 0
+    for reward, group in zip(rewards, groups):
+        peers = [r for r, g in zip(rewards, groups) if g == group and math.isfinite(r)]
+        differing += math.isfinite(reward) and len(set(peers)) > 1
+    for reward, group in zip(rewards, groups):
+        peers = [r for r, g in zip(rewards, groups) if g == group and math.isfinite(r)]
+        lengths = [i + 1 for i, (r, g) in enumerate(zip(rewards, groups)) if g == group and math.isfinite(r)]
+        if not math.isfinite(reward) or len(peers) < 2:
+            values.append(0.0)
+        elif estimator == "rloo":
+            others = (sum(peers) - reward) / (len(peers) - 1)
+            values.append(reward - others)
+        elif estimator == "maxrl":
+            mean = sum(peers) / len(peers)
+            values.append((reward - mean) / mean if mean > 0 else 0.0)
+        elif estimator == "opo":
+            values.append(reward - sum(n * r for n, r in zip(lengths, peers)) / sum(lengths))
+        elif estimator == "gpg":
+            values.append(len(rewards) / differing * (reward - sum(peers) / len(peers)))
+        else:
+            scale = statistics.stdev(peers) + 1e-6 if normalize_std else 1.0
+            values.append((reward - statistics.mean(peers)) / scale)
+    return values
+
+
+REWARDS = [1.0, 0.0, 0.5, 2.0, -1.0, 0.0, 0.25, 7.0, 1e6]
+GROUPS = [3, 1, 3, 1, 3, 1, 1, -4, -4]  # uneven and interleaved
+
+
+@pytest.mark.parametrize(("estimator", "settings"), [(name, {}) for name in OUTCOME] + [("grpo", {"normalize_std": False})])
+def test_advantages_are_the_formula(estimator: str, settings: dict[str, bool]) -> None:
+    output = compute(estimator, REWARDS, GROUPS, **settings)
+    assert output.values.dtype == torch.float32
+    assert output.values.tolist() == pytest.approx(by_loop(estimator, REWARDS, GROUPS, **settings), rel=1e-6)
+
+
+def test_grpo_uses_bessels_correction() -> None:
+    """Rewards 1 and 0: mean 0.5, std sqrt(0.5); without Bessel it would be 0.5 and the advantage 1."""
+    assert compute("grpo", [1.0, 0.0], [0, 0]).values.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", OUTCOME)
+def test_order_of_samples_and_other_groups_do_not_matter(estimator: str) -> None:
+    values = compute(estimator, REWARDS, GROUPS).values
+    order = [8, 3, 0, 5, 2, 7, 1, 6, 4]
+    shuffled = compute_advantages(
+        estimator,
+        rewards=torch.tensor(REWARDS, dtype=torch.float64)[order],
+        group_ids=torch.tensor(GROUPS)[order],
+        lengths=torch.arange(1, 10)[order],
+    ).values
+    torch.testing.assert_close(shuffled, values[order])
+    alone = compute_advantages(
+        estimator,
+        rewards=torch.tensor(REWARDS, dtype=torch.float64)[[0, 2, 4]],
+        group_ids=torch.tensor([3, 3, 3]),
+        lengths=torch.tensor([1, 3, 5]),
+    ).values
+    torch.testing.assert_close(alone, values[[0, 2, 4]])  # gpg too: all groups here differ, so its factor is 1
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("estimator", OUTCOME)
+def test_a_bad_reward_leaves_its_group_unharmed(estimator: str, bad: float) -> None:
+    rewards, groups = [1.0, bad, 0.0, 0.5, 1.0, 3.0], [0, 0, 0, 0, 1, 1]
+    output = compute(estimator, rewards, groups)
+    assert output.values.tolist() == pytest.approx(by_loop(estimator, rewards, groups), rel=1e-6)
+    if estimator != "gpg":  # whose factor counts all samples
+        kept = torch.tensor([0, 2, 3, 4, 5])
+        without = compute_advantages(
+            estimator, rewards=torch.tensor(rewards)[kept], group_ids=torch.tensor(groups)[kept], lengths=torch.arange(1, 7)[kept]
+        ).values
+        torch.testing.assert_close(output.values[kept], without)
+    assert output.values[1] == 0
+    assert output.metrics["reward/nonfinite"] == 1
+
+
+def test_no_finite_reward_at_all_raises() -> None:
+    with pytest.raises(ValueError, match="none of the 3 rewards"):
+        compute("grpo", [NAN, INF, -INF], [0, 0, 1])
+
+
+@pytest.mark.parametrize("estimator", OUTCOME)
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1e6, -1 / 3])
+def test_equal_rewards_give_exactly_zero(estimator: str, reward: float) -> None:
+    """0.1 three times over has a mean that is not 0.1; divided by a tiny spread, rounding would become a signal."""
+    for size in (2, 3, 7):
+        output = compute(estimator, [reward] * size + [1.0, 0.0], [5] * size + [6, 6])
+        assert output.values[:size].tolist() == [0.0] * size
+        assert output.metrics["reward/zero_spread_group_frac"] == 0.5
+
+
+@pytest.mark.parametrize("estimator", OUTCOME)
+def test_a_group_of_one(estimator: str) -> None:
+    rewards, groups = [4.0, 1.0, 0.0, 2.0, NAN], [0, 1, 1, 2, 2]  # group 2 has one usable reward
+    with pytest.warns(UserWarning, match="--singleton-advantage"):
+        output = compute(estimator, rewards, groups)
+    assert output.values[[0, 3, 4]].tolist() == [0, 0, 0]
+    assert output.metrics["reward/singleton_groups"] == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chosen = compute(estimator, rewards, groups, singleton="reward")
+    assert chosen.values[[0, 3, 4]].tolist() == [4, 2, 0]
+    assert torch.equal(chosen.values[1:3], output.values[1:3])
+
+
+def test_the_warning_about_groups_of_one_comes_once() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for count in (1, 2, 3):
+            compute("grpo", [1.0] * count, list(range(count)))
+    assert len(seen) == 1
+
+
+def test_an_unknown_estimator_names_the_legal_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown advantage estimator 'ppo2'; legal values: gpg, grpo, maxrl, opo"):
+        compute("ppo2", [1.0], [0])
+
+
+def test_maxrl_gives_up_groups_without_success() -> None:
+    """A mean of 0 or below would divide by 0 or turn the sign."""
+    assert compute("maxrl", [-1.0, 0.5, 1.0, -1.0, 1.0, 0.0], [0, 0, 1, 1, 2, 2]).values.tolist() == [0, 0, 0, 0, 1, -1]
+
+
+def test_gpg_counts_the_samples_of_groups_that_differ() -> None:
+    values = compute("gpg", [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, NAN, 1.0], [0, 0, 1, 1, 2, 2, 3, 3], singleton="reward").values
+    assert values.tolist() == [4 * 0.5, -4 * 0.5, 0, 0, 0, 0, 0, 1]
+
+
+def test_an_estimator_of_tokens_does_not_stand_in_for_one_of_samples() -> None:
+    with pytest.raises(ValueError, match="gives each token its own advantage"):
+        compute("reinforce_plus_plus", [1.0, 0.0], [0, 0])

@@ -1,0 +1,116 @@
+"""Estimators and the KL in the reward on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import parse_args
+from arguments.run_config import RunConfig
+from arguments.validate_algorithm import ADVANTAGE_RULES
+from slime_like.advantages import advantage_estimators
+from slime_like.config import ConfigError, Problem
+from tests.unit.command_lines import complete
+
+STEPS = ("--num-steps-per-rollout", "2")  # without this, a warning of its own
+
+
+def parse(folder: Path, flags: str) -> RunConfig:
+    return parse_args(complete(folder, *STEPS, *flags.replace("{folder}", str(folder)).split()), 1)
+
+
+def problems_of(folder: Path, flags: str) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse(folder, flags)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize("name", advantage_estimators.names())
+def test_every_estimator_by_flag(tmp_path: Path, name: str) -> None:
+    config = parse(tmp_path, f"--advantage-estimator {name} --normalize-advantages")
+    assert config.algorithm.advantage_estimator == name and config.algorithm.normalize_advantages
+    assert config.warnings == ()
+
+
+def test_the_table_is_complete() -> None:
+    assert set(advantage_estimators.names()) == {
+        "grpo", "rloo", "maxrl", "opo", "gpg", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ppo", "gae"])
+def test_estimators_with_a_critic_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (found,) = problems_of(tmp_path, f"--advantage-estimator {name}")
+    assert found.flag == "--advantage-estimator" and "estimators with a critic" in str(found) and "legal values: gpg, grpo" in str(found)
+
+
+def test_an_unknown_estimator_lists_the_legal_ones(tmp_path: Path) -> None:
+    (found,) = problems_of(tmp_path, "--advantage-estimator grpoo")
+    assert all(name in str(found) for name in advantage_estimators.names())
+
+
+def test_kl_in_the_reward(tmp_path: Path) -> None:
+    flags = "--kl-coef 0.01 --kl-ctrl-type adaptive --kl-target 0.2 --kl-horizon 500 --ref-load {folder}/hf"
+    algorithm = parse(tmp_path, flags).algorithm
+    assert (algorithm.kl_coef, algorithm.kl_ctrl_type, algorithm.kl_target, algorithm.kl_horizon) == (0.01, "adaptive", 0.2, 500.0)
+    defaults = parse(tmp_path, "").algorithm
+    assert (defaults.kl_ctrl_type, defaults.kl_target, defaults.kl_horizon, defaults.gamma) == ("fixed", 0.1, 10000.0, 1.0)
+
+
+def test_skyrls_names(tmp_path: Path) -> None:
+    flags = (
+        "--trainer.algorithm.use_kl_in_reward=true --trainer.algorithm.kl_loss_coef=0.02 --trainer.algorithm.kl_ctrl.type=adaptive "
+        "--trainer.algorithm.kl_ctrl.kl_target=0.3 --trainer.algorithm.kl_ctrl.horizon=70 --trainer.algorithm.advantage_batch_normalize "
+        "--ref-load {folder}/hf"
+    )
+    algorithm = parse(tmp_path, flags).algorithm
+    assert (algorithm.kl_coef, algorithm.kl_loss_coef, algorithm.kl_ctrl_type) == (0.02, 0.0, "adaptive")
+    assert (algorithm.kl_target, algorithm.kl_horizon, algorithm.normalize_advantages) == (0.3, 70.0, True)
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("trainer:\n  algorithm:\n    use_kl_in_reward: false\n    kl_ctrl:\n      type: fixed\n")
+    assert parse(tmp_path, f"--config {run_file}").algorithm.kl_coef == 0
+
+
+# name of the rule, or "" for what reading finds; flags; the flag that is named; words
+REFUSED = [
+    ("whitening_is_on", "--advantage-estimator reinforce_plus_plus", "--normalize-advantages", "--advantage-estimator reinforce_plus_plus"),
+    ("whitening_is_on", "--advantage-estimator reinforce_plus_plus_baseline", "--normalize-advantages", "reinforce_plus_plus_baseline"),
+    ("adaptive_kl_has_a_start", "--kl-ctrl-type adaptive", "--kl-ctrl-type", "--kl-coef above 0"),
+    ("", "--use-kl-in-reward", "--use-kl-in-reward", "--kl-coef"),
+    ("", "--kl-ctrl-type adaptiv", "--kl-ctrl-type", "legal values: fixed, adaptive"),
+    ("", "--kl-target 0", "--kl-target", "must be > 0"),
+    ("", "--kl-horizon -1", "--kl-horizon", "must be > 0"),
+    ("", "--gamma 1.1", "--gamma", "0 <= x <= 1"),
+    ("", "--lambd 0.9", "--lambd", "estimators with a critic"),
+]
+
+
+@pytest.mark.parametrize(("rule", "flags", "flag", "said"), REFUSED, ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)])
+def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+    found = problems_of(tmp_path, flags)
+    assert [p.flag for p in found] == [flag] and said in str(found[0])
+
+
+def test_every_rule_is_broken_somewhere() -> None:
+    assert {rule.__name__ for rule in ADVANTAGE_RULES} == {case[0] for case in REFUSED if case[0]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--gamma 0.9", "--gamma has no effect with --advantage-estimator grpo"),
+        ("--advantage-estimator rloo --disable-grpo-std-normalization", "has no effect with --advantage-estimator rloo"),
+        ("--kl-target 0.3", "--kl-target has no effect without --kl-ctrl-type adaptive"),
+        ("--n-samples-per-prompt 1", "every advantage is 0"),
+        ("--n-samples-per-prompt 1 --advantage-estimator reinforce_plus_plus_baseline --normalize-advantages", "every advantage is 0"),
+    ],
+)
+def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
+    warnings = parse(tmp_path, flags).warnings
+    assert len(warnings) == 1 and said in warnings[0]
+
+
+@pytest.mark.parametrize("name", ["remax", "reinforce_plus_plus"])
+def test_estimators_without_groups_take_one_sample_for_each_prompt(tmp_path: Path, name: str) -> None:
+    assert parse(tmp_path, f"--advantage-estimator {name} --normalize-advantages --n-samples-per-prompt 1 --gamma 0.9").warnings == ()

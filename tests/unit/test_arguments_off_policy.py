@@ -1,0 +1,183 @@
+"""The off-policy correction on the command line: keys, aliases of slime and SkyRL, errors, warnings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments.parse import parse_args
+from arguments.run_config import RunConfig
+from arguments.validate_algorithm import CORRECTION_RULES
+from slime_like.config import ConfigError, Problem
+from slime_like.losses.off_policy import OffPolicyConfig
+from slime_like.losses.registry import policy_losses
+from tests.unit.command_lines import complete, write_files
+
+STEPS = ("--num-steps-per-rollout", "2")  # without this, a warning of its own
+
+
+def parse(folder: Path, flags: str) -> RunConfig:
+    return parse_args(complete(folder, *STEPS, *flags.replace("{folder}", str(folder)).split()), 1)
+
+
+def problems_of(folder: Path, flags: str) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse(folder, flags)
+    return caught.value.problems
+
+
+def test_off_by_default(tmp_path: Path) -> None:
+    assert parse(tmp_path, "").off_policy == OffPolicyConfig()
+
+
+TOKEN = {"tis_ratio_type": "token"}
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    ("--tis-ratio-type token --token-tis-ratio-clip-high 3 --token-tis-ratio-clip-low 0.1",
+     {**TOKEN, "token_tis_ratio_clip_high": 3.0, "token_tis_ratio_clip_low": 0.1}),
+    ("--tis-ratio-type sequence --sequence-tis-ratio-clip-high 4", {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 4.0}),
+    ("--sequence-mask-metric geometric --geo-mask-low 0.9 --geo-mask-high 1.1",
+     {"sequence_mask_metric": "geometric", "geo_mask_low": 0.9, "geo_mask_high": 1.1}),
+    ("--sequence_mask_metric product --product_mask_low 0.2 --product_mask_high 3",
+     {"sequence_mask_metric": "product", "product_mask_low": 0.2, "product_mask_high": 3.0}),
+    ("--outlier-token-is-threshold-low 1e-4 --outlier-token-is-threshold-high 100",
+     {"outlier_token_is_threshold_low": 1e-4, "outlier_token_is_threshold_high": 100.0}),
+    ("--outlier-token-is-threshold-high 100", {"outlier_token_is_threshold_high": 100.0}),
+    ("--token-mask-is-threshold-low 0.5 --token-mask-is-threshold-high 2",
+     {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}),
+    ("--m2po-threshold 0.04", {"m2po_threshold": 0.04}),
+    # slime
+    ("--use-tis", TOKEN),
+    ("--use-tis --tis-clip 4 --tis-clip-low 0.5", {**TOKEN, "token_tis_ratio_clip_high": 4.0, "token_tis_ratio_clip_low": 0.5}),
+    ("--use-tis --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function --tis-clip 2.5 --tis-clip-low 0.4",
+     {**TOKEN, "token_tis_ratio_clip_high": 2.5, "token_tis_ratio_clip_low": 0.4,
+      "token_mask_is_threshold_high": 2.5, "token_mask_is_threshold_low": 0.4}),
+    ("--use-tis --custom-tis-function-path x.icepop_function",
+     {**TOKEN, "token_mask_is_threshold_high": 2.0, "token_mask_is_threshold_low": 0.0}),
+    ("--use-tis --custom-tis-function-path json.dumps --tis-clip 3",
+     {**TOKEN, "custom_tis_function_path": "json.dumps", "token_tis_ratio_clip_high": 3.0}),
+    # SkyRL
+    ("--trainer.algorithm.off_policy_correction.tis_ratio_type token", TOKEN),
+    ("--off-policy-correction.sequence-mask-metric=product", {"sequence_mask_metric": "product"}),
+    ("--algorithm.off_policy_correction.m2po_threshold=0.1", {"m2po_threshold": 0.1}),
+    ("--trainer.algorithm.use_tis=false", {}),
+    ("--use_tis=false", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "expected"), ACCEPTED, ids=[flags[:60] for flags, _ in ACCEPTED])
+def test_accepted(tmp_path: Path, flags: str, expected: dict[str, Any]) -> None:
+    config = parse(tmp_path, flags)
+    assert config.off_policy == OffPolicyConfig(**expected)
+    assert config.off_policy.enabled is bool(expected)
+    assert config.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--get-mismatch-metrics", "always computed"),
+        ("--use-tis --tis-imp-ratio-cap 3", "--tis-imp-ratio-cap is deprecated; use --token-tis-ratio-clip-high"),
+        ("--trainer.algorithm.use_tis=true", "is deprecated; use --tis-ratio-type token"),
+        ("--tis-clip 3", "--token-tis-ratio-clip-high has no effect without --tis-ratio-type token"),
+        ("--tis-ratio-type sequence --tis-clip-low 0.2", "--token-tis-ratio-clip-low has no effect"),
+        ("--tis-ratio-type token --sequence-tis-ratio-clip-high 3", "without --tis-ratio-type sequence"),
+        ("--sequence-mask-metric product --geo-mask-high 1.2", "without --sequence-mask-metric geometric"),
+        ("--sequence-mask-metric geometric --product-mask-high 1.2", "without --sequence-mask-metric product"),
+    ],
+)
+def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
+    warnings = parse(tmp_path, flags).warnings
+    assert len(warnings) == 1 and said in warnings[0]
+
+
+def test_skyrl_names_are_deprecated_and_work(tmp_path: Path) -> None:
+    config = parse(tmp_path, "--trainer.algorithm.use_tis=true --trainer.algorithm.tis_imp_ratio_cap=3")
+    assert config.off_policy == OffPolicyConfig(tis_ratio_type="token", token_tis_ratio_clip_high=3.0)
+    assert sum("deprecated" in w for w in config.warnings) == 2
+
+
+def test_run_file_of_skyrl(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "trainer:\n  algorithm:\n    use_tis: false\n    off_policy_correction:\n      tis_ratio_type: sequence\n"
+        "      sequence_tis_ratio_clip_high: 3\n      sequence_mask_metric: null\n      outlier_token_is_threshold_low: 1e-4\n"
+    )
+    config = parse(tmp_path, f"--config {file}")
+    assert config.off_policy == OffPolicyConfig(
+        tis_ratio_type="sequence", sequence_tis_ratio_clip_high=3.0, outlier_token_is_threshold_low=1e-4
+    )
+
+
+# name of the rule, or "" for what reading finds; flags; the flag that is named; words
+REFUSED = [
+    ("", "--tis-ratio-type tokens", "--tis-ratio-type", "legal values: token, sequence"),
+    ("", "--sequence-mask-metric mean", "--sequence-mask-metric", "legal values: geometric, product"),
+    ("", "--use-tis --tis-clip 0", "--tis-clip", "must be > 0"),
+    ("", "--use-tis --tis-imp-ratio-cap -1", "--tis-imp-ratio-cap", "must be > 0"),
+    ("", "--tis-ratio-type sequence --sequence-tis-ratio-clip-high -1", "--sequence-tis-ratio-clip-high", "must be > 0"),
+    ("", "--token-tis-ratio-clip-low -0.1", "--token-tis-ratio-clip-low", "must be >= 0"),
+    ("", "--m2po-threshold 0", "--m2po-threshold", "must be > 0"),
+    ("", "--use-tis --tis-clip nan", "--tis-clip", "finite"),
+    ("", "--tis-cap 3", "--tis-cap", "unknown flag"),
+    ("correction_bounds", "--token-mask-is-threshold-low 0.5", "--token-mask-is-threshold-low", "--token-mask-is-threshold-high too"),
+    ("correction_bounds", "--token-mask-is-threshold-high 2", "--token-mask-is-threshold-high", "--token-mask-is-threshold-low too"),
+    ("correction_bounds", "--use-tis --tis-clip 1 --tis-clip-low 1.5", "--token-tis-ratio-clip-low", "must not be above"),
+    ("correction_bounds", "--sequence-mask-metric geometric --geo-mask-low 1.5", "--geo-mask-low", "--geo-mask-high 1.01"),
+    ("correction_bounds", "--sequence-mask-metric product --product-mask-high 0.1", "--product-mask-low", "--product-mask-high 0.1"),
+    ("correction_bounds", "--token-mask-is-threshold-low 3 --token-mask-is-threshold-high 2", "--token-mask-is-threshold-low", "not be above"),
+    ("correction_bounds", "--outlier-token-is-threshold-low 3 --outlier-token-is-threshold-high 2", "--outlier-token-is-threshold-low", "above"),
+    ("correction_has_two_policies", "--use-rollout-logprobs --use-tis", "--use-rollout-logprobs", "--tis-ratio-type"),
+    ("correction_has_two_policies", "--use-rollout-logprobs --m2po-threshold 1", "--use-rollout-logprobs", "--m2po-threshold"),
+    ("correction_has_two_policies", "--use-rollout-logprobs --sequence-mask-metric product", "--use-rollout-logprobs", "--sequence-mask-metric"),
+    ("correction_has_two_policies", "--use-rollout-logprobs --outlier-token-is-threshold-high 9", "--use-rollout-logprobs", "--outlier-token"),
+    ("correction_fits_the_loss", "--loss-type sft_loss --use-tis", "--tis-ratio-type", "cross_entropy"),
+    ("correction_fits_the_loss", "--loss-type sft_loss --m2po-threshold 1", "--m2po-threshold", "cross_entropy"),
+    ("custom_tis", "--custom-tis-function-path json.dumps", "--custom-tis-function-path", "add it"),
+    ("custom_tis", "--tis-ratio-type sequence --custom-tis-function-path json.dumps", "--custom-tis-function-path", "add it"),
+    ("custom_tis", "--use-tis --custom-tis-function-path json.nothing", "--custom-tis-function-path", "nothing"),
+    ("custom_tis", "--use-tis --custom-tis-function-path json.dumps --m2po-threshold 1", "--custom-tis-function-path", "leave --m2po-threshold out"),
+    ("", "--custom-tis-function-path x.icepop_function", "--custom-tis-function-path", "add it"),
+    ("", "--use-tis --custom-tis-function-path x.icepop_function --token-mask-is-threshold-high 3", "--token-mask-is-threshold-high", "contradicts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "flags", "flag", "said"), REFUSED, ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)])
+def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+    found = problems_of(tmp_path, flags)
+    assert [p.flag for p in found] == [flag], "one mistake is told once"
+    assert said in str(found[0])
+
+
+def test_every_rule_is_broken_somewhere() -> None:
+    assert {rule.__name__ for rule in CORRECTION_RULES} == {case[0] for case in REFUSED if case[0]}
+
+
+ANCHORED = ("--policy-loss-type rollout_is", "--policy-loss-type dppo", "--policy-loss-type cispo --cispo-anchor rollout")
+
+
+@pytest.mark.parametrize("loss", ANCHORED)
+@pytest.mark.parametrize("weights", ["--use-tis", "--tis-ratio-type sequence", "--use-tis --custom-tis-function-path json.dumps"])
+def test_a_loss_anchored_on_the_sampler_takes_masks_only(tmp_path: Path, loss: str, weights: str) -> None:
+    found = problems_of(tmp_path, f"{loss} {weights}")
+    assert [p.flag for p in found] == ["--tis-ratio-type"] and "count double" in str(found[0])
+    assert parse(tmp_path, f"{loss} --sequence-mask-metric geometric").off_policy.enabled
+
+
+@pytest.mark.parametrize("name", [name for name, loss in policy_losses.items() if loss.correction in ("outer", "internal")])
+def test_every_other_loss_takes_weights_and_masks(tmp_path: Path, name: str) -> None:
+    needed = {"gmpo": "--loss-reduction sequence_mean", "dro": "--dro-beta 0.1"}.get(name, "")
+    config = parse(tmp_path, f"--policy-loss-type {name} {needed} --use-tis --sequence-mask-metric product")
+    assert config.off_policy == OffPolicyConfig(tis_ratio_type="token", sequence_mask_metric="product")
+
+
+def test_the_table_of_combinations() -> None:
+    taking = {
+        loss.correction: {n for n, other in policy_losses.items() if other.correction == loss.correction}
+        for _, loss in policy_losses.items()
+    }
+    assert (
+        taking["internal"] == {"gmpo", "vespo"} and taking["masks"] == {"rollout_is", "dppo"} and taking["forbidden"] == {"cross_entropy"}
+    )

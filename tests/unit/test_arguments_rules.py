@@ -1,0 +1,242 @@
+"""Rules between settings: each is broken once, alone, and names its flag, the value and the remedy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import parse_args
+from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES
+from arguments.validate_losses import LOSS_RULES
+from arguments.validate_run import RULES, WARNINGS
+from slime_like.config import ConfigError, Problem
+from tests.unit.command_lines import complete
+
+EVAL = "--eval-interval 2 --eval-prompt-data a {folder}/prompts.jsonl"
+# without effect in supervised fine-tuning
+IDLE = (
+    "--entropy-coef 0.01", "--use-unbiased-kl", "--advantage-estimator rloo", "--normalize-advantages", "--kl-loss-coef 0.1", "--kl-coef 0.1",
+    "--use-kl-loss", "--kl-loss-type k3", "--kl-target 0.2", "--use-rollout-logprobs", "--rollout-temperature 0.5", "--rollout-top-k 5",
+    "--rm-type math", "--custom-rm-path json.dumps",
+)  # fmt: skip
+# name of the rule, flags that are added, flags that are left out, processes, the flag that is named, words of the message
+CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
+    ("world_is_divisible", "--tensor-model-parallel-size 2", (), 3, "--tensor-model-parallel-size", "does not divide the 3 processes"),
+    ("unsupported_parallelism", "--context-parallel-size 2", (), 2, "--context-parallel-size", "not implemented yet"),
+    ("unsupported_parallelism", "--expert-model-parallel-size 2", (), 1, "--expert-model-parallel-size", "not implemented yet"),
+    ("sequence_parallel_needs_tensor_parallel", "--sequence-parallel", (), 1, "--sequence-parallel", "--tensor-model-parallel-size above 1"),
+    ("tensor_parallel_divides_the_network", "--tensor-model-parallel-size 4", (), 4, "--tensor-model-parallel-size", "--num-query-groups 2"),
+    (
+        "interleaved_flags",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1",
+        (), 2, "--num-layers-per-virtual-pipeline-stage", "excludes",
+    ),
+    ("interleaved_flags", "--num-virtual-stages-per-pipeline-rank 2", (), 1, "--num-virtual-stages-per-pipeline-rank", "needs --pipeline"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 3", (), 3, "--pipeline-model-parallel-size", "divisor of 4"),
+    (
+        "pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", (), 2,
+        "--num-virtual-stages-per-pipeline-rank", "2 layers of a pipeline rank",
+    ),
+    ("checkpoint_is_needed", "", ("--hf-checkpoint",), 1, "--hf-checkpoint", "is missing"),
+    ("network_is_complete", "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --position-embedding-type rope --debug-train-only "
+     "--load-debug-rollout-data {folder}/{rollout_id}", ("--hf-checkpoint",), 1, "--vocab-size", "is missing"),
+    ("recompute_is_complete", "--recompute-granularity full --recompute-method uniform", (), 1, "--recompute-num-layers", "is missing"),
+    ("recompute_is_complete", "--recompute-granularity selective --recompute-method block", (), 1, "--recompute-method", "leave it out"),
+    ("recompute_is_complete", "--recompute-modules mlp", (), 1, "--recompute-modules", "needs --recompute-granularity"),
+    ("network_numbers", "--attention-dropout 1", (), 1, "--attention-dropout", "0 <= x < 1"),
+    ("run_length", "", ("--num-rollout",), 1, "--num-rollout", "is missing"),
+    ("run_length", "--num-epoch 1", (), 1, "--num-epoch", "excludes --num-rollout"),
+    ("supervised_samples", "--loss-type sft_loss --n-samples-per-prompt 4", (), 1, "--n-samples-per-prompt", "must be 1"),
+    ("rollout_is_divisible", "--num-steps-per-rollout 3", (), 1, "--num-steps-per-rollout", "does not divide"),
+    ("rollout_is_divisible", "--global-batch-size 5", (), 1, "--global-batch-size", "does not divide"),
+    ("rollout_is_divisible", "--global-batch-size 8 --num-steps-per-rollout 4", (), 1, "--num-steps-per-rollout", "contradicts"),
+    ("global_batch_is_divisible", "--micro-batch-size 3", (), 1, "--rollout-batch-size", "not divisible"),
+    ("global_batch_is_divisible", "--global-batch-size 2", (), 4, "--global-batch-size", "4 data-parallel ranks"),
+    (
+        "global_batch_is_divisible",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 16 --micro-batch-size 16",
+        (), 2, "--global-batch-size", "interleaved",
+    ),
+    (
+        "log_prob_micro_batches",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --log-probs-micro-batch-size 16",
+        (), 2, "--log-probs-micro-batch-size", "divisible by",
+    ),
+    ("sequences_fit", "--rollout-max-response-len 512", (), 1, "--rollout-max-response-len", "512 positions"),
+    ("sequences_fit", f"{EVAL} --eval-max-response-len 512", (), 1, "--eval-max-response-len", "512 positions"),
+    ("sequences_fit", f"{EVAL} --loss-type sft_loss --rm-type math --rollout-max-response-len 600", (), 1, "--rollout-max-response-len", "512"),
+    ("kl_in_one_place", "--kl-coef 0.1 --kl-loss-coef 0.1 --use-kl-loss --ref-load {folder}/hf", (), 1, "--kl-coef", "choose one"),
+    ("kl_loss_needs_its_switch", "--kl-loss-coef 0.1", (), 1, "--kl-loss-coef", "without --use-kl-loss"),
+    ("kl_loss_needs_its_switch", "--use-unbiased-kl", (), 1, "--use-unbiased-kl", "without --use-kl-loss"),
+    ("kl_loss_needs_its_switch", "--kl-coef 0.1 --ref-load {folder}/hf --use-unbiased-kl", (), 1, "--use-unbiased-kl", "without --use-kl-loss"),
+    ("kl_loss_needs_its_switch", "--kl-loss-type k3", (), 1, "--kl-loss-type", "without --use-kl-loss or --kl-coef"),
+    ("kl_needs_a_reference", "--use-kl-loss", (), 1, "--ref-load", "--use-kl-loss needs a reference"),
+    ("kl_needs_a_reference", "--kl-coef 0.1", (), 1, "--ref-load", "--kl-coef needs a reference"),
+    ("reduction_fits_the_loss", "--policy-loss-type gmpo --loss-reduction token_mean", (), 1, "--loss-reduction", "needs rollout_mean or"),
+    ("norm_length", "--loss-reduction seq_mean_token_sum_norm", (), 1, "--loss-norm-length", "is missing"),
+    ("norm_length", "--loss-norm-length 8", (), 1, "--loss-norm-length", "goes with"),
+    ("supervised_loss", "--loss-type sft_loss", ("--label-key",), 1, "--label-key", "is missing"),
+    ("supervised_loss", "--loss-type sft_loss --policy-loss-type sapo", (), 1, "--policy-loss-type", "leave it out"),
+    *[("idle_in_supervised_training", f"--loss-type sft_loss {flag}", (), 1, flag.split()[0], "has no effect with") for flag in IDLE],
+    ("cross_entropy_is_supervised", "--policy-loss-type cross_entropy", (), 1, "--policy-loss-type", "use --loss-type sft_loss"),
+    ("cross_entropy_is_supervised", "--policy-loss sft", (), 1, "--policy-loss-type", "use --loss-type sft_loss"),
+    ("learning_rate", "", ("--lr",), 1, "--lr", "is missing"),
+    ("learning_rate", "--lr 0", (), 1, "--lr", "must be > 0"),
+    ("learning_rate", "--min-lr 1", (), 1, "--min-lr", "between 0 and --lr"),
+    ("optimizer_numbers", "--adam-beta1 1", (), 1, "--adam-beta1", "0 <= x < 1"),
+    ("optimizer_numbers", "--weight-decay -0.1", (), 1, "--weight-decay", ">= 0"),
+    ("warmup", "--lr-warmup-iters 1 --lr-warmup-fraction 0.1", (), 1, "--lr-warmup-fraction", "excludes"),
+    ("warmup", "--lr-warmup-iters 5 --lr-decay-iters 5", (), 1, "--lr-warmup-iters", "below --lr-decay-iters 5"),
+    ("wsd", "--lr-decay-style WSD", (), 1, "--lr-wsd-decay-iters", "is missing"),
+    ("weight_decay_schedule", "--weight-decay-incr-style linear", (), 1, "--weight-decay-incr-style", "--start-weight-decay"),
+    ("weight_decay_schedule", "--start-weight-decay 0.1", (), 1, "--start-weight-decay", "--weight-decay-incr-style"),
+    ("overlap", "--overlap-param-gather --use-distributed-optimizer", (), 1, "--overlap-param-gather", "needs --overlap-grad-reduce"),
+    ("prompts", "", ("--prompt-data",), 1, "--prompt-data", "is missing"),
+    ("prompts", "--prompt-data {folder}/none.jsonl@[0:3]", (), 1, "--prompt-data", "no such file"),
+    ("prompts", "--prompt-data {folder}", (), 1, "--prompt-data", "is a folder"),
+    ("reward_is_chosen", "", ("--rm-type",), 1, "--rm-type", "is missing"),
+    ("reward_is_chosen", "", ("--label-key",), 1, "--label-key", "is missing"),
+    ("reward_is_chosen", f"{EVAL} --loss-type sft_loss", (), 1, "--rm-type", "is missing"),
+    ("reward_is_usable", f"{EVAL} --loss-type sft_loss --custom-rm-path json.nothing", (), 1, "--custom-rm-path", "nothing"),
+    ("reward_is_usable", "--custom-rm-path json.dumps", (), 1, "--rm-type", "excludes --custom-rm-path"),
+    ("reward_is_usable", "--custom-rm-path json.nothing", ("--rm-type",), 1, "--custom-rm-path", "nothing"),
+    ("evaluation", "--eval-interval 2", (), 1, "--eval-interval", "needs --eval-prompt-data"),
+    ("evaluation", "--eval-prompt-data a {folder}/prompts.jsonl", (), 1, "--eval-interval", "is missing"),
+    ("evaluation", "--eval-interval 2 --eval-prompt-data a", (), 1, "--eval-prompt-data", "pairs"),
+    ("evaluation", "--eval-interval 2 --eval-prompt-data a {folder}/none.jsonl", (), 1, "--eval-prompt-data", "no such file"),
+    ("folders", "--ref-load {folder}/none", (), 1, "--ref-load", "no such folder"),
+    ("folders", "--load {folder}/none", (), 1, "--load", "no such folder"),
+    ("folders", "--ref-load {folder}", (), 1, "--ref-load", "no config.json"),
+    ("saving", "--save-interval 2", (), 1, "--save-interval", "without --save"),
+    ("saving", "--finetune", (), 1, "--finetune", "without --load"),
+    ("saving", "--save-hf {folder}/out --debug-train-only --load-debug-rollout-data {folder}/{rollout_id} --num-layers 2 --hidden-size 8 "
+     "--num-attention-heads 2 --position-embedding-type rope --vocab-size 9", ("--hf-checkpoint",), 1, "--save-hf", "needs --hf-checkpoint"),
+    ("checkpoint_step", "--load {folder}/hf --ckpt-step 3", (), 1, "--ckpt-step", "complete steps there: none"),
+    ("sgd_has_no_checkpoints", "--optimizer sgd --save {folder}/out", (), 1, "--save", "add --no-save-optim"),
+    ("sgd_has_no_checkpoints", "--optimizer sgd --load {folder}/hf", (), 1, "--load", "--no-load-optim"),
+    ("sgd_has_no_checkpoints", "--optimizer sgd --use-distributed-optimizer", (), 1, "--use-distributed-optimizer", "--optimizer sgd"),
+    ("output_folders", "--save {folder}/prompts.jsonl", (), 1, "--save", "is a file"),
+    ("output_folders", "--output-dir {folder}/prompts.jsonl", (), 1, "--output-dir", "is a file"),
+    ("output_folders", "--save-hf {folder}/prompts.jsonl/a/{rollout_id}", (), 1, "--save-hf", "prompts.jsonl is a file"),
+    ("output_folders", "--tensorboard-dir {folder}/prompts.jsonl/a", (), 1, "--tensorboard-dir", "prompts.jsonl is a file"),
+    ("each_rollout_has_its_file", "--save-debug-rollout-data {folder}/rollout", (), 1, "--save-debug-rollout-data", "needs {rollout_id}"),
+    ("each_rollout_has_its_file", "--save-debug-rollout-data {folder}/rollout --num-epoch 1", ("--num-rollout",), 1,
+     "--save-debug-rollout-data", "needs {rollout_id}"),
+    ("debugging", "--debug-train-only", (), 1, "--load-debug-rollout-data", "is missing"),
+    ("debugging", "--debug-rollout-only --load-debug-rollout-data {folder}/{rollout_id}", (), 1, "--load-debug-rollout-data", "contradicts"),
+    ("debugging", "--debug-rollout-only --debug-train-only --load-debug-rollout-data {folder}/{rollout_id}", (), 1, "--debug-rollout-only", "contradicts"),
+    ("debug_files", "--load-debug-rollout-data {folder}/none", (), 1, "--load-debug-rollout-data", "no such file"),
+]  # fmt: skip
+NEEDS_A_DEVICE = {"backend_is_there", "transformer_engine_is_there", "local_layers_have_limits"}
+# Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py.
+ELSEWHERE = {rule.__name__ for rule in (*CORRECTION_RULES, *ADVANTAGE_RULES, *LOSS_RULES)}
+
+
+def problems_of(argv: list[str], world_size: int) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv, world_size)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("rule", "flags", "without", "world_size", "flag", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)]
+)
+def test_a_broken_rule(tmp_path: Path, rule: str, flags: str, without: tuple[str, ...], world_size: int, flag: str, said: str) -> None:
+    words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
+    found = problems_of(complete(tmp_path, *words, without=without), world_size)
+    named = [p for p in found if p.flag == flag and said in str(p)]
+    assert named, "\n".join(map(str, found))
+    others = {p.flag for p in found} - {flag}
+    assert not others or "debugging" in rule, "one mistake is told once"
+
+
+def test_every_rule_is_broken_somewhere() -> None:
+    tested = {case[0] for case in CASES} | NEEDS_A_DEVICE | ELSEWHERE
+    assert {rule.__name__ for rule in RULES} == tested
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--policy-loss-type sapo --loss-reduction token_mean --num-steps-per-rollout 2", "is meant for --loss-reduction"),
+        ("--use-kl-loss --ref-load {folder}/hf --kl-loss-type k1 --num-steps-per-rollout 2", "only noise"),
+        ("--n-samples-per-prompt 1 --num-steps-per-rollout 2", "every advantage is 0"),
+        ("--num-steps-per-rollout 1", "every ratio is 1"),
+        ("--policy-loss-type gspo --eps-clip 0.2 --num-steps-per-rollout 2", "never acts"),
+        (
+            "--policy-loss-type gmpo --advantage-estimator reinforce_plus_plus --normalize-advantages --num-steps-per-rollout 2",
+            "each token its own",
+        ),
+        ("--rollout-top-p 0.9 --num-steps-per-rollout 2", "truncates what is sampled"),
+        ("--geo-mask-low 0.9 --num-steps-per-rollout 2", "has no effect without --sequence-mask-metric geometric"),
+        ("--gamma 0.9 --num-steps-per-rollout 2", "--gamma has no effect with --advantage-estimator grpo"),
+        ("--load {folder}/run --save {folder}/run --num-steps-per-rollout 2", "does not exist yet"),
+    ],
+)
+def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
+    words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
+    warnings = parse_args(complete(tmp_path, *words), 1).warnings
+    assert len(warnings) == 1 and said in warnings[0]
+    assert len(WARNINGS) == 10, "a new warning has a case here"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--use-kl-loss --kl-loss-coef 0.1 --ref-load {folder}/hf",
+        "--kl-coef 0.1 --ref-load {folder}/hf",
+        "--prompt-data reasoning_gym:chain_sum?size=4 --rm-type task",
+        "--eval-interval 2 --eval-prompt-data a {folder}/prompts.jsonl@[0:1] b {folder}/prompts.jsonl",
+        "--debug-rollout-only",
+        "--save {folder}/out --save-interval 1",
+        "--global-batch-size 8 --num-steps-per-rollout 2 --micro-batch-size 2",
+        "--lr-decay-style cosine --lr-warmup-fraction 0.1 --min-lr 1e-6",
+        "--recompute-granularity selective --recompute-modules core_attn mlp",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        "--load-debug-rollout-data {folder}/{rollout_id} --debug-train-only",
+        "--loss-reduction seq_mean_token_sum_norm --loss-norm-length 128",
+        "--loss-type sft_loss --entropy-coef 0 --no-use-kl-loss",
+        "--loss-type sft_loss --rm-type math --rollout-temperature 0.5 --eval-interval 2 --eval-prompt-data a {folder}/prompts.jsonl",
+        "--loss-type sft_loss --eval-interval 2 --eval-prompt-data a reasoning_gym:chain_sum?size=4",
+        "--kl-coef 0.1 --kl-loss-type k3 --ref-load {folder}/hf",
+        "--optimizer sgd --save {folder}/out --no-save-optim",
+        "--optimizer sgd --load {folder}/hf --finetune",
+        "--save-debug-rollout-data {folder}/rollout --num-rollout 1",
+    ],
+)
+def test_what_is_right_passes(tmp_path: Path, flags: str) -> None:
+    words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
+    parse_args(complete(tmp_path, *words), 2)
+
+
+def test_a_task_source_scores_itself_unless_a_reward_is_chosen(tmp_path: Path) -> None:
+    source = ("--prompt-data", "reasoning_gym:spell_backward?size=4")
+    left_out = ("--prompt-data", "--label-key", "--rm-type")
+    assert parse_args(complete(tmp_path, *source, without=left_out), 1).reward.rm_type == "task"
+    assert parse_args(complete(tmp_path, *source, "--rm-type", "math", without=left_out), 1).reward.rm_type == "math"
+    (tmp_path / "own.py").write_text("def reward(args, sample):\n    return 1.0\n")
+    own = f"{tmp_path}/own.py:reward"
+    assert parse_args(complete(tmp_path, *source, "--custom-rm-path", own, without=left_out), 1).reward.rm_type is None
+
+
+def test_a_checkpoint_that_is_there(tmp_path: Path) -> None:
+    for step in (2, 4):
+        (tmp_path / f"run/iter_{step:07d}").mkdir(parents=True)
+        (tmp_path / f"run/iter_{step:07d}/trainer.json").write_text("{}")
+    load = ("--load", str(tmp_path / "run"), "--ckpt-step")
+    assert parse_args(complete(tmp_path, *load, "4"), 1).checkpoint.ckpt_step == 4
+    (found,) = problems_of(complete(tmp_path, *load, "3"), 1)
+    assert found.flag == "--ckpt-step" and found.message.endswith("complete steps there: 2, 4")
+
+
+@pytest.mark.parametrize("flag", ["--save", "--save-hf", "--output-dir", "--tensorboard-dir"])
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    """Also for root, whom modes do not stop: what the system says is replaced."""
+    argv = complete(tmp_path, flag, str(tmp_path / "locked/new/run"))
+    (tmp_path / "locked").mkdir()
+    parse_args(argv, 1)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "locked")
+    (found,) = problems_of(argv, 1)
+    assert found.flag == flag and f"{tmp_path / 'locked'} is not writable" in found.message

@@ -1,0 +1,249 @@
+"""argv and YAML -> values: spellings, types, problems."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments.aliases import ALIASES, NO_EFFECT, NOT_IMPLEMENTED, VALUES_NOT_IMPLEMENTED
+from arguments.table import flag_table, normalise
+from arguments.words import Given, read_command_line, read_run_file
+from slime_like.config import ConfigError
+from slime_like.rewards.registry import rewards
+
+
+def read(*argv: str) -> Given:
+    return read_command_line(argv, flag_table())
+
+
+def messages(given: Given) -> str:
+    return "\n".join(map(str, given.problems))
+
+
+@pytest.mark.parametrize(
+    "typed", ["--sapo-tau-pos", "--sapo_tau_pos", "--sapo.tau_pos", "--algorithm.sapo.tau_pos", "--trainer.algorithm.sapo.tau_pos"]
+)
+def test_dashes_underscores_and_dots(typed: str) -> None:
+    assert read(typed, "1.5").values == {"sapo_tau_pos": 1.5}
+    assert read(f"{typed}=1.5").values == {"sapo_tau_pos": 1.5}
+
+
+def test_types() -> None:
+    given = read(
+        "--num-rollout", "3", "--lr", "1e-6", "--rollout-stop", "a", "b", "--rollout-stop-token-ids", "1", "2", "--use-kl-loss",
+        "--apply-chat-template-kwargs", '{"enable_thinking": false}', "--rollout-top-k", "-1", "--attention-backend", "auto",
+        "--recompute-modules", "mlp", "core_attn",
+    )  # fmt: skip
+    assert not given.problems
+    assert given.values == {
+        "num_rollout": 3,
+        "lr": 1e-6,
+        "rollout_stop": ["a", "b"],
+        "rollout_stop_token_ids": [1, 2],
+        "use_kl_loss": True,
+        "apply_chat_template_kwargs": {"enable_thinking": False},
+        "rollout_top_k": -1,
+        "attention_backend": "auto",
+        "recompute_modules": ["mlp", "core_attn"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        (["--qk-layernorm"], True),
+        (["--no-qk-layernorm"], False),
+        (["--qk-layernorm=false"], False),
+        (["--no-qk-layernorm=false"], True),
+        (["--qk-layernorm", "--no-qk-layernorm"], False),
+    ],
+)
+def test_switches(argv: list[str], value: bool) -> None:
+    assert read(*argv).values == {"qk_layernorm": value}
+
+
+def test_the_last_word_counts() -> None:
+    assert read("--lr", "1e-6", "--lr", "1e-5").values == {"lr": 1e-5}
+
+
+def test_negative_and_scientific_numbers_are_values() -> None:
+    assert "needs a value" not in messages(read("--kl-coef", "-1e-3"))
+    assert "must be >= 0" in messages(read("--kl-coef", "-1e-3"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--polcy-loss-type", "sapo"], "did you mean --policy-loss-type?"),
+        (["--policy-los"], "did you mean --policy-loss-type?"),
+        (["--num-rolout=3"], "did you mean --num-rollout?"),
+        (["--xyzzy"], "see --help"),
+        (["-lr", "1"], "flags start with two dashes: --lr"),
+        (["--lr"], "needs a value"),
+        (["--lr", "--use-kl-loss"], "needs a value"),
+        (["--lr", "fast"], "must be a number"),
+        (["--num-rollout", "2.5"], "must be an integer"),
+        (["--lr", "nan"], "must be a finite number"),
+        (["--lr", "inf"], "must be a finite number"),
+        (["--loss-reduction", "mean"], "legal values: rollout_mean, sequence_mean, token_mean"),
+        (["--policy-loss-type", "sappo"], "legal values: cispo, clip_cov, cross_entropy, dppo"),
+        (["--sapo-tau-neg", "0"], "must be > 0"),
+        (["--apply-chat-template-kwargs", "{x"], "must be a JSON object"),
+        (["--use-kl-loss", "true"], "true: stands alone"),
+        (["--use-kl-loss=maybe"], "must be true or false"),
+        (["stray"], "stands alone"),
+        (["--rollout-stop"], "needs a value"),
+        (["--eval-top-k", "0"], "must be -1 (all) or >= 1"),
+        (["--max-failed-samples", "10"], "must be 0 <= x <= 1"),
+        (["--normalization", "BatchNorm"], "legal values: LayerNorm, RMSNorm"),
+    ],
+)
+def test_problems_say_what_is_wanted(argv: list[str], said: str) -> None:
+    given = read(*argv)
+    assert len(given.problems) == 1, messages(given)
+    assert said in messages(given)
+
+
+def test_prefixes_are_not_completed() -> None:
+    assert read("--num-roll", "3").values == {}
+
+
+def test_all_problems_are_collected() -> None:
+    given = read("--lr", "x", "--num-rolout", "3", "--use-opd", "--sapo-tau-pos", "-1", "--bogus", "a", "b", "--save-interval", "0")
+    assert [p.flag for p in given.problems] == ["--lr", "--num-rolout", "--use-opd", "--sapo-tau-pos", "--bogus", "--save-interval"]
+    assert given.bad == {"lr", "sapo_tau_pos", "save_interval"}
+
+
+SLIME_FLAGS_NOT_HERE = """
+--sglang-mem-fraction-static --rollout-num-gpus --colocate --critic-load --use-opd
+--dynamic-sampling-filter-path --use-dynamic-batch-size --max-tokens-per-gpu --num-experts --custom-generate-function-path
+--rollout-function-path --lora-rank --async-save --use-wandb --actor-num-nodes --balance-data --over-sampling-batch-size --partial-rollout
+--moe-token-dispatcher-type --fp8-format --update-weight-mode --group-rm --multimodal-keys --ref-update-interval
+--mtp-num-layers --enable-mtp-training --use-routing-replay --optimizer-cpu-offload --use-precision-aware-optimizer --eval-config
+--lambd --log-probs-chunk-size --only-train-params-name-list
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("typed", SLIME_FLAGS_NOT_HERE)
+def test_known_flags_of_peers_are_refused_by_name(typed: str) -> None:
+    given = read(typed, "1", "--lr", "1e-6")
+    assert given.values == {"lr": 1e-6}
+    assert len(given.problems) == 1 and f"{typed}: is known but not implemented yet" in messages(given)
+
+
+@pytest.mark.parametrize(
+    ("dest", "flag", "value"),
+    [("advantage_estimator", "--advantage-estimator", "ppo"), ("rm_type", "--rm-type", "deepscaler"),
+     ("optimizer", "--optimizer", "muon"), ("rollout_engine", "--rollout-engine", "sglang")],
+)  # fmt: skip
+def test_known_values_of_peers_are_refused_by_name(dest: str, flag: str, value: str) -> None:
+    given = read(flag, value)
+    assert dest in given.bad and "is known but not implemented yet" in messages(given) and "legal values" in messages(given)
+
+
+def test_what_is_registered_is_implemented() -> None:
+    by_dest = flag_table().by_dest
+    for dest, values in VALUES_NOT_IMPLEMENTED.items():
+        assert not set(values) & set(by_dest[dest].choices or ()), dest
+    assert not set(VALUES_NOT_IMPLEMENTED["rm_type"]) & set(rewards.names())
+    usable = {name for name, spelling in flag_table().spellings.items() if not spelling.flag.refused}
+    assert not usable & NOT_IMPLEMENTED.keys()
+    assert not usable & ALIASES.keys() and not usable & NO_EFFECT.keys()
+
+
+@pytest.mark.parametrize(
+    ("argv", "values"),
+    [
+        (["--calculate-per-token-loss"], {"loss_reduction": "token_mean"}),
+        (["--use-rotary-position-embeddings"], {"position_embedding_type": "rope"}),
+        (["--clip-ratio-c", "3"], {"eps_clip_c": 3.0}),
+        (["--kl_estimator_type", "k3"], {"kl_loss_type": "k3"}),
+        (["--trainer.algorithm.eps_clip_low", "0.1"], {"eps_clip": 0.1}),
+        (["--max_seq_len", "512"], {"loss_norm_length": 512}),
+        (["--use-tensorboard"], {"no_tensorboard": False}),
+    ],
+)
+def test_aliases(argv: list[str], values: dict[str, Any]) -> None:
+    given = read(*argv)
+    assert given.values == values and not given.problems
+
+
+def test_flags_without_effect_are_told() -> None:
+    given = read("--get-mismatch-metrics", "--no-check-for-nan-in-loss-and-grad")
+    assert not given.problems and len(given.warnings) == 2
+
+
+def read_yaml(folder: Path, text: str) -> Given:
+    file = folder / "run.yaml"
+    file.write_text(text)
+    return read_run_file(str(file), flag_table())
+
+
+def test_run_file(tmp_path: Path) -> None:
+    given = read_yaml(
+        tmp_path,
+        """
+lr: 1e-6            # YAML reads this as text
+num-rollout: 3
+use_kl_loss: true
+no-qk-layernorm: true
+rollout_stop: [a, b]
+apply_chat_template_kwargs: {enable_thinking: false}
+rope_scaling_factor: null
+algorithm:
+  policy_loss_type: sapo
+  sapo: {tau_pos: 1.5}
+colocate: false
+""",
+    )
+    assert not given.problems
+    assert given.values == {
+        "lr": 1e-6,
+        "num_rollout": 3,
+        "use_kl_loss": True,
+        "qk_layernorm": False,
+        "rollout_stop": ["a", "b"],
+        "apply_chat_template_kwargs": {"enable_thinking": False},
+        "policy_loss_type": "sapo",
+        "sapo_tau_pos": 1.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("polcy_loss_type: sapo", "did you mean --policy-loss-type?"),
+        ("algoritm: {kl_coef: 0}", "--algoritm-kl-coef: unknown flag"),
+        ("lr: [1, 2]", "must be a number"),
+        ("lr: true", "must be a number"),
+        ("num_rollout: 2.5", "must be an integer"),
+        ("use_kl_loss: 3", "must be true or false"),
+        ("use_opd: true", "is known but not implemented yet"),
+        ("rollout_stop: []", "at least one"),
+        ("policy_loss_type: 3", "unknown value"),
+        ("config: other.yaml", "names a run file itself"),
+    ],
+)
+def test_problems_of_a_run_file(tmp_path: Path, text: str, said: str) -> None:
+    given = read_yaml(tmp_path, text)
+    assert len(given.problems) == 1 and said in messages(given)
+
+
+@pytest.mark.parametrize(("text", "said"), [("a: [", "cannot be read"), ("- a", "must hold keys and values")])
+def test_damaged_run_files(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_yaml(tmp_path, text)
+
+
+def test_absent_run_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read_run_file(str(tmp_path / "none.yaml"), flag_table())
+
+
+def test_no_name_has_two_meanings() -> None:
+    table = flag_table()
+    for name, spelling in table.spellings.items():
+        assert name == normalise(name)
+        assert table.by_dest[spelling.flag.dest] is spelling.flag

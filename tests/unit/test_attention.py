@@ -1,0 +1,68 @@
+"""Packed attention against one softmax(QK)V per sequence, in both of its forms."""
+
+import math
+
+import pytest
+import torch
+
+import megatron_patches
+
+megatron_patches.apply()
+
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from slime_like.ops.attention import PackedAttention, packed_rows  # noqa: E402
+
+
+def attention(heads: int, groups: int, size: int) -> PackedAttention:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=heads * size, num_attention_heads=heads, num_query_groups=groups, attention_dropout=0.0
+    )
+    return PackedAttention(config, 1, AttnMaskType.causal, "self")
+
+
+def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Loops over sequences, heads and queries."""
+    heads, groups, size = q.size(1), k.size(1), q.size(2)
+    out, start = [], 0
+    for length in lengths:
+        for i in range(start, start + length):
+            row = []
+            for h in range(heads):
+                g = h * groups // heads
+                scores = torch.stack([q[i, h] @ k[j, g] / math.sqrt(size) for j in range(start, i + 1)])
+                row.append((scores.softmax(0)[:, None] * v[start : i + 1, g]).sum(0))
+            out.append(torch.cat(row))
+        start += length
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize(("lengths", "is_padded"), [([5, 4, 6], True), ([1, 1, 14], False), ([9], True)])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_against_loops(lengths: list[int], is_padded: bool, groups: int) -> None:
+    torch.manual_seed(1)
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, n, 8, requires_grad=True) for n in (4, groups, groups))
+    rows = packed_rows(torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32))
+    assert (rows.gather_index is not None) == is_padded
+    grad = torch.randn(total, 32)
+    results = []
+    for compute in (lambda: attention(4, groups, 8)(q, k, v, None, packed_seq_params=rows), lambda: by_hand(q, k, v, lengths)):
+        out = compute()
+        results.append((out.detach(), torch.autograd.grad(out, (q, k, v), grad)))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
+    for ours, hand in zip(results[0][1], results[1][1]):
+        torch.testing.assert_close(ours, hand, rtol=1e-5, atol=1e-5)
+
+
+def test_sequences_do_not_see_each_other() -> None:
+    torch.manual_seed(2)
+    rows = packed_rows(torch.tensor([0, 4, 9], dtype=torch.int32))
+    q, k, v = (torch.randn(9, 2, 8) for _ in range(3))
+    module = attention(2, 2, 8)
+    before = module(q, k, v, None, packed_seq_params=rows)
+    k[:4], v[:4] = 100.0, -100.0
+    after = module(q, k, v, None, packed_seq_params=rows)
+    assert torch.equal(before[4:], after[4:])
+    assert not torch.equal(before[:4], after[:4])

@@ -1,0 +1,109 @@
+"""A rollout cut into optimizer steps: the same samples and weights for every number of data-parallel ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from slime_like.losses.reductions import LOSS_REDUCTIONS
+from slime_like.rollout.batch import StepPlan, map_steps, step_weights, train_samples, usable
+from slime_like.types import Sample, SampleStatus
+
+
+def make(sample_id: int, length: int = 3, holes: int = 0, status: SampleStatus = SampleStatus.COMPLETED) -> Sample:
+    mask = torch.ones(length, dtype=torch.bool)
+    mask[:holes] = False
+    tokens = torch.arange(length + 2) + 100 * sample_id
+    return Sample(sample_id // 4, sample_id, tokens, length, mask, torch.zeros(length), float(sample_id), status)
+
+
+ROLLOUT = [make(i, length=1 + i % 5, holes=i % 2) for i in range(24)]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("reduction", LOSS_REDUCTIONS)
+def test_ranks_share_each_step(dp_size: int, reduction: str) -> None:
+    """Together the ranks hold what one would, in its order, with its weights."""
+    plans = [StepPlan(8, dp_size, rank) for rank in range(dp_size)]
+    parts = [train_samples(plan, ROLLOUT, reduction=reduction, loss_norm_length=7, micro_batch_size=2) for plan in plans]
+    whole = train_samples(StepPlan(8, 1, 0), ROLLOUT, reduction=reduction, loss_norm_length=7, micro_batch_size=2)
+    assert len(whole) == 3
+    for k, step in enumerate(whole):
+        joined = [sample for part in parts for sample in part[k]]
+        assert [s.tokens[0].item() for s in joined] == [100 * i for i in range(8 * k, 8 * k + 8)]
+        for a, b in zip(joined, step, strict=True):
+            assert torch.equal(a.loss_weights, b.loss_weights)
+            assert a.loss_weights.shape == (a.response_length,)
+    for plan, part in zip(plans, parts, strict=True):
+        mine = [sample.tokens[0].item() // 100 for step in part for sample in step]
+        assert plan.local_indices(len(ROLLOUT)) == mine
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        ("rollout_mean", [1 / (4 * 1), 1 / (4 * 1), 1 / (4 * 3), 1 / (4 * 3)]),
+        ("sequence_mean", [1 / 4, 1 / 4, 1 / 12, 1 / 12]),
+        ("token_mean", [1 / 8] * 4),
+        ("seq_mean_token_sum_norm", [1 / 20] * 4),
+        ("prompt_mean", [1 / 8] * 4),
+    ],
+)
+def test_weights_of_a_step(reduction: str, expected: list[float]) -> None:
+    """Active tokens 1, 1, 3, 3 of one prompt: every sample of this program is a rollout of its own."""
+    step = [make(0, 1), make(1, 2, 1), make(2, 3), make(3, 4, 1)]
+    assert step_weights(step, reduction, 5) == pytest.approx(expected)
+
+
+def test_aborted_samples_keep_their_place_and_train_nothing() -> None:
+    bad = usable(make(1, 3, status=SampleStatus.ABORTED))
+    assert not bad.loss_mask.any() and math.isnan(bad.reward or 0.0) and bad.tokens.numel() == 5
+    good = make(0, 3)
+    assert usable(good) is good
+    assert step_weights([good, bad], "sequence_mean", None) == pytest.approx([1 / 6, 1 / 2])
+
+
+def test_unscored_samples_keep_their_mask_and_every_denominator() -> None:
+    good, unscored = make(0, 3), usable(make(1, 3, status=SampleStatus.FAILED))
+    assert torch.equal(unscored.loss_mask, make(1, 3).loss_mask) and math.isnan(unscored.reward or 0.0)
+    assert step_weights([good, unscored], "token_mean", None) == step_weights([good, make(1, 3)], "token_mean", None)
+
+
+def test_map_steps_counts_over_all_steps() -> None:
+    steps = train_samples(StepPlan(8, 2, 1), ROLLOUT, reduction="token_mean")
+    seen: list[int] = []
+    batches = map_steps(steps, lambda i, s: seen.append(i) or dataclasses.replace(s, advantages=torch.full((s.response_length,), float(i))))  # type: ignore[func-returns-value]
+    assert seen == list(range(12))
+    assert [batch.samples[0].advantages[0].item() for batch in batches] == [0.0, 4.0, 8.0]  # type: ignore[index]
+
+
+def test_positive_samples_of_the_whole_step_share_their_weight() -> None:
+    """VAPO's term: 1 / active tokens of the step's samples with a reward above 0, on every rank alike; the raw reward travels too."""
+    whole = train_samples(StepPlan(8, 1, 0), ROLLOUT, reduction="token_mean", positive_nll=True)[0]
+    positive = [s.reward is not None and s.reward > 0 for s in ROLLOUT[:8]]
+    tokens = sum(int(s.loss_mask.sum()) for s, good in zip(ROLLOUT, positive) if good)
+    assert any(positive) and not all(positive)
+    for sample, source, good in zip(whole, ROLLOUT, positive):
+        assert sample.nll_weights is not None and sample.rewards is not None
+        assert sample.nll_weights.tolist() == pytest.approx([1 / tokens if good else 0.0] * source.response_length)
+        assert sample.rewards.tolist() == [source.reward] * source.response_length
+    half = train_samples(StepPlan(8, 2, 1), ROLLOUT, reduction="token_mean", positive_nll=True)[0]
+    assert [s.nll_weights.tolist() for s in half] == [s.nll_weights.tolist() for s in whole[4:]]
+    assert train_samples(StepPlan(8, 1, 0), ROLLOUT, reduction="token_mean")[0][0].nll_weights is None
+
+
+def test_log_probs_of_the_sampler_are_there_for_all_or_for_none() -> None:
+    """On every rank alike: a sample that trains nothing does not hide the others', and one that trains and has none does."""
+    failed = dataclasses.replace(make(1, 4), loss_mask=torch.zeros(4, dtype=torch.bool), rollout_log_probs=None, reward=None)
+    told = [make(0), failed, make(2), make(3)]
+    for rank in range(2):
+        (step,) = train_samples(StepPlan(4, 2, rank), told, reduction="token_mean")
+        assert all(s.rollout_log_probs is not None and s.rollout_log_probs.shape == (s.response_length,) for s in step)
+        assert all(s.rewards is not None for s in step)
+    untold = [make(0), make(1), make(2), dataclasses.replace(make(3), rollout_log_probs=None)]
+    for rank in range(2):
+        (step,) = train_samples(StepPlan(4, 2, rank), untold, reduction="token_mean")
+        assert all(s.rollout_log_probs is None for s in step)

@@ -1,0 +1,209 @@
+"""Data files with every defect that users meet: accepted, or refused with the place and the remedy."""
+
+import json
+import tracemalloc
+
+import pytest
+
+from slime_like.data.source import JsonlSource, open_source
+
+
+def check(row):
+    return None if "input" in row else f"missing key 'input'; the keys that are there: {', '.join(sorted(row))}"
+
+
+def open_jsonl(path, **options):
+    return open_source(str(path), check=check, columns=["input", "answer"], **options)
+
+
+def line(i):
+    return json.dumps({"input": f"question {i}", "answer": i}).encode() + b"\n"
+
+
+def write(path, *parts):
+    path.write_bytes(b"".join(parts))
+    return path
+
+
+def test_rows_are_read_in_any_order(tmp_path):
+    source = open_jsonl(write(tmp_path / "a.jsonl", *map(line, range(50))))
+    assert len(source) == 50
+    assert [row["answer"] for row in source.rows([49, 0, 17, 17])] == [49, 0, 17, 17]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbf" + line(0) + line(1) + line(2),
+        (line(0) + line(1) + line(2)).replace(b"\n", b"\r\n"),
+        b"\xef\xbb\xbf" + (line(0) + line(1) + line(2)).replace(b"\n", b"\r\n"),
+        line(0) + b"\n  \r\n" + line(1) + line(2),
+        (line(0) + line(1) + line(2)).rstrip(b"\n"),
+    ],
+    ids=["bom", "crlf", "bom-and-crlf", "blank-lines", "no-last-newline"],
+)
+def test_harmless_forms_keep_every_row(tmp_path, content):
+    source = open_jsonl(write(tmp_path / "a.jsonl", content))
+    assert [row["answer"] for row in source.rows(range(len(source)))] == [0, 1, 2]
+
+
+def test_non_ascii_text_survives(tmp_path):
+    row = {"input": "naïve \u2028 数学 🙂"}
+    source = open_jsonl(write(tmp_path / "a.jsonl", json.dumps(row, ensure_ascii=False).encode() + b"\n", line(1)))
+    assert source.rows([0, 1]) == [row, {"input": "question 1", "answer": 1}]
+
+
+PREFIX = line(0) + line(1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (b'{"input": "the end is mis', ["a.jsonl:3", "truncated last line", f"byte offset {len(PREFIX)}"]),
+        ('{"input": "é", oops}\n'.encode(), ["a.jsonl:3", "bad JSON", f"byte offset {len(PREFIX) + 16}"]),
+        (b'{"input": "\xff"}\n', ["a.jsonl:3", "invalid UTF-8", f"byte offset {len(PREFIX) + 11}"]),
+        (b"[1, 2]\n", ["a.jsonl:3", "a JSON array, not an object"]),
+        (b"null\n", ["a.jsonl:3", "a JSON null, not an object"]),
+        (b'{"question": "x", "label": 1}\n', ["a.jsonl:3", "'input'", "label, question"]),
+        (b'{"input": ' + b"[" * 100_000 + b"\n", ["a.jsonl:3", "bad JSON"]),
+        (b'{"input": ' + b"1" * 5000 + b"}\n", ["a.jsonl:3", "bad JSON"]),
+    ],
+    ids=["truncated", "json", "utf8", "array", "null", "key", "nesting", "digits"],
+)
+def test_a_bad_row_is_refused_by_its_place(tmp_path, bad, words):
+    with pytest.raises(ValueError, match="--skip-bad-rows") as caught:
+        open_jsonl(write(tmp_path / "a.jsonl", PREFIX, bad))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_one_bad_line_in_ten_thousand(tmp_path):
+    lines = [line(i) for i in range(10_000)]
+    lines[7_654] = b'{"input": "x"\n'
+    path = write(tmp_path / "a.jsonl", *lines)
+    with pytest.raises(ValueError, match=r"a\.jsonl:7655: bad JSON"):
+        open_jsonl(path)
+    source = open_jsonl(path, skip_bad_rows=1)
+    assert len(source) == 9_999
+    (note,) = source.notes
+    assert note.startswith(f"{path}: left out 1 bad rows (--skip-bad-rows 1); the first: {path}:7655: bad JSON")
+    assert source.rows([7_653, 7_654]) == [{"input": "question 7653", "answer": 7653}, {"input": "question 7655", "answer": 7655}]
+    assert source.where(7_654).endswith("a.jsonl:7656")
+
+
+def test_more_bad_rows_than_allowed(tmp_path):
+    path = write(tmp_path / "a.jsonl", line(0), b"x\n", b"y\n", b"z\n")
+    assert len(open_jsonl(path, skip_bad_rows=3)) == 1
+    with pytest.raises(ValueError, match=r"a\.jsonl:4.*more than the 2 bad rows that --skip-bad-rows allows"):
+        open_jsonl(path, skip_bad_rows=2)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf"])
+def test_empty_file(tmp_path, content):
+    with pytest.raises(ValueError, match=r"--prompt-data .*a\.jsonl: the file holds no rows"):
+        open_jsonl(write(tmp_path / "a.jsonl", content))
+
+
+def test_names_that_are_no_data_file(tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    write(tmp_path / "a.csv", b"x")
+    with pytest.raises(ValueError, match=r"folder\.jsonl: is a directory"):
+        open_jsonl(tmp_path / "folder.jsonl")
+    with pytest.raises(ValueError, match=r"a\.csv: unknown kind of data; legal: \.jsonl, \.parquet"):
+        open_jsonl(tmp_path / "a.csv")
+    with pytest.raises(ValueError, match=r"--eval-prompt-data .*none\.jsonl: no such file"):
+        open_jsonl(tmp_path / "none.jsonl", flag="--eval-prompt-data")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"), [("[0:3]", [0, 1, 2]), ("[7:]", [7, 8, 9]), ("[:-8]", [0, 1]), ("[-2:]", [8, 9]), ("[5:99]", [5, 6, 7, 8, 9])]
+)
+def test_row_range(tmp_path, bounds, expected):
+    path = write(tmp_path / "a.jsonl", *map(line, range(10)))
+    source = open_jsonl(f"{path}@{bounds}")
+    assert [row["answer"] for row in source.rows(range(len(source)))] == expected
+    assert source.where(0).endswith(f":{expected[0] + 1}")
+
+
+def test_empty_row_range(tmp_path):
+    path = write(tmp_path / "a.jsonl", *map(line, range(10)))
+    with pytest.raises(ValueError, match=r"the range is empty; .* holds 10 rows"):
+        open_jsonl(f"{path}@[10:20]")
+
+
+def test_a_row_of_ten_megabytes(tmp_path):
+    text = "x" * 10_000_000
+    source = open_jsonl(write(tmp_path / "a.jsonl", line(0), json.dumps({"input": text}).encode() + b"\n", line(2)))
+    assert source.rows([1])[0]["input"] == text
+    assert source.rows([2])[0]["answer"] == 2
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path):
+    row = json.dumps({"input": "x" * 200_000}).encode() + b"\n"
+    path = write(tmp_path / "a.jsonl", *[row] * 100)  # 20 MB
+    tracemalloc.start()
+    try:
+        source = open_jsonl(path)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(source) == 100
+    assert held < 50_000
+    assert peak < 2_000_000
+
+
+def test_a_file_that_changed_under_us(tmp_path):
+    path = write(tmp_path / "a.jsonl", line(0), line(1))
+    source = open_jsonl(path)
+    write(path, line(0), b"broken " * 10)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: the file has changed"):
+        source.rows([1])
+
+
+def test_content_identifies_the_bytes(tmp_path):
+    first = open_jsonl(write(tmp_path / "a.jsonl", line(0), line(1)))
+    moved = open_jsonl(write(tmp_path / "b.jsonl", line(0), line(1)))
+    other = open_jsonl(write(tmp_path / "c.jsonl", line(1), line(0)))
+    assert isinstance(first, JsonlSource)
+    assert first.content == moved.content != other.content
+
+
+def write_parquet(path, rows, **options):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(rows), path, **options)
+    return path
+
+
+def test_parquet_over_row_groups(tmp_path):
+    rows = [{"input": f"question {i}", "answer": i, "other": "x" * 100} for i in range(100)]
+    source = open_jsonl(write_parquet(tmp_path / "a.parquet", rows, row_group_size=7))
+    assert len(source) == 100
+    assert source.rows([99, 0, 50, 50]) == [{"input": f"question {i}", "answer": i} for i in (99, 0, 50, 50)]
+
+
+def test_parquet_nested_rows_and_range(tmp_path):
+    rows = [{"input": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(10)]
+    source = open_jsonl(f"{write_parquet(tmp_path / 'a.parquet', rows)}@[4:6]")
+    assert [row["input"] for row in source.rows([0, 1])] == [[{"role": "user", "content": "q4"}], [{"role": "user", "content": "q5"}]]
+
+
+def test_parquet_missing_column(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [{"question": "x", "answer": 1}])
+    with pytest.raises(ValueError, match=r"a\.parquet: row 0: missing key 'input'; the keys that are there: answer, question"):
+        open_jsonl(path)
+
+
+def test_parquet_that_is_none(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.parquet: not a readable Parquet file"):
+        open_jsonl(write(tmp_path / "a.parquet", b"PAR1 nonsense"))
+
+
+def test_parquet_without_rows(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"input": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="the file holds no rows"):
+        open_jsonl(tmp_path / "a.parquet")

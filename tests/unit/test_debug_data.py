@@ -1,0 +1,191 @@
+"""Saved rollouts: exact round trip, and errors that name the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime_like.rollout.debug_data import debug_data_paths, load_rollout, save_rollout
+from slime_like.types import Sample, SampleGroup, SampleStatus
+
+
+def _sample(sample_id: int, **changes: Any) -> Sample:
+    generator = torch.Generator().manual_seed(sample_id)
+    response = 3 + sample_id
+    values: dict[str, Any] = dict(
+        group_id=sample_id // 2,
+        sample_id=sample_id,
+        tokens=torch.randint(0, 9, (4 + response,), generator=generator),
+        response_length=response,
+        loss_mask=torch.rand(response, generator=generator) > 0.3,
+        rollout_log_probs=torch.randn(response, generator=generator),
+        reward=1 / 3,
+        weight_versions=tuple(range(response)),
+        text="2 + 2 =",
+        response=" 4 — 四\ud800",  # a lone surrogate, as a broken byte sequence may leave
+        label="4",
+        metadata={"task": "sums", "numbers": [1, 2.5, None, True]},
+    )
+    return Sample(**(values | changes))
+
+
+GROUPS = [
+    SampleGroup(
+        7,
+        (
+            _sample(0),
+            _sample(1, reward=None, status=SampleStatus.FAILED, rollout_log_probs=None, weight_versions=()),
+            _sample(
+                2,
+                reward=float("nan"),
+                status=SampleStatus.ABORTED,
+                response_length=0,
+                tokens=torch.tensor([5]),
+                loss_mask=torch.zeros(0, dtype=torch.bool),
+                rollout_log_probs=torch.zeros(0),
+            ),
+            _sample(3, reward=float("-inf"), status=SampleStatus.TRUNCATED, rollout_log_probs=torch.full((6,), float("nan"))),
+            _sample(
+                4, label=[1, (2, "3")], metadata={"t": (1, (2,)), 3: {"x": float("inf")}, "__tuple__": 1, "d": {"__items__": [1]}, "e": {}}
+            ),
+        ),
+    ),
+    SampleGroup(8, ()),
+]
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal in value and type, with NaN equal to itself; tensors bit by bit."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(nan=123.0), b.nan_to_num(nan=123.0))
+    if dataclasses.is_dataclass(a):
+        return all(_same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return [(type(k), k) for k in a] == [(type(k), k) for k in b] and all(_same(a[k], b[k]) for k in a)
+    return a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+
+
+def test_round_trip_is_exact(tmp_path: Path) -> None:
+    template = str(tmp_path / "deep" / "rollout_{rollout_id}")
+    path = save_rollout(template, 12, GROUPS)
+    assert path == tmp_path / "deep" / "rollout_12.json"
+    assert sorted(p.name for p in path.parent.iterdir()) == ["rollout_12.json", "rollout_12.safetensors"]
+    assert _same(load_rollout(template, 12), GROUPS)
+
+
+def test_shared_and_strided_tensors_are_saved(tmp_path: Path) -> None:
+    mask, tokens = torch.ones(4, dtype=torch.bool), torch.arange(16).view(8, 2)[:, 1]
+    shared = dict(tokens=tokens, loss_mask=mask, response_length=4, rollout_log_probs=None, weight_versions=())
+    groups = [SampleGroup(0, (_sample(0, **shared), _sample(1, **shared)))]
+    save_rollout(str(tmp_path / "r"), 0, groups)
+    assert _same(load_rollout(str(tmp_path / "r"), 0), groups)
+
+
+@pytest.mark.parametrize("template", ["a/{rollout_id}", "a/{rollout_id}.json", "a/{rollout_id}.safetensors"])
+def test_paths(template: str) -> None:
+    assert debug_data_paths(template, 3) == (Path("a/3.json"), Path("a/3.safetensors"))
+
+
+def test_a_template_without_id_serves_every_rollout(tmp_path: Path) -> None:
+    save_rollout(str(tmp_path / "fixed"), 5, GROUPS)
+    assert _same(load_rollout(str(tmp_path / "fixed"), 6), GROUPS)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), {1, 2}, object()])
+def test_what_json_cannot_hold_is_refused_by_name(tmp_path: Path, value: object) -> None:
+    groups = [SampleGroup(0, (_sample(3, metadata={"a": [0, value]}),))]
+    with pytest.raises(ValueError, match=r"sample 3: metadata\['a'\]\[1\] is a (Tensor|set|object)"):
+        save_rollout(str(tmp_path / "r"), 0, groups)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+def test_a_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
+    save_rollout(str(tmp_path / "r{rollout_id}"), 1, GROUPS)
+    (tmp_path / f"r1.{suffix}").unlink()
+    with pytest.raises(FileNotFoundError, match=rf"r1\.{suffix}: no such file; --load-debug-rollout-data"):
+        load_rollout(str(tmp_path / "r{rollout_id}"), 1)
+
+
+def _spoil_json(path: Path) -> None:
+    path.with_suffix(".json").write_text('{"format": ')
+
+
+def _spoil_format(path: Path) -> None:
+    path.with_suffix(".json").write_text('{"format": "other"}')
+
+
+def _cut_tensors(path: Path) -> None:
+    file = path.with_suffix(".safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _flip_a_bit(path: Path) -> None:
+    file = path.with_suffix(".safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def _other_tensors(path: Path) -> None:
+    save_rollout(str(path.with_name("other")), 1, GROUPS[:0])
+    path.with_name("other.safetensors").replace(path.with_suffix(".safetensors"))
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    file = path.with_suffix(".json")
+    header = json.loads(file.read_bytes())
+    header["groups"][0]["samples"][0] |= changes
+    file.write_text(json.dumps(header))
+
+
+def _wrong_length(path: Path) -> None:
+    _edit(path, response_length=2)
+
+
+def _unknown_status(path: Path) -> None:
+    _edit(path, status="fine")
+
+
+def _another_sample(path: Path) -> None:
+    _edit(path, sample_id=99)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_spoil_json, r"r1\.json: not JSON"),
+        (_spoil_format, r"r1\.json: not a saved rollout"),
+        (_cut_tensors, r"r1\.safetensors: damaged, or not written together with .*r1\.json"),
+        (_flip_a_bit, r"r1\.safetensors: damaged"),
+        (_other_tensors, r"r1\.safetensors: damaged"),
+        (_wrong_length, r"r1\.json: damaged \(ValueError: sample 0: "),
+        (_unknown_status, r"r1\.json: damaged \(ValueError: 'fine'"),
+        (_another_sample, r"r1\.json: damaged \(ValueError: sample 99: "),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, spoil: Any, message: str) -> None:
+    template = str(tmp_path / "r{rollout_id}")
+    spoil(save_rollout(template, 1, GROUPS))
+    with pytest.raises(ValueError, match=message):
+        load_rollout(template, 1)
+
+
+def test_a_renamed_rollout_is_refused(tmp_path: Path) -> None:
+    template = str(tmp_path / "r{rollout_id}")
+    save_rollout(template, 1, GROUPS)
+    for suffix in ("json", "safetensors"):
+        (tmp_path / f"r1.{suffix}").rename(tmp_path / f"r2.{suffix}")
+    with pytest.raises(ValueError, match=r"r2\.json: holds rollout 1, not 2"):
+        load_rollout(template, 2)

@@ -1,0 +1,172 @@
+"""The documents name flags, files and headings that exist, say the same in both languages, and nothing of the machine they were written on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from arguments.aliases import ALIASES, NO_EFFECT, PRESETS, not_implemented
+from arguments.parse import parse_args
+from arguments.table import flag_table, normalise
+from slime_like.advantages import advantage_estimators
+from slime_like.config import ConfigError
+from slime_like.losses import LOSS_REDUCTIONS, policy_losses
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGLISH, CHINESE = ROOT / "docs" / "en", ROOT / "docs" / "zh"
+DOCUMENTS = [ROOT / n for n in ("README.md", "README_zh.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))
+SCRIPTS = sorted(p for p in (ROOT / "scripts").rglob("*") if p.suffix in (".sh", ".sbatch"))
+PAIRS = [(ROOT / "README.md", ROOT / "README_zh.md"), *((page, CHINESE / page.name) for page in sorted(ENGLISH.glob("*.md")))]
+# Flags of other programs that the documents and scripts call
+FOREIGN = {
+    "pip": "--constraint --no-build-isolation --editable --quiet --upgrade",
+    "torchrun": "--nproc-per-node --nnodes --node-rank --master-addr --master-port --standalone",
+    "slurm": "--nodes --gpus-per-node --ntasks-per-node --signal --job-name --output --kill-on-bad-exit --export",
+    "tensorboard": "--logdir",
+}
+OTHERS = {flag for flags in FOREIGN.values() for flag in flags.split()}
+WRONG_ON_PURPOSE = {"--polcy-loss-type"}
+_FLAG = re.compile(r"(?<![\w/-])--[a-z][\w-]*")
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def flags_of_our_scripts() -> set[str]:
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("*.py"))
+    return set(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)) | set(re.findall(r"\"(--[\w-]+)\" in sys\.argv", text))
+
+
+def is_usable(flag: str) -> bool:
+    table = flag_table()
+    flag = normalise(ALIASES.get(flag, flag))
+    found = table.spellings.get(flag)
+    return (found is not None and not found.flag.refused) or flag in {*PRESETS, *NO_EFFECT, "--help", "--version"}
+
+
+def is_known(flag: str) -> bool:
+    return is_usable(flag) or flag in flag_table().spellings or not_implemented(flag) is not None or flag in WRONG_ON_PURPOSE
+
+
+def headings(path: Path) -> list[tuple[str, str]]:
+    """(#s, title) of every heading outside code."""
+    return _HEADING.findall(_FENCE.sub("", path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if p.name != "flags.md"], ids=name)
+def test_flags_in_documents_exist(path: Path) -> None:
+    flags = set(_FLAG.findall(path.read_text(encoding="utf-8")))
+    ours = {f for f in flags - OTHERS - flags_of_our_scripts() if not f.endswith(("-x", "-"))}
+    assert not sorted(f for f in ours if not is_known(f))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name)
+def test_flags_in_scripts_can_be_used(path: Path) -> None:
+    flags = set(_FLAG.findall(path.read_text(encoding="utf-8")))
+    assert flags, "scripts call programs with flags"
+    assert not sorted(f for f in flags - OTHERS - flags_of_our_scripts() if not is_usable(f))
+
+
+def test_the_check_of_flags_sees_a_wrong_one() -> None:
+    assert is_usable("--sapo-tau-pos") and not is_usable("--use-tis-never") and not is_known("--sapo-tau-poss")
+
+
+def slug(title: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def broken_links(path: Path) -> Iterator[str]:
+    for target in _LINK.findall(_FENCE.sub("", path.read_text(encoding="utf-8"))):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        if not there.exists() or (anchor and anchor not in {slug(title) for _, title in headings(there)}):
+            yield target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name)
+def test_links_lead_somewhere(path: Path) -> None:
+    assert not list(broken_links(path))
+
+
+def test_both_languages_have_the_same_pages() -> None:
+    assert [p.name for p in sorted(ENGLISH.glob("*.md"))] == [p.name for p in sorted(CHINESE.glob("*.md"))]
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=lambda path: name(path))
+def test_both_languages_say_the_same(english: Path, chinese: Path) -> None:
+    """As far as a program can tell: headings, flags, and the code but for its comments."""
+    assert [level for level, _ in headings(english)] == [level for level, _ in headings(chinese)]
+    texts = [path.read_text(encoding="utf-8") for path in (english, chinese)]
+    assert set(_FLAG.findall(texts[0])) == set(_FLAG.findall(texts[1]))
+    code = [[re.sub(r"\s*#.*", "", block) for block in _FENCE.findall(text)] for text in texts]
+    assert code[0] == code[1]
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    for readme, folder in ((ROOT / "README.md", ENGLISH), (ROOT / "README_zh.md", CHINESE)):
+        text = readme.read_text(encoding="utf-8")
+        assert not [page.name for page in folder.glob("*.md") if f"]({page.relative_to(ROOT)})" not in text]
+
+
+def table_rows(path: Path) -> list[list[str]]:
+    """Cells of the table of what works and what is refused: name, works, refused."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("| ") and line.count("|") == 4]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("readme", [ROOT / "README.md", ROOT / "README_zh.md"], ids=name)
+@pytest.mark.parametrize(
+    "registered", [policy_losses.names(), advantage_estimators.names(), LOSS_REDUCTIONS], ids=["losses", "advantages", "reductions"]
+)
+def test_the_readme_lists_what_is_registered(readme: Path, registered: Sequence[str]) -> None:
+    """Neither less nor more: a row of the table holds exactly these names."""
+    listed = [set(re.findall(r"`(\w+)`", cells[1])) for cells in table_rows(readme)]
+    assert set(registered) in listed
+
+
+@pytest.mark.parametrize("folder", [ENGLISH, CHINESE], ids=name)
+def test_the_wrong_command_line_is_answered_as_documented(folder: Path) -> None:
+    page = (folder / "getting_started.md").read_text(encoding="utf-8")
+    example = re.search(r"^\$ python train\.py (.*)\n(\d+ problems in the configuration:\n(?:  - .*\n)+)```", page, re.MULTILINE)
+    assert example is not None
+    with pytest.raises(ConfigError) as error:
+        parse_args(example[1].split(), 1)
+    assert str(error.value).strip() == example[2].strip()
+
+
+# Spelt in parts, so that this file does not name them
+PLACES = [r"(?<![\w.$}])/" + r"work/", "/" + "tmp/bash_jobs", r"(?<![\w.$}])/" + r"root/"]
+HOSTS = [
+    "pypi" + r"\.(org|python)",
+    "download" + r"\.pytorch",
+    "files" + r"\.pythonhosted",
+    "ali" + "yun",
+    "tsing" + "hua",
+    r"index-url[= ]+['\"]?http",
+]
+
+
+def test_no_tracked_file_names_a_machine_or_a_registry() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False, timeout=30)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    banned = re.compile("|".join(PLACES + HOSTS))
+    found = []
+    for file in listed.stdout.decode().split("\0"):
+        path = ROOT / file
+        if not file or path.suffix in (".png", ".parquet", ".safetensors") or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found += [f"{file}:{text.count(chr(10), 0, m.start()) + 1}: {m[0]}" for m in banned.finditer(text)]
+    assert not found

@@ -1,0 +1,47 @@
+"""Scores of evaluation sets: pass@k against counting, and samples that could not be scored."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from slime_like.rollout.evaluate import pass_at_k, score
+from slime_like.types import Sample, SampleGroup, SampleStatus
+
+
+def group(group_id: int, rewards: list[float | None], status: SampleStatus = SampleStatus.COMPLETED) -> SampleGroup:
+    mask = torch.ones(2, dtype=torch.bool)
+    samples = [
+        Sample(group_id, 100 * group_id + j, torch.arange(5), 2, mask, reward=reward, status=status) for j, reward in enumerate(rewards)
+    ]
+    return SampleGroup(group_id, tuple(samples))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(n: int) -> None:
+    for c in range(n + 1):
+        results = [True] * c + [False] * (n - c)
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations(results, k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_scores_of_a_set() -> None:
+    metrics = score("words", [group(0, [1.0, 0.0, 0.0, 0.5]), group(1, [1.0, 1.0, 2.0, 0.0], SampleStatus.TRUNCATED)])
+    assert metrics["eval/words/mean"] == pytest.approx(5.5 / 8)
+    assert metrics["eval/words/pass@1"] == pytest.approx((1 / 4 + 3 / 4) / 2)
+    assert metrics["eval/words/pass@2"] == pytest.approx((1 / 2 + 1) / 2)
+    assert metrics["eval/words/pass@4"] == 1.0
+    assert metrics["eval/words/truncated_frac"] == 0.5
+    assert metrics["eval/words/response_length_mean"] == 2.0
+    assert "eval/words/pass@8" not in metrics
+
+
+def test_what_has_no_score_counts_as_failed() -> None:
+    metrics = score("words", [group(0, [None, 1.0]), group(1, [math.nan, math.inf])])
+    assert metrics["eval/words/mean"] == 0.25
+    assert metrics["eval/words/pass@1"] == 0.25
+    assert metrics["eval/words/unscored_frac"] == 0.75

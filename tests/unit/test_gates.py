@@ -1,0 +1,45 @@
+"""Gates: limits, NaN, patience, and errors that a launcher prints as one message."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from slime_like.errors import RunError
+from slime_like.megatron_backend.gates import GateError, SkippedStepGate, check_initial_kl, check_old_log_probs
+
+
+@pytest.mark.parametrize(
+    ("same_packing", "half", "limit"), [(True, False, 1e-8), (True, True, 1e-8), (False, False, 1e-5), (False, True, 1e-3)]
+)
+def test_old_log_probs(same_packing: bool, half: bool, limit: float) -> None:
+    check_old_log_probs(0.0, same_packing=same_packing, half_precision=half)
+    check_old_log_probs(limit, same_packing=same_packing, half_precision=half)
+    for value in (1.01 * limit, math.inf, math.nan):
+        with pytest.raises(GateError, match="do not compute the same model"):
+            check_old_log_probs(value, same_packing=same_packing, half_precision=half)
+
+
+@pytest.mark.parametrize(("half", "limit"), [(False, 1e-8), (True, 1e-3)])
+def test_initial_kl(half: bool, limit: float) -> None:
+    for value in (0.0, limit, -limit):
+        check_initial_kl(value, half_precision=half)
+    for value in (1.01 * limit, -1.01 * limit, math.nan):
+        with pytest.raises(GateError, match="were not loaded alike"):
+            check_initial_kl(value, half_precision=half)
+
+
+def test_skipped_steps_in_a_row() -> None:
+    gate = SkippedStepGate(patience=2)
+    assert gate.check(False, 1.0) is None
+    assert "NaN (1 in a row, 1 in all)" in (gate.check(True, math.nan) or "")
+    assert gate.check(False, 1.0) is None
+    assert "infinite (1 in a row, 2 in all)" in (gate.check(True, math.inf) or "")
+    with pytest.raises(GateError, match=r"2 in a row, 3 in all\); see --max-consecutive-skipped-steps"):
+        gate.check(True, math.nan)
+    assert gate.total == 3
+
+
+def test_a_gate_is_a_run_error() -> None:
+    assert issubclass(GateError, RunError)

@@ -1,0 +1,113 @@
+"""The launch scripts for a GPU and for SLURM, as far as a machine with neither can tell: what they call, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import parse_args
+from tests.unit.command_lines import write_files
+
+ROOT = Path(__file__).resolve().parents[2]
+# In place of python: writes its arguments and some variables, then waits for SIGTERM if asked to
+RECORDER = f"""#!{sys.executable}
+import json, os, pathlib, signal, sys, time
+out = pathlib.Path(os.environ["RECORD"])
+def stop(*_):
+    out.with_suffix(".stopped").write_text("TERM")
+    sys.exit(1)
+signal.signal(signal.SIGTERM, stop)
+out.with_suffix(".tmp").write_text(json.dumps({{"argv": sys.argv[1:], "folder": os.getcwd()}}))
+out.with_suffix(".tmp").rename(out)
+time.sleep(float(os.environ.get("RECORD_WAIT_S", "0")))
+"""
+
+
+def recorder(folder: Path) -> dict[str, str]:
+    path = folder / "python"
+    path.write_text(RECORDER)
+    path.chmod(0o755)
+    return {**os.environ, "PYTHON": str(path), "RECORD": str(folder / "record.json")}
+
+
+def recorded(folder: Path) -> tuple[list[str], str]:
+    record = json.loads((folder / "record.json").read_text())
+    return record["argv"], record["folder"]
+
+
+def test_the_command_line_for_one_gpu_is_right(tmp_path: Path) -> None:
+    files = write_files(tmp_path, max_position_embeddings=40960)
+    environment = recorder(tmp_path) | {"MODEL": files["hf"], "TRAIN": files["prompts"], "TEST": files["prompts"]}
+    script = ["bash", str(ROOT / "scripts/run_one_gpu.sh"), "--num-rollout", "3"]
+    subprocess.run(script, env=environment, check=True, timeout=60)
+    argv, folder = recorded(tmp_path)
+    assert argv[0] == "train.py" and Path(folder) == ROOT
+    run = parse_args(argv[1:], 1)
+    assert run.rollout.num_rollout == 3, "flags of the caller come last"
+    assert run.algorithm.policy_loss_type == "sapo" and run.reward.rm_type == "gsm8k" and run.megatron.transformer.bf16
+    assert run.warnings == (f"--load {run.checkpoint.load} does not exist yet and is also --save: this run starts from --hf-checkpoint",)
+
+
+def test_a_missing_setting_for_one_gpu_is_named() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("MODEL", "TRAIN", "TEST")}
+    done = subprocess.run(["bash", str(ROOT / "scripts/run_one_gpu.sh")], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "MODEL" in done.stderr
+
+
+def slurm(folder: Path) -> dict[str, str]:
+    """The variables of a job of two nodes of which this is the second, and commands that run here what SLURM would run on it."""
+    commands = folder / "bin"
+    commands.mkdir()
+    hosts = "echo alpha; sleep 0.1; echo beta"  # a reader that leaves after the first line would end this by SIGPIPE
+    for name, script in {"srun": 'shift; SLURM_NODEID=1 exec "$@"', "scontrol": hosts}.items():
+        (commands / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (commands / name).chmod(0o755)
+    variables = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "alpha,beta", "SLURM_NNODES": "2"}
+    return recorder(folder) | variables | {"SLURM_GPUS_ON_NODE": "8", "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_slurm_starts_torchrun_on_each_node(tmp_path: Path) -> None:
+    script = ["bash", str(ROOT / "scripts/slurm/train.sbatch"), "--lr", "1e-6", "--rollout-stop", "a b"]
+    subprocess.run(script, env=slurm(tmp_path), check=True, timeout=60, stdout=subprocess.DEVNULL)
+    argv, folder = recorded(tmp_path)
+    assert argv[:2] == ["-m", "torch.distributed.run"] and Path(folder) == ROOT
+    place = argv.index("train.py")
+    options = dict(zip(argv[2:place:2], argv[3:place:2]))
+    assert options == {
+        "--nnodes": "2",
+        "--node-rank": "1",
+        "--nproc-per-node": "8",
+        "--master-addr": "alpha",
+        "--master-port": "23456",
+    }
+    assert argv[place + 1 :] == ["--lr", "1e-6", "--rollout-stop", "a b"], "arguments arrive as they were given"
+
+
+def test_slurm_passes_sigterm_on_and_reports_the_failure(tmp_path: Path) -> None:
+    environment = slurm(tmp_path) | {"RECORD_WAIT_S": "60"}
+    job = subprocess.Popen(["bash", str(ROOT / "scripts/slurm/train.sbatch")], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "record.json").exists():
+            assert job.poll() is None and time.monotonic() < deadline, "the job did not start"
+            time.sleep(0.05)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=30) != 0
+    finally:
+        job.kill()
+        job.wait()
+    assert (tmp_path / "record.stopped").read_text() == "TERM"
+
+
+@pytest.mark.parametrize(
+    "script", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("scripts/**/*") if path.suffix in (".sh", ".sbatch"))
+)
+def test_shell_scripts_are_well_formed(script: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=30)

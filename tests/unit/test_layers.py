@@ -1,0 +1,151 @@
+"""Imports follow the layers of docs/architecture.md: a lower layer never imports a higher one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# From the bottom to the top. A module belongs to the longest name that it starts with.
+LAYERS = (
+    (
+        "slime_like",
+        "slime_like.config",
+        "slime_like.checkpoint_folders",
+        "slime_like.types",
+        "slime_like.registry",
+        "slime_like.metrics",
+        "slime_like.custom_function",
+        "slime_like.errors",
+    ),
+    ("slime_like.losses", "slime_like.advantages", "slime_like.ops", "slime_like.rewards", "megatron_patches"),
+    ("arguments",),
+    ("slime_like.data", "slime_like.convert", "slime_like.megatron_backend", "slime_like.rollout"),
+    ("slime_like.batch_maker",),
+    ("slime_like.trainer",),
+    ("slime_like.launcher", "train", "scripts"),
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+PACKAGES = ("slime_like", "arguments", "megatron_patches", "scripts")
+MAY_IMPORT_MEGATRON = (
+    "arguments.megatron_configs",
+    "megatron_patches",
+    "slime_like.megatron_backend",
+    "slime_like.convert",
+    "slime_like.ops",
+    "scripts",
+)
+# Importing these costs seconds or needs a device; what is imported below `arguments` is imported by every wrong command line.
+HEAVY = ("transformers", "megatron", "reasoning_gym", "math_verify", "pyarrow", "matplotlib", "tensorboard", "transformer_engine")
+LIGHT = (
+    "slime_like.losses",
+    "slime_like.advantages",
+    "slime_like.rewards",
+    "slime_like.config",
+    "slime_like.types",
+    "slime_like.registry",
+    "arguments",
+)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def all_modules() -> dict[str, Path]:
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return {module_name(path): path for path in [*files, ROOT / "train.py"]}
+
+
+MODULES = all_modules()
+
+
+def place(module: str) -> str | None:
+    """The longest name in the table of layers that `module` lies in."""
+    parts = module.split(".")
+    candidates = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
+    return next((name for name in candidates if name in LEVEL), None)
+
+
+def imports_of(path: Path, *, at_import_time: bool = False) -> set[str]:
+    """Modules that the file names, those under TYPE_CHECKING left out. at_import_time: not those inside functions either."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+            continue
+        if at_import_time and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (submodules & MODULES.keys()) or {node.module}
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def test_every_module_has_a_layer() -> None:
+    unplaced = [module for module in MODULES if place(module) is None]
+    inside_none = [module for module in MODULES if place(module) == "slime_like" and module not in ("slime_like",)]
+    assert not unplaced + inside_none, "add these to LAYERS"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_no_import_from_a_higher_layer(module: str) -> None:
+    own = place(module)
+    assert own is not None
+    higher = [f"{module} ({own}) imports {name}" for name in imports_of(MODULES[module]) if (to := place(name)) and LEVEL[to] > LEVEL[own]]
+    assert not higher
+
+
+def test_relative_imports_are_not_used() -> None:
+    """They would escape the rules above."""
+    relative = [
+        module for module, path in MODULES.items()
+        if any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    ]  # fmt: skip
+    assert not relative
+
+
+def test_megatron_is_imported_only_where_it_belongs() -> None:
+    elsewhere = [
+        module for module, path in MODULES.items()
+        if not is_in(module, MAY_IMPORT_MEGATRON) and any(is_in(name, ("megatron",)) for name in imports_of(path))
+    ]  # fmt: skip
+    assert not elsewhere
+
+
+def test_argparse_is_not_imported_by_the_library() -> None:
+    """A namespace of arguments must not travel. Programs with flags of their own may parse them."""
+    programs = [module for module, path in MODULES.items() if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
+    users = [module for module, path in MODULES.items() if "argparse" in imports_of(path)]
+    assert set(users) <= set(programs)
+
+
+def test_a_wrong_command_line_imports_nothing_heavy() -> None:
+    heavy = {
+        module: sorted(found)
+        for module, path in MODULES.items()
+        if is_in(module, LIGHT) and (found := {name for name in imports_of(path, at_import_time=True) if is_in(name, HEAVY)})
+    }
+    assert not heavy
+
+
+def test_the_walk_over_imports_sees_what_it_should(tmp_path: Path) -> None:
+    file = tmp_path / "example.py"
+    file.write_text(
+        "from typing import TYPE_CHECKING\nimport json\nif TYPE_CHECKING:\n    import yaml\n"
+        "from slime_like import registry\ndef f():\n    import megatron.core\n"
+    )
+    assert imports_of(file) == {"typing", "json", "slime_like.registry", "megatron.core"}
+    assert "megatron.core" not in imports_of(file, at_import_time=True)

@@ -1,0 +1,128 @@
+"""Phase timers, plain lines and the live display."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from slime_like.metrics import timers
+from slime_like.metrics.progress import Progress, sparkline
+from slime_like.metrics.timers import PhaseTimer, phase_seconds
+
+
+class Clock:
+    """Stands in for the time module."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    monotonic = perf_counter
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timers, "time", clock)
+    monkeypatch.setattr("slime_like.metrics.progress.time", clock)
+    return clock
+
+
+def test_phases_add_up_and_start_anew(clock: Clock) -> None:
+    timer = PhaseTimer()
+    for name, seconds in (("generate", 2.0), ("train", 3.0), ("generate", 0.5)):
+        with timer.phase(name):
+            assert timer.current == name
+            clock.now += seconds
+        clock.now += 0.25
+    assert timer.take() == {"perf/generate_s": 2.5, "perf/train_s": 3.0, "perf/step_s": 6.25}
+    clock.now += 1
+    assert timer.take() == {"perf/step_s": 1.0}
+
+
+def test_a_phase_that_raises_is_timed_and_left(clock: Clock) -> None:
+    timer = PhaseTimer()
+
+    def fail() -> None:
+        with timer.phase("train"):
+            clock.now += 4
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert timer.current is None
+    assert timer.take()["perf/train_s"] == 4.0
+
+
+def test_phase_seconds_are_told_from_rates_and_the_step() -> None:
+    metrics = {
+        "perf/save_s": 1.0,
+        "perf/odd_s": 2.0,
+        "perf/generate_s": 3.0,
+        "perf/step_s": 9.0,
+        "perf/tokens_per_s": 50.0,
+        "train/loss_s": 1.0,
+    }
+    assert list(phase_seconds(metrics).items()) == [("generate", 3.0), ("save", 1.0), ("odd", 2.0)]
+
+
+def _run(clock: Clock, rollouts: int, **options: object) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=bool(options.pop("terminal", False)), width=120)
+    with Progress(rollouts, console=console, **options) as progress:
+        for step in range(rollouts):
+            with progress.phase("generate"):
+                clock.now += 2
+            metrics = {"rollout/reward_mean": step / 4, "train/kl": float("nan")} | progress.take_seconds()
+            if step == 0:
+                metrics["eval/sums/mean"] = 0.125
+            progress.rollout_done(step, metrics)
+    return stream.getvalue()
+
+
+def test_plain_lines_are_aligned_and_complete(clock: Clock) -> None:
+    lines = _run(clock, 12, show=True).splitlines()
+    assert len(lines) == 12
+    assert len(set(map(len, lines))) == 1
+    assert re.match(
+        r"rollout  2/12  reward +0\.2500  kl +nan  step_s +2\.00  eval/sums +0\.1250  eta +0:00:20  \[generate 2\.00\]$", lines[1]
+    )
+
+
+def test_log_interval_keeps_the_last_line(clock: Clock) -> None:
+    lines = _run(clock, 7, show=True, log_interval=3).splitlines()
+    assert [line.split("  ")[0].split()[-1] for line in lines] == ["3/7", "6/7", "7/7"]
+
+
+def test_other_ranks_are_silent_but_timed(clock: Clock) -> None:
+    assert _run(clock, 3, show=False) == ""
+    assert _run(clock, 3, show=False, terminal=True) == ""
+
+
+def test_live_display_on_a_terminal(clock: Clock) -> None:
+    shown = _run(clock, 3, show=True, terminal=True)
+    assert "\x1b[" in shown
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
+    assert "rollout 3/3" in plain
+    assert "reward 0.5000 ▁▅█" in plain
+    assert "eval/sums 0.1250" in plain
+    assert "\x1b[" not in _run(clock, 3, show=True, terminal=True, plain=True)
+
+
+def test_messages_are_not_read_as_markup(clock: Clock) -> None:
+    stream = io.StringIO()
+    with Progress(1, show=True, console=Console(file=stream)) as progress:
+        progress.message("gate [bold] at [red]rank 0")
+    assert stream.getvalue() == "gate [bold] at [red]rank 0\n"
+
+
+def test_sparkline() -> None:
+    assert sparkline([0, 1, 2, 7]) == "▁▂▃█"
+    assert sparkline([3, 3]) == "▁▁"
+    assert sparkline([0, float("nan"), 1, float("inf")]) == "▁?█?"
+    assert sparkline([]) == ""
