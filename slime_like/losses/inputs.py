@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,18 +120,47 @@ def from_padded(
     selection_seed: int = 0,
     **tensors: Tensor | None,
 ) -> LossInputs:
-    """LossInputs from padded [B, T] tensors, one sequence a row."""
+    """LossInputs from padded [B, T] tensors, one sequence a row. Raises ValueError for a tensor of another shape."""
+    tensors = {"loss_mask": loss_mask, "loss_weights": loss_weights, **tensors}
+    _check_shapes(log_probs, tensors, 2, "[B, T]; packed [T] tensors need seq_ids")
     batch, length = log_probs.shape
-    for name, tensor in {"loss_mask": loss_mask, "loss_weights": loss_weights, **tensors}.items():
+    flat = {name: None if tensor is None else tensor.flatten() for name, tensor in tensors.items()}
+    seq_ids = torch.arange(batch, device=log_probs.device).repeat_interleave(length)
+    return _inputs(log_probs.flatten(), flat, seq_ids, batch, importance_level, selection_seed)
+
+
+def from_packed(
+    log_probs: Tensor,
+    loss_mask: Tensor,
+    loss_weights: Tensor,
+    *,
+    seq_ids: Tensor,
+    importance_level: str = "token",
+    selection_seed: int = 0,
+    **tensors: Tensor | None,
+) -> LossInputs:
+    """LossInputs from packed [T] tensors; seq_ids [T] int64 in [0, S). Raises ValueError for a tensor of another shape."""
+    tensors = {"loss_mask": loss_mask, "loss_weights": loss_weights, **tensors}
+    _check_shapes(log_probs, {"seq_ids": seq_ids, **tensors}, 1, "[T]")
+    return _inputs(log_probs, tensors, seq_ids, int(seq_ids.max()) + 1, importance_level, selection_seed)
+
+
+def _check_shapes(log_probs: Tensor, tensors: Mapping[str, Tensor | None], dims: int, wanted: str) -> None:
+    if log_probs.dim() != dims:
+        raise ValueError(f"log_probs has shape {tuple(log_probs.shape)}; it must be {wanted}")
+    for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != log_probs.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_probs has {tuple(log_probs.shape)}; both must be [B, T]")
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_probs has {tuple(log_probs.shape)}; both must be {wanted}")
+
+
+def _inputs(
+    log_probs: Tensor, tensors: Mapping[str, Any], seq_ids: Tensor, num_seqs: int, importance_level: str, selection_seed: int
+) -> LossInputs:
     return LossInputs(
-        log_probs=log_probs.flatten(),
-        loss_mask=loss_mask.bool().flatten(),
-        loss_weights=loss_weights.flatten(),
-        seq_ids=torch.arange(batch, device=log_probs.device).repeat_interleave(length),
-        num_seqs=batch,
+        log_probs=log_probs,
+        seq_ids=seq_ids,
+        num_seqs=num_seqs,
         importance_level=importance_level,
         selection_seed=selection_seed,
-        **{name: None if tensor is None else tensor.flatten() for name, tensor in tensors.items()},
+        **{**tensors, "loss_mask": tensors["loss_mask"].bool()},
     )

@@ -66,5 +66,5 @@ def reduction_weights(
     if ids is None:
         raise ValueError(f"--loss-reduction {kind} needs {name}")
     unique, place = ids.unique(return_inverse=True)
-    totals = torch.zeros(unique.numel(), dtype=torch.float64).index_add(0, place, lengths)
+    totals = torch.zeros(unique.numel(), dtype=torch.float64, device=ids.device).index_add(0, place, lengths)
     return 1.0 / (unique.numel() * totals.clamp(min=1)[place])

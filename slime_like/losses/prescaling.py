@@ -1,0 +1,50 @@
+"""Advantages that are normalised already, which is the contract of SkyRL and of Tinker: the denominator of the reduction hides in the
+advantage, and token losses are summed.
+
+    A' = u A,    w = 1:      sum_t loss(A'_t) = sum_t u_t loss(A_t)      where loss(c A) = c loss(A) for c > 0
+
+u is the token weight of the reduction (reductions.py). It stays the weight of KL and entropy, which no A multiplies: summed with w = 1 they
+would grow with the number of tokens and dominate (total.py keeps the two weights apart). A loss that is not homogeneous in A (clip_cov and kl_cov, whose covariances are compared
+with fixed numbers or added to; dro and kimi, whose second term has no A) is another loss then, and `total_loss` warns.
+
+Training does not need this and has no flag for it: `train.py` carries u, which is right for every loss. It is for callers whose advantages
+arrive scaled, as a Tinker client's do, and to compare with runs of frameworks that scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.losses.library import token_weights
+
+
+@dataclass(frozen=True, slots=True)
+class PrescaledAdvantages:
+    """All shaped as the mask, 0 or 1 where it is False; named as the fields of `LossInputs` that they are for."""
+
+    advantages: Tensor  # u A
+    policy_weights: Tensor  # w: 1
+    loss_weights: Tensor  # u, of KL and entropy
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What `compute_policy_loss` takes beside loss_weights."""
+        return {"advantages": self.advantages, "policy_weights": self.policy_weights}
+
+
+def prescale_advantages(
+    reduction: str, advantages: Tensor, loss_mask: Tensor, *, seq_ids: Tensor | None = None, **of_samples: Any
+) -> PrescaledAdvantages:
+    """Raw advantages of a whole optimizer step, divided by the denominators of `reduction`.
+
+    advantages, loss_mask: [B, T], or [T] with seq_ids [T]. of_samples: see `token_weights`. Raises ValueError for an unknown reduction, what
+    it is missing, or a wrong shape.
+    """
+    if advantages.shape != loss_mask.shape:
+        raise ValueError(f"advantages has shape {tuple(advantages.shape)}, loss_mask {tuple(loss_mask.shape)}; they must be equal")
+    u = token_weights(reduction, loss_mask, seq_ids=seq_ids, **of_samples).to(advantages.dtype)
+    return PrescaledAdvantages(torch.where(loss_mask.bool(), u * advantages, 0.0), torch.ones_like(advantages), u)
