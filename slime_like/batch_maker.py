@@ -65,7 +65,8 @@ class BatchMaker:
         metrics: dict[str, float] = {}
         with self.progress.phase("log_probs"):
             old = self._old_log_probs(local, metrics, weight_version)
-            ref = self.backend.compute_log_probs(local, reference=True) if self.backend.ref_chunks is not None else None
+            reference = self.backend.reference
+            ref = None if reference is None else self.backend.compute_log_probs(local, reference)
         corrections, more = self._corrections(samples, steps, old)
         metrics |= more
         advantages, more = self._advantages(samples, local, old, ref)

@@ -245,7 +245,7 @@ class Trainer:
         if checkpoint.ckpt_step is not None or is_checkpoint_root(root):
             self._resume(root)
         elif (Path(root) / "config.json").is_file():
-            self.backend.load_hf(root)
+            self.backend.policy.load_hf(root)
             self.initial_policy = root
         elif root != checkpoint.save:
             raise ValueError(f"--load {root}: holds neither checkpoints nor a Hugging Face model (config.json)")

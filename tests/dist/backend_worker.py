@@ -64,19 +64,19 @@ def share(samples: Sequence[TrainSample], layout: ParallelLayout) -> TrainBatch:
 
 def optimizer_state(backend: MegatronBackend) -> list[torch.Tensor]:
     """Adam's tensors, the fp32 parameters and the model's on this rank."""
-    assert backend.optimizer is not None
-    backend._finish_param_gather()  # what --overlap-param-gather has not brought yet is not a change
+    network = backend.trained
+    network.finish_updates()  # what --overlap-param-gather has not brought yet is not a change
     tensors = []
-    for part in getattr(backend.optimizer, "chained_optimizers", [backend.optimizer]):
+    for part in getattr(network.optimizer, "chained_optimizers", [network.optimizer]):
         for state in part.optimizer.state.values():
             tensors += [value.clone() for value in state.values() if isinstance(value, torch.Tensor)]
         tensors += [p.detach().clone() for group in part.optimizer.param_groups for p in group["params"]]
-    return tensors + [p.detach().clone() for chunk in backend.chunks for p in chunk.parameters()]
+    return tensors + [p.detach().clone() for chunk in network.chunks for p in chunk.parameters()]
 
 
 def poison_one_rank(backend: MegatronBackend, rank: int, value: float) -> Any:
     """From now on, one gradient of rank `rank` holds `value`. Returns a handle with remove()."""
-    parameter = next(p for p in backend.chunks[0].parameters() if p.requires_grad)
+    parameter = next(p for p in backend.policy.chunks[0].parameters() if p.requires_grad)
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
@@ -154,8 +154,8 @@ def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
         before = optimizer_state(trainer.backend)
         real = trainer.backend.compute_log_probs
 
-        def wrong(samples: Sequence[TrainSample], *, reference: bool = False) -> Any:
-            return [dataclasses.replace(s, log_probs=s.log_probs + 1e-6) for s in real(samples, reference=reference)]
+        def wrong(*call: Any) -> Any:
+            return [dataclasses.replace(s, log_probs=s.log_probs + 1e-6) for s in real(*call)]
 
         trainer.backend.compute_log_probs = wrong  # type: ignore[method-assign]
         try:

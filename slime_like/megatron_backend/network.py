@@ -1,0 +1,148 @@
+"""One model of the run on Megatron: the policy, the reference, any other. Frozen, or trained by an optimizer and a schedule of its own.
+
+Every method is called by all ranks together.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from arguments.groups import GPTModelConfig, ScheduleConfig
+from arguments.hf_model import read_hf_model
+from slime_like.convert.load import load_hf_weights
+from slime_like.megatron_backend.init import device_of_this_process
+from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.loss_closure import ForwardStep
+from slime_like.megatron_backend.model import build_chunks, to_model_precision, wrap_for_training
+from slime_like.megatron_backend.optimizer import build_optimizer, build_scheduler, step_if_finite
+from slime_like.megatron_backend.packing import unpack
+from slime_like.megatron_backend.schedule import run_schedule
+from slime_like.types import MicroBatch, TrainSample
+
+
+class Network:
+    """The chunks of one model on this rank.
+
+    chunks: megatron-core's modules, whose weights are read, written and saved. modules: the same as they are called: in the precision of
+    the model and, once trained, with gradient buffers.
+    """
+
+    def __init__(self, transformer: TransformerConfig, gpt: GPTModelConfig, transformer_impl: str, layout: ParallelLayout) -> None:
+        self.config = copy.copy(transformer)  # training hangs a network's own functions on its config
+        self.gpt = gpt
+        self.layout = layout
+        self.device = device_of_this_process()
+        self.chunks = build_chunks(self.config, gpt, transformer_impl, layout)
+        self.modules: list[Any] = to_model_precision(self.chunks, self.config)
+
+    def load_hf(self, folder: str) -> None:
+        """Take the weights of a Hugging Face checkpoint. Raises ValueError when it is shaped otherwise."""
+        load_hf_weights(self.chunks, folder, hf=read_hf_model(folder), gpt=self.gpt, layout=self.layout)
+
+    def freeze(self) -> None:
+        """No dropout, no gradients."""
+        for module in self.modules:
+            module.eval().requires_grad_(False)
+
+    def finish_updates(self) -> None:
+        """Weights are current once this returns; before it, an update may still be on its way."""
+
+    def evaluate(self, step: ForwardStep, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]) -> list[list[Tensor]]:
+        """Forward-only over `batches`, which hold the samples of `groups`. `step`'s closure gives a tuple of columns [T]; returns for each
+        column the response values [R] of every sample, on the host of every pipeline stage."""
+        training = [module.training for module in self.modules]
+        for module in self.modules:
+            module.eval()
+        outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=True)
+        for module, was_training in zip(self.modules, training):
+            module.train(was_training)
+        table = torch.cat([torch.stack(output) for output in outputs], dim=1).detach() if outputs else None
+        table = self._from_last_stage(table, tokens=sum(int(b.tokens.numel()) for b in batches)).cpu()
+        columns: list[list[Tensor]] = [[] for _ in table]
+        for group, values in zip(groups, table.split([int(b.tokens.numel()) for b in batches], dim=1)):
+            for column, row in zip(columns, values):
+                column += [value.clone() for value in unpack(row, group)]
+        return columns
+
+    def _from_last_stage(self, table: Tensor | None, *, tokens: int) -> Tensor:
+        """The table [columns, tokens], which the last pipeline stage computed, on all of them."""
+        if self.layout.pp_size == 1:
+            assert table is not None
+            return table
+        source = dist.get_global_rank(self.layout.pp_group, self.layout.pp_size - 1)
+        size = torch.tensor([0 if table is None else table.size(0)], device=self.device)
+        dist.broadcast(size, source, group=self.layout.pp_group)
+        if table is None:
+            table = torch.zeros(int(size), tokens, device=self.device)
+        dist.broadcast(table, source, group=self.layout.pp_group)
+        return table
+
+
+class TrainedNetwork(Network):
+    """A network with gradient buffers, an optimizer and a learning-rate schedule."""
+
+    def __init__(
+        self,
+        transformer: TransformerConfig,
+        gpt: GPTModelConfig,
+        transformer_impl: str,
+        layout: ParallelLayout,
+        *,
+        ddp: DistributedDataParallelConfig,
+        optimizer: OptimizerConfig,
+        schedule: ScheduleConfig,
+        total_steps: int,
+    ) -> None:
+        """total_steps: optimizer steps of the whole run."""
+        super().__init__(transformer, gpt, transformer_impl, layout)
+        self.modules = list(wrap_for_training(self.modules, self.config, ddp))
+        self.optimizer = build_optimizer(optimizer, self.modules)
+        self.scheduler = build_scheduler(self.optimizer, optimizer, schedule, total_steps=total_steps)
+        self._gathers_late = ddp.overlap_param_gather
+        # what Megatron's schedules and gradient finalisation expect to find
+        self.config.finalize_model_grads_func = finalize_model_grads
+        if ddp.overlap_grad_reduce:
+            no_sync = [module.no_sync for module in self.modules]
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def accumulate(self, step: ForwardStep, batches: Sequence[MicroBatch]) -> list[Any]:
+        """Forward and backward over one optimizer step; gradients are reduced, weights not yet changed. Returns what the loss closure
+        reported for each micro-batch, on the last pipeline stage (empty elsewhere)."""
+        for module in self.modules:
+            module.train()
+            module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return run_schedule(self.modules, batches, step, self.layout, forward_only=False)
+
+    def apply_gradients(self) -> tuple[bool, float, float]:
+        """One optimizer step: (whether it was taken, global L2 gradient norm before clipping, learning rate). It is skipped on all ranks
+        when the norm is not finite."""
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        stepped, grad_norm = step_if_finite(self.optimizer)
+        if stepped:
+            self.scheduler.step(increment=1)
+        return stepped, grad_norm, learning_rate
+
+    def load_hf(self, folder: str) -> None:
+        super().load_hf(folder)
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Start the optimizer's copies from the model's weights, which were written from outside."""
+        self.optimizer.reload_model_params()
+
+    def finish_updates(self) -> None:
+        """With --overlap-param-gather a rank's parameters are stale between a step and the next forward pass; whoever reads them
+        otherwise must ask for them first."""
+        if self._gathers_late:
+            for module in self.modules:
+                module.start_param_sync(force_sync=True)
