@@ -41,7 +41,7 @@ SUPPORTED = frozenset(
     masked_softmax_fusion persist_layer_norm bias_dropout_fusion apply_rope_fusion
     recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations
     perform_initialization use_cpu_initialization bf16 deterministic_mode gradient_accumulation_fusion overlap_p2p_comm
-    clone_scatter_output_in_embedding
+    clone_scatter_output_in_embedding cp_comm_type
     lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay sgd_momentum clip_grad
     use_distributed_optimizer overlap_param_gather overlap_grad_reduce grad_reduce_in_fp32 align_param_gather
     bucket_size pad_buckets_for_high_nccl_busbw average_in_collective
@@ -73,6 +73,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
     "optimizer": ("adam", "sgd"),
     "recompute_modules": ("core_attn", "mlp", "layernorm"),
+    "cp_comm_type": ("p2p", "all_gather", "a2a"),
 }
 DEFAULT_WORDS = {
     "num_layers": "from --hf-checkpoint",
@@ -97,6 +98,7 @@ DEFAULT_WORDS = {
     "apply_rope_fusion": "on with CUDA and Transformer Engine",
     "gradient_accumulation_fusion": "on with CUDA and Apex's extension",
     "overlap_p2p_comm": "on with NCCL and the interleaved schedule",
+    "cp_comm_type": "p2p with Transformer Engine, else all_gather",
 }
 # Why a known field is refused: the first pattern that matches its name.
 REASONS: tuple[tuple[str, str], ...] = (

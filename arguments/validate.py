@@ -94,7 +94,10 @@ def world_is_divisible(s: Settings) -> list[Problem]:
     size = s.parallel.model_parallel_size
     if s.world_size % size == 0:
         return []
-    sizes = f"--tensor-model-parallel-size {s.parallel.tensor_model_parallel_size} x --pipeline-model-parallel-size {s.parallel.pipeline_model_parallel_size}"
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = " x ".join(
+        f"{flag_name(n)} {getattr(s.parallel, n)}" for n in names if n != "context_parallel_size" or s.parallel.context_parallel_size > 1
+    )
     return problem(
         "tensor_model_parallel_size",
         None,
@@ -104,7 +107,7 @@ def world_is_divisible(s: Settings) -> list[Problem]:
 
 def unsupported_parallelism(s: Settings) -> list[Problem]:
     found = []
-    for name in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
         size = getattr(s.parallel, name)
         if size is not None and size > 1:
             found += problem(name, size, "is known but not implemented yet; the only legal value is 1")
@@ -124,6 +127,31 @@ def tensor_parallel_divides_the_network(s: Settings) -> list[Problem]:
         whole = s.core.get(name)
         if whole and whole % size:
             found += problem("tensor_model_parallel_size", size, f"does not divide {flag_name(name)} {whole}; choose a divisor of it")
+    return found
+
+
+def context_parallel_has_limits(s: Settings) -> list[Problem]:
+    """What ranks that share sequences cannot do, and which of them exchanges keys and values how."""
+    size, how = s.parallel.context_parallel_size, s.core.get("cp_comm_type")
+    if size == 1:
+        return problem("cp_comm_type", how, "needs --context-parallel-size above 1; leave it out") if how is not None else []
+    found = []
+    for name in ("attention_dropout", "hidden_dropout"):
+        if s.core.get(name):
+            found += problem(
+                name, s.core[name], "must be 0 with --context-parallel-size above 1, whose ranks would all drop the same positions"
+            )
+    if s.core.get("multi_latent_attention"):
+        found += problem("context_parallel_size", size, "does not go with multi-latent attention yet; the only legal value is 1")
+    if resolve_transformer_impl(s.model, s.machine) == "local" and how not in (None, "all_gather"):
+        found += problem("cp_comm_type", how, "needs Transformer Engine layers, which are not used here; use all_gather, or leave it out")
+    heads, tensor = s.core.get("num_attention_heads"), s.parallel.tensor_model_parallel_size
+    groups = s.core.get("num_query_groups") or heads
+    if how == "a2a" and heads and groups and (heads // tensor % size or groups // tensor % size):
+        have = f"the {heads} heads and {groups} query groups, over --tensor-model-parallel-size {tensor}"
+        found += problem(
+            "cp_comm_type", how, f"exchanges heads, so --context-parallel-size {size} must divide {have}; use p2p or all_gather"
+        )
     return found
 
 
@@ -334,7 +362,7 @@ def sequences_fit(s: Settings) -> list[Problem]:
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     world_is_divisible, unsupported_parallelism, sequence_parallel_needs_tensor_parallel, tensor_parallel_divides_the_network,
-    interleaved_flags, pipeline_divides_the_layers, backend_is_there,
+    context_parallel_has_limits, interleaved_flags, pipeline_divides_the_layers, backend_is_there,
 )  # fmt: skip
 NETWORK_RULES: tuple[Rule, ...] = (
     network_is_complete, checkpoint_is_needed, transformer_engine_is_there, local_layers_have_limits,

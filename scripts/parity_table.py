@@ -54,7 +54,15 @@ LAYOUTS = (
     Layout("DP2", 2, ""),
     Layout("DP2 distributed optimizer", 2, "--use-distributed-optimizer"),
     Layout("DP2 overlap", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    Layout("CP2", 2, "--context-parallel-size 2"),
+    Layout("CP2 micro-batch 4", 2, "--context-parallel-size 2 --micro-batch-size 4"),
     Layout("TP2 PP2", 4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    Layout("CP4", 4, "--context-parallel-size 4"),
+    Layout("TP2 CP2", 4, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+    Layout("TP2 SP CP2", 4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+    Layout("PP2 CP2", 4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
+    Layout("PP2 VP2 CP2", 4, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2"),
+    Layout("DP2 CP2", 4, "--context-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer"),
 )
 COMMON = (
     "--debug-train-only --lr 3e-4 --adam-eps 1e-6 --clip-grad 1.0 --weight-decay 0.1 --rollout-batch-size {groups} --n-samples-per-prompt {size} "

@@ -95,7 +95,7 @@ class BatchMaker:
                 [s.log_probs for s in old],
                 [require_rollout_log_probs(s) for s in local],
                 [s.loss_mask for s in local],
-                self.layout.dp_cp_group,
+                self.layout.dp_group,
             )
             average, p99 = (metrics.get(f"rollout/train_rollout_log_prob_diff_{name}", 0.0) for name in ("mean", "p99"))
             if not run.debug.load_debug_rollout_data:  # recorded rollouts may come from other weights

@@ -103,7 +103,8 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed rows. Padding at the end is a sequence of its own with an all-False mask."""
+    """Packed rows. Padding at the end is a sequence of its own with an all-False mask. Under context parallelism each rank has T of the rows
+    of all S sequences (ops/context_parallel.py), whose ends are padded too; cu_seqlens and max_seqlen are those of the whole sequences."""
 
     tokens: Tensor  # [1, T] int64
     labels: Tensor  # [1, T] int64
@@ -122,7 +123,8 @@ class MicroBatch:
     importance_weights: Tensor | None = None  # [T] float32
     rewards: Tensor | None = None  # [T] float32
     nll_weights: Tensor | None = None  # [T] float32
-    selection_seed: int = 0  # of losses that choose tokens at random; equal on ranks that hold the same tokens
+    selection_seed: int = 0  # of losses that choose tokens at random; equal on ranks that hold the same tokens, or sequences
+    places: Tensor | None = None  # [T] int64: row where one process packs it; None: the row itself
 
     @property
     def num_seqs(self) -> int:

@@ -17,7 +17,9 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = arg(
         None, "Interleaved schedule, told by layers per chunk; excludes --num-virtual-stages-per-pipeline-rank.", legal=AT_LEAST_ONE
     )
-    context_parallel_size: int = arg(1, "Ranks that share each sequence.", legal=AT_LEAST_ONE)
+    context_parallel_size: int = arg(
+        1, "Ranks that share the tokens of each sequence; sequences are padded to a multiple of twice this.", legal=AT_LEAST_ONE
+    )
     expert_model_parallel_size: int = arg(1, "Ranks that share the experts.", legal=AT_LEAST_ONE)
     expert_tensor_parallel_size: int | None = arg(None, "Tensor-parallel size of the experts.", legal=AT_LEAST_ONE)
     sequence_parallel: bool = arg(False, "Split activations between tensor-parallel regions along the sequence.")

@@ -12,7 +12,7 @@ import torch
 
 from slime_like.config import UNIT, arg
 from slime_like.losses.clipping import ClipConfig, clipped_surrogate
-from slime_like.losses.covariance import covariances, pick
+from slime_like.losses.covariance import covariances, pick, random_order
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_mean
@@ -31,8 +31,7 @@ def clip_cov(inputs: LossInputs, config: ClipCovConfig) -> PolicyLossOutput:
     surrogate = clipped_surrogate(inputs, ratio, config)
     cov = covariances(inputs)
     candidates = inputs.kept & ~surrogate.clipped & (cov > config.clip_cov_lb) & (cov < config.clip_cov_ub)
-    generator = torch.Generator().manual_seed(inputs.selection_seed)  # on the host, so that every device draws the same
-    chosen = pick(candidates, torch.rand(cov.numel(), generator=generator).to(cov.device), config.clip_cov_ratio, inputs)
+    chosen = pick(candidates, random_order(inputs), config.clip_cov_ratio, inputs)
     metrics = {**ratio_metrics(inputs, ratio), **surrogate.metrics, "clip_cov_frac": masked_mean(chosen.float(), inputs.loss_mask)}
     return PolicyLossOutput(torch.where(chosen, 0.0, surrogate.token_losses), metrics)
 

@@ -1,28 +1,54 @@
 """What clip_cov and kl_cov share: the covariance of advantage and log-prob, token by token, and how many tokens are picked by it.
 
 arXiv 2505.22617: cov = (A - mean A)(log_prob - mean log_prob). The means, and the number of tokens that are picked, are of the
-micro-batch, as everywhere: these two losses depend on how a step is cut into micro-batches.
+micro-batch, as everywhere: these two losses depend on how a step is cut into micro-batches. Context-parallel ranks choose together, and as
+one process would.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from slime_like.losses.inputs import LossInputs
+from slime_like.losses.ranks import gather_over_ranks, sum_over_ranks
 
 
 def covariances(inputs: LossInputs) -> Tensor:
     """[T], constant; 0 at inactive tokens."""
     advantages, log_probs = inputs.required("advantages"), inputs.masked(inputs.log_probs.detach())
-    count = inputs.loss_mask.sum().clamp(min=1)
-    return inputs.masked((advantages - advantages.sum() / count) * (log_probs - log_probs.sum() / count))
+    own = torch.stack([advantages.sum(), log_probs.sum(), inputs.loss_mask.sum().to(log_probs.dtype)])
+    advantage_sum, log_prob_sum, count = sum_over_ranks(own, inputs.cp_group)
+    count = count.clamp(min=1)
+    return inputs.masked((advantages - advantage_sum / count) * (log_probs - log_prob_sum / count))
+
+
+def random_order(inputs: LossInputs) -> Tensor:
+    """[T] uniform draws, the same for a token in every layout: on the host, by the selection seed and its place in the micro-batch."""
+    generator = torch.Generator().manual_seed(inputs.selection_seed)
+    ranks = 1 if inputs.cp_group is None else inputs.cp_group.size()
+    draws = torch.rand(ranks * inputs.loss_mask.numel(), generator=generator).to(inputs.loss_mask.device)
+    return draws[_places(inputs)]
 
 
 def pick(candidates: Tensor, order: Tensor, share: float, inputs: LossInputs) -> Tensor:
     """The max(1, floor(share * N)) candidates that come first in descending `order`, N active tokens; all, where there are fewer.
 
-    candidates: [T] bool. order: [T]. Returns [T] bool. Nothing is read from the device.
+    candidates: [T] bool. order: [T]; the earlier of two equal tokens comes first. Returns [T] bool. Nothing is read from the device.
     """
-    wanted = (inputs.loss_mask.sum().double() * share).floor().clamp(min=1)
-    rank = order.masked_fill(~candidates, float("-inf")).argsort(descending=True, stable=True).argsort()
+    wanted = (sum_over_ranks(inputs.loss_mask.sum(), inputs.cp_group).double() * share).floor().clamp(min=1)
+    order = gather_over_ranks(order.masked_fill(~candidates, float("-inf")), inputs.cp_group)
+    places = gather_over_ranks(_places(inputs), inputs.cp_group)
+    by_place = places.argsort(stable=True)
+    best_first = by_place[order[by_place].argsort(descending=True, stable=True)]
+    rank = best_first.argsort()
+    if inputs.cp_group is not None:
+        own = inputs.loss_mask.numel()
+        rank = rank[inputs.cp_group.rank() * own :][:own]
     return candidates & (rank < wanted)
+
+
+def _places(inputs: LossInputs) -> Tensor:
+    if inputs.places is not None:
+        return inputs.places
+    return torch.arange(inputs.loss_mask.numel(), device=inputs.loss_mask.device)

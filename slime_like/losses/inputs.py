@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.losses.ranks import sum_over_ranks
 from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min
 
 LOG_RATIO_CLAMP = 20.0
@@ -19,7 +21,11 @@ _REMEDIES = {"rollout_log_probs": "; let the sampler return log-probs"}
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """Per-token tensors of one micro-batch. All but log_probs and entropy are constants. Values at rows where `loss_mask` is False are
-    never used, NaN and infinity included."""
+    never used, NaN and infinity included.
+
+    Under context parallelism each rank of cp_group has T of the rows of the same S sequences, and a loss returns what its own rows
+    contribute. Quantities of whole sequences go through `seq_sum` and `seq_mean`, others of the micro-batch through `ranks.py`: the sums
+    there are exact over the ranks, and so are their gradients."""
 
     log_probs: Tensor  # [T] current policy, with grad
     loss_mask: Tensor  # [T] bool, the original mask
@@ -38,6 +44,8 @@ class LossInputs:
     rewards: Tensor | None = None  # [T] the sample's raw reward on every token
     nll_weights: Tensor | None = None  # [T] 1 / (tokens of the optimizer step in samples with a reward above 0) on those tokens, else 0
     selection_seed: int = 0  # of losses that choose tokens at random: from (seed, step, micro-batch)
+    places: Tensor | None = None  # [T] int64: row of the micro-batch where one process packs it; None: the row itself
+    cp_group: dist.ProcessGroup | None = None  # ranks that hold other rows of the same sequences; None: this one holds all
 
     def masked(self, x: Tensor) -> Tensor:
         """x in fp32 (fp64 stays), 0 at inactive rows. Selection comes before any product, so that NaN never meets a 0; in backward an
@@ -69,18 +77,23 @@ class LossInputs:
         """log s_t of GSPO-token (arXiv 2507.18071, equation 14) [T], at most 10: its value is the mean log-ratio of the sequence over the
         original mask, its gradient the token's own."""
         log_probs = self.masked(self.log_probs)
-        mean = self.seq_mean(self.log_ratio()).detach()
+        mean = self.seq_mean(self.log_ratio().detach())
         return (log_probs - log_probs.detach() + mean).clamp(max=SEQUENCE_LOG_RATIO_CAP)
 
     def seq_sum(self, x: Tensor) -> Tensor:
         """Sum of x over the active tokens of each sequence, on every row of it: [T] -> [T], differentiable."""
-        x = self.masked(x)
-        return torch.zeros(self.num_seqs, dtype=x.dtype, device=x.device).index_add(0, self.seq_ids, x)[self.seq_ids]
+        return sum_over_ranks(self._own_sums(x), self.cp_group)[self.seq_ids]
 
     def seq_mean(self, x: Tensor) -> Tensor:
         """Mean of x over the active tokens of each sequence, on every row of it: [T] -> [T]; 0 in a sequence without any."""
-        count = self.seq_sum(torch.ones_like(self.loss_mask, dtype=x.dtype if x.dtype == torch.float64 else torch.float32))
-        return self.seq_sum(x) / count.clamp(min=1)
+        own = self._own_sums(x)
+        sums, counts = sum_over_ranks(torch.stack([own, self._own_sums(torch.ones_like(x))]), self.cp_group)
+        return (sums / counts.clamp(min=1))[self.seq_ids]
+
+    def _own_sums(self, x: Tensor) -> Tensor:
+        """[T] -> [S], over this rank's rows."""
+        x = self.masked(x)
+        return torch.zeros(self.num_seqs, dtype=x.dtype, device=x.device).index_add(0, self.seq_ids, x)
 
 
 @dataclass(frozen=True, slots=True)

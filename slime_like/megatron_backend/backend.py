@@ -169,6 +169,8 @@ class MegatronBackend:
             multiple=self.layout.tp_size if self.transformer.sequence_parallel else 1,
             equal_lengths=self.layout.vp_size > 1,
             device=self.device,
+            cp_size=self.layout.cp_size,
+            cp_rank=self.layout.cp_rank,
         )
 
     def _object_from_last_stage(self, value: dict[str, float]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
@@ -98,13 +99,13 @@ class Head:
         return empty.index_copy(0, rows, log_probs) + tie, empty.index_copy(0, rows, entropy)
 
 
-def forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+def forward(model: torch.nn.Module, batch: MicroBatch, layout: ParallelLayout) -> Tensor:
     """Logits [1, T, V_padded / tp] on the last pipeline stage, hidden states elsewhere."""
     return model(
         input_ids=batch.tokens,
         position_ids=batch.position_ids,
         attention_mask=None,
-        packed_seq_params=packed_rows(batch.cu_seqlens),
+        packed_seq_params=packed_rows(batch.cu_seqlens, layout.cp_size, layout.cp_rank),
     )
 
 
@@ -117,7 +118,7 @@ def log_prob_step(head: Head) -> ForwardStep:
         def collect(logits: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
             return head.log_probs_and_entropy(logits, batch)
 
-        return forward(model, batch), collect
+        return forward(model, batch, head.layout), collect
 
     return step
 
@@ -127,7 +128,7 @@ def training_step(head: Head, objective: Objective, scale: float) -> ForwardStep
 
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
         batch = next(batches)
-        return forward(model, batch), partial(loss_func, batch, head, objective, scale)
+        return forward(model, batch, head.layout), partial(loss_func, batch, head, objective, scale)
 
     return step
 
@@ -137,7 +138,7 @@ def loss_func(batch: MicroBatch, head: Head, objective: Objective, scale: float,
     log_probs, entropy = head.log_probs_and_entropy(logits, batch)
     if objective.terms.entropy_coef == 0:
         entropy = entropy.detach()  # only reported: no gradient is computed for it
-    inputs = loss_inputs(batch, log_probs, entropy, objective.importance_level)
+    inputs = loss_inputs(batch, log_probs, entropy, objective.importance_level, head.layout.cp_group)
     output = total_loss(inputs, objective.policy_loss, objective.policy_config, objective.terms)
     metrics = dict(output.metrics)
     if batch.old_log_probs is not None:
@@ -150,8 +151,15 @@ def loss_func(batch: MicroBatch, head: Head, objective: Objective, scale: float,
     return output.loss * scale, torch.ones((), dtype=torch.int, device=logits.device), {"metrics": metrics}
 
 
-def loss_inputs(batch: MicroBatch, log_probs: Tensor, entropy: Tensor, importance_level: str) -> LossInputs:
+def loss_inputs(batch: MicroBatch, log_probs: Tensor, entropy: Tensor, importance_level: str, cp_group: dist.ProcessGroup) -> LossInputs:
     """The view of a micro-batch that losses get. log_probs, entropy: [T]."""
     shared = {f.name for f in fields(LossInputs)} & {f.name for f in fields(MicroBatch)}
     constants = {name: getattr(batch, name) for name in shared}
-    return LossInputs(log_probs=log_probs, entropy=entropy, num_seqs=batch.num_seqs, importance_level=importance_level, **constants)
+    return LossInputs(
+        log_probs=log_probs,
+        entropy=entropy,
+        num_seqs=batch.num_seqs,
+        importance_level=importance_level,
+        cp_group=cp_group if cp_group.size() > 1 else None,
+        **constants,
+    )

@@ -24,7 +24,7 @@ from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import ForwardStep
 from slime_like.megatron_backend.model import build_chunks, to_model_precision, wrap_for_training
 from slime_like.megatron_backend.optimizer import build_optimizer, build_scheduler, step_if_finite
-from slime_like.megatron_backend.packing import unpack
+from slime_like.megatron_backend.packing import join_context_ranks, unpack
 from slime_like.megatron_backend.schedule import run_schedule
 from slime_like.types import MicroBatch, TrainSample
 
@@ -58,7 +58,7 @@ class Network:
 
     def evaluate(self, step: ForwardStep, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]) -> list[list[Tensor]]:
         """Forward-only over `batches`, which hold the samples of `groups`. `step`'s closure gives a tuple of columns [T]; returns for each
-        column the response values [R] of every sample, on the host of every pipeline stage."""
+        column the response values [R] of every sample, on the host of every pipeline stage and context-parallel rank."""
         training = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()
@@ -66,12 +66,22 @@ class Network:
         for module, was_training in zip(self.modules, training):
             module.train(was_training)
         table = torch.cat([torch.stack(output) for output in outputs], dim=1).detach() if outputs else None
-        table = self._from_last_stage(table, tokens=sum(int(b.tokens.numel()) for b in batches)).cpu()
+        table = self._from_last_stage(table, tokens=sum(int(b.tokens.numel()) for b in batches))
+        table = self._from_context_ranks(table, batches).cpu()
         columns: list[list[Tensor]] = [[] for _ in table]
-        for group, values in zip(groups, table.split([int(b.tokens.numel()) for b in batches], dim=1)):
+        for group, values in zip(groups, table.split([int(b.cu_seqlens[-1]) for b in batches], dim=1)):
             for column, row in zip(columns, values):
-                column += [value.clone() for value in unpack(row, group)]
+                column += [value.clone() for value in unpack(row, group, self.layout.cp_size)]
         return columns
+
+    def _from_context_ranks(self, table: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
+        """The table of this rank's rows -> of the rows of all context-parallel ranks, in the order of the whole micro-batches."""
+        size = self.layout.cp_size
+        if size == 1:
+            return table
+        gathered = table.new_empty(size * table.size(0), table.size(1))
+        dist.all_gather_into_tensor(gathered, table.contiguous(), group=self.layout.cp_group)
+        return join_context_ranks(gathered.view(size, *table.shape), batches, size)
 
     def _from_last_stage(self, table: Tensor | None, *, tokens: int) -> Tensor:
         """The table [columns, tokens], which the last pipeline stage computed, on all of them."""

@@ -1,14 +1,21 @@
-"""Samples -> packed micro-batches, and per-token results back to samples. The label shift happens here and nowhere else."""
+"""Samples -> packed micro-batches, and per-token results back to samples. The label shift happens here and nowhere else.
+
+Under context parallelism the micro-batch is packed whole, with every sequence padded to a multiple of 2 * cp, and each rank then takes its
+rows of it; values of the ranks' rows are joined before they go back to samples.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slime_like.ops.context_parallel import places_over_ranks, rows_of_rank
 from slime_like.types import MicroBatch, TrainBatch, TrainSample
 
 
@@ -19,45 +26,63 @@ def split_micro_batches(batch: TrainBatch, micro_batch_size: int) -> list[tuple[
     return [samples[i : i + micro_batch_size] for i in range(0, len(samples), micro_batch_size)]
 
 
-def pack_all(groups: Sequence[Sequence[TrainSample]], *, multiple: int, equal_lengths: bool, device: torch.device) -> list[MicroBatch]:
-    """A micro-batch for each group. equal_lengths: pad all to the longest, as the interleaved pipeline schedule needs."""
-    totals = [sum(int(s.tokens.numel()) for s in group) for group in groups]
-    return [pack(group, multiple=multiple, at_least=max(totals) if equal_lengths else 0, device=device) for group in groups]
+def pack_all(
+    groups: Sequence[Sequence[TrainSample]],
+    *,
+    multiple: int,
+    equal_lengths: bool,
+    device: torch.device,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> list[MicroBatch]:
+    """A micro-batch for each group: this context-parallel rank's rows of it, a multiple of `multiple` of them. equal_lengths: pad all to
+    the longest, as the interleaved pipeline schedule needs."""
+    totals = [sum(padded_length(s, cp_size) for s in group) for group in groups]
+    longest = max(totals) if equal_lengths else 0
+    packed = [pack(group, multiple=multiple, at_least=longest, device=device, cp_size=cp_size) for group in groups]
+    return packed if cp_size == 1 else [rows_of_context_rank(batch, cp_size, cp_rank) for batch in packed]
 
 
-def pack(samples: Sequence[TrainSample], *, multiple: int, device: torch.device, at_least: int = 0) -> MicroBatch:
-    """Concatenate samples into one row of T >= `at_least` tokens, T a multiple of `multiple` (the tensor-parallel size under sequence
-    parallelism). Padding is one more sequence with an all-False mask."""
-    lengths = [int(s.tokens.numel()) for s in samples]
+def padded_length(sample: TrainSample, cp_size: int) -> int:
+    """Rows that a sample takes: its length, up to a multiple of 2 * cp where context-parallel ranks share them."""
+    length = int(sample.tokens.numel())
+    return length if cp_size == 1 else length + -length % (2 * cp_size)
+
+
+def pack(samples: Sequence[TrainSample], *, multiple: int, device: torch.device, at_least: int = 0, cp_size: int = 1) -> MicroBatch:
+    """Concatenate samples into one row of T >= `at_least` tokens, of which each of `cp_size` ranks can take an equal share that is a multiple
+    of `multiple` (the tensor-parallel size under sequence parallelism). Padding at the end is one more sequence with an all-False mask."""
+    lengths = [padded_length(s, cp_size) for s in samples]
     wanted = max(sum(lengths), at_least)
-    padding = wanted + -wanted % multiple - sum(lengths)
+    unit = multiple if cp_size == 1 else math.lcm(2, multiple) * cp_size
+    padding = wanted + -wanted % unit - sum(lengths)
     if padding:
         lengths.append(padding)
     total = sum(lengths)
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
+    starts = cu_seqlens[:-1].tolist()
     tokens = torch.zeros(total, dtype=torch.int64)
     labels = torch.zeros(total, dtype=torch.int64)
-    start = 0
-    for sample in samples:
+    for start, sample in zip(starts, samples):
         end = start + sample.tokens.numel()
         tokens[start:end] = sample.tokens
         labels[start : end - 1] = sample.tokens[1:]
-        start = end
-    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
     seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     positions = torch.arange(total) - cu_seqlens[:-1].long()[seq_ids]
+    real_lengths = torch.tensor([*(int(s.tokens.numel()) for s in samples), 0])
+    # padding stands at position 0: it may be longer than the network has learned positions
+    position_ids = torch.where(positions < real_lengths[seq_ids], positions, 0)
 
     def per_token(get: Callable[[TrainSample], Tensor | None], dtype: torch.dtype) -> Tensor | None:
         """Place each sample's response values on the rows whose labels they speak about."""
         out = torch.zeros(total, dtype=dtype)
-        start = 0
-        for sample in samples:
+        for start, sample in zip(starts, samples):
             end = start + int(sample.tokens.numel())
             values = get(sample)
             if values is None:
                 return None
             out[end - 1 - sample.response_length : end - 1] = values.to(dtype)
-            start = end
         return out.to(device)
 
     def required(get: Callable[[TrainSample], Tensor | None], dtype: torch.dtype) -> Tensor:
@@ -68,7 +93,7 @@ def pack(samples: Sequence[TrainSample], *, multiple: int, device: torch.device,
     return MicroBatch(
         tokens=tokens.unsqueeze(0).to(device),
         labels=labels.unsqueeze(0).to(device),
-        position_ids=positions.unsqueeze(0).to(device),
+        position_ids=position_ids.unsqueeze(0).to(device),
         seq_ids=seq_ids.to(device),
         cu_seqlens=cu_seqlens.to(device),
         max_seqlen=max(lengths),
@@ -83,7 +108,35 @@ def pack(samples: Sequence[TrainSample], *, multiple: int, device: torch.device,
         importance_weights=per_token(lambda s: s.importance_weights, torch.float32),
         rewards=per_token(lambda s: s.rewards, torch.float32),
         nll_weights=per_token(lambda s: s.nll_weights, torch.float32),
+        places=None if cp_size == 1 else _places(samples, seq_ids, positions).to(device),
     )
+
+
+def _places(samples: Sequence[TrainSample], seq_ids: Tensor, positions: Tensor) -> Tensor:
+    """[T]: the row of each token where nothing is padded. Padding inside the row has those of others, and is never asked for its own."""
+    starts = torch.tensor([0, *(int(s.tokens.numel()) for s in samples)]).cumsum(0)
+    return starts[seq_ids] + positions
+
+
+def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:
+    """What a context-parallel rank holds of a whole micro-batch."""
+    rows = rows_of_rank(batch.cu_seqlens, cp_size, cp_rank)
+    held: dict[str, Any] = {}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if isinstance(value, Tensor) and f.name != "cu_seqlens":
+            held[f.name] = value[:, rows] if value.size(0) == 1 else value[rows]
+    return replace(batch, **held)
+
+
+def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: int) -> Tensor:
+    """Values of all ranks' rows in the order of the whole micro-batches, [n, T] for T rows in all.
+
+    values: [cp_size, n, T / cp_size], each rank's rows of `batches` one micro-batch after another.
+    """
+    parts = values.split([batch.tokens.numel() for batch in batches], dim=2)
+    whole = [part.transpose(0, 1).flatten(1)[:, places_over_ranks(b.cu_seqlens, cp_size)] for part, b in zip(parts, batches)]
+    return torch.cat(whole, dim=1)
 
 
 def with_selection_seeds(batches: Sequence[MicroBatch], seed: int, step: int, dp_rank: int) -> list[MicroBatch]:
@@ -96,11 +149,11 @@ def with_selection_seeds(batches: Sequence[MicroBatch], seed: int, step: int, dp
     return [replace(batch, selection_seed=s) for batch, s in zip(batches, seeds)]
 
 
-def unpack(values: Tensor, samples: Sequence[TrainSample]) -> list[Tensor]:
-    """The response values [R] of each sample from a packed row of values [T]; inverse of the placement in `pack`."""
+def unpack(values: Tensor, samples: Sequence[TrainSample], cp_size: int = 1) -> list[Tensor]:
+    """The response values [R] of each sample from a whole packed row of values [T]; inverse of the placement in `pack`."""
     out, start = [], 0
     for sample in samples:
         end = start + int(sample.tokens.numel())
         out.append(values[end - 1 - sample.response_length : end - 1])
-        start = end
+        start += padded_length(sample, cp_size)
     return out

@@ -32,7 +32,7 @@ def run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
-        seq_length=max(int(b.tokens.numel()) for b in micro_batches),
+        seq_length=max(int(b.tokens.numel()) for b in micro_batches) * layout.cp_size,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,

@@ -2,7 +2,8 @@
 
 megatron-core's own `DotProductAttention` refuses packed rows. This module takes the same place in the layer spec. Sequences of
 similar length are padded on the right into one batch (under a causal mask no real token can see the padding, so no mask tensor is
-needed); when padding would waste more than it saves, each sequence is computed alone. Attention never crosses sequences.
+needed); when padding would waste more than it saves, each sequence is computed alone. Attention never crosses sequences. Under context
+parallelism a rank has its own rows only, and gathers keys and values: see context_parallel.py.
 """
 
 from __future__ import annotations
@@ -22,21 +23,25 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slime_like.ops.context_parallel import ContextRows, context_parallel_attention, context_rows
+
 # Padding costs S * max(L)^2 in place of sum(L^2); above this factor the sequences are computed one by one.
 MAX_PADDING_FACTOR = 2.0
 
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """megatron-core's description of packed rows, plus what our attention derives from it once per micro-batch."""
+    """megatron-core's description of packed rows, plus what our attention derives from it once per micro-batch. Under context
+    parallelism lengths are those of the whole sequences, which Transformer Engine and the rotary embedding expect too."""
 
     lengths: tuple[int, ...] = ()  # S sequence lengths; they sum to T
     gather_index: Tensor | None = None  # [S, max L]: row of each padded position; None: compute each sequence alone
     scatter_index: Tensor | None = None  # [T]: padded position of each row, into the flattened [S * max L]
+    context: ContextRows | None = None  # under context parallelism, in place of the two indices
 
 
-def packed_rows(cu_seqlens: Tensor) -> PackedRows:
-    """Describe rows packed at `cu_seqlens` [S + 1] (int32, starting at 0)."""
+def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> PackedRows:
+    """Describe rows packed at `cu_seqlens` [S + 1] (int32, starting at 0), of which a context-parallel rank holds its chunks."""
     bounds = cu_seqlens.tolist()
     lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
     longest = max(lengths)
@@ -48,7 +53,10 @@ def packed_rows(cu_seqlens: Tensor) -> PackedRows:
         max_seqlen_kv=longest,
         lengths=lengths,
     )
-    if len(lengths) * longest**2 <= MAX_PADDING_FACTOR * sum(n * n for n in lengths):
+    batched = len(lengths) * longest**2 <= MAX_PADDING_FACTOR * sum(n * n for n in lengths)
+    if cp_size > 1:
+        rows.context = context_rows(cu_seqlens, cp_size, cp_rank, batched=batched)
+    elif batched:
         device = cu_seqlens.device
         columns = torch.arange(longest, device=device)
         starts = cu_seqlens[:-1].long().unsqueeze(1)
@@ -77,7 +85,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
-        assert config.context_parallel_size == 1, "context parallelism is refused when the command line is parsed"
+        self.cp_group = None if pg_collection is None else pg_collection.cp
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         if config.apply_query_key_layer_scaling:
             self.softmax_scale /= max(1, layer_number)
@@ -85,7 +93,7 @@ class PackedAttention(MegatronModule):
 
     def forward(
         self,
-        query: Tensor,  # (T, heads, d)
+        query: Tensor,  # (T, heads, d), T / cp rows under context parallelism
         key: Tensor,  # (T, groups, d)
         value: Tensor,  # (T, groups, d)
         attention_mask: Tensor | None,
@@ -96,7 +104,10 @@ class PackedAttention(MegatronModule):
         assert isinstance(packed_seq_params, PackedRows), "rows are packed by slime_like.ops.attention.packed_rows"
         assert attention_bias is None and attention_mask is None, "packed rows carry no mask tensor"
         with self._dropout_rng():
-            if packed_seq_params.gather_index is not None:
+            if packed_seq_params.context is not None:
+                assert self.cp_group is not None, "a layer spec hands its process groups to the core attention"
+                out = context_parallel_attention(query, key, value, packed_seq_params.context, self.cp_group, self._sdpa)
+            elif packed_seq_params.gather_index is not None:
                 out = self._padded(query, key, value, packed_seq_params)
             else:
                 parts = [x.split(packed_seq_params.lengths) for x in (query, key, value)]
@@ -108,13 +119,14 @@ class PackedAttention(MegatronModule):
         out = self._sdpa(query[rows.gather_index], key[rows.gather_index], value[rows.gather_index])  # (S, max L, heads, d)
         return out.flatten(0, 1)[rows.scatter_index]
 
-    def _sdpa(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of (batch, length, heads, d)."""
+    def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attention of (batch, length, heads, d), causal or with a mask that broadcasts to (batch, heads, queries, keys)."""
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
             enable_gqa=query.size(2) != key.size(2),

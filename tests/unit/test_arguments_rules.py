@@ -24,10 +24,14 @@ IDLE = (
 # name of the rule, flags that are added, flags that are left out, processes, the flag that is named, words of the message
 CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("world_is_divisible", "--tensor-model-parallel-size 2", (), 3, "--tensor-model-parallel-size", "does not divide the 3 processes"),
-    ("unsupported_parallelism", "--context-parallel-size 2", (), 2, "--context-parallel-size", "not implemented yet"),
+    ("world_is_divisible", "--context-parallel-size 2", (), 3, "--tensor-model-parallel-size", "--context-parallel-size 2 = 2 does not divide"),
     ("unsupported_parallelism", "--expert-model-parallel-size 2", (), 1, "--expert-model-parallel-size", "not implemented yet"),
     ("sequence_parallel_needs_tensor_parallel", "--sequence-parallel", (), 1, "--sequence-parallel", "--tensor-model-parallel-size above 1"),
     ("tensor_parallel_divides_the_network", "--tensor-model-parallel-size 4", (), 4, "--tensor-model-parallel-size", "--num-query-groups 2"),
+    ("context_parallel_has_limits", "--cp-comm-type all_gather", (), 1, "--cp-comm-type", "--context-parallel-size above 1"),
+    ("context_parallel_has_limits", "--context-parallel-size 2 --cp-comm-type p2p", (), 2, "--cp-comm-type", "Transformer Engine"),
+    ("context_parallel_has_limits", "--context-parallel-size 2 --attention-dropout 0.1", (), 2, "--attention-dropout", "must be 0"),
+    ("context_parallel_has_limits", "--context-parallel-size 2 --hidden-dropout 0.1", (), 2, "--hidden-dropout", "must be 0"),
     (
         "interleaved_flags",
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1",

@@ -1,8 +1,9 @@
 """Packing places every response value on the row whose label it speaks about, and unpacking takes it back."""
 
+import pytest
 import torch
 
-from slime_like.megatron_backend.packing import pack, split_micro_batches, unpack, with_selection_seeds
+from slime_like.megatron_backend.packing import join_context_ranks, pack, pack_all, split_micro_batches, unpack, with_selection_seeds
 from slime_like.types import TrainBatch, TrainSample
 
 CPU = torch.device("cpu")
@@ -29,6 +30,7 @@ def test_values_stand_on_the_row_that_predicts_their_token() -> None:
     assert torch.equal(batch.labels[0, rows].float(), batch.advantages[rows])
     assert torch.equal(batch.labels[0, rows], batch.tokens[0, rows + 1])
     assert batch.position_ids[0].tolist() == [*range(7), *range(3), *range(6)]
+    assert batch.places is None
     assert batch.seq_ids.tolist() == [0] * 7 + [1] * 3 + [2] * 6
     assert batch.ref_log_probs is None
 
@@ -75,3 +77,44 @@ def test_selection_seeds_belong_to_a_place_in_the_step() -> None:
     everything = whole + seeds(4, step=1) + seeds(4, seed=6)
     assert len(set(everything)) == 12
     assert all(0 <= s < 2**32 for s in everything)
+
+
+@pytest.mark.parametrize(("cp_size", "multiple"), [(2, 1), (4, 1), (2, 4), (4, 3)])
+def test_context_ranks_share_every_sequence(cp_size: int, multiple: int) -> None:
+    """Each rank has two chunks of every sequence, mirrored; together they have every row once, and every row keeps what it speaks about."""
+    samples = [sample(3, 4, 100), sample(1, 2, 200), sample(12, 7, 300)]
+    (whole,) = pack_all([samples], multiple=1, equal_lengths=False, device=CPU)
+    ranks = [pack_all([samples], multiple=multiple, equal_lengths=False, device=CPU, cp_size=cp_size, cp_rank=r)[0] for r in range(cp_size)]
+    shares = {batch.tokens.numel() for batch in ranks}
+    assert len(shares) == 1 and shares.pop() % multiple == 0
+    found = []
+    for r, batch in enumerate(ranks):
+        lengths = batch.cu_seqlens.diff()
+        assert not (lengths % (2 * cp_size)).any() and batch.max_seqlen == int(lengths.max())
+        assert batch.seq_ids.bincount().tolist() == (lengths // cp_size).tolist()
+        assert batch.places is not None and batch.advantages is not None
+        rows = batch.loss_mask
+        found += batch.places[rows].tolist()
+        assert torch.equal(batch.labels[0, rows].float(), batch.advantages[rows])
+        for name in ("tokens", "labels", "position_ids"):
+            assert torch.equal(getattr(batch, name)[0, rows], getattr(whole, name)[0, batch.places[rows]]), name
+        chunk = int(lengths[2]) // (2 * cp_size)
+        third = batch.position_ids[0, batch.seq_ids == 2].tolist()
+        mirrored = [*range(r * chunk, (r + 1) * chunk), *range((2 * cp_size - 1 - r) * chunk, (2 * cp_size - r) * chunk)]
+        assert third == [p if p < 19 else 0 for p in mirrored]
+    assert sorted(found) == whole.loss_mask.nonzero().squeeze(1).tolist()
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_values_of_context_ranks_go_back_to_samples(cp_size: int) -> None:
+    groups = [[sample(3, 4, 100), sample(1, 2, 200)], [sample(12, 7, 300)], [sample(1, 1, 400)]]
+    ranks = [pack_all(groups, multiple=2, equal_lengths=True, device=CPU, cp_size=cp_size, cp_rank=r) for r in range(cp_size)]
+    assert len({batch.tokens.numel() for batch in ranks[0]}) == 1, "equal lengths for the interleaved schedule"
+    table = torch.stack(
+        [torch.stack([torch.cat([getattr(b, name) for b in batches]) for name in ("advantages", "old_log_probs")]) for batches in ranks]
+    )
+    joined = join_context_ranks(table, ranks[0], cp_size)
+    for group, values in zip(groups, joined.split([int(b.cu_seqlens[-1]) for b in ranks[0]], dim=1), strict=True):
+        for row, name in zip(values, ("advantages", "old_log_probs"), strict=True):
+            for original, back in zip(group, unpack(row, group, cp_size), strict=True):
+                assert torch.equal(back, getattr(original, name))

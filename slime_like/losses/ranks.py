@@ -1,0 +1,46 @@
+"""Sums over the context-parallel ranks that share the tokens of a micro-batch.
+
+The loss is the sum of the ranks' partial losses. When a sum over ranks enters it, every rank's partial loss depends on every rank's
+tokens; backward therefore sums the gradients that the ranks have by that sum, which gives each its exact share. All ranks of the group
+take part in every sum, and in its backward pass, tokens or not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of x over the ranks of `group` (None: this process alone), differentiable. Without a gradient one collective, with one two."""
+    if group is None or group.size() == 1:
+        return x
+    total: Tensor = _SumOverRanks.apply(x, group)
+    return total
+
+
+def gather_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """x [n] of every rank, one after another: [size * n], constant. All ranks have the same n."""
+    if group is None or group.size() == 1:
+        return x.detach()
+    gathered = x.new_empty(group.size() * x.numel())
+    dist.all_gather_into_tensor(gathered, x.detach().contiguous(), group=group)
+    return gathered
