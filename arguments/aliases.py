@@ -123,6 +123,8 @@ VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
     },
     "rm_type": dict.fromkeys(("deepscaler", "dapo", "f1", "gpqa", "ifbench", "remote_rm", "random"), "this reward"),
     "optimizer": {"muon": "this optimizer", "dist_muon": "this optimizer"},
+    "moe_token_dispatcher_type": {"flex": "the flex dispatcher, which needs DeepEP or HybridEP"},
+    "moe_router_load_balancing_type": {"sinkhorn": "this balancing"},
     "rollout_engine": {"sglang": _ENGINES, "vllm": _ENGINES},
 }
 # slime's `--advantage-estimator` also chose a loss: estimator -> loss

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arguments.hf_moe import MIXTRAL, QWEN2_MOE, QWEN_MOE, MoeFamily, moe_settings
 from slime_like.config import ConfigError, Problem
 
 
@@ -38,18 +39,27 @@ class HfModel:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What distinguishes one architecture from another. required: keys beyond REQUIRED that the file must have."""
+    """What distinguishes one architecture from another. required: keys beyond REQUIRED that the file must have. moe: its experts.
+    windows_by_size: `sliding_window` alone switches sliding windows on."""
 
     model_type: str
     qkv_bias: bool = False
     qk_norm: bool = False
     required: tuple[str, ...] = ()
+    moe: MoeFamily | None = None
+    windows_by_size: bool = False
 
 
+MOE_KEYS = ("num_key_value_heads", "num_experts_per_tok")
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("llama"),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, required=("num_key_value_heads",)),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, required=("num_key_value_heads", "head_dim")),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, required=(*MOE_KEYS, "head_dim", "moe_intermediate_size"), moe=QWEN_MOE),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe", qkv_bias=True, required=(*MOE_KEYS, "moe_intermediate_size", "shared_expert_intermediate_size"), moe=QWEN2_MOE
+    ),
+    "MixtralForCausalLM": Family("mixtral", required=(*MOE_KEYS, "num_local_experts"), moe=MIXTRAL, windows_by_size=True),
 }
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MAPPED = frozenset(REQUIRED) | {
@@ -89,6 +99,7 @@ WITHOUT_EFFECT = frozenset(
 REFUSED_WHEN_SET = {
     "attention_bias": "biases on the attention projections are not supported with this architecture",
     "mlp_bias": "biases in the MLP are not supported",
+    "router_jitter_noise": "noise on the router's input is not supported",
     "quantization_config": "quantised weights are not supported; use the unquantised model",
     "is_encoder_decoder": "encoder-decoder models are not supported",
     "add_cross_attention": "cross attention is not supported",
@@ -136,8 +147,8 @@ def read_hf_model(folder: str) -> HfModel:
     """
     reader = _Reader(folder, _read_config(folder))
     architecture, family = _family(reader)
-    _check_keys(reader)
-    _check_windows(reader)
+    _check_keys(reader, family)
+    _check_windows(reader, family)
     transformer = _transformer(reader, family)
     gpt = _gpt(reader, head_dim=transformer["kv_channels"])
     dtype = reader.config.get("dtype") or reader.config.get("torch_dtype")
@@ -181,9 +192,13 @@ def _family(reader: _Reader) -> tuple[str, Family]:
     return names[0], family
 
 
-def _check_keys(reader: _Reader) -> None:
+def _check_keys(reader: _Reader, family: Family) -> None:
+    mapped = MAPPED | (family.moe.keys if family.moe is not None else set())
+    mapped |= {"qkv_bias"} if family.qkv_bias else set()
+    if family.qkv_bias and reader.config.get("qkv_bias") is False:
+        reader.refuse("qkv_bias False: this architecture is supported with biases on query, key and value only")
     for key, value in reader.config.items():
-        if key in MAPPED or key in WITHOUT_EFFECT or value in (None, False, [], {}):
+        if key in mapped or key in WITHOUT_EFFECT or value in (None, False, [], {}):
             continue
         if key in REFUSED_WHEN_SET:
             reader.refuse(f"{key} {value!r}: {REFUSED_WHEN_SET[key]}")
@@ -191,10 +206,10 @@ def _check_keys(reader: _Reader) -> None:
             reader.refuse(f"{key} {value!r} is unknown and might change the network; if it does not, remove the key from the file")
 
 
-def _check_windows(reader: _Reader) -> None:
+def _check_windows(reader: _Reader, family: Family) -> None:
     """Sliding windows are refused where some layer would use one; the keys alone, as in Qwen's files, are harmless."""
     config = reader.config
-    used = config.get("use_sliding_window") and config.get("sliding_window") is not None
+    used = (family.windows_by_size or config.get("use_sliding_window")) and config.get("sliding_window") is not None
     if used and config.get("max_window_layers", 0) < config["num_hidden_layers"]:
         reader.refuse(f"sliding_window {config['sliding_window']!r}: sliding windows are not supported")
     kinds = set(config.get("layer_types") or []) - {"full_attention"}
@@ -233,6 +248,7 @@ def _transformer(reader: _Reader, family: Family) -> dict[str, Any]:
         "add_qkv_bias": family.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": float(dropout),
+        **(moe_settings(reader, family.moe) if family.moe is not None else {}),
     }
 
 

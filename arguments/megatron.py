@@ -13,8 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from arguments.from_dataclass import Flag, SourceField, read_source_fields, shape_of, switch_spellings
+from arguments.from_dataclass import Flag, Shape, SourceField, read_source_fields, shape_of, switch_spellings
 from arguments.groups import GPTModelConfig
+from arguments.hf_moe import layer_pattern
 from slime_like.config import Problem, flag_name
 
 # group -> (file in megatron/core, class) in which its fields are defined
@@ -42,6 +43,11 @@ SUPPORTED = frozenset(
     recompute_granularity recompute_method recompute_num_layers recompute_modules distribute_saved_activations
     perform_initialization use_cpu_initialization bf16 deterministic_mode gradient_accumulation_fusion overlap_p2p_comm
     clone_scatter_output_in_embedding cp_comm_type
+    num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk
+    moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
+    moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_enable_expert_bias
+    moe_router_bias_update_rate moe_token_dispatcher_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity
+    moe_token_drop_policy moe_grouped_gemm moe_permute_fusion moe_router_fusion
     lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay sgd_momentum clip_grad
     use_distributed_optimizer overlap_param_gather overlap_grad_reduce grad_reduce_in_fp32 align_param_gather
     bucket_size pad_buckets_for_high_nccl_busbw average_in_collective
@@ -72,8 +78,16 @@ SPELLINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
     "optimizer": ("adam", "sgd"),
-    "recompute_modules": ("core_attn", "mlp", "layernorm"),
+    "recompute_modules": ("core_attn", "mlp", "layernorm", "moe", "shared_experts"),
     "cp_comm_type": ("p2p", "all_gather", "a2a"),
+    "moe_token_dispatcher_type": ("alltoall", "allgather"),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+}
+# Fields of several types: as what they are read. One item of a list is the plain value; see `network_of_flags`.
+UNIONS: Mapping[str, Shape] = {
+    "moe_layer_freq": Shape("value", str),
+    "moe_router_load_balancing_type": Shape("list", str),
+    "moe_aux_loss_coeff": Shape("list", float),
 }
 DEFAULT_WORDS = {
     "num_layers": "from --hf-checkpoint",
@@ -89,6 +103,15 @@ DEFAULT_WORDS = {
     "qk_layernorm": "from --hf-checkpoint, else off",
     "add_qkv_bias": "from --hf-checkpoint, else off",
     "add_bias_linear": "from --hf-checkpoint, else on",
+    "num_moe_experts": "from --hf-checkpoint, else none",
+    "moe_ffn_hidden_size": "from --hf-checkpoint, else --ffn-hidden-size",
+    "moe_layer_freq": "from --hf-checkpoint, else 1",
+    "moe_router_topk": "from --hf-checkpoint, else 2",
+    "moe_router_pre_softmax": "from --hf-checkpoint, else off",
+    "moe_router_score_function": "from --hf-checkpoint, else softmax",
+    "moe_shared_expert_intermediate_size": "from --hf-checkpoint, else none",
+    "moe_shared_expert_gate": "from --hf-checkpoint, else off",
+    "moe_token_dispatcher_type": "alltoall",
     "lr": "none; it has to be given",
     "min_lr": "0.0",
     "grad_reduce_in_fp32": "on with --bf16, else off",
@@ -104,7 +127,7 @@ DEFAULT_WORDS = {
 REASONS: tuple[tuple[str, str], ...] = (
     ("^fp16$|loss_scale|hysteresis", "float16, whose loss has to be scaled; use --bf16"),
     ("fp8|fp4|in_bf16|last_layers_bf16|tp_only_amax|quant_recipe|kitchen", "fp8 and fp4 training"),
-    ("moe|expert|delay_wgrad|ep_overlap", "mixtures of experts"),
+    ("moe|expert|delay_wgrad|ep_overlap", "this setting of mixtures of experts"),
     ("mtp_", "multi-token prediction"),
     ("latent_attention|attention_variant|dsa_|linear_|qk_clip|qk_l2|attention_output_gate|max_attention_logit|softmax_type"
      "|softmax_scale|window|no_rope|mrope", "this variant of attention"),
@@ -144,7 +167,7 @@ def megatron_flags() -> list[Flag]:
     flags = []
     for name, places in megatron_fields().items():
         group, source = places[0]
-        shape = shape_of(source.annotation)
+        shape = UNIONS.get(name) or shape_of(source.annotation)
         no_words = shape is None and ("Callable" in str(source.annotation) or name.endswith("dtype"))
         if name in OURS or no_words:
             continue
@@ -154,7 +177,7 @@ def megatron_flags() -> list[Flag]:
 
 
 def _flag(name: str, group: str, source: SourceField, supported: bool) -> Flag:
-    shape = shape_of(source.annotation)
+    shape = UNIONS.get(name) or shape_of(source.annotation)
     kind = shape.kind if shape is not None else "value"
     assert not supported or shape is not None or name in CHOICES, f"{name} is supported and has no type"
     on, off = switch_spellings(name) if kind == "switch" else ((flag_name(name),), ())
@@ -186,8 +209,17 @@ def network_of_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
     `activation_func` is a name, as in `HfModel.transformer`.
     """
     network = {name: given[name] for name in SUPPORTED if given.get(name) is not None}
+    for name in UNIONS.keys() & network.keys():
+        if isinstance(network[name], list) and len(network[name]) == 1:
+            network[name] = network[name][0]
+    problems: list[Problem] = []
+    if "moe_layer_freq" in network:
+        try:
+            network["moe_layer_freq"] = layer_pattern(network["moe_layer_freq"])
+        except ValueError as error:
+            problems.append(Problem("--moe-layer-freq", network.pop("moe_layer_freq"), str(error)))
     chosen = [name for name in ACTIVATION_FLAGS if given.get(name)]
-    problems = [Problem(flag_name(name), None, f"contradicts {flag_name(chosen[0])}; give one of them") for name in chosen[1:]]
+    problems += [Problem(flag_name(name), None, f"contradicts {flag_name(chosen[0])}; give one of them") for name in chosen[1:]]
     if chosen:
         network["activation_func"], network["gated_linear_unit"] = ACTIVATION_FLAGS[chosen[0]]
     return network, problems

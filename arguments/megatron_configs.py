@@ -134,7 +134,7 @@ def _transformer(build: Build) -> Any:
         # packed rows differ in length; the schedule then sends shapes, and wants this dispatcher even without experts. The interleaved
         # schedule gets rows of one length instead: two stages would take each other's shapes for the wrong direction.
         "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1 and build.virtual_stages is None,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": values.get("moe_token_dispatcher_type", "alltoall"),
         "deallocate_pipeline_outputs": True,
         "overlap_p2p_comm": overlap,
         "batch_p2p_comm": build.nccl and not overlap,

@@ -105,15 +105,6 @@ def world_is_divisible(s: Settings) -> list[Problem]:
     )
 
 
-def unsupported_parallelism(s: Settings) -> list[Problem]:
-    found = []
-    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-        size = getattr(s.parallel, name)
-        if size is not None and size > 1:
-            found += problem(name, size, "is known but not implemented yet; the only legal value is 1")
-    return found
-
-
 def sequence_parallel_needs_tensor_parallel(s: Settings) -> list[Problem]:
     if s.parallel.sequence_parallel and s.parallel.tensor_model_parallel_size == 1:
         return problem("sequence_parallel", None, "needs --tensor-model-parallel-size above 1; leave it out or raise that")
@@ -361,7 +352,7 @@ def sequences_fit(s: Settings) -> list[Problem]:
 
 
 PARALLEL_RULES: tuple[Rule, ...] = (
-    world_is_divisible, unsupported_parallelism, sequence_parallel_needs_tensor_parallel, tensor_parallel_divides_the_network,
+    world_is_divisible, sequence_parallel_needs_tensor_parallel, tensor_parallel_divides_the_network,
     context_parallel_has_limits, interleaved_flags, pipeline_divides_the_layers, backend_is_there,
 )  # fmt: skip
 NETWORK_RULES: tuple[Rule, ...] = (

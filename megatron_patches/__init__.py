@@ -24,6 +24,7 @@ ORDER = (
     "recompute_no_te",
     "moe_no_te",
     "moe_split_sizes",
+    "gloo_uneven",
     "torch_adam_ckpt",
 )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arguments.groups import GPTModelConfig
 from arguments.hf_model import HfModel
-from slime_like.convert.families import family_map, global_parameters, model_sizes, unwrap
+from slime_like.convert.families import any_expert, expert_number, family_map, global_parameters, model_sizes, unwrap
 from slime_like.convert.mappings import Mapping, Sizes
 from slime_like.megatron_backend.layout import ParallelLayout
 
@@ -26,14 +26,14 @@ def export_hf_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of every Hugging Face tensor, in the order of the network.
 
-    A collective operation: all ranks of a copy of the model (tensor- and pipeline-parallel) must take the same steps of the
-    iterator, to the end; all get the same tensors. Tensors are new ones on the model's device, in `dtype` or that of the
+    A collective operation: all ranks of a copy of the model (tensor-, pipeline- and expert-parallel) must take the same steps of
+    the iterator, to the end; all get the same tensors. Tensors are new ones on the model's device, in `dtype` or that of the
     parameter. At any time one parameter is held whole (twice while it is put together). Padding is dropped; a tied output
     layer is not repeated. Raises RuntimeError when no stage has a parameter that the family needs.
     """
     config = unwrap(model_chunks[0]).config
     sizes = model_sizes(config, gpt)
-    family = family_map(hf.architecture, config.num_layers, tied=not gpt.untie_embeddings_and_output_weights)
+    family = family_map(hf.architecture, config, tied=not gpt.untie_embeddings_and_output_weights)
     local = dict(global_parameters(model_chunks))
     device = next(iter(local.values())).device
     owners = _owners(local, layout)
@@ -41,29 +41,42 @@ def export_hf_weights(
     for name, mapping in family.items():
         if mapping.hf_shapes(sizes).keys() <= done:
             continue
-        if name not in owners:
+        if any_expert(name) not in owners:
             raise RuntimeError(f"no pipeline stage has the parameter {name}")
-        owner, shape, own_dtype = owners[name]
-        if owner == layout.pp_rank:
+        owner, shape, own_dtype = owners[any_expert(name)]
+        if owner == layout.pp_rank and name in local:
             shard = local[name].detach().to(dtype or own_dtype).contiguous()
         else:
             shard = torch.empty(shape, dtype=dtype or own_dtype, device=device)
-        if layout.pp_size > 1:
-            dist.broadcast(shard, src=dist.get_global_rank(layout.pp_group, owner), group=layout.pp_group)
-        shards = [shard]
-        if mapping.sharded and layout.tp_size > 1:
-            shards = [torch.empty_like(shard) for _ in range(layout.tp_size)]
-            dist.all_gather(shards, shard, group=layout.tp_group)
+        shards = _shards_of_all_ranks(shard, owner, expert_number(name), mapping.sharded, sizes, layout)
         yield from _whole(mapping, shards, sizes).items()
         done |= mapping.hf_shapes(sizes).keys()
+
+
+def _shards_of_all_ranks(
+    shard: Tensor, stage: int, expert: int | None, sharded: bool, sizes: Sizes, layout: ParallelLayout
+) -> list[Tensor]:
+    """Fill `shard` from pipeline stage `stage` (and the rank that has `expert`), then gather those of its tensor-parallel group."""
+    holder = None if expert is None else expert * layout.ep_size // sizes.experts
+    if layout.pp_size > 1 and holder in (None, layout.ep_rank):
+        dist.broadcast(shard, src=dist.get_global_rank(layout.pp_group, stage), group=layout.pp_group)
+    if layout.ep_size > 1 and holder is not None:
+        dist.broadcast(shard, src=dist.get_global_rank(layout.ep_group, holder), group=layout.ep_group)
+    size, group = (layout.tp_size, layout.tp_group) if expert is None else (layout.etp_size, layout.etp_group)
+    if not sharded or size == 1:
+        return [shard]
+    shards = [torch.empty_like(shard) for _ in range(size)]
+    dist.all_gather(shards, shard, group=group)
+    return shards
 
 
 Owner = tuple[int, tuple[int, ...], torch.dtype]
 
 
 def _owners(local: dict[str, Tensor], layout: ParallelLayout) -> dict[str, Owner]:
-    """Which pipeline stage has each parameter, and its shard's shape and dtype there. The first one where several have it."""
-    mine = {name: (layout.pp_rank, tuple(parameter.shape), parameter.dtype) for name, parameter in local.items()}
+    """Which pipeline stage has each parameter, and its shard's shape and dtype there. The first one where several have it. Experts
+    without their numbers: the stages' ranks in one group have the same ones."""
+    mine = {any_expert(name): (layout.pp_rank, tuple(parameter.shape), parameter.dtype) for name, parameter in local.items()}
     if layout.pp_size == 1:
         return mine
     stages: list[dict[str, Owner]] = [{} for _ in range(layout.pp_size)]

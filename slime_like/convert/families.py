@@ -1,18 +1,21 @@
 """One declarative map per model family: megatron-core's parameter name -> how it is made of Hugging Face tensors.
 
 Names are those of the layer spec without Transformer Engine; with it, the norm in front of a linear layer is a parameter
-of that layer, and `canonical_name` takes its name back to ours.
+of that layer, its grouped experts are numbered parameters of one layer, and `canonical_name` takes such names back to ours.
+An expert's number in a name is that of the whole model, "{expert}" in a map.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from arguments.groups import GPTModelConfig
-from slime_like.convert.mappings import QKV, GatedMLP, Mapping, Replicated, RowParallel, Sizes, VocabParallel
+from arguments.hf_moe import moe_layers
+from slime_like.convert.mappings import QKV, GatedMLP, Mapping, Replicated, ReplicatedRows, RowParallel, Sizes, VocabParallel
 
 _ATTENTION = "model.layers.{layer}.self_attn"
 _MLP = "model.layers.{layer}.mlp"
@@ -44,20 +47,58 @@ QWEN3: dict[str, Mapping] = {
     "decoder.layers.{layer}.self_attention.k_layernorm.weight": Replicated(f"{_ATTENTION}.k_norm.weight", "head_dim"),
 }
 
-FAMILIES = {"LlamaForCausalLM": LLAMA, "Qwen2ForCausalLM": QWEN2, "Qwen3ForCausalLM": QWEN3}
+_MEGATRON_MLP = "decoder.layers.{layer}.mlp"
+_EXPERT = f"{_MEGATRON_MLP}.experts.local_experts.{{expert}}"
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> dict[str, Mapping]:
+    """Router and experts of a layer. block: the layer's name in the file; gate, up, down: an expert's three projections."""
+    expert = f"{block}.experts.{{expert}}"
+    return {
+        f"{_MEGATRON_MLP}.router.weight": ReplicatedRows(f"{block}.gate.weight", "experts"),
+        f"{_EXPERT}.linear_fc1.weight": GatedMLP(f"{expert}.{gate}.weight", f"{expert}.{up}.weight", "expert_ffn"),
+        f"{_EXPERT}.linear_fc2.weight": RowParallel(f"{expert}.{down}.weight", "expert_ffn"),
+    }
+
+
+QWEN3_MOE: dict[str, Mapping] = {**QWEN3, **_experts(_MLP, "gate_proj", "up_proj", "down_proj")}
+
+QWEN2_MOE: dict[str, Mapping] = {
+    **QWEN2,
+    **_experts(_MLP, "gate_proj", "up_proj", "down_proj"),
+    f"{_MEGATRON_MLP}.shared_experts.linear_fc1.weight": GatedMLP(
+        f"{_MLP}.shared_expert.gate_proj.weight", f"{_MLP}.shared_expert.up_proj.weight", "shared_ffn"
+    ),
+    f"{_MEGATRON_MLP}.shared_experts.linear_fc2.weight": RowParallel(f"{_MLP}.shared_expert.down_proj.weight", "shared_ffn"),
+    f"{_MEGATRON_MLP}.shared_experts.gate_weight": ReplicatedRows(f"{_MLP}.shared_expert_gate.weight", "one"),
+}
+
+MIXTRAL: dict[str, Mapping] = {**LLAMA, **_experts("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2")}
+
+FAMILIES = {
+    "LlamaForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "MixtralForCausalLM": MIXTRAL,
+}
 
 # Norms that Transformer Engine fuses into the following linear layer.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+# Transformer Engine's grouped experts: one layer, a weight for each.
+_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
+_LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 
 
-def family_map(architecture: str, num_layers: int, *, tied: bool) -> dict[str, Mapping]:
+def family_map(architecture: str, config: Any, *, tied: bool) -> dict[str, Mapping]:
     """Every parameter of the whole model, in the order of the network. Layer numbers are global, from 0.
 
-    tied: the output layer is the embedding. (Where they are on different pipeline stages megatron-core keeps a copy of it
-    as the last stage's output_layer.weight.) Raises ValueError for an architecture without a map.
+    config: the model's TransformerConfig. tied: the output layer is the embedding. (Where they are on different pipeline stages megatron-core
+    keeps a copy of it as the last stage's output_layer.weight.) Raises ValueError for an architecture without a map.
     """
     if architecture not in FAMILIES:
         raise ValueError(f"architecture {architecture!r} has no conversion map; legal values: {', '.join(FAMILIES)}")
@@ -67,10 +108,35 @@ def family_map(architecture: str, num_layers: int, *, tied: bool) -> dict[str, M
     per_layer = {name: mapping for name, mapping in family.items() if "{layer}" in name}
     ends = ("decoder.final_layernorm.weight", "output_layer.weight")
     whole = {name: mapping for name, mapping in family.items() if name not in per_layer and name not in ends}
-    for layer in range(num_layers):
-        whole.update({name.format(layer=layer): mapping.at(layer) for name, mapping in per_layer.items()})
+    experts = config.num_moe_experts or 0
+    for layer, sparse in enumerate(moe_layers(config.moe_layer_freq if experts else None, config.num_layers)):
+        own = {name: mapping for name, mapping in per_layer.items() if _of_sparse_layers(name) in (None, sparse)}
+        each = {name: mapping for name, mapping in own.items() if "{expert}" in name}
+        whole.update({name.format(layer=layer): mapping.at(layer) for name, mapping in own.items() if name not in each})
+        for e in range(experts if each else 0):
+            whole.update({name.format(layer=layer, expert=e): mapping.at(layer, e) for name, mapping in each.items()})
     whole.update({name: family[name] for name in ends})
     return whole
+
+
+def _of_sparse_layers(name: str) -> bool | None:
+    """Whether a map's parameter is in layers with experts only (True), in dense ones only (False), or in all (None)."""
+    _, in_mlp, rest = name.partition(".mlp.")
+    return rest.startswith(("router.", "experts.", "shared_experts.")) if in_mlp else None
+
+
+def expert_number(name: str) -> int | None:
+    """The expert that a parameter belongs to, by its canonical name; None for parameters that are not an expert's.
+
+    The experts' parameters are cut and replicated by the grid of expert-tensor- and expert-parallel ranks.
+    """
+    _, found, rest = name.partition(".mlp.experts.local_experts.")
+    return int(rest.partition(".")[0]) if found else None
+
+
+def any_expert(name: str) -> str:
+    """The name of an expert's parameter without its number: what holds for one expert of a layer holds for all."""
+    return _LOCAL_EXPERT.sub(r"\1*\3", name)
 
 
 def model_sizes(config: Any, gpt: GPTModelConfig) -> Sizes:
@@ -83,6 +149,9 @@ def model_sizes(config: Any, gpt: GPTModelConfig) -> Sizes:
         groups=config.num_query_groups,
         head_dim=config.kv_channels,
         vocab=gpt.vocab_size,
+        experts=config.num_moe_experts or 0,
+        expert_ffn=config.moe_ffn_hidden_size or 0,
+        shared_ffn=config.moe_shared_expert_intermediate_size or 0,
     )
 
 
@@ -91,7 +160,7 @@ def canonical_name(name: str) -> str:
     for fused, plain in _FUSED_NORMS.items():
         if name.endswith("." + fused):
             return name.removesuffix(fused) + plain
-    return name
+    return _GROUPED_EXPERT.sub(r".experts.local_experts.\2.\1.weight", name)
 
 
 def unwrap(chunk: Any) -> Any:
@@ -102,12 +171,15 @@ def unwrap(chunk: Any) -> Any:
 
 
 def global_parameters(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """(canonical name with the global layer number, parameter) of everything on this rank."""
+    """(canonical name with the global layer number and the global expert number, parameter) of everything on this rank."""
     for chunk in map(unwrap, model_chunks):
         for name, parameter in chunk.named_parameters():
-            prefix, rest = "decoder.layers.", name
+            prefix, full = "decoder.layers.", canonical_name(name)
             if name.startswith(prefix):
-                local, _, rest = name.removeprefix(prefix).partition(".")
-                layer = chunk.decoder.layers[int(local)].layer_number - 1  # megatron-core counts from 1
-                rest = f"{prefix}{layer}.{rest}"
-            yield canonical_name(rest), parameter
+                local, _, rest = full.removeprefix(prefix).partition(".")
+                layer = chunk.decoder.layers[int(local)]
+                full = f"{prefix}{layer.layer_number - 1}.{rest}"  # megatron-core counts from 1
+                if expert_number(full) is not None:
+                    own = layer.mlp.local_expert_indices
+                    full = _LOCAL_EXPERT.sub(lambda found, own=own: f"{found[1]}{own[int(found[2])]}{found[3]}", full)  # type: ignore[misc]
+            yield full, parameter

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arguments.groups import GPTModelConfig
 from arguments.hf_model import HfModel
-from slime_like.convert.families import family_map, global_parameters, model_sizes, unwrap
+from slime_like.convert.families import expert_number, family_map, global_parameters, model_sizes, unwrap
 from slime_like.convert.mappings import Mapping, Part, Sizes
 from slime_like.megatron_backend.layout import ParallelLayout
 
@@ -87,9 +87,9 @@ def load_hf_weights(model_chunks: Sequence[Any], folder: str, *, hf: HfModel, gp
     """
     config = unwrap(model_chunks[0]).config
     sizes = model_sizes(config, gpt)
-    family = family_map(hf.architecture, config.num_layers, tied=not gpt.untie_embeddings_and_output_weights)
+    family = family_map(hf.architecture, config, tied=not gpt.untie_embeddings_and_output_weights)
     local = dict(global_parameters(model_chunks))
-    _check_model(local, family, hf.architecture)
+    _check_model(local, family, hf.architecture, own_experts(sizes, layout))
     parts = {name: _parts(name, parameter, family[name], sizes, layout) for name, parameter in local.items()}
     with WeightFiles(folder) as files:
         _check_names(files, family, folder, sizes)
@@ -111,7 +111,8 @@ def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) ->
 
 def _parts(name: str, parameter: Tensor, mapping: Mapping, sizes: Sizes, layout: ParallelLayout) -> list[Part]:
     """What this rank's shard consists of; ValueError when that does not give the parameter's shape."""
-    parts = mapping.parts(sizes, layout.tp_rank, layout.tp_size, rows=parameter.shape[mapping.dim])
+    rank, size = (layout.tp_rank, layout.tp_size) if expert_number(name) is None else (layout.etp_rank, layout.etp_size)
+    parts = mapping.parts(sizes, rank, size, rows=parameter.shape[mapping.dim])
     hf_name, hf_shape = next(iter(mapping.hf_shapes(sizes).items()))
     expected = list(hf_shape)
     expected[mapping.dim] = sum(map(len, parts))
@@ -120,10 +121,21 @@ def _parts(name: str, parameter: Tensor, mapping: Mapping, sizes: Sizes, layout:
     return parts
 
 
-def _check_model(local: dict[str, Tensor], family: dict[str, Mapping], architecture: str) -> None:
-    """The model's layers have exactly the parameters of the family."""
+def own_experts(sizes: Sizes, layout: ParallelLayout) -> range:
+    """The experts of each layer that this rank has, or a part of."""
+    share = sizes.experts // layout.ep_size
+    return range(layout.ep_rank * share, (layout.ep_rank + 1) * share)
+
+
+def _check_model(local: dict[str, Tensor], family: dict[str, Mapping], architecture: str, experts: range) -> None:
+    """The model's layers have exactly the parameters of the family, of the experts those in `experts`."""
     layers = {name.split(".")[2] for name in local if name.startswith("decoder.layers.")}
-    absent = [name for name in family if name.startswith("decoder.layers.") and name.split(".")[2] in layers and name not in local]
+
+    def belongs_here(name: str) -> bool:
+        number = expert_number(name)
+        return name.startswith("decoder.layers.") and name.split(".")[2] in layers and (number is None or number in experts)
+
+    absent = [name for name in family if name not in local and belongs_here(name)]
     strange = local.keys() - family.keys()
     for words, names in (("lacks", absent), ("has, beyond those of the architecture,", strange)):
         if names:

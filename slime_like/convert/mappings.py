@@ -26,10 +26,17 @@ class Sizes:
     groups: int  # of query heads that share keys and values
     head_dim: int
     vocab: int  # without padding
+    experts: int = 0  # of an expert layer
+    expert_ffn: int = 0  # inner size of one expert
+    shared_ffn: int = 0  # inner size of the shared expert
 
     @property
     def query(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def one(self) -> int:
+        return 1
 
     @property
     def key_value(self) -> int:
@@ -50,7 +57,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Mapping(ABC):
-    """Base of all. dim: the dimension along which the shards are cut. sharded: False when every rank has the whole."""
+    """Base of all. dim: the dimension along which the shards are cut. sharded: False when every rank has the whole.
+
+    "Tensor-parallel" means the experts' own tensor parallelism where the parameter is one of an expert."""
 
     dim: ClassVar[int] = 0
     sharded: ClassVar[bool] = True
@@ -63,10 +72,10 @@ class Mapping(ABC):
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
         """What the shard of `tp_rank` consists of. rows: its length along `dim`; only padding depends on it."""
 
-    def at(self: M, layer: int) -> M:
-        """The mapping with its names filled in for the global layer number `layer` (from 0)."""
+    def at(self: M, layer: int, expert: int = 0) -> M:
+        """The mapping with its names filled in for the global layer number `layer` and, in expert layers, `expert` (both from 0)."""
         names = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return dataclasses.replace(self, **{key: name.format(layer=layer) for key, name in names.items() if isinstance(name, str)})
+        return dataclasses.replace(self, **{key: name.format(layer=layer, expert=expert) for key, name in names.items() if isinstance(name, str)})
 
 
 def _share(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
@@ -87,6 +96,21 @@ class Replicated(Mapping):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
         return [Part(self.hf, 0, getattr(sizes, self.size))]
+
+
+@dataclass(frozen=True)
+class ReplicatedRows(Mapping):
+    """[rows, hidden], whole on every tensor-parallel rank: a router, or the gate of a shared expert. rows: a field of Sizes."""
+
+    hf: str
+    rows: str
+    sharded: ClassVar[bool] = False
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (getattr(sizes, self.rows), sizes.hidden)}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        return [Part(self.hf, 0, getattr(sizes, self.rows))]
 
 
 @dataclass(frozen=True)
@@ -121,16 +145,17 @@ class VocabParallel(Mapping):
 
 @dataclass(frozen=True)
 class GatedMLP(Mapping):
-    """Gate and up projection [ffn, hidden], one above the other: each rank has its share of both."""
+    """Gate and up projection [inner, hidden], one above the other: each rank has its share of both. inner: a field of Sizes."""
 
     gate: str
     up: str
+    inner: str = "ffn"
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        return {name: (sizes.ffn, sizes.hidden) for name in (self.gate, self.up)}
+        return {name: (getattr(sizes, self.inner), sizes.hidden) for name in (self.gate, self.up)}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        share = _share(sizes.ffn, tp_rank, tp_size)
+        share = _share(getattr(sizes, self.inner), tp_rank, tp_size)
         return [Part(self.gate, *share), Part(self.up, *share)]
 
 

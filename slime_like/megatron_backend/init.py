@@ -51,10 +51,12 @@ def process_groups(parallel: ParallelConfig, *, virtual_stages: int | None, seed
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual_stages,
             context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
             distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
         )
         layout = read_layout()
-        # dropout and initialisation differ between pipeline stages; tensor-parallel ranks are told apart by megatron-core
+        # dropout and initialisation differ between pipeline stages; tensor- and expert-parallel ranks are told apart by megatron-core
         stage_seed = seed + 100 * layout.pp_rank
         torch.manual_seed(stage_seed)
         tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)

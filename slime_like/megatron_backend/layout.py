@@ -10,7 +10,8 @@ import torch.distributed as dist
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """Sizes, ranks and process groups of this process. `dp_*` excludes context parallelism, `dp_cp_group` includes it.
-    A copy of the model is spread over the tensor-, context- and pipeline-parallel ranks."""
+    A copy of the model is spread over the tensor-, context- and pipeline-parallel ranks. Experts are spread in a grid of their own, of
+    expert-tensor-, expert- and pipeline-parallel ranks, which may take in several data-parallel ranks."""
 
     world_size: int
     rank: int
@@ -23,11 +24,17 @@ class ParallelLayout:
     cp_rank: int
     dp_size: int
     dp_rank: int
+    ep_size: int  # ranks that share the experts
+    ep_rank: int
+    etp_size: int  # ranks that share each expert's matrices
+    etp_rank: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     dp_cp_group: dist.ProcessGroup
+    ep_group: dist.ProcessGroup
+    etp_group: dist.ProcessGroup
 
     @property
     def is_first_stage(self) -> bool:
@@ -41,7 +48,8 @@ class ParallelLayout:
 
     def describe(self) -> str:
         vp = f" VP{self.vp_size}" if self.vp_size > 1 else ""
-        return f"TP{self.tp_size} PP{self.pp_size}{vp} CP{self.cp_size} DP{self.dp_size}"
+        experts = f" EP{self.ep_size} ETP{self.etp_size}" if self.ep_size > 1 or self.etp_size != self.tp_size else ""
+        return f"TP{self.tp_size} PP{self.pp_size}{vp} CP{self.cp_size} DP{self.dp_size}{experts}"
 
 
 def read_layout() -> ParallelLayout:
@@ -60,9 +68,15 @@ def read_layout() -> ParallelLayout:
         cp_rank=mpu.get_context_parallel_rank(),
         dp_size=mpu.get_data_parallel_world_size(),
         dp_rank=mpu.get_data_parallel_rank(),
+        ep_size=mpu.get_expert_model_parallel_world_size(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        etp_size=mpu.get_expert_tensor_parallel_world_size(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
         tp_group=mpu.get_tensor_model_parallel_group(),
         pp_group=mpu.get_pipeline_model_parallel_group(),
         cp_group=mpu.get_context_parallel_group(),
         dp_group=mpu.get_data_parallel_group(),
         dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
+        ep_group=mpu.get_expert_model_parallel_group(),
+        etp_group=mpu.get_expert_tensor_parallel_group(),
     )

@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from arguments.groups import GPTModelConfig
@@ -34,6 +39,19 @@ def layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
     return spec
 
 
+def decoder_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers of one model chunk: all alike, or, with experts, each as `moe_layer_freq` has it."""
+    if config.num_moe_experts is None:
+        return layer_spec(config, transformer_impl)
+    block = get_gpt_decoder_block_spec(
+        config, transformer_impl == "transformer_engine", normalization=config.normalization, vp_stage=vp_stage
+    )
+    for layer in block.layer_specs:
+        if transformer_impl != "transformer_engine":
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    return block
+
+
 def build_chunks(config: TransformerConfig, gpt: GPTModelConfig, transformer_impl: str, layout: ParallelLayout) -> list[GPTModel]:
     """This rank's model chunks, in parameter precision of fp32; see `to_model_precision` and `wrap_for_training`."""
     position: dict[str, Any] = {
@@ -49,7 +67,7 @@ def build_chunks(config: TransformerConfig, gpt: GPTModelConfig, transformer_imp
         vp_stage = stage if layout.vp_size > 1 else None
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=layer_spec(config, transformer_impl),
+            transformer_layer_spec=decoder_spec(config, transformer_impl, vp_stage),
             vocab_size=padded_vocab_size(gpt, layout.tp_size),
             max_sequence_length=gpt.max_position_embeddings or 0,
             pre_process=layout.is_first_stage and stage == 0,

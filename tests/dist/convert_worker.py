@@ -33,8 +33,14 @@ TOLERANCE = 1e-5
 
 
 @contextmanager
-def parallel(tp: int = 1, pp: int = 1, vp: int = 1) -> Iterator[ParallelLayout]:
-    parallel_state.initialize_model_parallel(tp, pp, virtual_pipeline_model_parallel_size=vp if vp > 1 else None)
+def parallel(tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None = None) -> Iterator[ParallelLayout]:
+    parallel_state.initialize_model_parallel(
+        tp,
+        pp,
+        virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     yield read_layout()
     parallel_state.destroy_model_parallel()
@@ -49,6 +55,9 @@ def build(folder: str, layout: ParallelLayout, dtype: torch.dtype = torch.float3
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
         virtual_pipeline_model_parallel_size=layout.vp_size if layout.vp_size > 1 else None,
+        expert_model_parallel_size=layout.ep_size,
+        expert_tensor_parallel_size=layout.etp_size,
+        moe_token_dispatcher_type="alltoall",
         pipeline_dtype=dtype,
         params_dtype=dtype,
     )
@@ -90,8 +99,8 @@ def stored_weights(folder: str) -> dict[str, Tensor]:
 def check_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, float]:
     """For every layout and model: load, compare logits with transformers', export, compare bit by bit. The worst difference."""
     worst: dict[str, float] = {}
-    for tp, pp, vp in arguments["layouts"]:
-        with parallel(tp, pp, vp) as layout:
+    for sizes in arguments["layouts"]:
+        with parallel(*sizes) as layout:
             for folder in arguments["folders"]:
                 case = f"{Path(folder).name} {layout.describe()}"
                 chunks, hf, gpt = build(folder, layout)

@@ -1,0 +1,75 @@
+"""Gathering and scattering parts of different lengths over gloo.
+
+Target    _gather_along_first_dim and _reduce_scatter_along_first_dim in tensor_parallel.mappings, when they are given sizes.
+Why       Experts that are both expert- and tensor-parallel gather the tokens that each rank got, which are not equally many, and
+          scatter their sums back. NCCL takes lists of tensors of different lengths for that; gloo refuses them. Padded to the
+          longest part, both are the collectives of equal parts that gloo has. Calls without sizes are left alone.
+When      No CUDA device: the process groups are gloo's.
+Versions  megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_patches.patch import NO_CUDA, Patch, find, missing
+
+NAME = "gloo_uneven"
+MODULE = "tensor_parallel.mappings"
+TARGETS = {"_gather_along_first_dim": "output_split_sizes", "_reduce_scatter_along_first_dim": "input_split_sizes"}
+
+
+def uneven_gather(part: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
+    """The parts of all ranks one after the other, [sum(sizes), ...]. part: this rank's, [sizes[rank], ...]."""
+    longest = max(sizes)
+    padded = part.new_zeros(longest, *part.shape[1:])
+    padded[: part.size(0)] = part
+    whole = part.new_empty(longest * len(sizes), *part.shape[1:])
+    if longest:
+        dist.all_gather_into_tensor(whole, padded, group=group)
+    return torch.cat([piece[:size] for piece, size in zip(whole.split(longest) if longest else [], sizes, strict=False)] or [whole])
+
+
+def uneven_reduce_scatter(whole: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
+    """The sum over ranks of this rank's part, [sizes[rank], ...]. whole: the parts one after the other, [sum(sizes), ...]."""
+    longest = max(sizes)
+    own = whole.new_empty(longest, *whole.shape[1:])
+    if longest:
+        padded = whole.new_zeros(len(sizes), longest, *whole.shape[1:])
+        for slot, piece in zip(padded, whole.split(list(sizes)), strict=True):
+            slot[: piece.size(0)] = piece
+        dist.reduce_scatter_tensor(own, padded.flatten(0, 1), group=group)
+    return own[: sizes[group.rank()]]
+
+
+def check() -> None:
+    for name, sizes in TARGETS.items():
+        function = find(NAME, f"{MODULE}:{name}")
+        if list(inspect.signature(function).parameters)[:3] != ["input_", "group", sizes]:
+            raise missing(NAME, f"megatron.core.{MODULE}:{name} no longer takes (input_, group, {sizes})")
+
+
+def install() -> None:
+    module = find(NAME, MODULE)
+    for name, uneven in (("_gather_along_first_dim", uneven_gather), ("_reduce_scatter_along_first_dim", uneven_reduce_scatter)):
+        setattr(module, name, _with_sizes(getattr(module, name), uneven))
+
+
+def _with_sizes(original: Callable[..., Tensor], uneven: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def patched(input_: Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return original(input_, group, sizes, use_global_buffer)
+        return uneven(input_.contiguous(), group, [int(size) for size in sizes])
+
+    return patched
+
+
+PATCH = Patch(NAME, NO_CUDA, check, install)

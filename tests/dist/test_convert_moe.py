@@ -1,0 +1,75 @@
+"""slime_like/convert with experts: logits against transformers and bit-equal round trips under every layout of the experts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist import convert_worker
+from tests.dist.launch import run_ranks
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=90,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    initializer_range=0.2,
+)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-moe": ("Qwen3Moe", dict(head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)),
+    "qwen3-moe-dense-layers": (
+        "Qwen3Moe",
+        dict(head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=3, mlp_only_layers=[1], decoder_sparse_step=1),
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        dict(moe_intermediate_size=24, shared_expert_intermediate_size=40, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=2),
+    ),
+    "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
+}
+# tensor, pipeline, virtual, expert, expert-tensor
+LAYOUTS = [(1, 1, 1, 1, 1), (1, 1, 1, 2, 1), (1, 1, 1, 4, 1), (2, 1, 1, 2, 2), (2, 1, 1, 2, 1), (2, 2, 1, 1, 2), (1, 2, 1, 2, 1), (1, 2, 2, 2, 1)]
+
+
+def make_models(folder: Path, names: list[str]) -> dict[str, str]:
+    """Tiny models as transformers saves them, with what they answer to some tokens."""
+    import transformers
+
+    made = {}
+    for number, name in enumerate(names):
+        family, settings = MODELS[name]
+        torch.manual_seed(number)
+        config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings}, attn_implementation="eager")
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter.dim() == 1:  # norms are born as ones and biases as zeros: they could be swapped unseen
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+                elif parameter_name.endswith("gate.weight"):
+                    parameter.copy_(torch.randn_like(parameter))  # far apart, so that rounding does not change who is chosen
+            tokens = torch.randint(0, SIZES["vocab_size"], (24,))
+            logits = model(tokens[None]).logits[0]
+        model.save_pretrained(folder / name)
+        torch.save({"tokens": tokens, "logits": logits}, folder / name / "expected.pt")
+        made[name] = str(folder / name)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_models(tmp_path_factory.mktemp("models"), list(MODELS))
+
+
+def test_logits_and_round_trips_under_every_layout(folders: dict[str, str], tmp_path: Path) -> None:
+    arguments = {"layouts": LAYOUTS, "folders": list(folders.values())}
+    worst: dict[str, float] = {}
+    for result in run_ranks("tests.dist.convert_worker:check_layouts", 4, tmp_path, arguments, timeout_s=240):
+        worst.update(result)
+    assert len(worst) == len(LAYOUTS) * len(MODELS)
+    assert max(worst.values()) < convert_worker.TOLERANCE, {case: v for case, v in worst.items() if v >= convert_worker.TOLERANCE}
