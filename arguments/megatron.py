@@ -145,6 +145,18 @@ ACTIVATION_FLAGS = {"swiglu": ("silu", True), "squared_relu": ("squared_relu", F
 # Dropout is no part of the checkpoint's network: the flag, or 0, holds whatever config.json says.
 NOT_COMPARED = ("hidden_dropout", "attention_dropout")
 
+# Parts of an expert layer that a checkpoint does not have unless its config.json says so.
+NONE_UNLESS_SAID = frozenset(
+    {
+        "num_moe_experts",
+        "moe_shared_expert_intermediate_size",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_topk_scaling_factor",
+        "moe_router_enable_expert_bias",
+    }
+)
+
 
 @cache
 def megatron_fields() -> dict[str, tuple[tuple[str, SourceField], ...]]:
@@ -240,6 +252,12 @@ def disagreements(explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], gi
             continue
         words = checkpoint[name]
         problems.append(Problem(flag_name(name), None, f"{value} disagrees with --hf-checkpoint's {words}; leave the flag out"))
+    if "num_layers" in checkpoint:
+        for name in sorted(NONE_UNLESS_SAID & explicit.keys() - checkpoint.keys()):
+            if explicit[name]:
+                problems.append(
+                    Problem(flag_name(name), explicit[name], "disagrees with --hf-checkpoint, which has none; leave the flag out")
+                )
     heads = checkpoint.get("num_attention_heads")
     if given.get("group_query_attention") and heads is not None and checkpoint.get("num_query_groups") == heads:
         problems.append(

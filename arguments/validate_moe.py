@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.validate import Rule, Settings, problem, virtual_stages_of
 from slime_like.config import Problem, flag_name
@@ -90,7 +92,9 @@ def balancing_is_complete(s: Settings) -> list[Problem]:
         return []
     several = len(kinds) if isinstance(kinds, list) else 1
     if several != (len(coefficients) if isinstance(coefficients, list) else 1):
-        return problem("moe_aux_loss_coeff", coefficients, f"must be as many numbers as --moe-router-load-balancing-type has words: {several}")
+        return problem(
+            "moe_aux_loss_coeff", coefficients, f"must be as many numbers as --moe-router-load-balancing-type has words: {several}"
+        )
     found = []
     for kind, coefficient in balancing_of(s):
         if coefficient < 0:
@@ -138,3 +142,6 @@ def balancing_by_micro_batch(s: Settings) -> str | None:
     if experts_of(s) and s.trains and kinds:
         return "--moe-aux-loss-coeff with aux_loss balances within each micro-batch: results depend on how an optimizer step is cut"
     return None
+
+
+MOE_WARNINGS: tuple[Callable[[Settings], str | None], ...] = (dropped_tokens, balancing_by_micro_batch)

@@ -12,7 +12,7 @@ from arguments.validate import BATCH_RULES, NETWORK_RULES, PARALLEL_RULES, Rule,
 from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES, idle_advantage_settings, idle_correction_settings
 from arguments.validate_files import FILE_RULES
 from arguments.validate_losses import LOSS_RULES, gmpo_needs_one_advantage, wide_gspo_range
-from arguments.validate_moe import MOE_RULES, balancing_by_micro_batch, dropped_tokens
+from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_supervised import SUPERVISED_RULES
 from slime_like.advantages.registry import advantage_estimators, compares_samples
 from slime_like.config import Problem, flag_name
@@ -263,7 +263,7 @@ def a_first_run(s: Settings) -> str | None:
 WARNINGS: tuple[Warn, ...] = (
     reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling, a_first_run,
     wide_gspo_range, gmpo_needs_one_advantage, idle_correction_settings, idle_advantage_settings,
-    dropped_tokens, balancing_by_micro_batch,
+    *MOE_WARNINGS,
 )  # fmt: skip
 
 

@@ -75,7 +75,9 @@ class Mapping(ABC):
     def at(self: M, layer: int, expert: int = 0) -> M:
         """The mapping with its names filled in for the global layer number `layer` and, in expert layers, `expert` (both from 0)."""
         names = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return dataclasses.replace(self, **{key: name.format(layer=layer, expert=expert) for key, name in names.items() if isinstance(name, str)})
+        return dataclasses.replace(
+            self, **{key: name.format(layer=layer, expert=expert) for key, name in names.items() if isinstance(name, str)}
+        )
 
 
 def _share(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
+from slime_like.megatron_backend.experts import agreed_lengths
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import Head, Objective, gradient_scale, log_prob_step, training_step
@@ -171,6 +172,7 @@ class MegatronBackend:
             device=self.device,
             cp_size=self.layout.cp_size,
             cp_rank=self.layout.cp_rank,
+            agree=agreed_lengths(self.transformer, self.layout, self.device),
         )
 
     def _object_from_last_stage(self, value: dict[str, float]) -> dict[str, float]:

@@ -34,12 +34,18 @@ def pack_all(
     device: torch.device,
     cp_size: int = 1,
     cp_rank: int = 0,
+    agree: Callable[[list[int]], list[int]] | None = None,
 ) -> list[MicroBatch]:
     """A micro-batch for each group: this context-parallel rank's rows of it, a multiple of `multiple` of them. equal_lengths: pad all to
-    the longest, as the interleaved pipeline schedule needs."""
+    the longest, as the interleaved pipeline schedule needs. agree: from the lengths on this rank, those that all ranks pad theirs to."""
     totals = [sum(padded_length(s, cp_size) for s in group) for group in groups]
-    longest = max(totals) if equal_lengths else 0
-    packed = [pack(group, multiple=multiple, at_least=longest, device=device, cp_size=cp_size) for group in groups]
+    if equal_lengths:
+        totals = [max(totals)] * len(totals)
+    if agree is not None:
+        totals = agree(totals)
+    packed = [
+        pack(group, multiple=multiple, at_least=total, device=device, cp_size=cp_size) for group, total in zip(groups, totals, strict=True)
+    ]
     return packed if cp_size == 1 else [rows_of_context_rank(batch, cp_size, cp_rank) for batch in packed]
 
 

@@ -31,6 +31,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "DP2": ("qwen3-moe", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
         "TP2 EP2": ("qwen3-moe", f"{TP2} {EP2} --expert-tensor-parallel-size 1"),
         "ETP2": ("qwen3-moe", TP2),
+        "EP2 allgather": ("qwen3-moe", f"{EP2} --moe-token-dispatcher-type allgather"),
         "EP2, dense layers": ("qwen3-moe-dense-layers", EP2),
         "EP2, shared experts": ("qwen2-moe", EP2),
         "ETP2, shared experts": ("qwen2-moe", TP2),
@@ -38,6 +39,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
     },
     4: {
         "EP2 x ETP2": ("qwen3-moe", f"{TP2} {EP2}"),
+        "EP2 x ETP2 allgather": ("qwen3-moe", f"{TP2} {EP2} --moe-token-dispatcher-type allgather"),
         "DP4 EP2 distributed optimizer": ("qwen3-moe", f"{EP2} --use-distributed-optimizer"),
         "PP2 EP2": ("qwen3-moe", f"{PP2} {EP2}"),
         "PP2 VP2 EP2, dense layers": ("qwen3-moe-dense-layers", f"{PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2"),

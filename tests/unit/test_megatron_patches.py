@@ -121,6 +121,8 @@ TARGETS = [
     ("recompute_no_te", "tensor_parallel.random", "CheckpointWithoutOutput.__init__"),
     ("moe_no_te", "transformer.moe.moe_utils", "RouterGatingLinearFunction.forward"),
     ("moe_split_sizes", "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
+    ("gloo_uneven", "tensor_parallel.mappings", "_gather_along_first_dim"),
+    ("gloo_uneven", "tensor_parallel.mappings", "_reduce_scatter_along_first_dim"),
     ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer.sharded_state_dict"),
     ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer._set_main_param_and_optimizer_states"),
     ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict"),
