@@ -33,14 +33,9 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("--optimizer sgd --save {folder}/out", 1, ("--save",)),
     ("--loss-type sft_loss --entropy-coef 0.1 --eval-interval 1", 1, ("--entropy-coef", "--eval-interval")),
     ("--sglang-mem-fraction-static 0.7 --colocate", 1, ("--sglang-mem-fraction-static", "--colocate")),
-<<<<<<< HEAD
-    ("--num-experts 8 --moe-router-topk 2", 1, ("--num-experts", "--moe-router-topk")),
-    ("--context-parallel-size 2 --cp-comm-type p2p", 2, ("--cp-comm-type",)),
-=======
     ("--num-experts 8", 1, ("--num-experts",)),
     ("--moe-router-topk 2 --expert-model-parallel-size 2", 2, ("--moe-router-topk", "--expert-model-parallel-size")),
-    ("--context-parallel-size 2", 2, ("--context-parallel-size",)),
->>>>>>> 2a8eaac (Mixtures of experts: Qwen3-MoE, Qwen2-MoE, Mixtral in every layout)
+    ("--context-parallel-size 2 --cp-comm-type p2p", 2, ("--cp-comm-type",)),
     ("--tensor-model-parallel-size 2", 3, ("--tensor-model-parallel-size",)),
     ("--tensor-model-parallel-size 8", 8, ("--tensor-model-parallel-size",)),
     ("--pipeline-model-parallel-size 3", 3, ("--pipeline-model-parallel-size",)),

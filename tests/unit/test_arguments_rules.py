@@ -25,12 +25,7 @@ IDLE = (
 # name of the rule, flags that are added, flags that are left out, processes, the flag that is named, words of the message
 CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("world_is_divisible", "--tensor-model-parallel-size 2", (), 3, "--tensor-model-parallel-size", "does not divide the 3 processes"),
-<<<<<<< HEAD
     ("world_is_divisible", "--context-parallel-size 2", (), 3, "--tensor-model-parallel-size", "--context-parallel-size 2 = 2 does not divide"),
-    ("unsupported_parallelism", "--expert-model-parallel-size 2", (), 1, "--expert-model-parallel-size", "not implemented yet"),
-=======
-    ("unsupported_parallelism", "--context-parallel-size 2", (), 2, "--context-parallel-size", "not implemented yet"),
->>>>>>> 2a8eaac (Mixtures of experts: Qwen3-MoE, Qwen2-MoE, Mixtral in every layout)
     ("sequence_parallel_needs_tensor_parallel", "--sequence-parallel", (), 1, "--sequence-parallel", "--tensor-model-parallel-size above 1"),
     ("tensor_parallel_divides_the_network", "--tensor-model-parallel-size 4", (), 4, "--tensor-model-parallel-size", "--num-query-groups 2"),
     ("context_parallel_has_limits", "--cp-comm-type all_gather", (), 1, "--cp-comm-type", "--context-parallel-size above 1"),
