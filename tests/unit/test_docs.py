@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from arguments.aliases import ALIASES, NO_EFFECT, PRESETS, not_implemented
+from arguments.help import default_words
 from arguments.parse import parse_args
 from arguments.table import flag_table, normalise
 from slime_like.advantages import advantage_estimators
@@ -20,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGLISH, CHINESE = ROOT / "docs" / "en", ROOT / "docs" / "zh"
 DOCUMENTS = [ROOT / n for n in ("README.md", "README_zh.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))
 SCRIPTS = sorted(p for p in (ROOT / "scripts").rglob("*") if p.suffix in (".sh", ".sbatch"))
-PAIRS = [(ROOT / "README.md", ROOT / "README_zh.md"), *((page, CHINESE / page.name) for page in sorted(ENGLISH.glob("*.md")))]
+PAGES = sorted(ENGLISH.rglob("*.md"))
+PAIRS = [(ROOT / "README.md", ROOT / "README_zh.md"), *((page, CHINESE / page.relative_to(ENGLISH)) for page in PAGES)]
 # Flags of other programs that the documents and scripts call
 FOREIGN = {
     "pip": "--constraint --no-build-isolation --editable --quiet --upgrade",
@@ -100,7 +102,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_both_languages_have_the_same_pages() -> None:
-    assert [p.name for p in sorted(ENGLISH.glob("*.md"))] == [p.name for p in sorted(CHINESE.glob("*.md"))]
+    assert [p.relative_to(ENGLISH) for p in PAGES] == [p.relative_to(CHINESE) for p in sorted(CHINESE.rglob("*.md"))]
 
 
 @pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=lambda path: name(path))
@@ -117,6 +119,46 @@ def test_every_page_is_linked_from_the_readme() -> None:
     for readme, folder in ((ROOT / "README.md", ENGLISH), (ROOT / "README_zh.md", CHINESE)):
         text = readme.read_text(encoding="utf-8")
         assert not [page.name for page in folder.glob("*.md") if f"]({page.relative_to(ROOT)})" not in text]
+
+
+def test_every_page_of_a_folder_is_linked_from_its_index() -> None:
+    indices = [index for language in (ENGLISH, CHINESE) for index in language.glob("*/index.md")]
+    assert indices
+    for index in indices:
+        readme = (ROOT / ("README.md" if ENGLISH in index.parents else "README_zh.md")).read_text(encoding="utf-8")
+        assert f"]({index.relative_to(ROOT)})" in readme
+        text = index.read_text(encoding="utf-8")
+        assert not [page.name for page in index.parent.glob("*.md") if page != index and f"]({page.name})" not in text]
+
+
+_DEFAULT_ROW = re.compile(r"^\| `(--[\w-]+)` \| ([^|]+) \| [^|]* \|$", re.MULTILINE)
+
+
+def test_the_defaults_in_the_guides_are_those_of_the_flags() -> None:
+    """Rows of a flag, its default, and its meaning; a dash where there is none."""
+    rows = [
+        (page, *row)
+        for page in sorted((ROOT / "docs").glob("*/algorithms/*.md"))
+        for row in _DEFAULT_ROW.findall(page.read_text(encoding="utf-8"))
+    ]
+    assert len(rows) > 80
+    table = flag_table()
+    told = {(page.name, flag): (default, default_words(table.spellings[flag].flag) or "–") for page, flag, default in rows}
+    assert not {place: pair for place, pair in told.items() if pair[0] != pair[1]}
+
+
+@pytest.mark.parametrize("folder", [ENGLISH, CHINESE], ids=name)
+def test_the_results_have_a_row_for_all_that_is_registered(folder: Path) -> None:
+    """Or name it below the tables as one that has none."""
+    text = (folder / "algorithms/results.md").read_text(encoding="utf-8")
+    *tables, rest = text.split(": end -->")
+    for registry, table, flag in (
+        (policy_losses, tables[0], "--policy-loss-type"),
+        (advantage_estimators, tables[1], "--advantage-estimator"),
+    ):
+        listed = set(re.findall(rf"{flag} (\w+)", table))
+        assert listed <= set(registry.names())
+        assert set(registry.names()) - listed <= set(re.findall(r"`(\w+)`", rest))
 
 
 def table_rows(path: Path) -> list[list[str]]:

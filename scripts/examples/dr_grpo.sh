@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Dr. GRPO, arXiv 2503.20783: no division by the standard deviation of the group, none by the length of the response.
+#
+#   bash scripts/examples/dr_grpo.sh [more flags of train.py]        variables: see common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+train --advantage-estimator grpo --disable-grpo-std-normalization --policy-loss-type ppo --eps-clip 0.2 \
+  --loss-reduction seq_mean_token_sum_norm --loss-norm-length "$MAX_RESPONSE_LEN" "$@"

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# GRPO, arXiv 2402.03300: rewards relative to their group, a clipped ratio, every response weighted alike, KL to the first model in the loss.
+#
+#   bash scripts/examples/grpo.sh [more flags of train.py]        variables: see common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+train --advantage-estimator grpo --policy-loss-type ppo --eps-clip 0.2 --loss-reduction sequence_mean \
+  --use-kl-loss --kl-loss-coef 0.001 --ref-load "$MODEL" "$@"

@@ -1,0 +1,126 @@
+"""The recipes of scripts/examples and the command lines of the documents: each parses, and the two say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import parse_args
+from arguments.run_config import RunConfig
+from tests.unit.command_lines import write_files
+from tests.unit.test_launch_scripts import recorded, recorder
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted(path.stem for path in (ROOT / "scripts/examples").glob("*.sh") if path.stem != "common")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/en/algorithms").glob("*.md"))]
+INDEX = ROOT / "docs/en/algorithms/index.md"
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"^(?:python|torchrun --nproc-per-node (\d)) train\.py (.+)$", re.MULTILINE)
+
+
+def call(recipe: str, folder: Path, *flags: str, **variables: str) -> list[str]:
+    """What a recipe hands to train.py."""
+    command = ["bash", str(ROOT / f"scripts/examples/{recipe}.sh"), *flags]
+    subprocess.run(command, env=recorder(folder) | variables, check=True, timeout=60)
+    argv, where = recorded(folder)
+    assert argv[0] == "train.py" and Path(where) == ROOT
+    return argv[1:]
+
+
+def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
+    """What the demo leaves, as far as a command line is checked against it, and the reward."""
+    files = write_files(folder)
+    model = folder / demo / "sft/hf"
+    model.mkdir(parents=True)
+    (model / "config.json").write_bytes((Path(files["hf"]) / "config.json").read_bytes())
+    row = json.dumps({"messages": [{"role": "user", "content": "abc"}], "answer": "cba"})
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (folder / demo / name).write_text(row + "\n")
+    (folder / "scripts").mkdir()
+    (folder / "scripts/demo_reward.py").write_bytes((ROOT / "scripts/demo_reward.py").read_bytes())
+
+
+def warm_start_files(work: Path) -> None:
+    """What scripts/warm_start.py leaves."""
+    demo_files(work, "data")
+    (work / "data/sft").rename(work / "sft")
+    (work / "sft/done").touch()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_parses_with_the_demos_model(recipe: str, tmp_path: Path) -> None:
+    work = tmp_path / "warm_start"
+    work.mkdir()
+    warm_start_files(work)
+    run = parse_args(call(recipe, tmp_path, "--num-rollout", "3", WORK=str(work), MODEL=""), 1)
+    assert run.rollout.num_rollout == 3, "flags of the caller come last"
+    assert not run.warnings
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_parses_with_a_model_of_the_users(recipe: str, tmp_path: Path) -> None:
+    files = write_files(tmp_path, max_position_embeddings=40960)
+    run = parse_args(call(recipe, tmp_path, MODEL=files["hf"], TRAIN=files["prompts"], TEST=files["prompts"], OUTPUT=str(tmp_path)), 1)
+    assert run.megatron.transformer.bf16 and run.reward.rm_type == "gsm8k"
+    assert all(words.startswith("--load ") for words in run.warnings), run.warnings
+
+
+def test_the_first_call_makes_the_warm_start(tmp_path: Path) -> None:
+    environment = recorder(tmp_path) | {"WORK": str(tmp_path / "new"), "MODEL": ""}
+    python = Path(environment["PYTHON"])
+    calls = tmp_path / "calls"
+    python.write_text(f'#!/usr/bin/env bash\necho "$@" >> {calls}\n')
+    subprocess.run(["bash", str(ROOT / "scripts/examples/grpo.sh")], env=environment, check=True, timeout=60)
+    first, second = calls.read_text().splitlines()
+    assert first == f"scripts/warm_start.py --output-dir {tmp_path / 'new'}" and second.startswith("train.py ")
+
+
+def commands(page: Path) -> Iterator[tuple[int, list[str]]]:
+    """(processes, words after train.py) of every command line in a page's code."""
+    for language, block in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        if language == "bash":
+            for processes, words in _COMMAND.findall(block.replace("\\\n", " ")):
+                yield int(processes or 1), shlex.split(words, comments=True)
+
+
+def run_yaml(page: Path) -> str:
+    """The file run.yaml as a page shows it, else as the README does."""
+    for path in (page, INDEX, ROOT / "README.md"):
+        for language, block in _BLOCK.findall(path.read_text(encoding="utf-8")):
+            if language == "yaml":
+                return block
+    raise AssertionError("no run.yaml")
+
+
+def parsed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    demo_files(folder)
+    (folder / "run.yaml").write_text(run_yaml(page))
+    (folder / "my_rewards.py").write_text("def reward(args, sample):\n    return 0.0\n")
+    monkeypatch.chdir(folder)
+    return [parse_args(words, processes) for processes, words in commands(page) if "--help" not in words]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_command_lines_of_the_documents_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for run in parsed(page, tmp_path, monkeypatch):
+        assert all(words.startswith("--load ") for words in run.warnings), run.warnings
+
+
+def test_the_guide_and_the_recipes_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every recipe has a command line in the guide, with the same settings of the algorithm."""
+    (tmp_path / "guide").mkdir()
+    in_guide = [(run.algorithm, run.policy_loss, run.off_policy) for run in parsed(INDEX, tmp_path / "guide", monkeypatch)]
+    work = tmp_path / "warm_start"
+    work.mkdir()
+    warm_start_files(work)
+    text = INDEX.read_text(encoding="utf-8")
+    for recipe in RECIPES:
+        run = parse_args(call(recipe, tmp_path, WORK=str(work), MODEL=""), 1)
+        assert (run.algorithm, run.policy_loss, run.off_policy) in in_guide, recipe
+        assert f"scripts/examples/{recipe}.sh)" in text, recipe
