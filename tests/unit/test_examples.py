@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
+from slime_like.losses import LossInputs
+from slime_like.losses.custom import custom_loss
 from tests.unit.command_lines import write_files
 from tests.unit.test_launch_scripts import recorded, recorder
 
@@ -98,10 +103,19 @@ def run_yaml(page: Path) -> str:
     raise AssertionError("no run.yaml")
 
 
+def write_named_files(page: Path, folder: Path) -> None:
+    """The Python code of a page whose first line is the name of a file."""
+    for language, block in _BLOCK.findall(page.read_text(encoding="utf-8")):
+        name = re.match(r"# (\w+\.py)\n", block)
+        if language == "python" and name is not None:
+            (folder / name[1]).write_text(block)
+
+
 def parsed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     demo_files(folder)
     (folder / "run.yaml").write_text(run_yaml(page))
-    (folder / "my_rewards.py").write_text("def reward(args, sample):\n    return 0.0\n")
+    for path in (page, ROOT / "README.md"):
+        write_named_files(path, folder)
     monkeypatch.chdir(folder)
     return [parse_args(words, processes) for processes, words in commands(page) if "--help" not in words]
 
@@ -110,6 +124,17 @@ def parsed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Ru
 def test_command_lines_of_the_documents_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for run in parsed(page, tmp_path, monkeypatch):
         assert all(words.startswith("--load ") for words in run.warnings), run.warnings
+
+
+def test_the_loss_of_the_guide_is_one(tmp_path: Path) -> None:
+    write_named_files(ROOT / "docs/en/algorithms/policy_losses.md", tmp_path)
+    loss = custom_loss(f"{tmp_path / 'my_loss.py'}:loss")
+    log_probs = torch.tensor([0.5, -0.5, 1.0]).requires_grad_()
+    zero = torch.zeros(3)
+    ones = torch.ones(3, dtype=torch.bool)
+    inputs = LossInputs(log_probs, ones, torch.ones(3), torch.zeros(3, dtype=torch.long), 1, advantages=zero + 1, old_log_probs=zero)
+    loss.fn(inputs, SimpleNamespace(eps_clip=0.2)).token_losses.sum().backward()
+    assert log_probs.grad is not None and log_probs.grad.tolist() == [0.0, pytest.approx(-math.exp(-0.5)), 0.0]
 
 
 def test_the_guide_and_the_recipes_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
