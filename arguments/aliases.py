@@ -48,7 +48,7 @@ NO_EFFECT: Mapping[str, str] = {
 _ENGINES = "the rollout engine is local, inside the training ranks"
 _HOOKS = "custom functions at this place"
 _WANDB = "metrics go to metrics.jsonl and TensorBoard"
-_OPD = "on-policy distillation"
+_OPD = "a teacher in Megatron's format"
 _CRITIC = "estimators with a critic"
 _MICRO = "micro-batches are of --micro-batch-size samples"
 _CLUSTER = "the layout is given by torchrun (or SLURM) and the parallel sizes"
@@ -70,7 +70,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _WANDB: """use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team wandb-group wandb-project wandb-run-id
         wandb-always-use-train-step disable-wandb-random-suffix tb-project-name tb-experiment-name log-multi-turn log-passrate
         log-reward-category log-correct-samples""",
-    _OPD: "use-opd opd-type opd-kl-coef opd-teacher-load opd-teacher-ckpt-step",
+    _OPD: "opd-teacher-ckpt-step",
     _CRITIC: """critic-load critic-save critic-lr critic-lr-warmup-iters critic-num-nodes critic-num-gpus-per-node critic-train-only
         num-critic-only-steps value-clip lambd value-loss-scale disable-compute-advantages-and-returns""",
     _MICRO: """use-dynamic-batch-size max-tokens-per-gpu log-probs-max-tokens-per-gpu balance-data balance-by-flops
@@ -111,7 +111,6 @@ _PREFIXES = {
     "--vllm-": _ENGINES,
     "--wandb-": _WANDB,
     "--critic-": _CRITIC,
-    "--opd-": _OPD,
 }
 _PREFIXES |= {"--megatron-deepgemm-": "fp8 and fp4 training", "--lora-": "LoRA"}
 
@@ -122,6 +121,7 @@ VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
         "gae": _CRITIC,
     },
     "rm_type": dict.fromkeys(("deepscaler", "dapo", "f1", "gpqa", "ifbench", "remote_rm", "random"), "this reward"),
+    "opd_type": {"sglang": _ENGINES},
     "optimizer": {"muon": "this optimizer", "dist_muon": "this optimizer"},
     "moe_token_dispatcher_type": {"flex": "the flex dispatcher, which needs DeepEP or HybridEP"},
     "moe_router_load_balancing_type": {"sinkhorn": "this balancing"},

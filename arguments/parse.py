@@ -17,7 +17,7 @@ from arguments.hf_model import HfModel, read_hf_model
 from arguments.loss_choice import choose_loss, settle_loss
 from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
 from arguments.megatron_configs import Machine, build_megatron_configs, resolve_transformer_impl
-from arguments.run_config import RunConfig
+from arguments.run_config import RunConfig, TeacherModel
 from arguments.table import GROUPS, FlagTable, flag_table, normalise
 from arguments.validate import Settings, global_batch_of, virtual_stages_of
 from arguments.validate_run import TASK_PREFIX, check, settings_of_other_losses, warnings_of
@@ -225,6 +225,9 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
     megatron, problems = build_megatron_configs(s.core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine)
     if megatron is None:
         raise ConfigError(_in_order(problems, table))
+    teacher, problems = _teacher(s, stages)
+    if problems:
+        raise ConfigError(_in_order(problems, table))
     size = global_batch_of(s) or s.samples_per_rollout
     algorithm = dataclasses.replace(s.algorithm, global_batch_size=size, num_steps_per_rollout=s.samples_per_rollout // size)
     return RunConfig(
@@ -236,6 +239,7 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
         rollout=s.rollout,
         reward=s.reward,
         algorithm=algorithm,
+        distillation=s.distillation,
         off_policy=s.off_policy,
         policy_loss=s.policy_loss,
         gates=s.gates,
@@ -244,7 +248,22 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
         logging=s.logging,
         debug=s.debug,
         megatron=megatron,
+        teacher=teacher,
         argv=tuple(argv),
         warnings=tuple([*warnings, *warnings_of(s), *settings_of_other_losses(s, table.by_dest)]),
         world_size=s.world_size,
     )
+
+
+def _teacher(s: Settings, stages: int | None) -> tuple[TeacherModel | None, list[Problem]]:
+    """The teacher of on-policy distillation: its own shape, and everything else as the policy has it."""
+    folder = s.distillation.opd_teacher_load
+    if folder is None:
+        return None, []
+    shape = read_hf_model(folder)
+    policy = {} if s.model.hf_checkpoint is None else read_hf_model(s.model.hf_checkpoint).transformer
+    core = {name: value for name, value in s.core.items() if name not in policy} | shape.transformer
+    built, problems = build_megatron_configs(core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine)
+    if built is None:
+        return None, [Problem("--opd-teacher-load", folder, f"{problem.flag}: {problem.message}") for problem in problems]
+    return TeacherModel(gpt=dataclasses.replace(s.gpt, **shape.gpt), transformer=built.transformer), []

@@ -10,6 +10,7 @@ from arguments.groups import (
     CheckpointConfig,
     DataConfig,
     DebugConfig,
+    DistillationConfig,
     EvalConfig,
     GateConfig,
     GPTModelConfig,
@@ -25,13 +26,21 @@ from slime_like.losses.off_policy import OffPolicyConfig
 
 
 @dataclass(frozen=True)
+class TeacherModel:
+    """The shape of --opd-teacher-load in this run's layout and precision. transformer: megatron-core's TransformerConfig."""
+
+    gpt: GPTModelConfig
+    transformer: Any
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Complete: `gpt` is filled from the checkpoint; `model.transformer_impl` is "local" or "transformer_engine";
     `algorithm.num_steps_per_rollout` and `algorithm.global_batch_size` are set and agree with the rollout's size;
     `algorithm.policy_loss_type` and `advantage_estimator` are registered names, not aliases;
     `parallel.num_virtual_stages_per_pipeline_rank` is set for the interleaved schedule however that was asked for.
 
-    policy_loss: the chosen loss's own configuration. argv: the command line. warnings: to be printed once by the launcher.
+    teacher: of on-policy distillation on Megatron, else None. policy_loss: the chosen loss's own configuration. argv: the command line. warnings: to be printed once by the launcher.
     """
 
     model: ModelConfig
@@ -42,6 +51,7 @@ class RunConfig:
     rollout: RolloutConfig
     reward: RewardConfig
     algorithm: AlgorithmConfig
+    distillation: DistillationConfig
     off_policy: OffPolicyConfig
     policy_loss: Any
     gates: GateConfig
@@ -50,6 +60,7 @@ class RunConfig:
     logging: LoggingConfig
     debug: DebugConfig
     megatron: MegatronConfigs
+    teacher: TeacherModel | None
     argv: tuple[str, ...]
     warnings: tuple[str, ...]
     world_size: int

@@ -31,6 +31,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "rollout": ("rollout", groups.RolloutConfig),
     "reward": ("reward", groups.RewardConfig),
     "algorithm": ("algorithm", groups.AlgorithmConfig),
+    "distillation": ("on-policy distillation", groups.DistillationConfig),
     "off_policy": ("off-policy correction", OffPolicyConfig),
     "gates": ("gates", groups.GateConfig),
     "schedule": ("schedule", groups.ScheduleConfig),

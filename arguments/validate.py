@@ -11,6 +11,7 @@ from arguments.groups import (
     CheckpointConfig,
     DataConfig,
     DebugConfig,
+    DistillationConfig,
     EvalConfig,
     GateConfig,
     GPTModelConfig,
@@ -41,6 +42,7 @@ class Settings:
     rollout: RolloutConfig
     reward: RewardConfig
     algorithm: AlgorithmConfig
+    distillation: DistillationConfig
     off_policy: OffPolicyConfig
     loss: PolicyLoss
     policy_loss: Any

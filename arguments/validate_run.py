@@ -10,6 +10,7 @@ from arguments.from_dataclass import Flag
 from arguments.loss_choice import loss_fields
 from arguments.validate import BATCH_RULES, NETWORK_RULES, PARALLEL_RULES, Rule, Settings, global_batch_of, problem
 from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES, idle_advantage_settings, idle_correction_settings
+from arguments.validate_distillation import DISTILLATION_RULES, nothing_to_learn
 from arguments.validate_files import FILE_RULES
 from arguments.validate_losses import LOSS_RULES, gmpo_needs_one_advantage, wide_gspo_range
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
@@ -202,7 +203,7 @@ def evaluation(s: Settings) -> list[Problem]:
 RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES,
     kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
-    *CORRECTION_RULES, *ADVANTAGE_RULES, learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
+    *CORRECTION_RULES, *ADVANTAGE_RULES, *DISTILLATION_RULES, learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
     prompts, reward_is_chosen, reward_is_usable, evaluation, *FILE_RULES,
 )  # fmt: skip
 
@@ -233,7 +234,7 @@ def k1_in_the_loss(s: Settings) -> str | None:
 def groups_of_one(s: Settings) -> str | None:
     compares = compares_samples(advantage_estimators.get(s.algorithm.advantage_estimator))
     single = s.rollout.n_samples_per_prompt == 1 and s.algorithm.singleton_advantage == "zero"
-    if s.algorithm.loss_type == "policy_loss" and compares and single:
+    if s.algorithm.loss_type == "policy_loss" and compares and single and not s.distillation.use_opd:
         return "--n-samples-per-prompt 1 with --singleton-advantage zero: every advantage is 0 and nothing is learnt"
     return None
 
@@ -262,7 +263,7 @@ def a_first_run(s: Settings) -> str | None:
 
 WARNINGS: tuple[Warn, ...] = (
     reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling, a_first_run,
-    wide_gspo_range, gmpo_needs_one_advantage, idle_correction_settings, idle_advantage_settings,
+    wide_gspo_range, gmpo_needs_one_advantage, idle_correction_settings, idle_advantage_settings, nothing_to_learn,
     *MOE_WARNINGS,
 )  # fmt: skip
 

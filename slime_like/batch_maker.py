@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from arguments.run_config import RunConfig
-from slime_like.advantages import AdvantageSettings, KLController, estimate_advantages, token_kl
+from slime_like.advantages import AdvantageSettings, KLController, estimate_advantages, teacher_gaps, token_kl
 from slime_like.megatron_backend.backend import MegatronBackend, TokenStatistics
 from slime_like.megatron_backend.gates import TrainRolloutGate
 from slime_like.megatron_backend.layout import ParallelLayout
@@ -67,9 +67,10 @@ class BatchMaker:
             old = self._old_log_probs(local, metrics, weight_version)
             reference = self.backend.reference
             ref = None if reference is None else self.backend.compute_log_probs(local, reference)
+            teacher = None if self.backend.teacher is None else self.backend.compute_log_probs(local, self.backend.teacher)
         corrections, more = self._corrections(samples, steps, old)
         metrics |= more
-        advantages, more = self._advantages(samples, local, old, ref)
+        advantages, more = self._advantages(samples, local, old, ref, teacher)
         metrics |= more
 
         def complete(i: int, sample: TrainSample) -> TrainSample:
@@ -120,13 +121,17 @@ class BatchMaker:
         local: Sequence[TrainSample],
         old: Sequence[TokenStatistics],
         ref: Sequence[TokenStatistics] | None,
+        teacher: Sequence[TokenStatistics] | None,
     ) -> tuple[list[Tensor], dict[str, float]]:
-        """Per-token advantages of this rank's samples. Groups are over all samples; the KL in the reward comes off first."""
+        """Per-token advantages of this rank's samples. Groups are over all samples; the KL in the reward comes off first, the teacher's part last."""
         algorithm = self.run.algorithm
         masks = [s.loss_mask for s in local]
         kl = None
         if algorithm.kl_coef and ref is not None:
             kl = token_kl(algorithm.kl_loss_type or "k1", [o.log_probs for o in old], [f.log_probs for f in ref], masks)
+        gap = None
+        if teacher is not None:
+            gap = teacher_gaps([o.log_probs for o in old], [t.log_probs for t in teacher], masks)
         settings = AdvantageSettings(
             algorithm.advantage_estimator,
             normalize_std=not algorithm.disable_grpo_std_normalization,
@@ -134,9 +139,12 @@ class BatchMaker:
             normalize=algorithm.normalize_advantages,
             gamma=algorithm.gamma,
             kl_coef=self.kl_controller.value,
+            distillation_coef=self.run.distillation.opd_kl_coef,
         )
         mine = self.plan.local_indices(len(samples))
-        output = estimate_advantages(settings, outcomes_of(samples), mine=mine, masks=masks, kl=kl, group=self.layout.dp_group)
+        output = estimate_advantages(
+            settings, outcomes_of(samples), mine=mine, masks=masks, kl=kl, teacher_gap=gap, group=self.layout.dp_group
+        )
         metrics = dict(output.metrics)
         if kl is not None:
             metrics["rollout/kl_coef"] = self.kl_controller.value

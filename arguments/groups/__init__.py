@@ -3,6 +3,7 @@
 from arguments.groups.algorithm import AlgorithmConfig, GateConfig
 from arguments.groups.checkpoint import CheckpointConfig
 from arguments.groups.data import DataConfig, EvalConfig
+from arguments.groups.distillation import DistillationConfig
 from arguments.groups.logging import DebugConfig, LoggingConfig
 from arguments.groups.model import GPTModelConfig, ModelConfig
 from arguments.groups.optimizer import ScheduleConfig
@@ -14,6 +15,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "DebugConfig",
+    "DistillationConfig",
     "EvalConfig",
     "GPTModelConfig",
     "GateConfig",

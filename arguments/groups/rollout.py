@@ -29,8 +29,8 @@ class RolloutConfig:
 class RewardConfig:
     rm_type: str | None = arg(
         None,
-        "Reward: exact_match, math, gsm8k, task (the data source's own scorer). A row's metadata key rm_type overrides it.",
-        choices=("exact_match", "math", "gsm8k", "task"),
+        "Reward: exact_match, math, gsm8k, task (the data source's own scorer), zero (0 for everything: distillation). A row's metadata key rm_type overrides it.",
+        choices=("zero", "exact_match", "math", "gsm8k", "task"),
     )
     custom_rm_path: str | None = arg(
         None, "module.function or file.py:function of your own reward, called as function(args, sample), sync or async."

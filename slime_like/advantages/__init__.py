@@ -13,6 +13,7 @@ from slime_like.advantages import (  # noqa: F401  (each registers its estimator
     remax,
     rloo,
 )
+from slime_like.advantages.distillation import teacher_gaps
 from slime_like.advantages.estimate import AdvantageSettings, Outcomes, TokenAdvantages, estimate_advantages
 from slime_like.advantages.kl_reward import KLController, token_kl
 from slime_like.advantages.outcome import AdvantageOutput, compute_advantages
@@ -45,6 +46,7 @@ __all__ = [
     "discounted_returns",
     "estimate_advantages",
     "gae",
+    "teacher_gaps",
     "token_kl",
     "token_rewards",
     "whiten",

@@ -17,7 +17,8 @@ from slime_like.advantages.whitening import whiten
 
 @dataclass(frozen=True, slots=True)
 class AdvantageSettings:
-    """estimator: a registered name. normalize: whiten over all ranks. kl_coef: of the KL in the reward."""
+    """estimator: a registered name. normalize: whiten over all ranks. kl_coef: of the KL in the reward. distillation_coef: of the
+    gap to the teacher."""
 
     estimator: str
     normalize_std: bool = True
@@ -25,6 +26,7 @@ class AdvantageSettings:
     normalize: bool = False
     gamma: float = 1.0
     kl_coef: float = 0.0
+    distillation_coef: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,15 @@ def estimate_advantages(
     mine: Sequence[int],
     masks: Sequence[Tensor],
     kl: Sequence[Tensor] | None = None,
+    teacher_gap: Sequence[Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TokenAdvantages:
     """Advantages of this rank's samples, `mine` among all samples of the rollout.
 
-    masks: [R] bool, active tokens, by sample of this rank. kl: [R] by sample of this rank (`kl_reward.token_kl`), or None. group:
+    masks: [R] bool, active tokens, by sample of this rank. kl: [R] by sample of this rank (`kl_reward.token_kl`), or None. teacher_gap: [R] by
+    sample of this rank (`distillation.teacher_gaps`), or None; its share comes off each token's advantage before whitening. group:
     data-parallel ranks, which share the samples and call this together. The KL comes off the reward: of a whole sample before groups are
-    compared, or token by token where the estimator gives each token its own advantage. A sample whose reward or KL is not finite leaves all
+    compared, or token by token where the estimator gives each token its own advantage. A sample whose reward, KL or gap is not finite leaves all
     statistics, whitening included, and gets 0. Raises ValueError for an unknown estimator, a missing input, and when no reward is finite.
     """
     entry = advantage_estimators.get(settings.estimator)
@@ -87,6 +91,13 @@ def estimate_advantages(
         if entry.needs_greedy and outcomes.greedy_rewards is not None:
             metrics["reward/greedy_nonfinite"] = float((~torch.isfinite(outcomes.greedy_rewards)).sum())
     sound = _sound(penalised, outcomes, entry)
+    if teacher_gap is not None:
+        total_gap = sample_kl(teacher_gap, mine, rewards.numel(), group)
+        finite = torch.isfinite(total_gap)
+        metrics["rollout/opd_reverse_kl"] = float(total_gap[finite].sum()) / max(int(outcomes.lengths[finite].sum()), 1)
+        metrics["rollout/opd_nonfinite"] = float((~finite).sum())
+        values = [value - settings.distillation_coef * gap for value, gap in zip(values, teacher_gap)]
+        sound = sound & finite
     trained = [mask & bool(sound[i]) for i, mask in zip(mine, masks)]
     if settings.normalize:
         values = whiten(values, trained, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class PendingStep:
 
 
 class MegatronBackend:
-    """The networks of this rank: the policy, and a reference model where a KL term uses it."""
+    """The networks of this rank: the policy; a reference model where a KL term uses it; the teacher of on-policy distillation."""
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, *, total_steps: int) -> None:
         """total_steps: optimizer steps of the whole run, for the learning-rate schedule."""
@@ -79,6 +80,12 @@ class MegatronBackend:
             self.reference = Network(*shape)
             self.reference.load_hf(run.model.ref_load)
             self.reference.freeze()
+        self.teacher: Network | None = None
+        if run.teacher is not None:
+            assert run.distillation.opd_teacher_load is not None
+            self.teacher = Network(run.teacher.transformer, run.teacher.gpt, run.model.transformer_impl, layout)
+            self.teacher.load_hf(run.distillation.opd_teacher_load)
+            self.teacher.freeze()
 
     @property
     def trained(self) -> TrainedNetwork:
@@ -94,7 +101,8 @@ class MegatronBackend:
         size = self.algorithm.log_probs_micro_batch_size or self.algorithm.micro_batch_size
         groups = split_micro_batches(TrainBatch(tuple(samples)), size)
         network = network or self.policy
-        log_probs, entropy = network.evaluate(log_prob_step(self.head), groups, self._pack(groups))
+        head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
+        log_probs, entropy = network.evaluate(log_prob_step(head), groups, self._pack(groups))
         return [TokenStatistics(lp, h) for lp, h in zip(log_probs, entropy)]
 
     def accumulate(self, batch: TrainBatch) -> PendingStep:

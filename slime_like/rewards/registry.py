@@ -34,6 +34,7 @@ class Reward:
 
 
 rewards: Registry[Reward] = Registry("reward (--rm-type)")
+rewards.add("zero", Reward(lambda response, label, metadata: 0.0, lambda label, metadata: None, bounded=True))
 rewards.add("exact_match", Reward(exact_match.score, exact_match.problem, bounded=True))
 rewards.add("gsm8k", Reward(gsm8k.score, gsm8k.problem, bounded=True))
 rewards.add("math", Reward(math.score, math.problem, prepare=math.prepare, library=("math_verify", "math-verify")))

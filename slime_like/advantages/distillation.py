@@ -1,0 +1,23 @@
+"""On-policy distillation: a teacher's log-probs of the sampled tokens become a part of the advantage.
+
+    A_t <- A_t - coef (o_t - q_t)        o: the policy's old log-prob, q: the teacher's, both of the sampled token
+
+The gap's expectation under the policy is the reverse KL to the teacher, so its policy gradient descends KL(policy || teacher) one token at a
+time. Sources: Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, section 3; Thinking Machines Lab, "On-Policy
+Distillation" (2025), for the form with a policy-gradient loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def teacher_gaps(old_log_probs: Sequence[Tensor], teacher_log_probs: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+    """old - teacher [R] float64 by sample, 0 at inactive tokens. All arguments: [R] by sample."""
+    return [
+        torch.where(mask, torch.where(mask, old, 0.0).double() - torch.where(mask, teacher, 0.0).double(), 0.0)
+        for old, teacher, mask in zip(old_log_probs, teacher_log_probs, masks, strict=True)
+    ]

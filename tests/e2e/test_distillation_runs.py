@@ -1,0 +1,61 @@
+"""On-policy distillation through train.py: the policy moves towards a teacher of another shape, with rewards that are all 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.make_demo import make_model, make_tokenizer
+from tests.e2e.helpers import Workspace, rows_of
+from tests.e2e.programs import TrainServer
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another network than the policy, larger and with opinions: its logits are far from equal."""
+    folder = tmp_path_factory.mktemp("teacher")
+    model = make_model(make_tokenizer(), hidden_size=64, num_layers=4, seed=7)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_(std=0.12)
+    model.save_pretrained(folder)
+    return folder
+
+
+def flags(work: Workspace, out: Path, teacher: Path, **changes: Any) -> list[str]:
+    settings = dict(
+        use_opd="", opd_type="megatron", opd_teacher_load=teacher, rm_type="zero", custom_rm_path=None, n_samples_per_prompt=2,
+        rollout_batch_size=16, policy_loss_type="importance_sampling", loss_reduction="token_mean", micro_batch_size=8, lr=5e-3, normalize_advantages="",
+    )  # fmt: skip
+    return work.flags(out, **(settings | changes))
+
+
+def test_the_policy_moves_towards_the_teacher(server: TrainServer, work: Workspace, teacher: Path, tmp_path: Path) -> None:
+    server.train(flags(work, tmp_path, teacher, num_rollout=16), tmp_path / "log").ok()
+    rows = rows_of(tmp_path)
+    gaps = [row["rollout/opd_reverse_kl"] for row in rows]
+    assert all(row["rollout/reward_mean"] == 0 for row in rows) and gaps[0] > 0
+    assert sum(gaps[-2:]) / 2 < 0.7 * gaps[0], gaps
+
+
+@pytest.fixture(scope="module")
+def alone(server: TrainServer, work: Workspace, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The rows of a run of one process."""
+    out = tmp_path_factory.mktemp("alone")
+    server.train(flags(work, out, teacher, num_rollout=2), out / "log").ok()
+    return rows_of(out)
+
+
+LAYOUTS = {"TP2": "--tensor-model-parallel-size 2", "PP2": "--pipeline-model-parallel-size 2", "DP2": ""}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow if name == "TP2" else ()) for name in LAYOUTS])
+def test_every_layout_sees_the_same_teacher(
+    server: TrainServer, work: Workspace, teacher: Path, alone: list[dict[str, float]], tmp_path: Path, layout: str
+) -> None:
+    server.train([*flags(work, tmp_path, teacher, num_rollout=2), *LAYOUTS[layout].split()], tmp_path / "log", ranks=2).ok()
+    for one, two in zip(alone, rows_of(tmp_path), strict=True):
+        for name in ("rollout/opd_reverse_kl", "train/loss", "train/grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=2e-4, abs=1e-6), name

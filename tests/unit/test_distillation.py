@@ -1,0 +1,143 @@
+"""On-policy distillation: the arithmetic, and its command line. Runs are in tests/e2e/test_distillation_runs.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from arguments.parse import parse_args
+from arguments.validate_distillation import DISTILLATION_RULES
+from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages, teacher_gaps
+from slime_like.config import ConfigError, Problem
+from tests.unit.command_lines import HF_CONFIG, complete
+
+STEPS = ("--num-steps-per-rollout", "2")
+MASKS = [torch.tensor([True, False, True]), torch.tensor([True, True]), torch.tensor([False]), torch.tensor([True])]
+OLD = [torch.tensor([-1.0, math.nan, -3.0]), torch.tensor([-0.5, -2.0]), torch.tensor([-1.0]), torch.tensor([-4.0])]
+TEACHER = [torch.tensor([-2.0, -math.inf, -1.0]), torch.tensor([-0.5, -1.0]), torch.tensor([-9.0]), torch.tensor([-3.0])]
+REWARDS = [1.0, 0.0, 0.5, 0.0]
+
+
+def outcomes() -> Outcomes:
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    return Outcomes(rewards=rewards, group_ids=torch.tensor([0, 0, 1, 1]), lengths=torch.tensor([int(m.sum()) for m in MASKS]))
+
+
+def estimate(**settings: object) -> tuple[list[list[float]], dict[str, float]]:
+    output = estimate_advantages(
+        AdvantageSettings("grpo", normalize_std=False, **settings),  # type: ignore[arg-type]
+        outcomes(),
+        mine=range(4),
+        masks=MASKS,
+        teacher_gap=teacher_gaps(OLD, TEACHER, MASKS),
+    )
+    return [value.tolist() for value in output.values], dict(output.metrics)
+
+
+def test_the_gap_comes_off_each_active_token() -> None:
+    """A = (R - mean) - coef (old - teacher), written out."""
+    values, metrics = estimate(distillation_coef=2.0)
+    assert values[0] == pytest.approx([0.5 - 2 * (-1.0 + 2.0), 0.0, 0.5 - 2 * (-3.0 + 1.0)])
+    assert values[1] == pytest.approx([-0.5 - 2 * 0.0, -0.5 - 2 * (-2.0 + 1.0)])
+    assert values[2] == [0.0], "nothing is trained there"
+    assert values[3] == pytest.approx([-0.25 - 2 * (-4.0 + 3.0)])
+    assert metrics["rollout/opd_reverse_kl"] == pytest.approx((1.0 - 2.0 + 0.0 - 1.0 - 1.0) / 5)
+    assert metrics["rollout/opd_nonfinite"] == 0
+
+
+def test_whitening_comes_after() -> None:
+    plain, _ = estimate(distillation_coef=2.0)
+    active = torch.tensor([v for value, mask in zip(plain, MASKS) for v, m in zip(value, mask.tolist()) if m], dtype=torch.float64)
+    wanted = (active - active.mean()) / (active.var() + 1e-8).sqrt()
+    values, _ = estimate(distillation_coef=2.0, normalize=True)
+    found = [v for value, mask in zip(values, MASKS) for v, m in zip(value, mask.tolist()) if m]
+    assert found == pytest.approx(wanted.tolist(), rel=1e-5)
+
+
+def test_a_token_that_the_teacher_cannot_say_leaves_its_sample_out() -> None:
+    broken = [TEACHER[0], torch.tensor([-0.5, -math.inf]), *TEACHER[2:]]
+    output = estimate_advantages(
+        AdvantageSettings("grpo", normalize=True, distillation_coef=1.0),
+        outcomes(),
+        mine=range(4),
+        masks=MASKS,
+        teacher_gap=teacher_gaps(OLD, broken, MASKS),
+    )
+    assert output.values[1].tolist() == [0.0, 0.0] and all(bool(torch.isfinite(v).all()) for v in output.values)
+    assert output.metrics["rollout/opd_nonfinite"] == 1 and math.isfinite(output.metrics["rollout/opd_reverse_kl"])
+
+
+def teacher(folder: Path, **changes: object) -> str:
+    path = folder / "teacher"
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**HF_CONFIG, **changes}))
+    return str(path)
+
+
+def distil(folder: Path, *more: str, **changes: object) -> list[str]:
+    return complete(folder, *STEPS, "--use-opd", "--opd-type", "megatron", "--opd-teacher-load", teacher(folder, **changes), *more)
+
+
+def problems_of(argv: list[str], world_size: int = 1) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv, world_size)
+    return caught.value.problems
+
+
+def test_a_teacher_of_another_shape(tmp_path: Path) -> None:
+    config = parse_args(
+        distil(tmp_path, "--opd-kl-coef", "0.5", num_hidden_layers=6, hidden_size=96, num_attention_heads=6, vocab_size=384), 1
+    )
+    assert config.distillation.opd_kl_coef == 0.5 and config.teacher is not None and config.warnings == ()
+    shape = config.teacher.transformer
+    assert (shape.num_layers, shape.hidden_size, shape.num_attention_heads, config.teacher.gpt.vocab_size) == (6, 96, 6, 384)
+    assert (config.megatron.transformer.num_layers, config.gpt.vocab_size) == (4, 320), "the policy keeps its own"
+
+
+def test_pure_distillation_needs_one_sample_of_a_prompt_and_no_reward(tmp_path: Path) -> None:
+    config = parse_args(distil(tmp_path, "--rm-type", "zero", "--n-samples-per-prompt", "1"), 1)
+    assert config.reward.rm_type == "zero" and config.warnings == ()
+    alone = parse_args(complete(tmp_path, *STEPS, "--rm-type", "zero"), 1)
+    assert len(alone.warnings) == 1 and "nothing to learn" in alone.warnings[0]
+
+
+# name of the rule; flags; the flag that is named; words
+REFUSED = [
+    ("distillation_is_complete", "--use-opd", "--opd-type", "is missing"),
+    ("distillation_is_complete", "--use-opd --opd-type megatron", "--opd-teacher-load", "is missing"),
+    ("distillation_is_complete", "--opd-teacher-load {folder}/hf", "--opd-teacher-load", "--use-opd"),
+    ("distillation_is_complete", "--opd-kl-coef 2", "--opd-kl-coef", "--use-opd"),
+    ("distillation_is_complete", "--use-opd --loss-type sft_loss", "--use-opd", "sft_loss"),
+    ("teacher_is_there", "--use-opd --opd-type megatron --opd-teacher-load {folder}/nowhere", "--opd-teacher-load", "config.json"),
+    ("", "--use-opd --opd-type sglang", "--opd-type", "rollout engine"),
+    ("", "--use-opd --opd-type megatron --opd-teacher-load {folder}/hf --opd-kl-coef 0", "--opd-kl-coef", "> 0"),
+    ("", "--opd-teacher-ckpt-step 3", "--opd-teacher-ckpt-step", "Megatron's format"),
+]
+
+
+@pytest.mark.parametrize(("rule", "flags", "flag", "said"), REFUSED, ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)])
+def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+    found = problems_of(complete(tmp_path, *STEPS, *flags.replace("{folder}", str(tmp_path)).split()))
+    assert [p.flag for p in found] == [flag] and said in str(found[0])
+
+
+def test_every_rule_is_broken_somewhere() -> None:
+    assert {rule.__name__ for rule in DISTILLATION_RULES} == {case[0] for case in REFUSED if case[0]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "said"),
+    [
+        (dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=96), "--tensor-model-parallel-size 2", "3 attention heads"),
+        (dict(num_hidden_layers=5), "--pipeline-model-parallel-size 2", "5 layers"),
+        (dict(vocab_size=100), "", "100 tokens"),
+        (dict(hidden_act="relu"), "", "hidden_act 'relu'"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_named(tmp_path: Path, changes: dict[str, object], flags: str, said: str) -> None:
+    found = problems_of(distil(tmp_path, *flags.split(), **changes), 2 if flags else 1)
+    assert {p.flag for p in found} == {"--opd-teacher-load"} and any(said in str(p) for p in found)
