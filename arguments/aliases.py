@@ -44,13 +44,14 @@ NO_EFFECT: Mapping[str, str] = {
     "--no-check-for-nan-in-loss-and-grad": "a step with a non-finite gradient is always skipped and counted",
     "--no-position-embedding": "--position-embedding-type alone decides",
     "--use-mcore-models": "there are no others",
+    "--balance-by-flops": "--balance-data goes by the work of a sequence anyway",
 }
 _ENGINES = "the rollout engine is local, inside the training ranks"
 _HOOKS = "custom functions at this place"
 _WANDB = "metrics go to metrics.jsonl and TensorBoard"
 _OPD = "a teacher in Megatron's format"
 _CRITIC = "estimators with a critic"
-_MICRO = "micro-batches are of --micro-batch-size samples"
+_MICRO = "micro-batches are cut by --micro-batch-size or --max-tokens-per-gpu"
 _CLUSTER = "the layout is given by torchrun (or SLURM) and the parallel sizes"
 _SYNC = "weights are handed over in memory"
 _DEBUG = "this debugging aid"
@@ -73,8 +74,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _OPD: "opd-teacher-ckpt-step",
     _CRITIC: """critic-load critic-save critic-lr critic-lr-warmup-iters critic-num-nodes critic-num-gpus-per-node critic-train-only
         num-critic-only-steps value-clip lambd value-loss-scale disable-compute-advantages-and-returns""",
-    _MICRO: """use-dynamic-batch-size max-tokens-per-gpu log-probs-max-tokens-per-gpu balance-data balance-by-flops
-        data-pad-size-multiplier log-probs-chunk-size allgather-cp""",
+    _MICRO: "data-pad-size-multiplier log-probs-chunk-size allgather-cp",
     _CLUSTER: """actor-num-nodes actor-num-gpus-per-node num-gpus-per-node train-backend train-env-vars qwen-gdn-backend world-size rank
         local-rank""",
     _SYNC: """update-weight-mode update-weight-transport update-weight-buffer-size update-weight-disk-dir update-weight-disk-keep-files

@@ -18,7 +18,7 @@ def default_words(flag: Flag) -> str:
     """The default as it is told: empty where there is none."""
     if flag.default_words:
         return flag.default_words
-    if flag.kind == "switch":
+    if flag.kind == "switch" and flag.default is not None:
         return "on" if flag.default else "off"
     return "" if flag.default in (None, {}, []) else str(flag.default)
 

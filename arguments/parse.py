@@ -229,7 +229,10 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
     if problems:
         raise ConfigError(_in_order(problems, table))
     size = global_batch_of(s) or s.samples_per_rollout
-    algorithm = dataclasses.replace(s.algorithm, global_batch_size=size, num_steps_per_rollout=s.samples_per_rollout // size)
+    balance = s.algorithm.use_dynamic_batch_size if s.algorithm.balance_data is None else s.algorithm.balance_data
+    algorithm = dataclasses.replace(
+        s.algorithm, global_batch_size=size, num_steps_per_rollout=s.samples_per_rollout // size, balance_data=balance
+    )
     return RunConfig(
         model=dataclasses.replace(s.model, transformer_impl=resolve_transformer_impl(s.model, s.machine)),
         gpt=s.gpt,

@@ -36,7 +36,7 @@ class TeacherModel:
 @dataclass(frozen=True)
 class RunConfig:
     """Complete: `gpt` is filled from the checkpoint; `model.transformer_impl` is "local" or "transformer_engine";
-    `algorithm.num_steps_per_rollout` and `algorithm.global_batch_size` are set and agree with the rollout's size;
+    `algorithm.num_steps_per_rollout` and `algorithm.global_batch_size` are set and agree with the rollout's size, `balance_data` is set;
     `algorithm.policy_loss_type` and `advantage_estimator` are registered names, not aliases;
     `parallel.num_virtual_stages_per_pipeline_rank` is set for the interleaved schedule however that was asked for.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -232,6 +233,22 @@ def local_layers_have_limits(s: Settings) -> list[Problem]:
     return found
 
 
+def attention_backend_is_there(s: Settings) -> list[Problem]:
+    """With Transformer Engine layers: one of its kernels. megatron-core chooses by environment variables, and asserts on those it finds."""
+    if resolve_transformer_impl(s.model, s.machine) != "transformer_engine":
+        return []
+    backend = s.core.get("attention_backend", "auto")
+    if backend == "local":
+        words = "is the attention of layers without Transformer Engine; use auto, flash, fused or unfused, or --transformer-impl local"
+        return problem("attention_backend", backend, words)
+    wanted = {f"NVTE_{kernel.upper()}_ATTN": str(int(backend in (kernel, "auto"))) for kernel in ("flash", "fused", "unfused")}
+    set_otherwise = [f"{name}={os.environ[name]}" for name, value in wanted.items() if os.environ.get(name, value) != value]
+    if set_otherwise:
+        words = f"contradicts the environment's {', '.join(set_otherwise)}; unset what NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN say"
+        return problem("attention_backend", backend, words)
+    return []
+
+
 def recompute_is_complete(s: Settings) -> list[Problem]:
     granularity = s.core.get("recompute_granularity")
     if granularity is None:
@@ -310,7 +327,7 @@ def rollout_is_divisible(s: Settings) -> list[Problem]:
 def global_batch_is_divisible(s: Settings) -> list[Problem]:
     """Also the interleaved schedule's condition on the number of micro-batches."""
     size, dp, micro = global_batch_of(s), s.data_parallel_size, s.algorithm.micro_batch_size
-    if size is None or dp is None or not s.trains:
+    if size is None or dp is None or not s.trains or s.algorithm.use_dynamic_batch_size:
         return []
     if s.algorithm.loss_reduction == "token_mean_legacy" and size % (dp * micro):
         return []  # the reduction's own rule tells it
@@ -358,7 +375,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     context_parallel_has_limits, interleaved_flags, pipeline_divides_the_layers, backend_is_there,
 )  # fmt: skip
 NETWORK_RULES: tuple[Rule, ...] = (
-    network_is_complete, checkpoint_is_needed, transformer_engine_is_there, local_layers_have_limits,
+    network_is_complete, checkpoint_is_needed, transformer_engine_is_there, local_layers_have_limits, attention_backend_is_there,
     recompute_is_complete, network_numbers,
 )  # fmt: skip
 BATCH_RULES: tuple[Rule, ...] = (

@@ -39,6 +39,8 @@ def legacy_needs_even_micro_batches(s: Settings) -> list[Problem]:
     size, dp, micro = global_batch_of(s), s.data_parallel_size, s.algorithm.micro_batch_size
     if s.algorithm.loss_reduction != "token_mean_legacy" or size is None or dp is None or size % (dp * micro) == 0:
         return []
+    if s.algorithm.use_dynamic_batch_size:
+        return []  # has its own rule
     message = f"needs an optimizer step of whole micro-batches, and {size} samples are not divisible by {dp} data-parallel ranks x {micro}"
     return problem("loss_reduction", "token_mean_legacy", f"{message}; use token_mean")
 

@@ -46,7 +46,7 @@ OWN_HELP = ("swiglu", "squared_relu", "quick_geglu", "group_query_attention")
 
 def redundant(name: str, flag: Flag) -> bool:
     """`--no-x` of a switch that is off anyway: the head of the page says that it exists."""
-    return flag.kind == "switch" and not flag.default and name in flag.off
+    return flag.kind == "switch" and flag.default is False and name in flag.off
 
 
 def render(table: FlagTable) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from slime_like.advantages import AdvantageSettings, KLController, estimate_adva
 from slime_like.megatron_backend.backend import MegatronBackend, TokenStatistics
 from slime_like.megatron_backend.gates import TrainRolloutGate
 from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.micro_batches import work_per_token
 from slime_like.metrics.progress import Progress
 from slime_like.rollout.batch import StepPlan, map_steps, outcomes_of, train_samples
 from slime_like.rollout.correction import SampleCorrection, correct_steps, require_sampler_log_probs, sampler_told
@@ -36,9 +38,10 @@ class BatchMaker:
         self.progress = progress
         self.warn = warn
         self.is_sft = run.algorithm.loss_type == "sft_loss"
-        self.plan = StepPlan(global_batch_size(run), layout.dp_size, layout.dp_rank)
+        self.plan = step_plan(run, layout)
         self.rollout_gate = TrainRolloutGate(train_rollout_limit(run), run.gates.train_rollout_diff_patience)
         self.kl_controller = kl_controller(run)
+        self._warned_of_long_sequences = False
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain JSON."""
@@ -51,6 +54,9 @@ class BatchMaker:
     def make(self, samples: Sequence[Sample], weight_version: int) -> tuple[list[TrainBatch], dict[str, float]]:
         """The optimizer steps of a rollout. weight_version: of the policy that is about to be trained."""
         algorithm = self.run.algorithm
+        self._warn_of_long_sequences(samples)
+        with self.progress.phase("balance") if self.plan.linear_cost is not None else nullcontext():
+            shares = self.plan.share(samples)
         steps = train_samples(
             self.plan,
             samples,
@@ -58,11 +64,12 @@ class BatchMaker:
             loss_norm_length=algorithm.loss_norm_length,
             micro_batch_size=algorithm.micro_batch_size,
             positive_nll=algorithm.positive_nll_coef > 0,
+            shares=shares,
         )
+        metrics = dict(shares.metrics)
         if self.is_sft:
-            return map_steps(steps, lambda i, sample: sample), {}
+            return map_steps(steps, lambda i, sample: sample), metrics
         local = [sample for step in steps for sample in step]
-        metrics: dict[str, float] = {}
         with self.progress.phase("log_probs"):
             old = self._old_log_probs(local, metrics, weight_version)
             reference = self.backend.reference
@@ -70,7 +77,7 @@ class BatchMaker:
             teacher = None if self.backend.teacher is None else self.backend.compute_log_probs(local, self.backend.teacher)
         corrections, more = self._corrections(samples, steps, old)
         metrics |= more
-        advantages, more = self._advantages(samples, local, old, ref, teacher)
+        advantages, more = self._advantages(samples, shares.local_indices, local, old, ref, teacher)
         metrics |= more
 
         def complete(i: int, sample: TrainSample) -> TrainSample:
@@ -84,6 +91,20 @@ class BatchMaker:
             )
 
         return map_steps(steps, complete), metrics
+
+    def _warn_of_long_sequences(self, samples: Sequence[Sample]) -> None:
+        """Once in a run."""
+        algorithm = self.run.algorithm
+        if algorithm.max_tokens_per_gpu is None or self._warned_of_long_sequences:
+            return
+        budget = algorithm.max_tokens_per_gpu * self.layout.cp_size
+        longest = max(sample.total_length for sample in samples)
+        if longest > budget:
+            self._warned_of_long_sequences = True
+            self.warn(
+                f"a sequence of {longest} tokens is longer than --max-tokens-per-gpu times --context-parallel-size, {budget}: such a "
+                "sequence gets a micro-batch of its own"
+            )
 
     def _old_log_probs(self, local: Sequence[TrainSample], metrics: dict[str, float], weight_version: int) -> list[TokenStatistics]:
         """Old log-probs of this rank's samples, compared with the sampler's where it reported them."""
@@ -118,12 +139,14 @@ class BatchMaker:
     def _advantages(
         self,
         samples: Sequence[Sample],
+        mine: Sequence[int],
         local: Sequence[TrainSample],
         old: Sequence[TokenStatistics],
         ref: Sequence[TokenStatistics] | None,
         teacher: Sequence[TokenStatistics] | None,
     ) -> tuple[list[Tensor], dict[str, float]]:
-        """Per-token advantages of this rank's samples. Groups are over all samples; the KL in the reward comes off first, the teacher's part last."""
+        """Per-token advantages of this rank's samples, `mine` among all. Groups are over all samples; the KL in the reward comes off first,
+        the teacher's part last."""
         algorithm = self.run.algorithm
         masks = [s.loss_mask for s in local]
         kl = None
@@ -141,7 +164,6 @@ class BatchMaker:
             kl_coef=self.kl_controller.value,
             distillation_coef=self.run.distillation.opd_kl_coef,
         )
-        mine = self.plan.local_indices(len(samples))
         output = estimate_advantages(
             settings, outcomes_of(samples), mine=mine, masks=masks, kl=kl, teacher_gap=gap, group=self.layout.dp_group
         )
@@ -150,6 +172,14 @@ class BatchMaker:
             metrics["rollout/kl_coef"] = self.kl_controller.value
             self.kl_controller.update(metrics["rollout/kl_in_reward"], len(samples))
         return output.values, metrics
+
+
+def step_plan(run: RunConfig, layout: ParallelLayout) -> StepPlan:
+    """Balanced by the model's own cost, where that was asked for."""
+    algorithm = run.algorithm
+    cost = work_per_token(run.megatron.transformer, run.gpt.vocab_size or 0) if algorithm.balance_data else None
+    equal_counts = not algorithm.use_dynamic_batch_size
+    return StepPlan(global_batch_size(run), layout.dp_size, layout.dp_rank, linear_cost=cost, equal_counts=equal_counts)
 
 
 def kl_controller(run: RunConfig) -> KLController:

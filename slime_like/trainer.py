@@ -178,7 +178,7 @@ class Trainer:
                 self._warn(self.skip_gate.check(result.skipped, result.grad_norm))
                 results.append(result)
         names = sorted({name for r in results for name in r.metrics})
-        metrics = {f"train/{n}": mean([r.metrics[n] for r in results if n in r.metrics]) for n in names}
+        metrics = {n if n.startswith("perf/") else f"train/{n}": mean([r.metrics[n] for r in results if n in r.metrics]) for n in names}
         metrics["train/grad_norm"] = mean([r.grad_norm for r in results])
         metrics["train/lr"] = results[-1].learning_rate
         metrics["train/skipped_steps"] = float(self.skip_gate.total)
@@ -198,6 +198,7 @@ class Trainer:
                 self._warn(self.batches.rollout_gate.check(gap, gap, 1.0, self.weight_version))
             return
         same_size = run.algorithm.log_probs_micro_batch_size in (None, run.algorithm.micro_batch_size)
+        same_size = same_size and not run.algorithm.use_dynamic_batch_size  # a pass over a whole rollout is filled otherwise than a step
         same_packing = same_size and self.layout.vp_size == 1  # interleaved stages pad to the longest of the step, or of the rollout
         check_old_log_probs(metrics.get("log_ratio_abs", 0.0), same_packing=same_packing, half_precision=half)
         if step == 0 and "kl_k3" in metrics and self._starts_at_the_reference():

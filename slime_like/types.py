@@ -123,6 +123,7 @@ class MicroBatch:
     importance_weights: Tensor | None = None  # [T] float32
     rewards: Tensor | None = None  # [T] float32
     nll_weights: Tensor | None = None  # [T] float32
+    is_padding: Tensor | None = None  # [T] bool, rows that hold no token of a sample
     selection_seed: int = 0  # of losses that choose tokens at random; equal on ranks that hold the same tokens, or sequences
     places: Tensor | None = None  # [T] int64: row where one process packs it; None: the row itself
 

@@ -61,6 +61,27 @@ class AlgorithmConfig:
     log_probs_micro_batch_size: int | None = arg(
         None, "As --micro-batch-size, for forward-only passes; default: the same.", legal=AT_LEAST_ONE
     )
+    use_dynamic_batch_size: bool = arg(
+        False, "Fill micro-batches up to --max-tokens-per-gpu tokens, in place of --micro-batch-size samples."
+    )
+    max_tokens_per_gpu: int | None = arg(
+        None,
+        "Tokens of a micro-batch with --use-dynamic-batch-size, times --context-parallel-size; a longer sequence gets a micro-batch of its own.",
+        legal=AT_LEAST_ONE,
+    )
+    log_probs_max_tokens_per_gpu: int | None = arg(
+        None, "As --max-tokens-per-gpu, for forward-only passes; default: the same.", legal=AT_LEAST_ONE
+    )
+    balance_data: bool | None = arg(
+        None,
+        "Give data-parallel ranks the samples of an optimizer step by their work, in place of equal runs of them; default: with "
+        "--use-dynamic-batch-size.",
+    )
+    qkv_format: str = arg(
+        "thd",
+        "thd: the sequences of a micro-batch end to end, without padding. bshd: each padded to the longest, for comparison.",
+        choices=("thd", "bshd"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,10 @@ from slime_like.megatron_backend.experts import agreed_lengths
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import Head, Objective, gradient_scale, log_prob_step, training_step
+from slime_like.megatron_backend.micro_batches import cut, micro_batch_size, packing_metrics
 from slime_like.megatron_backend.network import Network, TrainedNetwork
 from slime_like.megatron_backend.optimizer import limits_kept, resume_schedule
-from slime_like.megatron_backend.packing import pack_all, split_micro_batches, with_selection_seeds
+from slime_like.megatron_backend.packing import pack_all, with_selection_seeds
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.types import MicroBatch, StepResult, TrainBatch, TrainSample
 
@@ -98,19 +99,20 @@ class MegatronBackend:
 
         network: whose; None: the policy's. All pipeline stages get the result.
         """
-        size = self.algorithm.log_probs_micro_batch_size or self.algorithm.micro_batch_size
-        groups = split_micro_batches(TrainBatch(tuple(samples)), size)
+        parts = cut(samples, micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True), self.layout)
         network = network or self.policy
         head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
-        log_probs, entropy = network.evaluate(log_prob_step(head), groups, self._pack(groups))
-        return [TokenStatistics(lp, h) for lp, h in zip(log_probs, entropy)]
+        log_probs, entropy = network.evaluate(log_prob_step(head), parts.groups, self._pack(parts.groups))
+        return parts.in_order([TokenStatistics(lp, h) for lp, h in zip(log_probs, entropy)])
 
     def accumulate(self, batch: TrainBatch) -> PendingStep:
         """Forward and backward over one optimizer step's samples; gradients are reduced, weights not yet changed.
 
         The metrics are those of the whole step, reduced over the data-parallel ranks and equal on all ranks.
         """
-        batches = self._pack(split_micro_batches(batch, self.algorithm.micro_batch_size))
+        size = micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=False)
+        parts = cut(batch.samples, size, self.layout)
+        batches = self._pack(parts.groups)
         batches = with_selection_seeds(batches, self._seed, self.trained.scheduler.num_steps, self.layout.dp_rank)
         step = training_step(self.head, self.objective, gradient_scale(self.layout, len(batches)))
         outputs = self.trained.accumulate(step, batches)
@@ -119,6 +121,7 @@ class MegatronBackend:
             accumulator = MetricAccumulator()
             for output in outputs:
                 accumulator.add(output["metrics"])
+            accumulator.add(packing_metrics(parts, batches, size))
             metrics = accumulator.reduce(self.layout.dp_cp_group)
         return PendingStep(self._object_from_last_stage(metrics))
 
@@ -181,6 +184,7 @@ class MegatronBackend:
             cp_size=self.layout.cp_size,
             cp_rank=self.layout.cp_rank,
             agree=agreed_lengths(self.transformer, self.layout, self.device),
+            equal_sequences=self.algorithm.qkv_format == "bshd",
         )
 
     def _object_from_last_stage(self, value: dict[str, float]) -> dict[str, float]:

@@ -69,9 +69,9 @@ class Network:
         table = self._from_last_stage(table, tokens=sum(int(b.tokens.numel()) for b in batches))
         table = self._from_context_ranks(table, batches).cpu()
         columns: list[list[Tensor]] = [[] for _ in table]
-        for group, values in zip(groups, table.split([int(b.cu_seqlens[-1]) for b in batches], dim=1)):
+        for group, batch, values in zip(groups, batches, table.split([int(b.cu_seqlens[-1]) for b in batches], dim=1)):
             for column, row in zip(columns, values):
-                column += [value.clone() for value in unpack(row, group, self.layout.cp_size)]
+                column += [value.clone() for value in unpack(row, group, batch.cu_seqlens)]
         return columns
 
     def _from_context_ranks(self, table: Tensor, batches: Sequence[MicroBatch]) -> Tensor:

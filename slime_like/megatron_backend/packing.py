@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from slime_like.ops.context_parallel import places_over_ranks, rows_of_rank
-from slime_like.types import MicroBatch, TrainBatch, TrainSample
-
-
-def split_micro_batches(batch: TrainBatch, micro_batch_size: int) -> list[tuple[TrainSample, ...]]:
-    """Consecutive samples, `micro_batch_size` to each micro-batch. The command line guarantees that they divide."""
-    samples = batch.samples
-    assert len(samples) % micro_batch_size == 0, (len(samples), micro_batch_size)
-    return [samples[i : i + micro_batch_size] for i in range(0, len(samples), micro_batch_size)]
+from slime_like.types import MicroBatch, TrainSample
 
 
 def pack_all(
@@ -35,31 +28,46 @@ def pack_all(
     cp_size: int = 1,
     cp_rank: int = 0,
     agree: Callable[[list[int]], list[int]] | None = None,
+    equal_sequences: bool = False,
 ) -> list[MicroBatch]:
     """A micro-batch for each group: this context-parallel rank's rows of it, a multiple of `multiple` of them. equal_lengths: pad all to
-    the longest, as the interleaved pipeline schedule needs. agree: from the lengths on this rank, those that all ranks pad theirs to."""
-    totals = [sum(padded_length(s, cp_size) for s in group) for group in groups]
+    the longest, as the interleaved pipeline schedule needs. agree: from the lengths on this rank, those that all ranks pad theirs to.
+    equal_sequences: pad the sequences of each to its longest."""
+    totals = [sum(padded_lengths(group, cp_size, equal=equal_sequences)) for group in groups]
     if equal_lengths:
         totals = [max(totals)] * len(totals)
     if agree is not None:
         totals = agree(totals)
     packed = [
-        pack(group, multiple=multiple, at_least=total, device=device, cp_size=cp_size) for group, total in zip(groups, totals, strict=True)
+        pack(group, multiple=multiple, at_least=total, device=device, cp_size=cp_size, equal_sequences=equal_sequences)
+        for group, total in zip(groups, totals, strict=True)
     ]
     return packed if cp_size == 1 else [rows_of_context_rank(batch, cp_size, cp_rank) for batch in packed]
 
 
-def padded_length(sample: TrainSample, cp_size: int) -> int:
-    """Rows that a sample takes: its length, up to a multiple of 2 * cp where context-parallel ranks share them."""
-    length = int(sample.tokens.numel())
-    return length if cp_size == 1 else length + -length % (2 * cp_size)
+def padded_lengths(samples: Sequence[TrainSample], cp_size: int, *, equal: bool = False) -> list[int]:
+    """Rows that each sample takes: its length, or with `equal` that of the longest, up to a multiple of 2 * cp where context-parallel
+    ranks share them. A sample without tokens takes none, and no place in the list."""
+    lengths = [int(s.tokens.numel()) for s in samples if s.tokens.numel()]
+    if equal and lengths:
+        lengths = [max(lengths)] * len(lengths)
+    return lengths if cp_size == 1 else [n + -n % (2 * cp_size) for n in lengths]
 
 
-def pack(samples: Sequence[TrainSample], *, multiple: int, device: torch.device, at_least: int = 0, cp_size: int = 1) -> MicroBatch:
+def pack(
+    samples: Sequence[TrainSample],
+    *,
+    multiple: int,
+    device: torch.device,
+    at_least: int = 0,
+    cp_size: int = 1,
+    equal_sequences: bool = False,
+) -> MicroBatch:
     """Concatenate samples into one row of T >= `at_least` tokens, of which each of `cp_size` ranks can take an equal share that is a multiple
-    of `multiple` (the tensor-parallel size under sequence parallelism). Padding at the end is one more sequence with an all-False mask."""
-    lengths = [padded_length(s, cp_size) for s in samples]
-    wanted = max(sum(lengths), at_least)
+    of `multiple` (the tensor-parallel size under sequence parallelism). Padding at the end is one more sequence with an all-False mask;
+    padding of a sequence, to the length of the longest with `equal_sequences`, is at its own end, where no token can see it."""
+    lengths = padded_lengths(samples, cp_size, equal=equal_sequences)
+    wanted = max(sum(lengths), at_least, 1)
     unit = multiple if cp_size == 1 else math.lcm(2, multiple) * cp_size
     padding = wanted + -wanted % unit - sum(lengths)
     if padding:
@@ -73,7 +81,7 @@ def pack(samples: Sequence[TrainSample], *, multiple: int, device: torch.device,
     for start, sample in zip(starts, samples):
         end = start + sample.tokens.numel()
         tokens[start:end] = sample.tokens
-        labels[start : end - 1] = sample.tokens[1:]
+        labels[start : max(start, end - 1)] = sample.tokens[1:]
     seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     positions = torch.arange(total) - cu_seqlens[:-1].long()[seq_ids]
     real_lengths = torch.tensor([*(int(s.tokens.numel()) for s in samples), 0])
@@ -115,6 +123,7 @@ def pack(samples: Sequence[TrainSample], *, multiple: int, device: torch.device,
         rewards=per_token(lambda s: s.rewards, torch.float32),
         nll_weights=per_token(lambda s: s.nll_weights, torch.float32),
         places=None if cp_size == 1 else _places(samples, seq_ids, positions).to(device),
+        is_padding=(positions >= real_lengths[seq_ids]).to(device),
     )
 
 
@@ -155,11 +164,8 @@ def with_selection_seeds(batches: Sequence[MicroBatch], seed: int, step: int, dp
     return [replace(batch, selection_seed=s) for batch, s in zip(batches, seeds)]
 
 
-def unpack(values: Tensor, samples: Sequence[TrainSample], cp_size: int = 1) -> list[Tensor]:
-    """The response values [R] of each sample from a whole packed row of values [T]; inverse of the placement in `pack`."""
-    out, start = [], 0
-    for sample in samples:
-        end = start + int(sample.tokens.numel())
-        out.append(values[end - 1 - sample.response_length : end - 1])
-        start += padded_length(sample, cp_size)
-    return out
+def unpack(values: Tensor, samples: Sequence[TrainSample], cu_seqlens: Tensor) -> list[Tensor]:
+    """The response values [R] of each sample from a whole packed row of values [T]; inverse of the placement in `pack`, whose
+    `cu_seqlens` these are."""
+    ends = [start + int(s.tokens.numel()) for start, s in zip(cu_seqlens.tolist(), samples)]
+    return [values[end - 1 - s.response_length : end - 1] for end, s in zip(ends, samples)]

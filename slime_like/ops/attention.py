@@ -37,6 +37,7 @@ class PackedRows(PackedSeqParams):
     lengths: tuple[int, ...] = ()  # S sequence lengths; they sum to T
     gather_index: Tensor | None = None  # [S, max L]: row of each padded position; None: compute each sequence alone
     scatter_index: Tensor | None = None  # [T]: padded position of each row, into the flattened [S * max L]
+    equal: bool = False  # all sequences have one length: the rows are a batch as they are
     context: ContextRows | None = None  # under context parallelism, in place of the two indices
 
 
@@ -56,6 +57,8 @@ def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Packe
     batched = len(lengths) * longest**2 <= MAX_PADDING_FACTOR * sum(n * n for n in lengths)
     if cp_size > 1:
         rows.context = context_rows(cu_seqlens, cp_size, cp_rank, batched=batched)
+    elif len(lengths) * longest == bounds[-1]:
+        rows.equal = True
     elif batched:
         device = cu_seqlens.device
         columns = torch.arange(longest, device=device)
@@ -107,6 +110,9 @@ class PackedAttention(MegatronModule):
             if packed_seq_params.context is not None:
                 assert self.cp_group is not None, "a layer spec hands its process groups to the core attention"
                 out = context_parallel_attention(query, key, value, packed_seq_params.context, self.cp_group, self._sdpa)
+            elif packed_seq_params.equal:
+                batch = (len(packed_seq_params.lengths), packed_seq_params.lengths[0])
+                out = self._sdpa(*(x.unflatten(0, batch) for x in (query, key, value))).flatten(0, 1)
             elif packed_seq_params.gather_index is not None:
                 out = self._padded(query, key, value, packed_seq_params)
             else:

@@ -1,7 +1,7 @@
 """A rollout becomes optimizer steps: which rank trains on which sample, advantages, and token weights.
 
-All ranks hold all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples, data-parallel rank d the d-th run of
-those: the samples of an optimizer step are the same for every layout.
+All ranks hold all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples: the samples of an optimizer step, and so the
+loss, are the same for every layout. Which data-parallel rank has which of them is `StepPlan`'s choice alone.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slime_like.advantages import Outcomes
+from slime_like.balance import imbalance, partition, sequence_costs
 from slime_like.losses.reductions import reduction_weights
 from slime_like.rollout.correction import sampler_told
 from slime_like.rollout.greedy import GREEDY_REWARD
@@ -22,11 +25,14 @@ from slime_like.types import Sample, SampleGroup, SampleStatus, TrainBatch, Trai
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """How many samples make an optimizer step, and which of them are this data-parallel rank's."""
+    """How many samples make an optimizer step, and which of them are this data-parallel rank's: the d-th run of them for rank d, or, with
+    a `linear_cost` (see `balance.linear_cost`), samples of equal work; as many for each rank where `equal_counts` asks for it."""
 
     global_batch_size: int
     dp_size: int
     dp_rank: int
+    linear_cost: float | None = None
+    equal_counts: bool = True
 
     def steps(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
         """The samples of each optimizer step, over all ranks."""
@@ -34,16 +40,48 @@ class StepPlan:
         assert len(samples) % size == 0, (len(samples), size)
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
-    def mine(self) -> slice:
-        """This rank's part of a step."""
-        share = self.global_batch_size // self.dp_size
-        return slice(self.dp_rank * share, (self.dp_rank + 1) * share)
+    def share(self, samples: Sequence[Sample]) -> Shares:
+        """Who trains on what. Equal on all ranks, which need not talk for it."""
+        lengths = [[s.total_length for s in step] for step in self.steps(samples)]
+        shares = Shares(tuple(tuple(self._share_step(step)) for step in lengths), self.dp_rank, self.global_batch_size, {})
+        return replace(shares, metrics=self._metrics(lengths, shares.positions)) if self.linear_cost is not None else shares
 
-    def local_indices(self, num_samples: int) -> list[int]:
-        """Positions, among all samples of the rollout, of this rank's samples in the order it trains on them."""
-        part = self.mine()
-        starts = range(0, num_samples, self.global_batch_size)
-        return [i for start in starts for i in range(start + part.start, start + part.stop)]
+    def _share_step(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        if self.linear_cost is None:
+            bounds = [self.global_batch_size * d // self.dp_size for d in range(self.dp_size + 1)]
+            return [tuple(range(a, b)) for a, b in pairwise(bounds)]
+        costs = sequence_costs(lengths, self.linear_cost)
+        return [tuple(part.tolist()) for part in partition(costs, self.dp_size, equal_counts=self.equal_counts)]
+
+    def _metrics(self, lengths: Sequence[Sequence[int]], positions: Sequence[Sequence[Sequence[int]]]) -> dict[str, float]:
+        """Means over the optimizer steps of the heaviest rank over the mean rank: by work, and by tokens."""
+        assert self.linear_cost is not None
+        work, tokens = [], []
+        for step, parts in zip(lengths, positions):
+            costs, counts = sequence_costs(step, self.linear_cost), np.asarray(step, dtype=np.float64)
+            work.append(imbalance(np.array([costs[list(part)].sum() for part in parts])))
+            tokens.append(imbalance(np.array([counts[list(part)].sum() for part in parts])))
+        return {"perf/rank_work_max_over_mean": float(np.mean(work)), "perf/rank_tokens_max_over_mean": float(np.mean(tokens))}
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The samples of every rank in every optimizer step. positions: [step][rank], ascending places within the step; metrics: plain numbers
+    by name. The one owner of the order in which this rank's samples are computed, step after step."""
+
+    positions: tuple[tuple[tuple[int, ...], ...], ...]
+    dp_rank: int
+    global_batch_size: int
+    metrics: dict[str, float]
+
+    def mine(self, step: int) -> tuple[int, ...]:
+        """Places of this rank's samples within an optimizer step."""
+        return self.positions[step][self.dp_rank]
+
+    @property
+    def local_indices(self) -> list[int]:
+        """Places of this rank's samples among all samples of the rollout."""
+        return [k * self.global_batch_size + i for k in range(len(self.positions)) for i in self.mine(k)]
 
 
 def flatten(groups: Sequence[SampleGroup]) -> list[Sample]:
@@ -103,19 +141,21 @@ def train_samples(
     loss_norm_length: int | None = None,
     micro_batch_size: int | None = None,
     positive_nll: bool = False,
+    shares: Shares | None = None,
 ) -> list[list[TrainSample]]:
     """This rank's samples of each optimizer step, with token weights; advantages and trainer log-probs come later.
 
-    micro_batch_size: of reductions that depend on it. positive_nll: with the weights of the term for samples with a positive reward. Either all
+    micro_batch_size: of reductions that depend on it. positive_nll: with the weights of the term for samples with a positive reward.
+    shares: the plan's, when they are known already. Either all
     samples of all ranks have log-probs of the sampler (zeros in one that trains nothing), or none has, so that all ranks do alike.
     """
     told = sampler_told(samples)
+    shares = shares or plan.share(samples)
     result = []
-    for step in plan.steps(samples):
-        mine = plan.mine()
-        weights = step_weights(step, reduction, loss_norm_length, micro_batch_size)[mine]
-        nll = nll_weights(step)[mine] if positive_nll else [None] * len(weights)
-        result.append([_train_sample(*each, told=told) for each in zip(step[mine], weights, nll)])
+    for k, step in enumerate(plan.steps(samples)):
+        weights = step_weights(step, reduction, loss_norm_length, micro_batch_size)
+        nll = nll_weights(step) if positive_nll else [None] * len(weights)
+        result.append([_train_sample(step[i], weights[i], nll[i], told=told) for i in shares.mine(k)])
     return result
 
 

@@ -177,7 +177,7 @@ def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) 
             advantages=[[float(v) for v in s.advantages if v != 0][:1] for s in mine if s.advantages is not None],
             penalties=[float(((s.old_log_probs - s.ref_log_probs) * s.loss_mask).sum()) for s in mine],  # type: ignore[operator]
             rewards=[sample.reward for sample in samples],
-            indices=trainer.batches.plan.local_indices(len(samples)),
+            indices=trainer.batches.plan.share(samples).local_indices,
             reported=metrics["rollout/kl_in_reward"],
             active=sum(int(s.loss_mask.sum()) for s in samples),
         )

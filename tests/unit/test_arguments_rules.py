@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
 from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES
 from arguments.validate_losses import LOSS_RULES
@@ -15,6 +16,7 @@ from arguments.validate_run import RULES, WARNINGS
 from slime_like.config import ConfigError, Problem
 from tests.unit.command_lines import complete
 
+DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 64"
 EVAL = "--eval-interval 2 --eval-prompt-data a {folder}/prompts.jsonl"
 # without effect in supervised fine-tuning
 IDLE = (
@@ -68,6 +70,14 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --log-probs-micro-batch-size 16",
         (), 2, "--log-probs-micro-batch-size", "divisible by",
     ),
+    ("token_budgets", "--use-dynamic-batch-size", (), 1, "--max-tokens-per-gpu", "is missing"),
+    ("token_budgets", "--max-tokens-per-gpu 64", (), 1, "--max-tokens-per-gpu", "without --use-dynamic-batch-size"),
+    ("token_budgets", "--log-probs-max-tokens-per-gpu 64", (), 1, "--log-probs-max-tokens-per-gpu", "without --use-dynamic-batch-size"),
+    ("token_budgets", f"{DYNAMIC} --micro-batch-size 1", (), 1, "--micro-batch-size", "contradicts --use-dynamic-batch-size"),
+    ("token_budgets", f"{DYNAMIC} --log-probs-micro-batch-size 2", (), 1, "--log-probs-micro-batch-size", "fills by tokens"),
+    ("token_budgets", f"{DYNAMIC} --loss-reduction token_mean_legacy", (), 1, "--loss-reduction", "use token_mean"),
+    ("every_rank_gets_a_sample", f"{DYNAMIC} --global-batch-size 2", (), 4, "--global-batch-size", "fewer than the 4 data-parallel ranks"),
+    ("padded_rows", f"{DYNAMIC} --qkv-format bshd", (), 1, "--qkv-format", "use thd"),
     ("sequences_fit", "--rollout-max-response-len 512", (), 1, "--rollout-max-response-len", "512 positions"),
     ("sequences_fit", f"{EVAL} --eval-max-response-len 512", (), 1, "--eval-max-response-len", "512 positions"),
     ("sequences_fit", f"{EVAL} --loss-type sft_loss --rm-type math --rollout-max-response-len 600", (), 1, "--rollout-max-response-len", "512"),
@@ -133,7 +143,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("debugging", "--debug-rollout-only --debug-train-only --load-debug-rollout-data {folder}/{rollout_id}", (), 1, "--debug-rollout-only", "contradicts"),
     ("debug_files", "--load-debug-rollout-data {folder}/none", (), 1, "--load-debug-rollout-data", "no such file"),
 ]  # fmt: skip
-NEEDS_A_DEVICE = {"backend_is_there", "transformer_engine_is_there", "local_layers_have_limits"}
+NEEDS_A_DEVICE = {"backend_is_there", "transformer_engine_is_there", "local_layers_have_limits", "attention_backend_is_there"}
 # Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of validate_moe.py: test_arguments_moe.py.
 ELSEWHERE = {rule.__name__ for rule in (*CORRECTION_RULES, *ADVANTAGE_RULES, *LOSS_RULES, *MOE_RULES)}
 
@@ -208,6 +218,9 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
         "--optimizer sgd --save {folder}/out --no-save-optim",
         "--optimizer sgd --load {folder}/hf --finetune",
         "--save-debug-rollout-data {folder}/rollout --num-rollout 1",
+        f"{DYNAMIC} --log-probs-max-tokens-per-gpu 200 --balance-data",
+        f"{DYNAMIC} --global-batch-size 2 --no-balance-data --loss-reduction prompt_mean",
+        "--balance-data --micro-batch-size 2 --qkv-format bshd",
     ],
 )
 def test_what_is_right_passes(tmp_path: Path, flags: str) -> None:
@@ -244,3 +257,36 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "locked")
     (found,) = problems_of(argv, 1)
     assert found.flag == flag and f"{tmp_path / 'locked'} is not writable" in found.message
+
+
+def test_balancing_comes_with_token_budgets(tmp_path: Path) -> None:
+    def balanced(flags: str) -> bool | None:
+        return parse_args(complete(tmp_path, *flags.split()), 1).algorithm.balance_data
+
+    assert balanced("") is False and balanced("--balance-data") is True
+    assert balanced(DYNAMIC) is True and balanced(f"{DYNAMIC} --no-balance-data") is False
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flags", "environment", "said"),
+    [
+        (False, "--attention-backend flash", {}, "needs Transformer Engine layers"),
+        (False, "--attention-backend auto", {"NVTE_FLASH_ATTN": "0"}, None),
+        (True, "--attention-backend local", {}, "attention of layers without Transformer Engine"),
+        (True, "--attention-backend local --transformer-impl local", {}, None),
+        (True, "--attention-backend flash", {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "1"}, "environment's NVTE_FUSED_ATTN=1"),
+        (True, "--attention-backend fused", {"NVTE_FUSED_ATTN": "1"}, None),
+    ],
+)
+def test_attention_backends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, flags: str, environment: dict[str, str], said: str | None
+) -> None:
+    """What can be chosen depends on the layers. A second mistake is on the line, so that megatron-core need not be there for a GPU."""
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Machine, "here", lambda: Machine(cuda=gpu, transformer_engine=gpu, gradient_fusion=False))
+    found = [p for p in problems_of(complete(tmp_path, *flags.split(), "--gamma", "2"), 1) if p.flag != "--gamma"]
+    assert [p.flag for p in found] == ([] if said is None else ["--attention-backend"])
+    assert all(said is not None and said in p.message for p in found)

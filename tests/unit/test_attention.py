@@ -38,7 +38,7 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int
     return torch.stack(out)
 
 
-@pytest.mark.parametrize(("lengths", "is_padded"), [([5, 4, 6], True), ([1, 1, 14], False), ([9], True)])
+@pytest.mark.parametrize(("lengths", "is_padded"), [([5, 4, 6], True), ([1, 1, 14], False), ([9], False), ([4, 4], False)])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_against_loops(lengths: list[int], is_padded: bool, groups: int) -> None:
     torch.manual_seed(1)

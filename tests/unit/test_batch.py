@@ -39,7 +39,7 @@ def test_ranks_share_each_step(dp_size: int, reduction: str) -> None:
             assert a.loss_weights.shape == (a.response_length,)
     for plan, part in zip(plans, parts, strict=True):
         mine = [sample.tokens[0].item() // 100 for step in part for sample in step]
-        assert plan.local_indices(len(ROLLOUT)) == mine
+        assert plan.share(ROLLOUT).local_indices == mine
 
 
 @pytest.mark.parametrize(
@@ -107,3 +107,37 @@ def test_log_probs_of_the_sampler_are_there_for_all_or_for_none() -> None:
     for rank in range(2):
         (step,) = train_samples(StepPlan(4, 2, rank), untold, reduction="token_mean")
         assert all(s.rollout_log_probs is None for s in step)
+
+
+LONG_AND_SHORT = [make(i, length=40 if i % 8 == 0 else 1 + i % 5) for i in range(24)]
+
+
+@pytest.mark.parametrize("equal_counts", [False, True])
+def test_a_cost_changes_who_trains_on_what_and_nothing_else(equal_counts: bool) -> None:
+    """Of each step the ranks hold the same samples with the same weights; the rank of the long one has the fewer others."""
+    plans = [StepPlan(8, 2, rank, linear_cost=100.0, equal_counts=equal_counts) for rank in range(2)]
+    parts = [train_samples(plan, LONG_AND_SHORT, reduction="token_mean") for plan in plans]
+    whole = train_samples(StepPlan(8, 1, 0), LONG_AND_SHORT, reduction="token_mean")
+    for k, step in enumerate(whole):
+        joined = sorted((s for part in parts for s in part[k]), key=lambda s: int(s.tokens[0]))
+        for a, b in zip(joined, step, strict=True):
+            assert torch.equal(a.tokens, b.tokens) and torch.equal(a.loss_weights, b.loss_weights)
+        sizes = [len(part[k]) for part in parts]
+        assert sizes == [4, 4] if equal_counts else sorted(sizes) == [1, 7]
+    for plan, part in zip(plans, parts, strict=True):
+        share = plan.share(LONG_AND_SHORT)
+        assert share.local_indices == [s.tokens[0].item() // 100 for step in part for s in step]
+        assert share.metrics.keys() == {"perf/rank_work_max_over_mean", "perf/rank_tokens_max_over_mean"}
+        tokens = [[sum(s.tokens.numel() for s in part[k]) for part in parts] for k in range(3)]
+        expected = sum(max(pair) / (sum(pair) / 2) for pair in tokens) / 3
+        assert share.metrics["perf/rank_tokens_max_over_mean"] == pytest.approx(expected)
+    assert StepPlan(8, 2, 0).share(LONG_AND_SHORT).metrics == {}
+
+
+def test_a_step_need_not_be_divisible_by_the_ranks() -> None:
+    positions = [
+        StepPlan(8, 3, 0).share(ROLLOUT).mine(1),
+        *(StepPlan(8, 3, r, linear_cost=9.0, equal_counts=False).share(ROLLOUT).mine(1) for r in range(3)),
+    ]
+    assert positions[0] == (0, 1)
+    assert sorted(i for part in positions[1:] for i in part) == list(range(8)) and all(positions[1:])

@@ -73,7 +73,7 @@ def test_masks_and_weights_travel_to_the_rows_of_their_tokens() -> None:
     packed = pack(samples, multiple=4, device=torch.device("cpu"))
     assert packed.keep_mask is not None and packed.importance_weights is not None and packed.keep_mask.dtype == torch.bool
     for values, name in ((packed.keep_mask, "keep_mask"), (packed.importance_weights, "importance_weights")):
-        for sample, value in zip(samples, unpack(values, samples)):
+        for sample, value in zip(samples, unpack(values, samples, packed.cu_seqlens)):
             assert torch.equal(value, getattr(sample, name))
 
 

@@ -13,6 +13,7 @@ LAYERS = (
     (
         "slime_like",
         "slime_like.config",
+        "slime_like.balance",
         "slime_like.checkpoint_folders",
         "slime_like.types",
         "slime_like.registry",

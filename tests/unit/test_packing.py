@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from slime_like.megatron_backend.packing import join_context_ranks, pack, pack_all, split_micro_batches, unpack, with_selection_seeds
-from slime_like.types import TrainBatch, TrainSample
+from slime_like.megatron_backend.packing import join_context_ranks, pack, pack_all, unpack, with_selection_seeds
+from slime_like.types import TrainSample
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def test_unpack_inverts_pack() -> None:
     samples = [sample(3, 4, 100), sample(1, 2, 200), sample(5, 0, 300)]
     batch = pack(samples, multiple=1, device=CPU)
     assert batch.advantages is not None
-    for original, values in zip(samples, unpack(batch.advantages, samples)):
+    for original, values in zip(samples, unpack(batch.advantages, samples, batch.cu_seqlens)):
         assert torch.equal(values, original.advantages)
 
 
@@ -56,13 +56,8 @@ def test_padding_is_a_sequence_without_active_tokens() -> None:
     assert padded.cu_seqlens.tolist() == [0, 7, 10, 12]
     assert padded.loss_mask.sum() == plain.loss_mask.sum()
     assert padded.num_seqs == 3
-
-
-def test_micro_batches_keep_order() -> None:
-    samples = tuple(sample(2, 2, 10 * i) for i in range(6))
-    parts = split_micro_batches(TrainBatch(samples), 2)
-    assert [s.tokens[0].item() for part in parts for s in part] == [0, 10, 20, 30, 40, 50]
-    assert [len(p) for p in parts] == [2, 2, 2]
+    assert plain.is_padding is not None and padded.is_padding is not None
+    assert not plain.is_padding.any() and padded.is_padding.tolist() == [False] * 10 + [True] * 2
 
 
 def test_selection_seeds_belong_to_a_place_in_the_step() -> None:
@@ -114,7 +109,24 @@ def test_values_of_context_ranks_go_back_to_samples(cp_size: int) -> None:
         [torch.stack([torch.cat([getattr(b, name) for b in batches]) for name in ("advantages", "old_log_probs")]) for batches in ranks]
     )
     joined = join_context_ranks(table, ranks[0], cp_size)
-    for group, values in zip(groups, joined.split([int(b.cu_seqlens[-1]) for b in ranks[0]], dim=1), strict=True):
+    for group, batch, values in zip(groups, ranks[0], joined.split([int(b.cu_seqlens[-1]) for b in ranks[0]], dim=1), strict=True):
         for row, name in zip(values, ("advantages", "old_log_probs"), strict=True):
-            for original, back in zip(group, unpack(row, group, cp_size), strict=True):
+            for original, back in zip(group, unpack(row, group, batch.cu_seqlens), strict=True):
                 assert torch.equal(back, getattr(original, name))
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_sequences_padded_to_the_longest(cp_size: int) -> None:
+    """bshd: a batch of S times the longest, every token where it would be alone, and padding that weighs nothing."""
+    samples = [sample(3, 4, 100), sample(1, 2, 200), sample(5, 0, 300)]
+    batch = pack(samples, multiple=1, device=CPU, cp_size=cp_size, equal_sequences=True)
+    length = 7 if cp_size == 1 else 8
+    assert batch.cu_seqlens.tolist() == [0, length, 2 * length, 3 * length] and batch.max_seqlen == length
+    assert batch.is_padding is not None and batch.advantages is not None
+    for i, (source, tokens, padding) in enumerate(zip(samples, batch.tokens[0].split(length), batch.is_padding.split(length), strict=True)):
+        size = source.tokens.numel()
+        assert torch.equal(tokens[:size], source.tokens) and not tokens[size:].any(), i
+        assert padding.tolist() == [False] * size + [True] * (length - size)
+    assert not (batch.loss_mask & batch.is_padding).any() and batch.loss_mask.sum() == 4 + 2
+    for original, values in zip(samples, unpack(batch.advantages, samples, batch.cu_seqlens), strict=True):
+        assert torch.equal(values, original.advantages)

@@ -1,0 +1,179 @@
+"""Sequences over data-parallel ranks and into micro-batches: equal work for every rank, and rows that fit a token budget.
+
+The work of a sequence of L tokens is `a * L + L^2` (see `linear_cost`). `partition` spreads work over ranks, `pack_by_budget` makes rows,
+`even_rows` makes as many of them as all ranks agreed on. Pure numpy on the host; the same input gives the same output on every rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Costs = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+TOLERANCE = 1e-4  # of max / mean - 1: refinement ends below it
+PARTNERS = 4  # light parts that the heaviest may exchange with before it is taken as it is
+ROUNDS = 64
+
+
+def linear_cost(
+    *, hidden_size: int, ffn_hidden_size: int, attention_size: int, key_value_size: int, gated: bool, num_layers: int, vocab_size: int
+) -> float:
+    """`a` of `a * L + L^2`: tokens of context whose attention costs as much as the matrices do for one token.
+
+    A forward pass over L tokens multiplies every weight of a layer with every token (2 FLOPs each), `hidden * (attention + 2 * key_value)`
+    of the projections in, `attention * hidden` out, `(3 if gated else 2) * hidden * ffn` of the MLP, and the head's `hidden * vocab` once. Causal
+    attention takes `2 * attention * L^2` FLOPs in a layer: two products of half a square. Divided by that, what is left is L^2 and
+
+        a = (weights of a layer + hidden * vocab / layers) / attention
+
+    The backward pass doubles both. ffn_hidden_size: of the experts that a token visits together, in a mixture of experts.
+    attention_size: heads times their dimension; key_value_size: groups times theirs.
+    """
+    layer = hidden_size * (2 * attention_size + 2 * key_value_size) + (3 if gated else 2) * hidden_size * ffn_hidden_size
+    return (layer + hidden_size * vocab_size / num_layers) / attention_size
+
+
+def sequence_costs(lengths: Sequence[int] | NDArray[np.int64], a: float) -> Costs:
+    """[N] work of sequences of these lengths, in units of the attention over one token pair."""
+    tokens = np.asarray(lengths, dtype=np.float64)
+    return a * tokens + tokens * tokens
+
+
+def imbalance(loads: Costs) -> float:
+    """Largest load over mean load: 1 when all are equal."""
+    return float(loads.max() / loads.mean()) if loads.size and loads.mean() > 0 else 1.0
+
+
+def partition(costs: Sequence[float] | Costs, num_parts: int, *, equal_counts: bool = False) -> list[Indices]:
+    """Indices of each of `num_parts` parts, ascending, such that the heaviest part is as light as could be found.
+
+    costs: [N], N >= num_parts, each > 0. No part is empty. equal_counts: all parts get N / num_parts items, which must be whole.
+
+    Items go to the lightest part, from the heaviest on; then heavy parts exchange an item with a light one, or give one away, until none is
+    much heavier than the mean. O(N log N) and a few exchanges for each part, each over its items. Raises ValueError when there are too few
+    items, or counts cannot be equal.
+    """
+    weights = np.asarray(costs, dtype=np.float64)
+    count = weights.size
+    if count < num_parts:
+        raise ValueError(f"{count} sequences cannot be shared by {num_parts} ranks: none may be empty")
+    if equal_counts and count % num_parts:
+        raise ValueError(f"{count} sequences cannot be shared equally by {num_parts} ranks")
+    if num_parts == 1:
+        return [np.arange(count)]
+    parts = _greedy(weights, num_parts, count // num_parts if equal_counts else count)
+    _refine(weights, parts, may_give=not equal_counts)
+    return [np.sort(part) for part in parts]
+
+
+def _greedy(weights: Costs, num_parts: int, most: int) -> list[Indices]:
+    """Every item, from the heaviest on, to the lightest part that has fewer than `most`."""
+    order = np.argsort(-weights, kind="stable").tolist()
+    values = weights.tolist()
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    heap = [(0.0, part) for part in range(num_parts)]
+    for item in order:
+        load, part = heap[0]
+        parts[part].append(item)
+        if len(parts[part]) < most:
+            heapq.heapreplace(heap, (load + values[item], part))
+        else:
+            heapq.heappop(heap)
+    return [np.array(part, dtype=np.int64) for part in parts]
+
+
+def _refine(weights: Costs, parts: list[Indices], *, may_give: bool) -> None:
+    """Exchange items between heavy parts and light ones, in place, until the heaviest is near the mean or cannot be made lighter. In each
+    round the i-th heaviest part meets the i-th lightest."""
+    loads = np.array([weights[part].sum() for part in parts])
+    target = loads.mean() * (1 + TOLERANCE)
+    for _ in range(ROUNDS):
+        order = np.argsort(loads, kind="stable")
+        heavies = order[::-1][: int((loads > target).sum())].tolist()
+        if not heavies:
+            return
+        partners = [order[:PARTNERS].tolist()] + [[light] for light in order[1 : len(heavies)].tolist()]
+        moved = [
+            any(_exchange(weights, parts, loads, heavy, light, may_give=may_give) for light in lights)
+            for heavy, lights in zip(heavies, partners)
+        ]
+        if not moved[0]:
+            return
+
+
+def _exchange(weights: Costs, parts: list[Indices], loads: Costs, heavy: int, light: int, *, may_give: bool) -> bool:
+    """Swap an item of the heavy part with one of the light part, or with nothing, so that their loads get as near as one swap can bring
+    them. False, and nothing changed, when no swap brings them nearer."""
+    gap = float(loads[heavy] - loads[light])
+    if gap <= 0:
+        return False
+    ours, theirs = parts[heavy], parts[light]
+    theirs = theirs[np.argsort(weights[theirs], kind="stable")]
+    gives = weights[ours]
+    takes = weights[theirs]
+    if may_give and ours.size > 1:
+        takes = np.concatenate([[0.0], takes])  # position 0: nothing comes back
+    after = np.searchsorted(takes, gives - gap / 2).clip(1, takes.size - 1) if takes.size > 1 else np.zeros(ours.size, dtype=np.int64)
+    choices = np.stack([np.maximum(after - 1, 0), after])  # (2, items): the two nearest to what would level the loads
+    off = np.abs(gives - takes[choices] - gap / 2)
+    side, item = np.unravel_index(int(off.argmin()), off.shape)
+    best = int(choices[side, item])
+    moved = float(gives[item] - takes[best])
+    if not 1e-12 * gap < moved < gap * (1 - 1e-12):
+        return False
+    returned = takes.size == theirs.size or best > 0
+    position = best if takes.size == theirs.size else best - 1
+    mine = np.delete(ours, item)
+    parts[heavy] = np.append(mine, theirs[position]) if returned else mine
+    parts[light] = np.append(np.delete(theirs, position) if returned else theirs, ours[item])
+    loads[heavy] -= moved
+    loads[light] += moved
+    return True
+
+
+def pack_by_budget(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[Indices]:
+    """Indices of each row, ascending: as few rows as best-fit decreasing finds, each of at most `budget` tokens. A longer sequence gets
+    a row of its own. O(N log N)."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), ascending
+    for item in np.argsort(-tokens, kind="stable").tolist():
+        need = int(tokens[item])
+        place = bisect_left(room, (need, -1))
+        if place == len(room):
+            rows.append([item])
+            left, row = budget - need, len(rows) - 1
+        else:
+            left, row = room.pop(place)
+            rows[row].append(item)
+            left -= need
+        if left > 0:
+            slot = (left, row)
+            room.insert(bisect_left(room, slot), slot)
+    return [np.array(sorted(row), dtype=np.int64) for row in rows]
+
+
+def even_rows(lengths: Sequence[int] | NDArray[np.int64], num_rows: int, budget: int) -> list[Indices]:
+    """Indices of each of exactly `num_rows` rows, of even length where the budget lets them be. The last rows are empty when there are
+    fewer sequences than rows. `num_rows` is at least what `pack_by_budget` needs."""
+    tokens = np.asarray(lengths, dtype=np.int64)
+    if tokens.size <= num_rows:
+        empty = [np.zeros(0, dtype=np.int64)] * (num_rows - tokens.size)
+        return [np.array([i]) for i in range(tokens.size)] + empty
+    level = partition(tokens.astype(np.float64), num_rows)
+    if max(int(tokens[row].sum()) for row in level) <= max(budget, int(tokens.max())):
+        return level
+    rows = pack_by_budget(tokens, budget)
+    assert len(rows) <= num_rows, (len(rows), num_rows)
+    while len(rows) < num_rows:
+        longest = max((i for i, row in enumerate(rows) if row.size > 1), key=lambda i: int(tokens[rows[i]].sum()))
+        row = rows.pop(longest)
+        first, second = partition(tokens[row].astype(np.float64), 2)
+        rows += [row[first], row[second]]
+    return rows

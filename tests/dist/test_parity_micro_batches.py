@@ -1,0 +1,148 @@
+"""However samples are shared by ranks and cut into micro-batches, the numbers are those of one process with one sample at a time: losses,
+gradient norms and weights of two optimizer steps, to 1e-5. Old log-probs are recomputed, so that their order is checked too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.dist import micro_batch_worker as worker
+from tests.dist.convert_worker import parallel
+from tests.dist.launch import run_ranks
+
+LIMIT = 1e-5
+DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu"
+PADDED = "--micro-batch-size 3 --qkv-format bshd"
+TOKEN_MEAN, PROMPT_MEAN = "--loss-reduction token_mean", "--loss-reduction prompt_mean"
+# tensor parallel, pipeline parallel, virtual stages, flags
+TWO_RANKS: dict[str, tuple[int, int, int, str]] = {
+    "DP2 balanced": (1, 1, 1, f"{DYNAMIC} 40"),
+    "DP2 unbalanced": (1, 1, 1, f"{DYNAMIC} 40 --no-balance-data"),
+    "DP2 one micro-batch": (1, 1, 1, f"{DYNAMIC} 1000"),
+    "DP2 a row for each": (1, 1, 1, f"{DYNAMIC} 1 --log-probs-max-tokens-per-gpu 30"),
+    "DP2 token mean": (1, 1, 1, f"{DYNAMIC} 25 {TOKEN_MEAN}"),
+    "DP2 prompt mean": (1, 1, 1, f"{DYNAMIC} 25 {PROMPT_MEAN} --use-distributed-optimizer"),
+    "TP2 SP": (2, 1, 1, f"{DYNAMIC} 40 --tensor-model-parallel-size 2 --sequence-parallel"),
+    "TP2 SP padded": (2, 1, 1, f"{PADDED} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2": (1, 2, 1, f"{DYNAMIC} 40 --pipeline-model-parallel-size 2"),
+    "PP2 VP2": (1, 2, 2, f"{DYNAMIC} 70 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+}
+ONE_RANK: dict[str, str] = {
+    "fixed": "",
+    "fixed token mean": TOKEN_MEAN,
+    "fixed prompt mean": PROMPT_MEAN,
+    "dynamic": f"{DYNAMIC} 40",
+    "padded": PADDED,
+    "all at once": f"{DYNAMIC} 1000 {TOKEN_MEAN}",
+}
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return worker.make_files(tmp_path_factory.mktemp("rollouts"))
+
+
+@pytest.fixture(scope="module")
+def one(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    out = tmp_path_factory.mktemp("one")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with parallel() as layout:
+            return {name: worker.train(files["folder"], layout, flags, out / name) for name, flags in ONE_RANK.items()}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    out = tmp_path_factory.mktemp("two")
+    arguments = {**files, "out": str(out), "cases": TWO_RANKS}
+    return run_ranks("tests.dist.micro_batch_worker:on_ranks", 2, out / "launch", arguments, timeout_s=300)
+
+
+def reference_of(one: Results, flags: str) -> dict[str, Any]:
+    return one["fixed" + (" token mean" if TOKEN_MEAN in flags else " prompt mean" if PROMPT_MEAN in flags else "")]
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name in ("train/loss", "train/grad_norm", "train/kl_loss", "train/entropy"):
+        for a, b in zip(found["rows"], expected["rows"], strict=True):
+            assert a[name] == pytest.approx(b[name], rel=LIMIT), name
+    weights, reference = load_file(found["weights"]), load_file(expected["weights"])
+    assert weights.keys() == reference.keys()
+    for name, tensor in reference.items():
+        assert float((weights[name] - tensor).norm() / tensor.norm()) <= LIMIT, name
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks(one: Results, two: list[Results], name: str) -> None:
+    assert_same(two[0][name], reference_of(one, TWO_RANKS[name][3]))
+
+
+@pytest.mark.parametrize("name", list(ONE_RANK)[3:])
+def test_one_rank(one: Results, name: str) -> None:
+    assert_same(one[name], reference_of(one, ONE_RANK[name]))
+
+
+def test_reductions_differ(one: Results) -> None:
+    """The comparisons above can fail."""
+    losses = {round(one[name]["rows"][0]["train/loss"], 5) for name in list(ONE_RANK)[:3]}
+    assert len(losses) == 3
+
+
+def test_what_is_reported(one: Results, two: list[Results]) -> None:
+    tokens = sum(worker.RESPONSES) + 3 * (2 + 3 + 4)
+    row = one["all at once"]["rows"][0]
+    assert row["perf/micro_batches"] == 1 and row["perf/padding_frac"] == 0
+    assert row["perf/token_budget_used"] == pytest.approx(tokens / 1000)
+    assert row["perf/rank_work_max_over_mean"] == 1 and row["perf/balance_s"] > 0
+    fixed = one["fixed"]["rows"][0]
+    computed = sum(3 * max(worker.RESPONSES[i : i + 3]) + 3 * (2 + i // 3) for i in (0, 3, 6))
+    assert one["padded"]["rows"][0]["perf/padding_frac"] == pytest.approx(1 - tokens / computed)
+    assert fixed["perf/micro_batches"] == 9 and "perf/token_budget_used" not in fixed and "perf/balance_s" not in fixed
+    alone = two[0]["DP2 a row for each"]["rows"][0]
+    assert alone["perf/micro_batches"] > 9 / 2, "the fuller rank decides"
+    assert 0 < alone["perf/padding_frac"] < 0.1, "the other rank fills up with micro-batches of one padding token"
+    level, uneven = (two[0][f"DP2 {name}"]["rows"][0] for name in ("balanced", "unbalanced"))
+    assert level["perf/rank_tokens_max_over_mean"] < 1.25 and "perf/rank_tokens_max_over_mean" not in uneven
+    interleaved = two[0]["PP2 VP2"]["rows"][0]
+    assert interleaved["perf/micro_batches"] % 2 == 0
+    for name in TWO_RANKS:
+        a, b = ([{k: v for k, v in row.items() if not k.endswith("_s") and "rss" not in k} for row in rank[name]["rows"]] for rank in two)
+        assert a == b, "all ranks report the same"
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with parallel() as layout:
+            yield layout
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sequence_beyond_the_budget_is_told_once(
+    alone: Any, files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker.train(files["folder"], alone, f"{DYNAMIC} 20", tmp_path)
+    assert capsys.readouterr().out.count("gets a micro-batch of its own") == 1
+    worker.train(files["folder"], alone, f"{DYNAMIC} 64", tmp_path)
+    assert "micro-batch of its own" not in capsys.readouterr().out
+
+
+def test_a_wrong_order_would_be_seen(alone: Any, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old log-probs given back in the order of the micro-batches, not of the samples, do not fit the samples."""
+    from slime_like.megatron_backend.micro_batches import MicroBatches
+
+    monkeypatch.setattr(MicroBatches, "in_order", lambda self, values: list(values))
+    with pytest.raises((RuntimeError, ValueError)):
+        worker.train(files["folder"], alone, f"{DYNAMIC} 40", tmp_path)
+    assert torch.is_grad_enabled()
