@@ -45,6 +45,7 @@ NO_EFFECT: Mapping[str, str] = {
     "--no-position-embedding": "--position-embedding-type alone decides",
     "--use-mcore-models": "there are no others",
     "--balance-by-flops": "--balance-data goes by the work of a sequence anyway",
+    "--exit-signal-handler": "a run with --save always saves on SIGTERM",
 }
 _ENGINES = "the rollout engine is local, inside the training ranks"
 _HOOKS = "custom functions at this place"
@@ -85,7 +86,6 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
         profile-step-start profile-step-end ci-test ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm
         ci-train-rollout-logprob-abs-diff-threshold""",
     "LoRA": "lora-rank lora-alpha lora-dropout lora-adapter-path lora-target-modules target-modules exclude-modules",
-    "asynchronous saves": "async-save",
     "partial rollouts and over-sampling": """over-sampling-batch-size partial-rollout mask-offpolicy-in-partial-rollout
         min-batch-collection-ratio start-rollout-id disable-rollout-global-dataset rollout-task-type rollout-buffer-url
         fetch-trajectory-retry-times""",
@@ -93,14 +93,14 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     "rewards over groups or by HTTP": "group-rm rm-url eval-reward-key disable-rewards-normalization",
     "evaluation sets with settings of their own": """eval-config eval-max-prompt-len eval-min-new-tokens eval-max-context-len""",
     "training a part of the parameters": """only-train-params-name-list freeze-params-name-list freeze-indexer""",
-    "checkpoints of the reference model in Megatron's format": "ref-ckpt-step ref-update-interval",
+    "a reference model that follows the policy": "ref-update-interval",
     "this model setting": """model-name padded-vocab-size post-self-attn-layernorm post-mlp-layernorm use-gated-attention
         recompute-loss-function spec v-head-dim q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim rotary-scaling-factor mscale
         mscale-all-dim seq-length decoder-seq-length no-rope-freq""",
     "this optimizer setting": "reset-optimizer-states use-stateless-adam use-rollout-entropy main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype",
     "Megatron-LM's own training loop": """train-iters train-samples lr-decay-samples lr-warmup-samples eval-iters data-path split tokenizer-type
         tokenizer-model vocab-file merge-file num-workers ckpt-format use-checkpoint-opt_param-scheduler override-opt-param-scheduler
-        use-checkpoint-args exit-interval rampup-batch-size""",
+        use-checkpoint-args rampup-batch-size""",
 }  # fmt: skip
 NOT_IMPLEMENTED: Mapping[str, str] = {
     "--" + name.replace("_", "-"): reason for reason, names in NOT_IMPLEMENTED_GROUPS.items() for name in names.split()

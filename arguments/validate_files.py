@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from arguments.validate import Rule, Settings, problem
-from slime_like.checkpoint_folders import complete_steps
+from slime_like.checkpoints.folders import complete_steps, is_checkpoint_root
 from slime_like.config import Problem
 
 # --- what is read ----------------------------------------------------------------------------------------------------
@@ -19,19 +19,27 @@ def folders(s: Settings) -> list[Problem]:
         first_of_several_runs = name == "load" and path == s.checkpoint.save
         if path is not None and not Path(path).is_dir() and not first_of_several_runs:
             found += problem(name, path, "no such folder")
-    if (ref := s.model.ref_load) is not None and Path(ref).is_dir() and not (Path(ref) / "config.json").is_file():
-        found += problem("ref_load", ref, "no config.json in this folder; give a Hugging Face model")
+    ref = s.model.ref_load
+    if ref is not None and Path(ref).is_dir() and not (is_checkpoint_root(ref) or (Path(ref) / "config.json").is_file()):
+        found += problem("ref_load", ref, "neither a Hugging Face model (config.json) nor a folder of checkpoints")
     return found
 
 
 def checkpoint_step(s: Settings) -> list[Problem]:
-    root, step = s.checkpoint.load, s.checkpoint.ckpt_step
-    if root is None or step is None or not Path(root).is_dir():
-        return []
-    steps = complete_steps(root)
-    if step in steps:
-        return []
-    return problem("ckpt_step", step, f"no such checkpoint in --load {root}; complete steps there: {', '.join(map(str, steps)) or 'none'}")
+    found = []
+    for flag, root, name, step in (
+        ("--load", s.checkpoint.load, "ckpt_step", s.checkpoint.ckpt_step),
+        ("--ref-load", s.model.ref_load, "ref_ckpt_step", s.model.ref_ckpt_step),
+    ):
+        if step is None or root is None or not Path(root).is_dir():
+            continue
+        steps = complete_steps(root)
+        if step not in steps:
+            there = ", ".join(map(str, steps)) or "none"
+            found += problem(name, step, f"no such checkpoint in {flag} {root}; complete steps there: {there}")
+    if s.model.ref_load is None and s.model.ref_ckpt_step is not None:
+        found += problem("ref_ckpt_step", s.model.ref_ckpt_step, "has no effect without --ref-load; give the folder")
+    return found
 
 
 # --- what is written -------------------------------------------------------------------------------------------------
@@ -40,11 +48,11 @@ def checkpoint_step(s: Settings) -> list[Problem]:
 def saving(s: Settings) -> list[Problem]:
     found = []
     if s.checkpoint.save is None:
-        for name in ("save_interval", "no_save_optim", "no_save_rng"):
+        for name in ("save_interval", "save_retain_last", "save_retain_interval", "async_save", "no_save_optim", "no_save_rng"):
             if getattr(s.checkpoint, name):
                 found += problem(name, None, "has no effect without --save; give the folder")
     if s.checkpoint.load is None:
-        for name in ("ckpt_step", "finetune", "no_load_optim", "no_load_rng"):
+        for name in ("ckpt_step", "exit_on_missing_checkpoint", "no_verify_checkpoint", "finetune", "no_load_optim", "no_load_rng"):
             if getattr(s.checkpoint, name) not in (None, False):
                 found += problem(name, None, "has no effect without --load; give the folder")
     if s.checkpoint.save_hf is not None and s.model.hf_checkpoint is None:

@@ -5,7 +5,7 @@
 
 megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch lifts one such assumption, lives in a
 file of its own that says what it changes and why, and applies only where its condition holds: on a machine with CUDA and
-Transformer Engine nothing is touched. Before anything is changed, every patch checks that what it is about to change is
+Transformer Engine only `safe_checkpoints` is left. Before anything is changed, every patch checks that what it is about to change is
 still there. Importing this package imports neither torch nor megatron-core.
 """
 
@@ -26,6 +26,7 @@ ORDER = (
     "moe_split_sizes",
     "gloo_uneven",
     "torch_adam_ckpt",
+    "safe_checkpoints",
 )
 
 _installed: dict[str, Entry] = {}

@@ -40,6 +40,7 @@ def has_apex() -> bool:
     return any(Path(folder, "optimizers").is_dir() for folder in folders)
 
 
+ALWAYS = Condition("always", "", lambda: True)
 NO_CUDA = Condition("no CUDA device", "CUDA is available", lambda: not cuda_available())
 NO_TE = Condition("no Transformer Engine", "Transformer Engine is installed", lambda: not has_transformer_engine())
 TORCH_ADAM = Condition(

@@ -62,7 +62,7 @@ def train(config: RunConfig, layout: ParallelLayout) -> int:
         if layout.rank == 0:
             print(f"slime_like: {layout.describe()}, {layout.world_size} process(es), writing {output_dir}", flush=True)
         trainer = Trainer(config, layout, output_dir)
-        trainer.run()
+        status = trainer.run()
         trainer.close()
         if layout.rank == 0:
             write_report(output_dir)
@@ -77,7 +77,7 @@ def train(config: RunConfig, layout: ParallelLayout) -> int:
     finally:
         if trainer is not None:
             trainer.close()
-    return 0
+    return status
 
 
 def tell(error: Exception) -> None:

@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from arguments.run_config import RunConfig
 from slime_like.advantages import TokenEstimator, advantage_estimators
 from slime_like.batch_maker import BatchMaker
-from slime_like.checkpoint_folders import checkpoint_folder, is_checkpoint_root, newest_step
 from slime_like.data.prompts import PromptSource, load_eval_sets
 from slime_like.data.sft import answer_problem, sft_samples
 from slime_like.errors import RunError
@@ -30,6 +32,8 @@ from slime_like.rollout.greedy import with_greedy_rewards
 from slime_like.rollout.local import LocalEngine
 from slime_like.rollout.metrics import failed_fraction, first_failure, rollout_metrics
 from slime_like.rollout.rollouter import Rollouter, eval_sampling, training_sampling
+from slime_like.run_checkpoints import RunCheckpoints
+from slime_like.stopping import StopConditions
 from slime_like.types import Prompt, SampleGroup, TrainBatch
 
 
@@ -50,7 +54,11 @@ class Trainer:
             self.source = PromptSource(run.data, self.tokenizer, answer_check=check)
         notes = [] if self.source is None else list(self.source.notes)
         self.num_rollouts = num_rollouts(run, None if self.source is None else len(self.source))
-        self.backend = MegatronBackend(run, layout, total_steps=self.num_rollouts * steps_per_rollout(run))
+        self.progress = Progress(
+            self.num_rollouts, show=layout.rank == 0, plain=run.logging.no_progress, log_interval=run.logging.log_interval
+        )
+        total_steps = self.num_rollouts * steps_per_rollout(run)
+        self.backend = MegatronBackend(run, layout, total_steps=total_steps, tell=self.progress.message)
         self.rollouter = self._make_rollouter()
         self.eval_sets: dict[str, list[Prompt]] = {}
         if run.eval.eval_interval is not None and self.rollouter is not None:
@@ -59,24 +67,26 @@ class Trainer:
         self.skip_gate = SkippedStepGate(run.gates.max_consecutive_skipped_steps)
         self.weight_version = 1  # of the policy; the engine has its own, which lags until the next sync
         self.start = 0
-        self.initial_policy = run.model.hf_checkpoint  # None: not a Hugging Face model
-        self.progress = Progress(
-            self.num_rollouts, show=layout.rank == 0, plain=run.logging.no_progress, log_interval=run.logging.log_interval
-        )
         for note in notes:
             self._warn(note)
         self.batches = BatchMaker(run, layout, self.backend, self.progress, self._warn)
-        if run.checkpoint.load is not None:
-            self._load(run.checkpoint.load)
+        self.stop = StopConditions(every=run.checkpoint.exit_interval, minutes=run.checkpoint.exit_duration_in_mins)
+        self.checkpoints = RunCheckpoints(run, layout, self.backend, self.progress.message)
+        start = self.checkpoints.load()
+        self.initial_policy = start.initial_policy  # None: not a Hugging Face model
+        if start.state is not None:
+            self._restore(start.state)
         tensorboard = None if run.logging.no_tensorboard else Path(run.logging.tensorboard_dir or output_dir / "tensorboard")
         self.logger = MetricsLogger(output_dir, tensorboard, start_step=self.start + 1 if self.start else 0) if layout.rank == 0 else None
 
-    def run(self) -> None:
-        """The whole run, from the first rollout or from where it was resumed."""
+    def run(self) -> int:
+        """The whole run, from the first rollout or from where it was resumed. Returns the exit status: 0, or that of a `Stop`."""
         run = self.run_config
         if self.start >= self.num_rollouts:
             self.progress.message(f"nothing to do: the checkpoint has {self.start} rollouts and the run asks for {self.num_rollouts}")
-            return
+            return 0
+        if run.checkpoint.save is not None:
+            self.stop.catch()
         self.progress.start_at(self.start)
         with self.progress:
             if self.start == 0 and self.eval_sets and not run.eval.skip_eval_before_train:
@@ -85,18 +95,26 @@ class Trainer:
                 self._log(-1, scores | self.progress.take_seconds())
             for step in range(self.start, self.num_rollouts):
                 metrics = self._step(step)
-                if is_due(step, run.eval.eval_interval, self.num_rollouts) and self.eval_sets:
+                stop = self.stop.requested(step + 1, any_rank)
+                if stop is None and is_due(step, run.eval.eval_interval, self.num_rollouts) and self.eval_sets:
                     metrics |= self._evaluate()
-                if run.checkpoint.save and is_due(step, run.checkpoint.save_interval, self.num_rollouts):
+                    stop = self.stop.requested(step + 1, any_rank)
+                last = stop is not None or step + 1 == self.num_rollouts
+                if self.checkpoints.wants(step + 1, last=last):
                     with self.progress.phase("save"):
-                        self._save(step + 1)
+                        metrics |= self.checkpoints.after_rollout(step + 1, self._state(), last=last)
                 metrics |= self.progress.take_seconds()
                 metrics |= speed_and_memory(metrics)
                 self._log(step, metrics)
                 self.progress.rollout_done(step, metrics)
+                if stop is not None and step + 1 < self.num_rollouts:
+                    saved = f", saved in {run.checkpoint.save}" if run.checkpoint.save else ""
+                    self.progress.message(f"stopped by {stop.words} after rollout {step + 1} of {self.num_rollouts}{saved}")
+                    return stop.status
         if run.checkpoint.save_hf:
             folder = self.backend.save_hf(run.checkpoint.save_hf.replace("{rollout_id}", str(self.num_rollouts - 1)))
             self.progress.message(f"Hugging Face checkpoint: {folder}")
+        return 0
 
     def close(self) -> None:
         """End what this process started: graders, files. Closing twice is fine."""
@@ -223,51 +241,17 @@ class Trainer:
             sampling = eval_sampling(run.eval, run.rollout)
             return evaluate(self.rollouter, self.eval_sets, run.eval.n_samples_per_eval_prompt, sampling)
 
-    def _save(self, step: int) -> None:
-        """A checkpoint after `step` rollouts."""
-        checkpoint = self.run_config.checkpoint
-        assert checkpoint.save is not None
-        state = {
-            "step": step,
-            "layout": self.layout.describe(),
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the networks; plain JSON."""
+        return {
             "data": None if self.source is None else self.source.state_dict(),
             "weight_version": self.weight_version,
             "skipped_steps": self.skip_gate.total,
             "skipped_in_a_row": self.skip_gate.in_a_row,
             "batches": self.batches.state_dict(),
-            "argv": list(self.run_config.argv),
         }
-        self.backend.save(checkpoint.save, step, state, with_optimizer=not checkpoint.no_save_optim, with_rng=not checkpoint.no_save_rng)
 
-    def _load(self, root: str) -> None:
-        """What --load means: a checkpoint goes on where it was taken (--finetune takes its weights only), a Hugging Face model gives the
-        weights of a fresh run. A folder that is also --save and holds no checkpoint yet is that of the first run of several."""
-        checkpoint = self.run_config.checkpoint
-        if checkpoint.ckpt_step is not None or is_checkpoint_root(root):
-            self._resume(root)
-        elif (Path(root) / "config.json").is_file():
-            self.backend.policy.load_hf(root)
-            self.initial_policy = root
-        elif root != checkpoint.save:
-            raise ValueError(f"--load {root}: holds neither checkpoints nor a Hugging Face model (config.json)")
-        else:
-            self.progress.message(f"no checkpoint in {root} yet: starting at rollout 1")
-
-    def _resume(self, root: str) -> None:
-        checkpoint = self.run_config.checkpoint
-        step, warning = (checkpoint.ckpt_step, None) if checkpoint.ckpt_step is not None else newest_step(root)
-        state = self.backend.load(
-            checkpoint_folder(root, step),
-            with_optimizer=not (checkpoint.no_load_optim or checkpoint.finetune),
-            with_rng=not (checkpoint.no_load_rng or checkpoint.finetune),
-        )
-        changed = state.get("changed_schedule")
-        schedule = f"--load {root}: this run's schedule is not the checkpoint's: {'; '.join(changed)}" if changed else None
-        for text in (warning, schedule):
-            self._warn(text)
-        self.initial_policy = None
-        if checkpoint.finetune:
-            return
+    def _restore(self, state: Mapping[str, Any]) -> None:
         self.start = int(state["step"])
         self.weight_version = int(state["weight_version"])
         self.skip_gate.total = int(state["skipped_steps"])
@@ -275,7 +259,7 @@ class Trainer:
         self.batches.load_state_dict(state["batches"])
         if self.source is not None:
             if state["data"] is None:
-                raise ValueError(f"checkpoint {root} has no data position; --finetune starts at the first prompt")
+                raise ValueError("the checkpoint has no data position; --finetune starts at the first prompt")
             self.source.load_state_dict(state["data"])
 
     def _make_rollouter(self) -> Rollouter | None:
@@ -325,6 +309,13 @@ def num_rollouts(run: RunConfig, num_prompts: int | None) -> int:
 def steps_per_rollout(run: RunConfig) -> int:
     assert run.algorithm.num_steps_per_rollout is not None, "completed when the command line is parsed"
     return run.algorithm.num_steps_per_rollout
+
+
+def any_rank(flags: list[bool]) -> list[bool]:
+    """Elementwise or over all ranks; collective."""
+    votes = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return [bool(vote) for vote in votes]
 
 
 def is_due(step: int, interval: int | None, total: int) -> bool:

@@ -14,8 +14,11 @@ class ModelConfig:
         "Folder of a Hugging Face model: its config.json shapes the model, its safetensors are the initial weights, its tokenizer is used.",
     )
     ref_load: str | None = arg(
-        None, "Folder of the reference model (Hugging Face). Needed by --use-kl-loss and --kl-coef; usually the same as --hf-checkpoint."
+        None,
+        "Folder of the reference model: a Hugging Face model, or checkpoints (--save) of the same shape. Needed by --use-kl-loss and "
+        "--kl-coef; usually the same as --hf-checkpoint.",
     )
+    ref_ckpt_step: int | None = arg(None, "With --ref-load of a folder of checkpoints: this step in place of the newest.")
     transformer_impl: str = arg(
         "auto",
         "Layer implementation. auto: Transformer Engine where it is installed and CUDA is available, else local.",

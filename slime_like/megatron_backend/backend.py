@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from torch import Tensor
 from arguments.groups import AlgorithmConfig
 from arguments.hf_model import HfModel, read_hf_model
 from arguments.run_config import RunConfig
+from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
 from slime_like.convert.export import export_hf_weights
 from slime_like.convert.save import save_hf
 from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
-from slime_like.megatron_backend.checkpoint import load_checkpoint, save_checkpoint
+from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SaveReport, load_checkpoint, load_weights
 from slime_like.megatron_backend.experts import agreed_lengths
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
@@ -31,6 +32,8 @@ from slime_like.megatron_backend.optimizer import limits_kept, resume_schedule
 from slime_like.megatron_backend.packing import pack_all, with_selection_seeds
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.types import MicroBatch, StepResult, TrainBatch, TrainSample
+
+MODEL_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "num_moe_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +54,10 @@ class PendingStep:
 class MegatronBackend:
     """The networks of this rank: the policy; a reference model where a KL term uses it; the teacher of on-policy distillation."""
 
-    def __init__(self, run: RunConfig, layout: ParallelLayout, *, total_steps: int) -> None:
-        """total_steps: optimizer steps of the whole run, for the learning-rate schedule."""
+    def __init__(
+        self, run: RunConfig, layout: ParallelLayout, *, total_steps: int, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """total_steps: optimizer steps of the whole run, for the learning-rate schedule. tell: shows a line to the user."""
         self.layout = layout
         self.algorithm = run.algorithm
         self.gpt = run.gpt
@@ -79,7 +84,8 @@ class MegatronBackend:
         if needs_reference(run.algorithm):
             assert run.model.ref_load is not None, "checked on the command line"
             self.reference = Network(*shape)
-            self.reference.load_hf(run.model.ref_load)
+            verify = not run.checkpoint.no_verify_checkpoint
+            load_network(self.reference, run.model.ref_load, flag="--ref-load", step=run.model.ref_ckpt_step, verify=verify, tell=tell)
             self.reference.freeze()
         self.teacher: Network | None = None
         if run.teacher is not None:
@@ -146,32 +152,57 @@ class MegatronBackend:
         save_hf(folder, self.export_weights(), self._hf_checkpoint)
         return folder
 
-    def save(self, root: str, step: int, trainer_state: dict[str, Any], *, with_optimizer: bool, with_rng: bool) -> None:
-        """Write a checkpoint; see `checkpoint.save_checkpoint`. The schedule's state joins `trainer_state`."""
-        network = self.trained
-        network.finish_updates()
-        save_checkpoint(
-            root,
-            step,
-            chunks=network.chunks,
-            optimizer=network.optimizer if with_optimizer else None,
-            save_rng=with_rng,
-            trainer_state={**trainer_state, "scheduler": network.scheduler.state_dict()},
-            layout=self.layout,
-        )
+    def save(
+        self, saver: CheckpointSaver, step: int, trainer_state: dict[str, Any], *, with_optimizer: bool, with_rng: bool
+    ) -> SaveReport | None:
+        """Write a checkpoint; see `CheckpointSaver.save`. Layout and shape of the model join `trainer_state`."""
+        for network in self.trained_networks.values():
+            network.finish_updates()
+        networks = {name: saved_network(network, with_optimizer=with_optimizer) for name, network in self.trained_networks.items()}
+        state = {**trainer_state, "layout": self.layout.describe(), "model": self._model_shape()}
+        return saver.save(step, networks, state, with_rng=with_rng)
 
-    def load(self, folder: Path, *, with_optimizer: bool, with_rng: bool) -> dict[str, Any]:
-        """Restore a checkpoint; returns the trainer's state, with `changed_schedule` (see `resume_schedule`). Without the optimizer its
-        fp32 copies start from the loaded weights and the schedule at its first step."""
-        network = self.policy
-        optimizer = network.optimizer if with_optimizer and isinstance(network, TrainedNetwork) else None
-        with nullcontext() if optimizer is None else limits_kept(optimizer):
-            state = load_checkpoint(folder, chunks=network.chunks, optimizer=optimizer, load_rng=with_rng, layout=self.layout)
-        if optimizer is not None:
-            state["changed_schedule"] = resume_schedule(self.trained.scheduler, state["scheduler"])
-        elif isinstance(network, TrainedNetwork):
-            network.weights_changed()
-        return state
+    def load(
+        self, folder: Path, *, with_optimizer: bool, with_rng: bool, verify: bool, tell: Callable[[str], None]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Restore a checkpoint; returns the trainer's state and words about each setting of a schedule that the checkpoint has otherwise.
+        Without the optimizer its fp32 copies start from the loaded weights and the schedule at its first step."""
+        trained = self.trained_networks
+        networks = {name: saved_network(network, with_optimizer=with_optimizer) for name, network in trained.items()}
+        if not trained:  # --debug-rollout-only
+            networks = {"policy": SavedNetwork(self.policy.chunks, None, None)}
+        with ExitStack() as limits:
+            for saved in networks.values():
+                if saved.optimizer is not None:
+                    limits.enter_context(limits_kept(saved.optimizer))
+            state = load_checkpoint(
+                folder,
+                networks,
+                load_rng=with_rng,
+                verify=verify,
+                layout=self.layout,
+                seed=self._seed,
+                model=self._model_shape(),
+                tell=tell,
+            )
+        changed = []
+        for name, network in trained.items():
+            if with_optimizer:
+                words = resume_schedule(network.scheduler, state["networks"][name]["scheduler"])
+                changed += words if name == "policy" else [f"{name}: {text}" for text in words]
+            else:
+                network.weights_changed()
+        return state, changed
+
+    @property
+    def trained_networks(self) -> dict[str, TrainedNetwork]:
+        """What a checkpoint holds, by the name of its folder there."""
+        return {"policy": self.policy} if isinstance(self.policy, TrainedNetwork) else {}
+
+    def _model_shape(self) -> dict[str, int | bool | None]:
+        """Settings that tell one model from another, to say how a checkpoint's differs."""
+        shape = {name: getattr(self.transformer, name) for name in MODEL_SHAPE}
+        return {**shape, "vocab_size": self.gpt.vocab_size, "untied_embeddings": self.gpt.untie_embeddings_and_output_weights}
 
     def _pack(self, groups: Sequence[Sequence[TrainSample]]) -> list[MicroBatch]:
         """megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages confuse (each is the other's
@@ -194,6 +225,22 @@ class MegatronBackend:
         source = dist.get_global_rank(self.layout.pp_group, self.layout.pp_size - 1)
         dist.broadcast_object_list(holder, source, group=self.layout.pp_group)
         return holder[0]
+
+
+def load_network(network: Network, root: str, *, flag: str, step: int | None, verify: bool, tell: Callable[[str], None]) -> None:
+    """Weights for a network, from a Hugging Face model or from the policy of a folder of checkpoints (step: None is the newest). Raises
+    ValueError when they are shaped otherwise, or damaged."""
+    if not is_checkpoint_root(root):
+        network.load_hf(root)
+        return
+    found, warning = (step, None) if step is not None else newest_step(root, flag)
+    if warning is not None:
+        tell(f"warning: {warning}")
+    load_weights(checkpoint_folder(root, found), "policy", network.chunks, verify=verify, tell=tell)
+
+
+def saved_network(network: TrainedNetwork, *, with_optimizer: bool) -> SavedNetwork:
+    return SavedNetwork(network.chunks, network.optimizer if with_optimizer else None, network.scheduler)
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:

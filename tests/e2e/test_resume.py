@@ -89,7 +89,7 @@ train.main()
             assert time.monotonic() < deadline
             time.sleep(0.1)
         process.send_signal(signal.SIGKILL)
-    (root / "iter_0000004.tmp" / "model").mkdir(parents=True)  # as a kill within a save leaves it
+    (root / "iter_0000004.tmp" / "policy").mkdir(parents=True)  # as a kill within a save leaves it
     done = server.train(argv, tmp_path / "log").ok()
     assert "rollout 3/4" in done.out
     assert "rollout 2/4" not in done.out
@@ -145,7 +145,7 @@ def test_a_damaged_tracker(server: TrainServer, work: Workspace, whole: Path, tm
     else:
         tracker.write_text("7" if damage == "dangling" else "four")
     done = server.train(flags(work, tmp_path, num_rollout=4, load=root), tmp_path / "log").ok()
-    assert "resuming from the newest complete checkpoint, step 4" in done.out
+    assert "taking the newest complete checkpoint, step 4" in done.out
     assert "nothing to do" in done.out
 
 
@@ -168,7 +168,7 @@ def test_a_checkpoint_of_another_model_is_one_error(server: TrainServer, work: W
     tokenizer.save_pretrained(model)
     argv = flags(work, tmp_path, num_rollout=4, load=whole / "checkpoints", hf_checkpoint=model)
     error = server.train(argv, tmp_path / "log", ranks=ranks).error()
-    assert "checkpoint" in error and "does not fit this model" in error
+    assert "iter_0000004 is of another model: hidden_size 32 (here: 64), ffn_hidden_size 96 (here: 192), kv_channels 8 (here: 16)" in error
 
 
 def test_what_cannot_be_loaded(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
@@ -183,10 +183,13 @@ def test_what_cannot_be_loaded(server: TrainServer, work: Workspace, whole: Path
     assert "differs from the data of the saved run" in error
     damaged = tmp_path / "damaged"
     shutil.copytree(whole / "checkpoints", damaged)
-    file = max((damaged / "iter_0000004" / "model").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    file = max((damaged / "iter_0000004" / "policy").glob("*.distcp"), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     error = server.train(flags(work, tmp_path, num_rollout=5, load=damaged), tmp_path / "log").error()
-    assert "does not fit this model or is damaged" in error
+    assert f"iter_0000004 is damaged: policy/{file.name}: {file.stat().st_size} bytes, not " in error
+    assert error.endswith("; --ckpt-step takes another one (2)")
+    error = server.train(flags(work, tmp_path, num_rollout=5, load=damaged, no_verify_checkpoint=""), tmp_path / "log").error()
+    assert "is damaged or does not fit this model" in error
 
 
 def test_the_exported_model_answers_as_the_engine_does(work: Workspace, whole: Path) -> None:

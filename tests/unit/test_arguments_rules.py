@@ -122,7 +122,8 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("evaluation", "--eval-interval 2 --eval-prompt-data a {folder}/none.jsonl", (), 1, "--eval-prompt-data", "no such file"),
     ("folders", "--ref-load {folder}/none", (), 1, "--ref-load", "no such folder"),
     ("folders", "--load {folder}/none", (), 1, "--load", "no such folder"),
-    ("folders", "--ref-load {folder}", (), 1, "--ref-load", "no config.json"),
+    ("folders", "--ref-load {folder}", (), 1, "--ref-load", "neither a Hugging Face model"),
+    ("checkpoint_step", "--ref-ckpt-step 2", (), 1, "--ref-ckpt-step", "without --ref-load"),
     ("saving", "--save-interval 2", (), 1, "--save-interval", "without --save"),
     ("saving", "--finetune", (), 1, "--finetune", "without --load"),
     ("saving", "--save-hf {folder}/out --debug-train-only --load-debug-rollout-data {folder}/{rollout_id} --num-layers 2 --hidden-size 8 "
@@ -241,7 +242,7 @@ def test_a_task_source_scores_itself_unless_a_reward_is_chosen(tmp_path: Path) -
 def test_a_checkpoint_that_is_there(tmp_path: Path) -> None:
     for step in (2, 4):
         (tmp_path / f"run/iter_{step:07d}").mkdir(parents=True)
-        (tmp_path / f"run/iter_{step:07d}/trainer.json").write_text("{}")
+        (tmp_path / f"run/iter_{step:07d}/manifest.json").write_text("{}")
     load = ("--load", str(tmp_path / "run"), "--ckpt-step")
     assert parse_args(complete(tmp_path, *load, "4"), 1).checkpoint.ckpt_step == 4
     (found,) = problems_of(complete(tmp_path, *load, "3"), 1)

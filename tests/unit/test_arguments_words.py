@@ -119,7 +119,7 @@ def test_all_problems_are_collected() -> None:
 SLIME_FLAGS_NOT_HERE = """
 --sglang-mem-fraction-static --rollout-num-gpus --colocate --critic-load --use-opd
 --dynamic-sampling-filter-path --use-dynamic-batch-size --max-tokens-per-gpu --moe-enable-deepep --custom-generate-function-path
---rollout-function-path --lora-rank --async-save --use-wandb --actor-num-nodes --balance-data --over-sampling-batch-size --partial-rollout
+--rollout-function-path --lora-rank --use-wandb --actor-num-nodes --balance-data --over-sampling-batch-size --partial-rollout
 --moe-shared-expert-overlap --fp8-format --update-weight-mode --group-rm --multimodal-keys --ref-update-interval
 --mtp-num-layers --enable-mtp-training --use-routing-replay --optimizer-cpu-offload --use-precision-aware-optimizer --eval-config
 --lambd --log-probs-chunk-size --only-train-params-name-list

@@ -79,14 +79,14 @@ def applied() -> megatron_patches.Report:
     return megatron_patches.apply()
 
 
-def test_nothing_applies_on_a_machine_with_cuda_and_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object() if name == "transformer_engine" else real(name, *rest))
     monkeypatch.setattr(megatron_patches, "_installed", {})
     report = megatron_patches.apply()
-    assert report.applied == []
-    assert [entry.name for entry in report.skipped] == list(megatron_patches.ORDER)
+    assert [entry.name for entry in report.applied] == ["safe_checkpoints"]
+    assert [entry.name for entry in report.skipped] == [name for name in megatron_patches.ORDER if name != "safe_checkpoints"]
     reasons = dict(report.skipped)
     assert reasons["rng_on_cpu"] == "CUDA is available"
     assert reasons["torch_norm_sp"] == "Transformer Engine is installed"
@@ -95,7 +95,7 @@ def test_nothing_applies_on_a_machine_with_cuda_and_transformer_engine(monkeypat
 def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     due = [name for name in megatron_patches.ORDER if megatron_patches.load_patch(name).condition.holds()]
-    assert due == ["torch_norm_sp", "recompute_no_te", "moe_no_te", "torch_adam_ckpt"]
+    assert due == ["torch_norm_sp", "recompute_no_te", "moe_no_te", "torch_adam_ckpt", "safe_checkpoints"]
 
 
 def test_report_prints_as_a_table() -> None:
@@ -126,6 +126,9 @@ TARGETS = [
     ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer.sharded_state_dict"),
     ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer._set_main_param_and_optimizer_states"),
     ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict"),
+    ("safe_checkpoints", "dist_checkpointing.strategies.torch", "_get_filesystem_reader"),
+    ("safe_checkpoints", "dist_checkpointing.strategies.torch", "MCoreLoadPlanner"),
+    ("safe_checkpoints", "dist_checkpointing.strategies.common", "TorchCommonLoadStrategy.load_common"),
 ]
 
 

@@ -1,0 +1,96 @@
+"""Files that are on the disk when they are said to be: written, hashed on the way, synced, renamed. Every write of a checkpoint goes
+through here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+READ_BYTES = 4 * 2**20  # at a time, while a file is hashed
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file must be. size: bytes. sha256: in hexadecimal digits."""
+
+    size: int
+    sha256: str
+
+
+class HashedFile:
+    """A file being written front to back, with the SHA-256 of what went into it. Hashing and writing release the interpreter's lock."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        written = 0
+        while written < len(view):  # an unbuffered file may take less than it is given
+            written += self._file.write(view[written:]) or 0
+        self._size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def record(self) -> FileRecord:
+        return FileRecord(self._size, self._hash.hexdigest())
+
+
+@contextmanager
+def hashed_file(path: Path) -> Iterator[HashedFile]:
+    """Write `path`; it is synced when the block ends without an error."""
+    with open(path, "wb", buffering=0) as file:
+        yield HashedFile(file)
+        os.fsync(file.fileno())
+
+
+def write_file(path: Path, text: str | bytes) -> FileRecord:
+    with hashed_file(path) as file:
+        file.write(text.encode() if isinstance(text, str) else text)
+    return file.record()
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Readers, and a process that starts after a crash, see the old text or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    write_file(temporary, text)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def hash_file(path: Path) -> FileRecord:
+    digest, size = hashlib.sha256(), 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(size, digest.hexdigest())
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder that may be gone already."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(path)

@@ -1,0 +1,68 @@
+"""A short number for the exact bits of a network's state on one rank: saved with a checkpoint, compared after it was loaded in the same
+layout. Equal bits of weights, optimizer and position give an equal next gradient norm; this gate needs no training step to see it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.megatron_backend.checkpoint.networks import SavedNetwork
+
+COLUMNS = 4096
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(network: SavedNetwork) -> dict[str, str]:
+    """By part ("weights"; of the optimizer "main_params", "exp_avg", "exp_avg_sq", "step"): the shapes' digest, a colon, the bits'."""
+    shapes: dict[str, Any] = {}
+    bits: dict[str, Any] = {}
+    for part, tensor in _parts(network):
+        shapes.setdefault(part, hashlib.sha256()).update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        bits.setdefault(part, hashlib.sha256()).update(bit_sums(tensor))
+    return {part: f"{shapes[part].hexdigest()[:8]}:{digest.hexdigest()[:24]}" for part, digest in bits.items()}
+
+
+def differences(saved: dict[str, str], found: dict[str, str]) -> list[str]:
+    """Parts that hold other bits. A part of other shapes cannot be compared: an optimizer may cut its tensors in another way (distributed or
+    not, other buckets) in the same layout, and weights may have another precision."""
+    return sorted(p for p in saved.keys() & found.keys() if saved[p] != found[p] and saved[p].split(":")[0] == found[p].split(":")[0])
+
+
+@torch.no_grad()
+def bit_sums(tensor: Tensor) -> bytes:
+    """Row and column sums of the bits, as integers, of the tensor cut into rows of 4096 elements. They tell any one changed element, and two
+    elements or rows that changed places. Reads the tensor twice and copies nothing."""
+    flat = tensor.detach().contiguous().view(-1)
+    flat = flat.view(_INTEGERS[flat.element_size()])
+    whole = flat.numel() // COLUMNS * COLUMNS
+    table = flat[:whole].view(-1, COLUMNS)
+    sums = (table.sum(dim=0, dtype=torch.int64), table.sum(dim=1, dtype=torch.int64), flat[whole:].to(torch.int64))
+    return b"".join(part.cpu().numpy().tobytes() for part in sums)
+
+
+def _parts(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
+    for chunk in network.chunks:
+        for name, value in sorted(chunk.state_dict().items()):
+            if isinstance(value, Tensor) and not name.endswith("_extra_state"):
+                yield "weights", value
+    for part in _plain_optimizers(network.optimizer):
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                yield "main_params", parameter
+                yield from _tensors(part.state.get(parameter, {}).items())
+
+
+def _tensors(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    return ((str(name), value) for name, value in sorted(items) if isinstance(value, Tensor))
+
+
+def _plain_optimizers(optimizer: Any) -> list[Any]:
+    """torch's optimizers inside megatron-core's wrappers."""
+    if optimizer is None:
+        return []
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if part.optimizer is not None and not getattr(part, "is_stub_optimizer", False)]

@@ -1,0 +1,176 @@
+"""Loading: verify, check that it is of this model, read, check that what is here now is what was saved. Every function is collective, and
+raises the same error on all ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_patches.safe_checkpoints import read_metadata
+from slime_like.checkpoints.folders import complete_steps
+from slime_like.checkpoints.manifest import damaged_files, describe, read_manifest, split_by_size, total_bytes
+from slime_like.errors import RunError
+from slime_like.megatron_backend.checkpoint.agree import gather, together
+from slime_like.megatron_backend.checkpoint.fingerprint import differences, fingerprint
+from slime_like.megatron_backend.checkpoint.networks import EXTRA_STATE, SavedNetwork, adapt_names, shape_problems, sharded_state
+from slime_like.megatron_backend.checkpoint.random_state import new_random_states, random_state_file, restore_random_states
+from slime_like.megatron_backend.checkpoint.save import TRAINER_FILE
+from slime_like.megatron_backend.checkpoint.write import METADATA_FILE
+from slime_like.megatron_backend.layout import ParallelLayout
+
+READERS = 4  # threads of one rank
+Tell = Callable[[str], None]
+
+
+def load_checkpoint(
+    folder: Path,
+    networks: Mapping[str, SavedNetwork],
+    *,
+    load_rng: bool,
+    verify: bool,
+    layout: ParallelLayout,
+    seed: int,
+    model: Mapping[str, Any],
+    tell: Tell,
+) -> dict[str, Any]:
+    """Restore networks, and with load_rng the random states. Returns the trainer's state as it was saved.
+
+    model: this run's, by setting, to name what differs. tell: gets lines for the user. Raises ValueError naming the file, setting or tensor
+    at fault; RunError when what was loaded is not what was saved.
+    """
+    state = open_checkpoint(folder, verify=verify, tell=tell)
+    _check_model(folder, state.get("model", {}), model)
+    for name, network in networks.items():
+        saved = state.get("networks", {}).get(name)
+        if saved is None:
+            raise ValueError(f"checkpoint {folder} has no network {name!r}; it has: {', '.join(state.get('networks', {})) or 'none'}")
+        if network.optimizer is not None and not saved["optimizer"]:
+            raise ValueError(f"checkpoint {folder} was saved with --no-save-optim; --no-load-optim starts the optimizer afresh")
+        _load_network(folder / name, network)
+    same_layout = state["layout"] == layout.describe() and state["world_size"] == layout.world_size
+    if same_layout:
+        _check_fingerprints(folder, networks, state["fingerprints"][layout.rank])
+    if load_rng:
+        _load_random_states(folder, state, layout, same_layout=same_layout, seed=seed, tell=tell)
+    dist.barrier()
+    return state
+
+
+def load_weights(folder: Path, name: str, chunks: list[Any], *, verify: bool, tell: Tell) -> None:
+    """The weights of one network, into megatron-core's modules. Raises ValueError."""
+    open_checkpoint(folder, verify=verify, tell=tell)
+    _load_network(folder / name, SavedNetwork(chunks, None, None))
+    dist.barrier()
+
+
+def open_checkpoint(folder: Path, *, verify: bool, tell: Tell) -> dict[str, Any]:
+    """The trainer's state of a checkpoint whose files are those of its manifest. Raises ValueError naming the file."""
+
+    def look() -> dict[str, Any]:
+        if not folder.is_dir():
+            there = ", ".join(map(str, complete_steps(folder.parent))) or "none"
+            raise ValueError(f"checkpoint {folder} does not exist; complete steps in {folder.parent}: {there}")
+        records = read_manifest(folder)
+        if TRAINER_FILE not in records:
+            raise ValueError(f"checkpoint {folder}: its manifest names no {TRAINER_FILE}")
+        return records
+
+    records = together(look)
+    if verify:
+        started = time.perf_counter()
+        mine = split_by_size(records, dist.get_world_size())[dist.get_rank()]
+        damaged = [text for part in gather(damaged_files(folder, records, mine, threads=READERS)) for text in part]
+        if damaged:
+            others = [step for step in complete_steps(folder.parent) if not folder.name.endswith(f"{step:07d}")]
+            remedy = f"--ckpt-step takes another one ({', '.join(map(str, others))})" if others else "there is no other one beside it"
+            raise ValueError(f"checkpoint {folder} is damaged: {describe(sorted(damaged))}; {remedy}")
+        seconds, size = time.perf_counter() - started, total_bytes(records) / 1e9
+        tell(f"checkpoint {folder} verified: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s")
+    return together(lambda: read_trainer_state(folder))
+
+
+def read_trainer_state(folder: Path) -> dict[str, Any]:
+    """trainer.json of a checkpoint. Raises ValueError naming it."""
+    path = folder / TRAINER_FILE
+    try:
+        state = json.loads(path.read_text())
+        if not isinstance(state, dict) or not {"step", "layout", "world_size", "networks", "fingerprints"} <= state.keys():
+            raise ValueError("it is not the state of a trainer")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint {folder}: {path.name} is missing or damaged ({error})") from error
+    return state
+
+
+def _check_model(folder: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    different = [f"{name} {saved[name]} (here: {model[name]})" for name in model if name in saved and saved[name] != model[name]]
+    if different:
+        raise ValueError(f"checkpoint {folder} is of another model: {', '.join(different)}")
+
+
+def _load_network(folder: Path, network: SavedNetwork) -> None:
+    wanted = sharded_state(network, is_loading=True)
+
+    def fit() -> None:
+        saved = read_metadata(folder / METADATA_FILE).state_dict_metadata
+        adapt_names(wanted, saved)
+        if problems := shape_problems(wanted, saved):
+            raise ValueError(f"checkpoint {folder} does not fit this model: {describe(problems)}")
+
+    together(fit)
+    try:
+        loaded = dist_checkpointing.load(wanted, str(folder))
+    except (Exception, CheckpointException) as error:  # megatron-core and torch raise many kinds
+        raise ValueError(f"checkpoint {folder} is damaged or does not fit this model: {_reason(error)}") from error
+
+    def take() -> None:
+        for index, chunk in enumerate(network.chunks):
+            missing, unexpected = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
+            lost = [name for name in missing if not name.endswith(EXTRA_STATE)]
+            if lost or unexpected:
+                raise ValueError(f"checkpoint {folder} does not fit this model: {describe([*lost, *unexpected])}")
+
+    together(take)
+    if network.optimizer is not None:
+        network.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _check_fingerprints(folder: Path, networks: Mapping[str, SavedNetwork], saved: Mapping[str, dict[str, str]]) -> None:
+    """In the same layout this rank's bits are those that were saved."""
+    wrong = []
+    for name, network in networks.items():
+        wrong += [f"{part} of the {name}" for part in differences(saved[name], fingerprint(network))]
+    found_wrong = [f"rank {rank}: {', '.join(parts)}" for rank, parts in enumerate(gather(wrong)) if parts]
+    if found_wrong:
+        raise RunError(
+            f"checkpoint {folder} was loaded, and what is here now differs from what was saved ({'; '.join(found_wrong)}): training would not "
+            "go on as it was. Please report this"
+        )
+
+
+def _load_random_states(
+    folder: Path, state: Mapping[str, Any], layout: ParallelLayout, *, same_layout: bool, seed: int, tell: Tell
+) -> None:
+    if not state["has_rng"]:
+        raise ValueError(f"checkpoint {folder} was saved with --no-save-rng; --no-load-rng starts the random states afresh")
+    if not same_layout:
+        tell(
+            f"warning: the checkpoint's random states are for {state['layout']}, this run is {layout.describe()}: dropout draws new numbers, "
+            "from --seed and the step (--no-load-rng says so without a warning)"
+        )
+        new_random_states(seed, int(state["step"]), layout.pp_rank)
+        return
+    together(lambda: restore_random_states(folder / random_state_file(layout.rank)))
+
+
+def _reason(error: BaseException) -> str:
+    """torch reports the failures of all ranks with their tracebacks; the first one's own words are enough."""
+    while isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return str(error) or type(error).__name__

@@ -1,0 +1,93 @@
+"""A network as megatron-core's checkpointing sees it: names of tensors, global shapes, this rank's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+# the format that can be loaded into another layout; megatron-core's default breaks without Transformer Engine
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+# A layer of megatron-core's local modules and one of Transformer Engine's call the norm before a mixture of experts differently. (Before a
+# dense layer, and before attention, megatron-core's local specification uses Transformer Engine's names in checkpoints itself.)
+NAMES_OF_SPECS = (("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."), ("self_attention.linear_qkv.layer_norm_", "input_layernorm."))
+EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedNetwork:
+    """chunks: this rank's megatron-core modules, unwrapped. optimizer: None leaves it out. scheduler: None for a network without one."""
+
+    chunks: Sequence[Any]
+    optimizer: MegatronOptimizer | None
+    scheduler: OptimizerParamScheduler | None
+
+
+def sharded_state(network: SavedNetwork, *, is_loading: bool) -> dict[str, Any]:
+    """Collective while saving with a distributed optimizer, whose parts are gathered."""
+    state: dict[str, Any] = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(network.chunks)}
+    if network.optimizer is not None:
+        state["optimizer"] = network.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=METADATA)
+    return state
+
+
+def adapt_names(wanted: dict[str, Any], available: Collection[str]) -> list[str]:
+    """Ask for what a checkpoint of the other layer specification (local, or Transformer Engine's) calls otherwise by the name that it has
+    there, and do not ask for Transformer Engine's extra state (of fp8) where there is none. In place; returns the names left out."""
+    left_out: list[str] = []
+
+    def visit(container: Any) -> None:
+        items = list(container.items() if isinstance(container, dict) else enumerate(container))
+        for key, value in items:
+            if isinstance(value, dict | list):
+                visit(value)
+            elif isinstance(value, ShardedObject):
+                if value.key.endswith(EXTRA_STATE) and value.unique_key not in available:
+                    left_out.append(value.key)
+                    del container[key]
+            elif isinstance(value, ShardedBase | ShardedTensorFactory):
+                value.key = available_name(value.key, available)
+
+    visit(wanted)
+    return left_out
+
+
+def available_name(name: str, available: Collection[str]) -> str:
+    """`name`, or what the other layer specification calls it if only that is `available`."""
+    if name in available:
+        return name
+    for pair in NAMES_OF_SPECS:
+        for one, other in (pair, pair[::-1]):
+            if one in name and (candidate := name.replace(one, other)) in available:
+                return candidate
+    return name
+
+
+def shape_problems(wanted: dict[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """How this model's tensors differ from those of a checkpoint: absent, or of another global shape. saved: storage metadata by name."""
+    problems = []
+    for tensor in sharded_tensors(wanted):
+        there = saved.get(tensor.key)
+        if there is None or not hasattr(there, "size"):
+            problems.append(f"{tensor.key} is not in it")
+        elif list(there.size) != list(tensor.global_shape) and not tensor.allow_shape_mismatch:
+            problems.append(f"{tensor.key} is {list(there.size)} there and {list(tensor.global_shape)} here")
+    return list(dict.fromkeys(problems))
+
+
+def sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+    """Every tensor of a state, those that factories make (gate and up projection of a gated MLP) included."""
+    yield from _leaves(load_preprocess(state)[0], lambda value: isinstance(value, ShardedTensor))
+
+
+def _leaves(container: Any, holds: Callable[[Any], bool]) -> Iterator[Any]:
+    for value in container.values() if isinstance(container, dict) else container:
+        if isinstance(value, dict | list):
+            yield from _leaves(value, holds)
+        elif holds(value):
+            yield value

@@ -1,0 +1,130 @@
+"""The checkpoints of a run: what --load means, when one is saved, what happens when it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arguments.run_config import RunConfig
+from slime_like import __version__
+from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
+from slime_like.megatron_backend.backend import MegatronBackend
+from slime_like.megatron_backend.checkpoint import CheckpointSaver, SaveError, SavePolicy, SaveReport
+from slime_like.megatron_backend.layout import ParallelLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """state: the trainer's, where a run goes on; None in a fresh one. initial_policy: the Hugging Face model that the policy is now, or
+    None."""
+
+    state: dict[str, Any] | None
+    initial_policy: str | None
+
+
+class RunCheckpoints:
+    """Every method is collective. tell: shows a line to the user."""
+
+    def __init__(self, run: RunConfig, layout: ParallelLayout, backend: MegatronBackend, tell: Callable[[str], None]) -> None:
+        self.run = run
+        self.config = run.checkpoint
+        self.layout = layout
+        self.backend = backend
+        self.tell = tell
+        self.failed = 0
+        self._metrics: dict[str, float] = {}
+        self.saver: CheckpointSaver | None = None
+        if self.config.save is not None:
+            policy = SavePolicy(self.config.save_retain_last, self.config.save_retain_interval, self.config.async_save)
+            self.saver = CheckpointSaver(self.config.save, policy)
+            for note in self.saver.notes:
+                tell(f"--save {self.config.save}: {note}, left by a save that was cut short")
+
+    def load(self) -> Start:
+        """A checkpoint goes on where it was taken (--finetune takes its weights only), a Hugging Face model gives the weights of a fresh
+        run. A folder that is also --save and holds no checkpoint yet is that of the first run of several."""
+        root, config = self.config.load, self.config
+        if root is None:
+            return Start(None, self.run.model.hf_checkpoint)
+        if config.ckpt_step is not None or is_checkpoint_root(root):
+            return self._resume(root)
+        if (Path(root) / "config.json").is_file():
+            self.backend.policy.load_hf(root)
+            return Start(None, root)
+        if root != config.save:
+            raise ValueError(f"--load {root}: holds neither checkpoints nor a Hugging Face model (config.json)")
+        if config.exit_on_missing_checkpoint:
+            raise ValueError(f"--load {root}: no checkpoint, and --exit-on-missing-checkpoint asks for one")
+        self.tell(f"no checkpoint in {root} yet: starting at rollout 1")
+        return Start(None, self.run.model.hf_checkpoint)
+
+    def _resume(self, root: str) -> Start:
+        config = self.config
+        step, warning = (config.ckpt_step, None) if config.ckpt_step is not None else newest_step(root)
+        if warning is not None:
+            self.tell(f"warning: {warning}")
+        state, changed = self.backend.load(
+            checkpoint_folder(root, step),
+            with_optimizer=not (config.no_load_optim or config.finetune),
+            with_rng=not (config.no_load_rng or config.finetune),
+            verify=not config.no_verify_checkpoint,
+            tell=self.tell,
+        )
+        if changed:
+            self.tell(f"warning: --load {root}: this run's schedule is not the checkpoint's: {'; '.join(changed)}")
+        if config.finetune:
+            return Start(None, None)
+        if int(state["step"]) != step:
+            raise ValueError(f"checkpoint {checkpoint_folder(root, step)} says that it is of step {state['step']}: it was renamed")
+        return Start(state, None)
+
+    def wants(self, rollouts: int, *, last: bool) -> bool:
+        """Whether `after_rollout` has something to do."""
+        return self.saver is not None and (self.saver.pending or self._is_due(rollouts, last=last))
+
+    def _is_due(self, rollouts: int, *, last: bool) -> bool:
+        interval = self.config.save_interval
+        return last or (interval is not None and rollouts % interval == 0)
+
+    def after_rollout(self, rollouts: int, state: dict[str, Any], *, last: bool) -> dict[str, float]:
+        """Publish what has been written meanwhile; save when due, and always after the last rollout, where it is also waited for. Returns
+        metrics. Raises SaveError, unless --on-save-failure continue and there is something to continue with."""
+        assert self.saver is not None
+        saver = self.saver
+        if self._is_due(rollouts, last=last):
+            self._attempt(saver.finish, last=False)
+            state = {**state, "version": __version__, "argv": list(self.run.argv)}
+            self._attempt(lambda: self.backend.save(saver, rollouts, state, with_optimizer=self._optim, with_rng=self._rng), last=last)
+            if last:
+                self._attempt(saver.finish, last=True)
+        else:
+            self._attempt(saver.poll, last=False)
+        metrics, self._metrics = self._metrics, {}
+        if self.config.on_save_failure == "continue":
+            metrics["perf/failed_saves"] = float(self.failed)
+        return metrics
+
+    @property
+    def _optim(self) -> bool:
+        return not self.config.no_save_optim
+
+    @property
+    def _rng(self) -> bool:
+        return not self.config.no_save_rng
+
+    def _attempt(self, action: Callable[[], SaveReport | None], *, last: bool) -> None:
+        try:
+            report = action()
+        except SaveError as error:
+            if last or self.config.on_save_failure == "stop":
+                raise
+            self.failed += 1
+            self.tell(f"warning: {error}; going on without it (--on-save-failure continue)")
+            return
+        if report is not None:
+            for note in report.notes:
+                self.tell(f"warning: {note}")
+            self._metrics["perf/save_gb"] = report.bytes / 1e9
+            self._metrics["perf/save_gb_per_s"] = report.bytes / 1e9 / report.seconds
