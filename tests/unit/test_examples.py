@@ -23,7 +23,7 @@ from tests.unit.test_launch_scripts import recorded, recorder
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "scripts/examples").glob("*.sh") if path.stem != "common")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/en/algorithms").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/en").rglob("*.md"))]
 INDEX = ROOT / "docs/en/algorithms/index.md"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^(?:python|torchrun --nproc-per-node (\d)) train\.py (.+)$", re.MULTILINE)
@@ -39,8 +39,11 @@ def call(recipe: str, folder: Path, *flags: str, **variables: str) -> list[str]:
 
 
 def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
-    """What the demo leaves, as far as a command line is checked against it, and the reward."""
-    files = write_files(folder)
+    """What the demo leaves, as far as a command line is checked against it, the reward, and other files that the documents name."""
+    files = write_files(folder, max_position_embeddings=4096)
+    (folder / "rollouts/0").mkdir(parents=True)
+    (folder / "MODEL").symlink_to(files["hf"])
+    (folder / "train.parquet").touch()
     model = folder / demo / "sft/hf"
     model.mkdir(parents=True)
     (model / "config.json").write_bytes((Path(files["hf"]) / "config.json").read_bytes())
@@ -95,8 +98,8 @@ def commands(page: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def run_yaml(page: Path) -> str:
-    """The file run.yaml as a page shows it, else as the README does."""
-    for path in (page, INDEX, ROOT / "README.md"):
+    """The file run.yaml as a page shows it, else as the first page of its folder does, else the README."""
+    for path in (page, *page.parent.glob("index.md"), ROOT / "README.md"):
         for language, block in _BLOCK.findall(path.read_text(encoding="utf-8")):
             if language == "yaml":
                 return block
