@@ -168,7 +168,7 @@ def reward_is_chosen(s: Settings) -> list[Problem]:
         return []
     if reward.rm_type is None:
         return problem("rm_type", None, f"is missing: give --rm-type, --custom-rm-path, or a {TASK_PREFIX} source, which scores itself")
-    if reward.rm_type != "task" and s.data.label_key is None:
+    if reward.rm_type not in ("task", "zero") and s.data.label_key is None:  # zero compares with nothing
         return problem("label_key", None, f"is missing: the field with the reference answer, for --rm-type {reward.rm_type}")
     return []
 

@@ -42,7 +42,8 @@ def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
     """What the demo leaves, as far as a command line is checked against it, the reward, and other files that the documents name."""
     files = write_files(folder, max_position_embeddings=4096)
     (folder / "rollouts/0").mkdir(parents=True)
-    (folder / "MODEL").symlink_to(files["hf"])
+    for name in ("MODEL", "small", "large"):
+        (folder / name).symlink_to(files["hf"])
     (folder / "train.parquet").touch()
     model = folder / demo / "sft/hf"
     model.mkdir(parents=True)
