@@ -75,7 +75,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _OPD: "opd-teacher-ckpt-step",
     _CRITIC: """critic-load critic-save critic-lr critic-lr-warmup-iters critic-num-nodes critic-num-gpus-per-node critic-train-only
         num-critic-only-steps value-clip lambd value-loss-scale disable-compute-advantages-and-returns""",
-    _MICRO: "data-pad-size-multiplier log-probs-chunk-size allgather-cp",
+    _MICRO: "data-pad-size-multiplier allgather-cp",
     _CLUSTER: """actor-num-nodes actor-num-gpus-per-node num-gpus-per-node train-backend train-env-vars qwen-gdn-backend world-size rank
         local-rank""",
     _SYNC: """update-weight-mode update-weight-transport update-weight-buffer-size update-weight-disk-dir update-weight-disk-keep-files

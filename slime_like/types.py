@@ -124,6 +124,7 @@ class MicroBatch:
     rewards: Tensor | None = None  # [T] float32
     nll_weights: Tensor | None = None  # [T] float32
     is_padding: Tensor | None = None  # [T] bool, rows that hold no token of a sample
+    active_rows: Tensor | None = None  # [A] int64, where loss_mask is True; None: not looked up yet
     selection_seed: int = 0  # of losses that choose tokens at random; equal on ranks that hold the same tokens, or sequences
     places: Tensor | None = None  # [T] int64: row where one process packs it; None: the row itself
 

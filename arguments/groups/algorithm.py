@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, UNIT, arg
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, UNIT, Range, arg
+
+ALL_OR_SOME = Range("-1 (all) or >= 1", lambda x: x == -1 or x >= 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,12 @@ class AlgorithmConfig:
         "thd",
         "thd: the sequences of a micro-batch end to end, without padding. bshd: each padded to the longest, for comparison.",
         choices=("thd", "bshd"),
+    )
+    log_probs_chunk_size: int = arg(
+        1024,
+        "Rows that the vocabulary projection takes at a time, for log-probs and for the loss; -1: all. Its columns are cut so that a block fits "
+        "the cache, and no result changes beyond rounding.",
+        legal=ALL_OR_SOME,
     )
 
 

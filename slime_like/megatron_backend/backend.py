@@ -29,7 +29,7 @@ from slime_like.megatron_backend.loss_closure import Head, Objective, gradient_s
 from slime_like.megatron_backend.micro_batches import cut, micro_batch_size, packing_metrics
 from slime_like.megatron_backend.network import Network, TrainedNetwork
 from slime_like.megatron_backend.optimizer import limits_kept, resume_schedule
-from slime_like.megatron_backend.packing import pack_all, with_selection_seeds
+from slime_like.megatron_backend.packing import pack_all, with_active_rows, with_selection_seeds
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.types import MicroBatch, StepResult, TrainBatch, TrainSample
 
@@ -64,7 +64,13 @@ class MegatronBackend:
         self.transformer = run.megatron.transformer
         self.device = device_of_this_process()
         self.hf: HfModel | None = read_hf_model(run.model.hf_checkpoint) if run.model.hf_checkpoint else None
-        self.head = Head(run.gpt.vocab_size or 0, temperature_of(run), layout)
+        self.head = Head(
+            run.gpt.vocab_size or 0,
+            temperature_of(run),
+            layout,
+            sequence_parallel=run.megatron.transformer.sequence_parallel,
+            chunk_size=run.algorithm.log_probs_chunk_size,
+        )
         self.objective = make_objective(run)
         self._hf_checkpoint = run.model.hf_checkpoint
         self._seed = run.model.seed
@@ -207,7 +213,7 @@ class MegatronBackend:
     def _pack(self, groups: Sequence[Sequence[TrainSample]]) -> list[MicroBatch]:
         """megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages confuse (each is the other's
         neighbour on both sides), so there all micro-batches get one shape."""
-        return pack_all(
+        packed = pack_all(
             groups,
             multiple=self.layout.tp_size if self.transformer.sequence_parallel else 1,
             equal_lengths=self.layout.vp_size > 1,
@@ -217,6 +223,7 @@ class MegatronBackend:
             agree=agreed_lengths(self.transformer, self.layout, self.device),
             equal_sequences=self.algorithm.qkv_format == "bshd",
         )
+        return with_active_rows(packed)
 
     def _object_from_last_stage(self, value: dict[str, float]) -> dict[str, float]:
         if self.layout.pp_size == 1:

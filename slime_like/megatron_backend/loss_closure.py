@@ -1,4 +1,4 @@
-"""What Megatron's schedules call: the forward step, and the `loss_func` closure that turns logits into the scaled loss.
+"""What Megatron's schedules call: the forward step, and the `loss_func` closure that turns hidden states into the scaled loss.
 
 The scale. Per micro-batch the schedule divides a 3-tuple's loss by its token count and by the number of micro-batches, and
 DistributedDataParallel averages gradients over dp * cp ranks. Our loss is already normalised over the whole optimizer step (its
@@ -23,9 +23,10 @@ from slime_like.losses.kl import kl_estimate
 from slime_like.losses.registry import PolicyLoss
 from slime_like.losses.total import LossTerms, total_loss
 from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.policy_model import head_weight
 from slime_like.metrics.typed import masked_mean
 from slime_like.ops.attention import packed_rows
-from slime_like.ops.vocab_parallel import vocab_parallel_log_probs
+from slime_like.ops.lean_head import DEFAULT_CHUNK_SIZE, lean_log_probs
 from slime_like.types import MicroBatch
 
 LossFunc = Callable[..., Any]
@@ -77,30 +78,35 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How logits become log-probs: see `vocab_parallel_log_probs`."""
+    """How hidden states become log-probs: see `lean_log_probs`."""
 
     vocab_size: int
     temperature: float
     layout: ParallelLayout
+    sequence_parallel: bool = False
+    chunk_size: int = DEFAULT_CHUNK_SIZE
 
-    def log_probs_and_entropy(self, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """[T] each, zero at inactive rows. logits: [1, T, V_padded / tp]. Inactive rows never reach the softmax."""
-        rows = batch.loss_mask.nonzero().squeeze(1)
-        log_probs, entropy = vocab_parallel_log_probs(
-            logits[0].index_select(0, rows),
-            batch.labels[0].index_select(0, rows),
+    def log_probs_and_entropy(self, hidden: Tensor, weight: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """[T] each, zero at inactive rows, which never reach the projection. hidden, weight: of the last stage, see `PolicyModel`."""
+        rows = batch.loss_mask.nonzero().squeeze(1) if batch.active_rows is None else batch.active_rows
+        log_probs, entropy = lean_log_probs(
+            hidden[0],
+            weight,
+            batch.labels[0],
+            rows=rows,
             vocab_size=self.vocab_size,
             temperature=self.temperature,
             tp_group=self.layout.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            chunk_size=self.chunk_size,
         )
-        empty = torch.zeros(batch.loss_mask.numel(), dtype=torch.float32, device=logits.device)
-        # the sum ties a micro-batch without active tokens to the graph, so that every rank runs backward
-        tie = 0.0 * logits.sum() if rows.numel() == 0 else 0.0
-        return empty.index_copy(0, rows, log_probs) + tie, empty.index_copy(0, rows, entropy)
+        # without an active token too, both depend on hidden states and weight: every rank runs backward
+        empty = torch.zeros(batch.loss_mask.numel(), dtype=log_probs.dtype, device=hidden.device)
+        return empty.index_copy(0, rows, log_probs), empty.index_copy(0, rows, entropy)
 
 
 def forward(model: torch.nn.Module, batch: MicroBatch, layout: ParallelLayout) -> Tensor:
-    """Logits [1, T, V_padded / tp] on the last pipeline stage, hidden states elsewhere."""
+    """Hidden states: on the last pipeline stage those that the head takes, [1, T, H]."""
     return model(
         input_ids=batch.tokens,
         position_ids=batch.position_ids,
@@ -115,8 +121,8 @@ def log_prob_step(head: Head) -> ForwardStep:
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
         batch = next(batches)
 
-        def collect(logits: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
-            return head.log_probs_and_entropy(logits, batch)
+        def collect(hidden: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
+            return head.log_probs_and_entropy(hidden, head_weight(model), batch)
 
         return forward(model, batch, head.layout), collect
 
@@ -128,14 +134,16 @@ def training_step(head: Head, objective: Objective, scale: float) -> ForwardStep
 
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
         batch = next(batches)
-        return forward(model, batch, head.layout), partial(loss_func, batch, head, objective, scale)
+        return forward(model, batch, head.layout), partial(loss_func, model, batch, head, objective, scale)
 
     return step
 
 
-def loss_func(batch: MicroBatch, head: Head, objective: Objective, scale: float, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules."""
-    log_probs, entropy = head.log_probs_and_entropy(logits, batch)
+def loss_func(
+    model: torch.nn.Module, batch: MicroBatch, head: Head, objective: Objective, scale: float, hidden: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules. hidden: what `model` gave."""
+    log_probs, entropy = head.log_probs_and_entropy(hidden, head_weight(model), batch)
     if objective.terms.entropy_coef == 0:
         entropy = entropy.detach()  # only reported: no gradient is computed for it
     inputs = loss_inputs(batch, log_probs, entropy, objective.importance_level, head.layout.cp_group)
@@ -148,7 +156,7 @@ def loss_func(batch: MicroBatch, head: Head, objective: Objective, scale: float,
     if batch.keep_mask is not None and batch.old_log_probs is not None:
         metrics["ois"] = masked_mean(inputs.log_ratio().exp(), batch.loss_mask)  # slime's name, beside those of the correction
     # the schedule divides in place, so the loss it gets is a tensor of its own
-    return output.loss * scale, torch.ones((), dtype=torch.int, device=logits.device), {"metrics": metrics}
+    return output.loss * scale, torch.ones((), dtype=torch.int, device=hidden.device), {"metrics": metrics}
 
 
 def loss_inputs(batch: MicroBatch, log_probs: Tensor, entropy: Tensor, importance_level: str, cp_group: dist.ProcessGroup) -> LossInputs:

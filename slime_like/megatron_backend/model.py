@@ -13,13 +13,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from arguments.groups import GPTModelConfig
 from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.policy_model import HalfPrecisionModule, PolicyModel
 from slime_like.ops.attention import PackedAttention
 
 
@@ -65,7 +66,7 @@ def build_chunks(config: TransformerConfig, gpt: GPTModelConfig, transformer_imp
     chunks = []
     for stage in range(layout.vp_size):
         vp_stage = stage if layout.vp_size > 1 else None
-        chunk = GPTModel(
+        chunk = PolicyModel(
             config=config,
             transformer_layer_spec=decoder_spec(config, transformer_impl, vp_stage),
             vocab_size=padded_vocab_size(gpt, layout.tp_size),
@@ -82,9 +83,9 @@ def build_chunks(config: TransformerConfig, gpt: GPTModelConfig, transformer_imp
 
 
 def to_model_precision(chunks: Sequence[GPTModel], config: TransformerConfig) -> list[MegatronModule]:
-    """bf16 modules whose outputs are fp32; in fp32 the chunks themselves."""
+    """bf16 modules; in fp32 the chunks themselves."""
     if config.bf16:
-        return [Float16Module(config, chunk) for chunk in chunks]
+        return [HalfPrecisionModule(config, chunk) for chunk in chunks]
     return list(chunks)
 
 

@@ -164,6 +164,11 @@ def with_selection_seeds(batches: Sequence[MicroBatch], seed: int, step: int, dp
     return [replace(batch, selection_seed=s) for batch, s in zip(batches, seeds)]
 
 
+def with_active_rows(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Look up the rows that the head computes before a forward pass is queued: the host waits for the device to count them."""
+    return [replace(batch, active_rows=batch.loss_mask.nonzero().squeeze(1)) for batch in batches]
+
+
 def unpack(values: Tensor, samples: Sequence[TrainSample], cu_seqlens: Tensor) -> list[Tensor]:
     """The response values [R] of each sample from a whole packed row of values [T]; inverse of the placement in `pack`, whose
     `cu_seqlens` these are."""

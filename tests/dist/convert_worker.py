@@ -27,6 +27,7 @@ from slime_like.convert.load import load_hf_weights  # noqa: E402
 from slime_like.convert.save import save_hf  # noqa: E402
 from slime_like.megatron_backend.layout import ParallelLayout, read_layout  # noqa: E402
 from slime_like.megatron_backend.model import build_chunks  # noqa: E402
+from slime_like.megatron_backend.policy_model import head_weight  # noqa: E402
 from slime_like.ops.attention import packed_rows  # noqa: E402
 
 TOLERANCE = 1e-5
@@ -84,6 +85,8 @@ def logits_of(chunks: list[Any], tokens: Tensor, layout: ParallelLayout, vocab_s
                 out = None
     if out is None:
         return None
+    if layout.is_last_stage:  # the policy's chunk ends at hidden states
+        out = out @ head_weight(chunks[-1]).t()
     shards = [torch.empty_like(out) for _ in range(layout.tp_size)]
     dist.all_gather(shards, out.contiguous(), group=layout.tp_group)
     return torch.cat(shards, dim=-1)[0, :, :vocab_size]

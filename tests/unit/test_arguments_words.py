@@ -122,7 +122,7 @@ SLIME_FLAGS_NOT_HERE = """
 --rollout-function-path --lora-rank --use-wandb --actor-num-nodes --balance-data --over-sampling-batch-size --partial-rollout
 --moe-shared-expert-overlap --fp8-format --update-weight-mode --group-rm --multimodal-keys --ref-update-interval
 --mtp-num-layers --enable-mtp-training --use-routing-replay --optimizer-cpu-offload --use-precision-aware-optimizer --eval-config
---lambd --log-probs-chunk-size --only-train-params-name-list
+--lambd --only-train-params-name-list
 """.split()  # noqa: SIM905
 
 

@@ -1,0 +1,68 @@
+"""The policy's network: GPTModel that ends at its hidden states. Logits are made by nobody; see ops/lean_head.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+
+class HeadWeight(ColumnParallelLinear):
+    """The output layer's weight under the output layer's name, in checkpoints too; forward gives hidden states back.
+
+    It is called where megatron-core calls its output layer, although nothing is computed: with --overlap-param-gather a forward hook on
+    this module waits for the weight.
+    """
+
+    def __init__(self, layer: ColumnParallelLinear) -> None:
+        super().__init__(
+            layer.input_size,
+            layer.output_size,
+            config=layer.config,
+            init_method=layer.config.init_method,
+            bias=False,
+            skip_weight_param_allocation=True,
+            tp_group=layer.tp_group,
+        )
+        self.weight = layer.weight  # None where the embedding on the same stage has it
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
+        return hidden, None
+
+
+class PolicyModel(GPTModel):
+    """A chunk of the policy. The last pipeline stage gives hidden states [1, T, H]; under sequence parallelism this rank's [1, T / tp, H]."""
+
+    output_layer: Any
+
+    def __init__(self, config: TransformerConfig, **settings: Any) -> None:
+        super().__init__(config=config, **settings)
+        if self.post_process:
+            self.output_layer = HeadWeight(self.output_layer)
+
+    def head_weight(self) -> Tensor:
+        """[V_padded / tp, H], on the last stage; with tied embeddings the embedding's, or its twin there."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        assert isinstance(weight, Tensor), "the head's weight is on the last pipeline stage"
+        return weight
+
+
+class HalfPrecisionModule(Float16Module):
+    """megatron-core's, without its copy of the last stage's output in float32: that is hidden states here, of which few may be needed."""
+
+    def forward(self, *inputs: Any, fp32_output: bool = False, **keywords: Any) -> Tensor:
+        output: Tensor = super().forward(*inputs, fp32_output=fp32_output, **keywords)
+        return output
+
+
+def head_weight(module: torch.nn.Module) -> Tensor:
+    """`PolicyModel.head_weight` of a chunk in its wrappers."""
+    model = unwrap_model(module)
+    assert isinstance(model, PolicyModel), type(model)
+    return model.head_weight()
