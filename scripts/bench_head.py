@@ -258,7 +258,8 @@ def curve(options: argparse.Namespace) -> dict[int, dict[str, float]]:
 
 def block_sizes(options: argparse.Namespace) -> dict[str, float]:
     """Seconds for sizes of a block, rows x elements."""
-    p, found = Problem.make(options), {}
+    p = Problem.make(options)
+    found: dict[str, float] = {}
     name = "BLOCK_ELEMENTS_GPU" if options.device == "cuda" else "BLOCK_ELEMENTS_CPU"
     default, default_rows = getattr(lean_head, name), lean_head.DEFAULT_CHUNK_SIZE
     for _ in range(options.repetitions):
