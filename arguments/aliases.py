@@ -43,6 +43,7 @@ NO_EFFECT: Mapping[str, str] = {
     "--use-entropy-loss": "--entropy-coef alone decides",
     "--no-check-for-nan-in-loss-and-grad": "a step with a non-finite gradient is always skipped and counted",
     "--no-position-embedding": "--position-embedding-type alone decides",
+    "--recompute-loss-function": "the head never keeps logits for the backward pass, it computes them again",
     "--use-mcore-models": "there are no others",
     "--balance-by-flops": "--balance-data goes by the work of a sequence anyway",
     "--exit-signal-handler": "a run with --save always saves on SIGTERM",
@@ -95,7 +96,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     "training a part of the parameters": """only-train-params-name-list freeze-params-name-list freeze-indexer""",
     "a reference model that follows the policy": "ref-update-interval",
     "this model setting": """model-name padded-vocab-size post-self-attn-layernorm post-mlp-layernorm use-gated-attention
-        recompute-loss-function spec v-head-dim q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim rotary-scaling-factor mscale
+        spec v-head-dim q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim rotary-scaling-factor mscale
         mscale-all-dim seq-length decoder-seq-length no-rope-freq""",
     "this optimizer setting": "reset-optimizer-states use-stateless-adam use-rollout-entropy main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype",
     "Megatron-LM's own training loop": """train-iters train-samples lr-decay-samples lr-warmup-samples eval-iters data-path split tokenizer-type

@@ -54,6 +54,12 @@ def kl_needs_a_reference(s: Settings) -> list[Problem]:
     return problem("ref_load", None, f"is missing; {needs} needs a reference model, usually the same folder as --hf-checkpoint")
 
 
+def offloading_needs_a_reference(s: Settings) -> list[Problem]:
+    if s.model.ref_offload and s.model.ref_load is None:
+        return problem("ref_offload", None, "has no effect without --ref-load; give the reference model's folder")
+    return []
+
+
 def reduction_fits_the_loss(s: Settings) -> list[Problem]:
     required = s.loss.required_reductions
     if required and s.algorithm.loss_reduction not in required:
@@ -203,7 +209,7 @@ def evaluation(s: Settings) -> list[Problem]:
 
 RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
-    kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
+    kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, offloading_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
     *CORRECTION_RULES, *ADVANTAGE_RULES, *DISTILLATION_RULES, learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
     prompts, reward_is_chosen, reward_is_usable, evaluation, *FILE_RULES,
 )  # fmt: skip

@@ -19,6 +19,11 @@ class ModelConfig:
         "--kl-coef; usually the same as --hf-checkpoint.",
     )
     ref_ckpt_step: int | None = arg(None, "With --ref-load of a folder of checkpoints: this step in place of the newest.")
+    ref_offload: bool = arg(
+        False,
+        "Keep the reference model's weights in host memory (a mapped file on a machine without a GPU); they take the policy's place for a "
+        "forward pass, so that no second model is resident.",
+    )
     transformer_impl: str = arg(
         "auto",
         "Layer implementation. auto: Transformer Engine where it is installed and CUDA is available, else local.",

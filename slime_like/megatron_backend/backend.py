@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import Head, Objective, gradient_scale, log_prob_step, training_step
 from slime_like.megatron_backend.micro_batches import cut, micro_batch_size, packing_metrics
 from slime_like.megatron_backend.network import Network, TrainedNetwork
+from slime_like.megatron_backend.offload import OffloadedWeights
 from slime_like.megatron_backend.optimizer import limits_kept, resume_schedule
 from slime_like.megatron_backend.packing import pack_all, with_active_rows, with_selection_seeds
 from slime_like.metrics.typed import MetricAccumulator
@@ -49,6 +51,9 @@ class PendingStep:
     """Gradients that are accumulated and reduced, and the metrics of their forward pass; the weights are still the old ones."""
 
     metrics: dict[str, float]
+
+
+FrozenModel = Network | OffloadedWeights  # what computes log-probs
 
 
 class MegatronBackend:
@@ -86,19 +91,17 @@ class MegatronBackend:
             )
         if run.model.hf_checkpoint:
             self.policy.load_hf(run.model.hf_checkpoint)
-        self.reference: Network | None = None
+        self.reference: FrozenModel | None = None
         if needs_reference(run.algorithm):
             assert run.model.ref_load is not None, "checked on the command line"
-            self.reference = Network(*shape)
             verify = not run.checkpoint.no_verify_checkpoint
-            load_network(self.reference, run.model.ref_load, flag="--ref-load", step=run.model.ref_ckpt_step, verify=verify, tell=tell)
-            self.reference.freeze()
-        self.teacher: Network | None = None
+            load = partial(load_network, root=run.model.ref_load, flag="--ref-load", step=run.model.ref_ckpt_step, verify=verify, tell=tell)
+            self.reference = OffloadedWeights(self.policy, load) if run.model.ref_offload else frozen(Network(*shape), load)
+        self.teacher: FrozenModel | None = None
         if run.teacher is not None:
             assert run.distillation.opd_teacher_load is not None
-            self.teacher = Network(run.teacher.transformer, run.teacher.gpt, run.model.transformer_impl, layout)
-            self.teacher.load_hf(run.distillation.opd_teacher_load)
-            self.teacher.freeze()
+            teacher = Network(run.teacher.transformer, run.teacher.gpt, run.model.transformer_impl, layout)
+            self.teacher = frozen(teacher, partial(Network.load_hf, folder=run.distillation.opd_teacher_load))
 
     @property
     def trained(self) -> TrainedNetwork:
@@ -106,13 +109,13 @@ class MegatronBackend:
         assert isinstance(self.policy, TrainedNetwork), "nothing is trained with --debug-rollout-only"
         return self.policy
 
-    def compute_log_probs(self, samples: Sequence[TrainSample], network: Network | None = None) -> list[TokenStatistics]:
+    def compute_log_probs(self, samples: Sequence[TrainSample], network: FrozenModel | None = None) -> list[TokenStatistics]:
         """Log-probs of the response tokens and entropies, at the sampling temperature, for this data-parallel rank's samples.
 
         network: whose; None: the policy's. All pipeline stages get the result.
         """
         parts = cut(samples, micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True), self.layout)
-        network = network or self.policy
+        network = self.policy if network is None else network
         head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
         log_probs, entropy = network.evaluate(log_prob_step(head), parts.groups, self._pack(parts.groups))
         return parts.in_order([TokenStatistics(lp, h) for lp, h in zip(log_probs, entropy)])
@@ -248,6 +251,13 @@ def load_network(network: Network, root: str, *, flag: str, step: int | None, ve
 
 def saved_network(network: TrainedNetwork, *, with_optimizer: bool) -> SavedNetwork:
     return SavedNetwork(network.chunks, network.optimizer if with_optimizer else None, network.scheduler)
+
+
+def frozen(network: Network, load: Callable[[Network], None]) -> Network:
+    """The network with the weights that `load` gives it, never to be trained."""
+    load(network)
+    network.freeze()
+    return network
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:

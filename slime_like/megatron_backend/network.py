@@ -53,6 +53,9 @@ class Network:
         for module in self.modules:
             module.eval().requires_grad_(False)
 
+    def weights_changed(self) -> None:
+        """To be called when the model's weights were written from outside."""
+
     def finish_updates(self) -> None:
         """Weights are current once this returns; before it, an update may still be on its way."""
 
