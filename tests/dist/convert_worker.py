@@ -34,13 +34,14 @@ TOLERANCE = 1e-5
 
 
 @contextmanager
-def parallel(tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None = None) -> Iterator[ParallelLayout]:
+def parallel(tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None = None, cp: int = 1) -> Iterator[ParallelLayout]:
     parallel_state.initialize_model_parallel(
         tp,
         pp,
         virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
+        context_parallel_size=cp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     yield read_layout()

@@ -25,6 +25,7 @@ def sizes_of(flags: str) -> dict[str, int]:
         "vp": "--num-virtual-stages-per-pipeline-rank",
         "ep": "--expert-model-parallel-size",
         "etp": "--expert-tensor-parallel-size",
+        "cp": "--context-parallel-size",
     }
     return {short: int(words[words.index(name) + 1]) for short, name in names.items() if name in words}
 

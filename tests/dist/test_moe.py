@@ -35,6 +35,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "EP2, dense layers": ("qwen3-moe-dense-layers", EP2),
         "EP2, shared experts": ("qwen2-moe", EP2),
         "ETP2, shared experts": ("qwen2-moe", TP2),
+        "CP2 EP2": ("qwen3-moe", f"{EP2} --context-parallel-size 2"),
         "EP2, recomputed": ("qwen3-moe", f"{EP2} --recompute-granularity selective --recompute-modules moe"),
     },
     4: {
@@ -42,6 +43,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "EP2 x ETP2 allgather": ("qwen3-moe", f"{TP2} {EP2} --moe-token-dispatcher-type allgather"),
         "DP4 EP2 distributed optimizer": ("qwen3-moe", f"{EP2} --use-distributed-optimizer"),
         "PP2 EP2": ("qwen3-moe", f"{PP2} {EP2}"),
+        "TP2 CP2 EP2 allgather": ("qwen3-moe", f"{TP2} {EP2} --context-parallel-size 2 --moe-token-dispatcher-type allgather"),
         "PP2 VP2 EP2, dense layers": ("qwen3-moe-dense-layers", f"{PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2"),
         "EP2 x ETP2, shared experts": ("qwen2-moe", f"{TP2} {EP2} --use-distributed-optimizer"),
     },

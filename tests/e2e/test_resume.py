@@ -24,6 +24,7 @@ LAYOUTS = {
     "DP2": ("", 2),
     "TP2": ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
     "PP2": ("--pipeline-model-parallel-size 2", 2),
+    "CP2": ("--context-parallel-size 2 --use-distributed-optimizer", 2),
 }
 SLOW = ("DP2 overlap", "DP2", "TP2", "PP2")
 SCHEDULE = dict(lr_decay_style="linear", lr_decay_iters=8, lr_warmup_iters=1, weight_decay=0.1)

@@ -84,6 +84,7 @@ LAYOUTS = {
     "TP2": "--tensor-model-parallel-size 2 --sequence-parallel",
     "DP2": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "PP2": "--pipeline-model-parallel-size 2",
+    "CP2": "--context-parallel-size 2",
 }
 
 
