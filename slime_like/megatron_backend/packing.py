@@ -140,7 +140,9 @@ def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> Micro
     for f in fields(batch):
         value = getattr(batch, f.name)
         if isinstance(value, Tensor) and f.name != "cu_seqlens":
-            held[f.name] = value[:, rows] if value.size(0) == 1 else value[rows]
+            by_row = value[0] if value.size(0) == 1 else value
+            assert by_row.size(0) == batch.seq_ids.numel(), f"{f.name} is not by row"
+            held[f.name] = by_row[rows] if by_row is value else by_row[rows].unsqueeze(0)
     return replace(batch, **held)
 
 
