@@ -1,0 +1,73 @@
+"""What tests/dist/test_algorithms.py runs: the second optimizer step of a rollout, whose ratios are not 1, through `Trainer`'s parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.losses import LossTerms, policy_losses
+from slime_like.megatron_backend.backend import MegatronBackend
+from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.loss_closure import Objective
+from slime_like.rollout.batch import flatten, usable
+from tests.dist.backend_worker import make_trainer
+from tests.dist.convert_worker import parallel
+
+LAYOUTS = {"DP2": (1, 1, ""), "TP2": (2, 1, "--tensor-model-parallel-size 2"), "PP2": (1, 2, "--pipeline-model-parallel-size 2")}
+# Plain gradient descent, so that rounding in the first step's gradient is not blown up. Far enough that ratios leave the usual ranges.
+SUPERVISED = "supervised"
+COMMON = "--optimizer sgd --sgd-momentum 0 --lr 1.0 --clip-grad 0 --weight-decay 0 --num-steps-per-rollout 2 --micro-batch-size 1"
+
+
+def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
+    """Of every parameter, whole, by Hugging Face name: they are exported in the parameters' place."""
+    parameters = [p for chunk in backend.chunks for p in chunk.parameters()]
+    values = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p in parameters:
+            p.copy_(p.main_grad)
+        named = {name: tensor.clone() for name, tensor in backend.export_weights()}
+        for p, value in zip(parameters, values, strict=True):
+            p.copy_(value)
+    return named
+
+
+def second_step(folder: str, layout: ParallelLayout, out: str, flags: str) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics, and gradients by name. flags: SUPERVISED trains cross_entropy on the recorded responses."""
+    with make_trainer(folder, layout, out, f"{COMMON} {flags.replace(SUPERVISED, '')}") as trainer:
+        if SUPERVISED in flags:
+            loss = policy_losses.get("cross_entropy")
+            trainer.backend.objective = Objective(loss, loss.config_type(), LossTerms())
+        samples = [usable(sample) for sample in flatten(trainer._next_groups(0))]
+        first, second = trainer.batches.make(samples, weight_version=0)[0]
+        trainer.backend.update(first)
+        pending = trainer.backend.accumulate(second)
+        return dict(pending.metrics), gradients(trainer.backend)
+
+
+def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Every case on one process; the gradients go to a file for `two_ranks`."""
+    metrics, named = {}, {}
+    with parallel() as layout:
+        for name, flags in arguments["cases"].items():
+            metrics[name], named[name] = second_step(arguments["model"], layout, arguments["out"], flags)
+    torch.save(named, Path(arguments["out"]) / "gradients.pt")
+    return {name: dict(m, gradient=float(torch.stack([g.norm() for g in named[name].values()]).norm())) for name, m in metrics.items()}
+
+
+def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Every case in each layout: metrics, and how far the gradient is from that of one process, by its worst tensor."""
+    expected = torch.load(Path(arguments["out"]) / "gradients.pt", weights_only=True)
+    result: dict[str, Any] = {}
+    for layout_name, (tp, pp, more) in LAYOUTS.items():
+        with parallel(tp, pp) as layout:
+            for name, flags in arguments["cases"].items():
+                metrics, found = second_step(arguments["model"], layout, arguments["out"], f"{flags} {more}")
+                assert found.keys() == expected[name].keys()
+                apart = {key: float((g - found[key]).norm() / g.norm()) for key, g in expected[name].items()}
+                worst = max(apart, key=lambda key: apart[key])
+                result[f"{name} | {layout_name}"] = dict(metrics=metrics, apart=apart[worst], worst=worst)
+    return result
