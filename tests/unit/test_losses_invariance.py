@@ -38,6 +38,7 @@ NEEDED: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.3}}
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "dual_clip": ("ppo", {"eps_clip_c": 1.2}),
     "sapo_sequence": ("sapo", {"sapo_ratio_level": "sequence"}),
+    "gspo_wide": ("gspo", {"eps_clip": 0.3}),
     "cispo_rollout": ("cispo", {"cispo_anchor": "rollout", "cispo_eps_clip_high": 0.2}),
     "dppo_kl": ("dppo", {"dppo_type": "binary_kl", "dppo_delta_low": 0.001, "dppo_delta_high": 0.001}),
     "clip_cov_often": ("clip_cov", {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.02, "clip_cov_ub": 9.0}),
@@ -131,14 +132,16 @@ def u_of(reduction: str, mask: Tensor, micro_batch_size: int = COUNT) -> Tensor:
     return token_weights(reduction, mask, **more.get(reduction, {}))
 
 
-def micro_batch_loss(variant: str, parameters: Tensor, rows: Sequence[int], padding: int, u: Tensor, terms: LossTerms, correction: Any) -> LossOutput:
+def micro_batch_loss(
+    variant: str, parameters: Tensor, rows: Sequence[int], padding: int, u: Tensor, terms: LossTerms, correction: Any
+) -> LossOutput:
     """The loss of some rows, each padded by `padding` tokens whose constants are NaN."""
     s = step()
     tensors: dict[str, Any] = {}
     for key, x in {**s, **correction, "loss_weights": u}.items():
         if not isinstance(x, Tensor) or key in ("weights", "features", "tokens"):
             continue
-        poison = torch.full((len(rows), padding), True if x.dtype == torch.bool and key == "keep_mask" else False)
+        poison = torch.full((len(rows), padding), key == "keep_mask")
         tensors[key] = torch.cat([x[rows], poison if x.dtype == torch.bool else torch.full(poison.shape, float("nan"))], dim=1)
     inputs = s["features"][rows], s["tokens"][rows]
     features, tokens = (torch.cat([x, x.new_zeros(len(rows), padding, *x.shape[2:])], dim=1) for x in inputs)
@@ -197,7 +200,9 @@ def test_every_correction_does_something_here(correction: str) -> None:
         assert 0 < int((keep & step()["loss_mask"]).sum()) < int(step()["loss_mask"].sum())
 
 
-@pytest.mark.parametrize("correction", [name for name, (_, config, _) in CORRECTIONS.items() if config.enabled and config.m2po_threshold is None])
+@pytest.mark.parametrize(
+    "correction", [name for name, (_, config, _) in CORRECTIONS.items() if config.enabled and config.m2po_threshold is None]
+)
 def test_a_rank_corrects_its_own_sequences(correction: str) -> None:
     """Halves of the step, as two data-parallel ranks hold them. M2PO asks the other ranks: tests/dist/test_algorithms.py."""
     s, expected = step(), correction_of(correction)
@@ -297,7 +302,9 @@ def test_the_command_line_takes_what_is_legal_and_nothing_else(tmp_path: Path, v
             assert said == "", correction
         else:
             assert "--tis-ratio-type" in said and "count double" in said, correction
-        assert ("contradicts" in refused(tmp_path, [*flags_of(variant), *flags.split(), "--use-rollout-logprobs"])) == config.enabled, correction
+        assert ("contradicts" in refused(tmp_path, [*flags_of(variant), *flags.split(), "--use-rollout-logprobs"])) == config.enabled, (
+            correction
+        )
 
 
 @pytest.mark.parametrize("correction", [name for name in CORRECTIONS if name != "none"])
