@@ -15,8 +15,9 @@ from slime_like.losses.ranks import gather_over_ranks, sum_over_ranks
 
 
 def covariances(inputs: LossInputs) -> Tensor:
-    """[T], constant; 0 at inactive tokens."""
-    advantages, log_probs = inputs.required("advantages"), inputs.masked(inputs.log_probs.detach())
+    """[T] float64, constant; 0 at inactive tokens. In float64, so that an advantage that all tokens share has a covariance of exactly 0, and not
+    of rounding, which would choose other tokens in another layout."""
+    advantages, log_probs = inputs.required("advantages").double(), inputs.masked(inputs.log_probs.detach()).double()
     own = torch.stack([advantages.sum(), log_probs.sum(), inputs.loss_mask.sum().to(log_probs.dtype)])
     advantage_sum, log_prob_sum, count = sum_over_ranks(own, inputs.cp_group)
     count = count.clamp(min=1)

@@ -16,15 +16,20 @@ from slime_like.rollout.batch import flatten, usable
 from tests.dist.backend_worker import make_trainer
 from tests.dist.convert_worker import parallel
 
-LAYOUTS = {"DP2": (1, 1, ""), "TP2": (2, 1, "--tensor-model-parallel-size 2"), "PP2": (1, 2, "--pipeline-model-parallel-size 2")}
+LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
+    "DP2": ({}, ""),
+    "TP2": ({"tp": 2}, "--tensor-model-parallel-size 2"),
+    "PP2": ({"pp": 2}, "--pipeline-model-parallel-size 2"),
+    "CP2": ({"cp": 2}, "--context-parallel-size 2"),
+}
 # Plain gradient descent, so that rounding in the first step's gradient is not blown up. Far enough that ratios leave the usual ranges.
 SUPERVISED = "supervised"
-COMMON = "--optimizer sgd --sgd-momentum 0 --lr 1.0 --clip-grad 0 --weight-decay 0 --num-steps-per-rollout 2 --micro-batch-size 1"
+COMMON = "--optimizer sgd --sgd-momentum 0 --lr 1.0 --clip-grad 0 --weight-decay 0 --num-steps-per-rollout 2 --micro-batch-size 2"
 
 
 def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
     """Of every parameter, whole, by Hugging Face name: they are exported in the parameters' place."""
-    parameters = [p for chunk in backend.chunks for p in chunk.parameters()]
+    parameters = [p for chunk in backend.policy.chunks for p in chunk.parameters()]
     values = [p.detach().clone() for p in parameters]
     with torch.no_grad():
         for p in parameters:
@@ -62,8 +67,8 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     """Every case in each layout: metrics, and how far the gradient is from that of one process, by its worst tensor."""
     expected = torch.load(Path(arguments["out"]) / "gradients.pt", weights_only=True)
     result: dict[str, Any] = {}
-    for layout_name, (tp, pp, more) in LAYOUTS.items():
-        with parallel(tp, pp) as layout:
+    for layout_name, (sizes, more) in LAYOUTS.items():
+        with parallel(**sizes) as layout:
             for name, flags in arguments["cases"].items():
                 metrics, found = second_step(arguments["model"], layout, arguments["out"], f"{flags} {more}")
                 assert found.keys() == expected[name].keys()

@@ -39,6 +39,7 @@ def parallel(tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None
         tp,
         pp,
         virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+        context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         context_parallel_size=cp,
