@@ -39,10 +39,12 @@ def pick(candidates: Tensor, order: Tensor, share: float, inputs: LossInputs) ->
     """
     wanted = (sum_over_ranks(inputs.loss_mask.sum(), inputs.cp_group).double() * share).floor().clamp(min=1)
     order = gather_over_ranks(order.masked_fill(~candidates, float("-inf")), inputs.cp_group)
-    places = gather_over_ranks(_places(inputs), inputs.cp_group)
-    by_place = places.argsort(stable=True)
-    best_first = by_place[order[by_place].argsort(descending=True, stable=True)]
-    rank = best_first.argsort()
+    if inputs.places is None:
+        best_first = order.argsort(descending=True, stable=True)
+    else:
+        by_place = gather_over_ranks(inputs.places, inputs.cp_group).argsort(stable=True)
+        best_first = by_place[order[by_place].argsort(descending=True, stable=True)]
+    rank = torch.empty_like(best_first).scatter_(0, best_first, torch.arange(best_first.numel(), device=best_first.device))
     if inputs.cp_group is not None:
         own = inputs.loss_mask.numel()
         rank = rank[inputs.cp_group.rank() * own :][:own]

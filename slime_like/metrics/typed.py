@@ -45,13 +45,13 @@ class Metric:
 def masked_mean(x: Tensor, mask: Tensor) -> Metric:
     """Mean of x over active tokens. x [T], mask [T] bool; masked values never enter, NaN included."""
     x = torch.where(mask, x.detach().float(), 0.0)
-    return Metric("mean", x.sum(), mask.sum().float())
+    return Metric("mean", x.sum(), mask.sum(dtype=torch.float32))
 
 
 def masked_std(x: Tensor, mask: Tensor) -> Metric:
     """Standard deviation of x over active tokens, without Bessel's correction. Sums in float64, which numbers around 1 need."""
     x = torch.where(mask, x.detach().double(), 0.0)
-    return Metric("std", x.sum(), mask.sum().double(), x.square().sum())
+    return Metric("std", x.sum(), mask.sum(dtype=torch.float64), x.square().sum())
 
 
 def masked_min(x: Tensor, mask: Tensor) -> Metric:
@@ -82,36 +82,40 @@ class MetricAccumulator:
         for name in names:
             metric = self._metrics[name]
             if metric.kind in ("min", "max"):
-                extremes[metric.kind].append(metric.value.double())
+                extremes[metric.kind].append(metric.value)
             else:
-                count = metric.count if metric.count is not None else torch.zeros_like(metric.value)
-                square = metric.square if metric.square is not None else torch.zeros_like(count)
-                additive += [metric.value.double(), count.double(), square.double()]
-        sums = self._reduce(additive, dist.ReduceOp.SUM, group)
-        lows = self._reduce(extremes["min"], dist.ReduceOp.MIN, group)
-        highs = self._reduce(extremes["max"], dist.ReduceOp.MAX, group)
+                additive += [part for part in (metric.value, metric.count, metric.square) if part is not None]
+        parts = [
+            self._reduce(additive, dist.ReduceOp.SUM, group),
+            self._reduce(extremes["min"], dist.ReduceOp.MIN, group),
+            self._reduce(extremes["max"], dist.ReduceOp.MAX, group),
+        ]
+        # the only place where the host waits for the device
+        values = torch.cat([part for part in parts if part is not None]).tolist() if names else []
+        first, last = len(additive), len(additive) + len(extremes["min"])
+        sums, lows, highs = iter(values[:first]), iter(values[first:last]), iter(values[last:])
         result: dict[str, float] = {}
         for name in names:
             kind = self._metrics[name].kind
             if kind == "min" or kind == "max":
-                extreme = (lows if kind == "min" else highs).pop(0)
+                extreme = next(lows if kind == "min" else highs)
                 if abs(extreme) != float("inf"):
                     result[name] = extreme
                 continue
-            total, number, squares = sums.pop(0), sums.pop(0), sums.pop(0)
-            if kind == "sum":
-                result[name] = total
-            elif kind == "std" and number > 0:
+            total, number = next(sums), next(sums) if kind != "sum" else 1.0
+            squares = next(sums) if kind == "std" else 0.0
+            if kind == "std" and number > 0:
                 result[name] = max(squares / number - (total / number) ** 2, 0.0) ** 0.5
             elif number > 0:
                 result[name] = total / number
         return result
 
     @staticmethod
-    def _reduce(values: list[Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> list[float]:
+    def _reduce(values: list[Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor | None:
+        """[n] float64 on the device; None where there are no values, on any rank."""
         if not values:
-            return []
-        stacked = torch.stack(values)
+            return None
+        stacked = torch.stack(values).double()  # stack takes fp32 and fp64 together
         if group is not None and group.size() > 1:
             dist.all_reduce(stacked, op=op, group=group)
-        return stacked.tolist()
+        return stacked
