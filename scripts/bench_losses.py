@@ -40,7 +40,7 @@ from slime_like.megatron_backend.backend import MegatronBackend  # noqa: E402
 from slime_like.megatron_backend.init import process_groups  # noqa: E402
 from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
 from slime_like.megatron_backend.loss_closure import Objective, loss_func  # noqa: E402
-from slime_like.megatron_backend.packing import pack_all, split_micro_batches  # noqa: E402
+from slime_like.megatron_backend.packing import pack_all  # noqa: E402
 from slime_like.metrics.typed import MetricAccumulator  # noqa: E402
 from slime_like.types import MicroBatch, TrainBatch, TrainSample  # noqa: E402
 
@@ -149,7 +149,7 @@ def bench(names: Sequence[str], repetitions: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder, demo_backend(Path(folder)) as backend:
         samples = demo_samples(backend)
         batch = TrainBatch(tuple(samples))
-        groups = split_micro_batches(batch, MICRO_BATCH)
+        groups = [samples[start : start + MICRO_BATCH] for start in range(0, SAMPLES, MICRO_BATCH)]
         batches = pack_all(groups, multiple=1, equal_lengths=False, device=torch.device("cpu"))
         heads = [known_head(b, backend.layout) for b in batches]
         for name in names:

@@ -35,7 +35,7 @@ def cispo(inputs: LossInputs, config: CISPOConfig) -> PolicyLossOutput:
     weight = ratio.clamp(1 - config.cispo_eps_clip_low, 1 + config.cispo_eps_clip_high)
     mask = inputs.loss_mask
     metrics = ratio_metrics(inputs, ratio, config.anchor)
-    metrics["pg_clipfrac"] = masked_mean((weight != ratio).float(), mask)
+    metrics["pg_clipfrac"] = masked_mean(weight != ratio, mask)
     metrics["cispo/ratio_mean"] = masked_mean(ratio, mask)
     metrics["cispo/ratio_clamped_mean"] = masked_mean(weight, mask)
     metrics["cispo/ratio_max"] = masked_max(ratio, mask)

@@ -32,7 +32,7 @@ def clip_cov(inputs: LossInputs, config: ClipCovConfig) -> PolicyLossOutput:
     cov = covariances(inputs)
     candidates = inputs.kept & ~surrogate.clipped & (cov > config.clip_cov_lb) & (cov < config.clip_cov_ub)
     chosen = pick(candidates, random_order(inputs), config.clip_cov_ratio, inputs)
-    metrics = {**ratio_metrics(inputs, ratio), **surrogate.metrics, "clip_cov_frac": masked_mean(chosen.float(), inputs.loss_mask)}
+    metrics = {**ratio_metrics(inputs, ratio), **surrogate.metrics, "clip_cov_frac": masked_mean(chosen, inputs.loss_mask)}
     return PolicyLossOutput(torch.where(chosen, 0.0, surrogate.token_losses), metrics)
 
 

@@ -46,10 +46,10 @@ def clipped_surrogate(inputs: LossInputs, ratio: Tensor, config: ClipConfig) -> 
     unclipped = -advantages * ratio
     bounded = -advantages * ratio.clamp(*config.bounds)
     losses, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
-    metrics = {"pg_clipfrac": masked_mean(clipped.float(), inputs.loss_mask)}
+    metrics = {"pg_clipfrac": masked_mean(clipped, inputs.loss_mask)}
     if config.eps_clip_c is not None:
         bound = -config.eps_clip_c * advantages
         below = (advantages < 0) & (losses > bound)
-        metrics["pg_clipfrac_lower"] = masked_mean(below.float(), inputs.loss_mask)
+        metrics["pg_clipfrac_lower"] = masked_mean(below, inputs.loss_mask)
         losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
     return Surrogate(losses, clipped, metrics)

@@ -54,7 +54,7 @@ def dppo(inputs: LossInputs, config: DPPOConfig) -> PolicyLossOutput:
     up, down = _outside(inputs.masked(inputs.log_probs.detach()), inputs.required(anchor), config)
     dropped = ((advantages > 0) & up) | ((advantages < 0) & down)
     metrics = ratio_metrics(inputs, ratio, anchor)
-    metrics["pg_clipfrac"] = masked_mean(dropped.float(), inputs.loss_mask)
+    metrics["pg_clipfrac"] = masked_mean(dropped, inputs.loss_mask)
     return PolicyLossOutput(torch.where(dropped, 0.0, -advantages * ratio), metrics)
 
 

@@ -40,10 +40,10 @@ def gmpo(inputs: LossInputs, config: GMPOConfig) -> PolicyLossOutput:
         exponent = exponent + torch.where(kept, inputs.required("importance_weights"), 1.0).log()
     count = inputs.seq_sum(kept.to(exponent.dtype)).clamp(min=1)
     ratio = (inputs.seq_sum(exponent) / count).exp()
-    metrics = ratio_metrics(inputs, log_ratio.exp())
+    metrics = ratio_metrics(inputs, log_ratio.detach().exp())
     high, low = positive & (log_ratio > config.gmpo_eps_high), negative & (log_ratio < -config.gmpo_eps_low)
     for name, flags in (("pg_clipfrac", high | low), ("pg_clipfrac_high", high), ("pg_clipfrac_low", low)):
-        metrics[name] = masked_mean(flags.float(), inputs.loss_mask)
+        metrics[name] = masked_mean(flags, inputs.loss_mask)
     return PolicyLossOutput(torch.where(kept, -advantages * ratio, 0.0), metrics)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.losses.ranks import sum_over_ranks
-from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min
+from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min, zero
 
 LOG_RATIO_CLAMP = 20.0
 SEQUENCE_LOG_RATIO_CAP = 10.0
@@ -50,7 +50,8 @@ class LossInputs:
     def masked(self, x: Tensor) -> Tensor:
         """x in fp32 (fp64 stays), 0 at inactive rows. Selection comes before any product, so that NaN never meets a 0; in backward an
         inactive row gets exactly 0."""
-        return torch.where(self.loss_mask, x if x.dtype == torch.float64 else x.float(), 0.0)
+        x = x if x.dtype == torch.float64 else x.float()
+        return torch.where(self.loss_mask, x, zero(x.device, x.dtype))
 
     def required(self, name: str) -> Tensor:
         """The constant field `name`, masked and without gradient. Raises ValueError when the batch has none."""
@@ -82,13 +83,13 @@ class LossInputs:
 
     def seq_sum(self, x: Tensor) -> Tensor:
         """Sum of x over the active tokens of each sequence, on every row of it: [T] -> [T], differentiable."""
-        return sum_over_ranks(self._own_sums(x), self.cp_group)[self.seq_ids]
+        return sum_over_ranks(self._own_sums(x), self.cp_group).index_select(0, self.seq_ids)
 
     def seq_mean(self, x: Tensor) -> Tensor:
         """Mean of x over the active tokens of each sequence, on every row of it: [T] -> [T]; 0 in a sequence without any."""
         own = self._own_sums(x)
         sums, counts = sum_over_ranks(torch.stack([own, self._own_sums(torch.ones_like(x))]), self.cp_group)
-        return (sums / counts.clamp(min=1))[self.seq_ids]
+        return (sums / counts.clamp(min=1)).index_select(0, self.seq_ids)
 
     def _own_sums(self, x: Tensor) -> Tensor:
         """[T] -> [S], over this rank's rows."""
@@ -113,7 +114,7 @@ def ratio_metrics(inputs: LossInputs, ratio: Tensor, anchor: str = "old_log_prob
         "ratio_mean": masked_mean(ratio, mask),
         "ratio_min": masked_min(ratio, mask),
         "ratio_max": masked_max(ratio, mask),
-        "ratio_clamp_frac": masked_mean((log_ratio.abs() > LOG_RATIO_CLAMP).float(), mask),
+        "ratio_clamp_frac": masked_mean(log_ratio.abs() > LOG_RATIO_CLAMP, mask),
     }
 
 

@@ -30,7 +30,7 @@ def kl_cov(inputs: LossInputs, config: KLCovConfig) -> PolicyLossOutput:
     ratio = log_ratio.exp()
     chosen = pick(inputs.kept, covariances(inputs), config.kl_cov_frac, inputs)
     penalty = torch.where(chosen, config.kl_cov_coef * log_ratio.abs(), 0.0)
-    metrics = {**ratio_metrics(inputs, ratio), "kl_cov_sel_frac": masked_mean(chosen.float(), inputs.loss_mask)}
+    metrics = {**ratio_metrics(inputs, ratio), "kl_cov_sel_frac": masked_mean(chosen, inputs.loss_mask)}
     return PolicyLossOutput(-inputs.required("advantages") * ratio + penalty, metrics)
 
 

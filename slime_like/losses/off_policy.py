@@ -206,7 +206,7 @@ def _token_mask(config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics:
         raise ValueError(f"token_mask_is_threshold_low and _high go together (given: {low} and {high})")
     x = tokens.ratios
     inside = ((x >= low) & (x <= high) & tokens.finite) | ~tokens.mask
-    metrics["token_mask_ratio"] = masked_mean((~inside).float(), tokens.mask)
+    metrics["token_mask_ratio"] = masked_mean(~inside, tokens.mask)
     return keep & inside
 
 
@@ -218,12 +218,12 @@ def _importance_weights(config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, 
         x, cap = tokens.ratios, config.token_tis_ratio_clip_high
         weights = x.clamp(config.token_tis_ratio_clip_low, cap)
         mask = tokens.mask & tokens.finite
-        metrics["tis_token_clip_high_ratio"] = masked_mean((x > cap).float(), mask)
-        metrics["tis_clipfrac"] = masked_mean((weights != x).float(), mask)
+        metrics["tis_token_clip_high_ratio"] = masked_mean(x > cap, mask)
+        metrics["tis_clipfrac"] = masked_mean(weights != x, mask)
         return weights
     cap = config.sequence_tis_ratio_clip_high
     product = clamped_exp(tokens.sum(tokens.differences, tokens.mask & keep))
-    metrics["tis_seq_clip_high_ratio"] = masked_mean((product > cap).float(), tokens.has_tokens)
+    metrics["tis_seq_clip_high_ratio"] = masked_mean(product > cap, tokens.has_tokens)
     return product.clamp(max=cap)[tokens.seq_ids]
 
 
@@ -245,7 +245,7 @@ def _sequence_mask(config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metri
 def _report_sequences(name: str, tokens: _Tokens, over: Tensor, under: Tensor, metrics: dict[str, Metric]) -> None:
     """over, under: [S] bool. Shares of the sequences with active tokens."""
     for words, flags in (("masked", over | under), ("over_high", over), ("under_low", under)):
-        metrics[f"{name}_{words}_ratio"] = masked_mean(flags.float(), tokens.has_tokens)
+        metrics[f"{name}_{words}_ratio"] = masked_mean(flags, tokens.has_tokens)
 
 
 def _m2po(threshold: float, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric], group: dist.ProcessGroup | None) -> Tensor:
@@ -257,7 +257,7 @@ def _m2po(threshold: float, tokens: _Tokens, keep: Tensor, metrics: dict[str, Me
     means = (values * counts).cumsum(0) / counts.cumsum(0)  # ascending too
     fitting = torch.where(means <= threshold, values, 0.0)
     kept = squares <= torch.cat([values[:1], fitting]).amax() if values.numel() else torch.ones_like(left)
-    metrics["m2po_mask_ratio"] = masked_mean((left & ~kept).float(), tokens.mask)
+    metrics["m2po_mask_ratio"] = masked_mean(left & ~kept, tokens.mask)
     return keep & (kept | ~tokens.mask)
 
 

@@ -28,7 +28,7 @@ def rollout_is(inputs: LossInputs, config: RolloutISConfig) -> PolicyLossOutput:
     low, high = config.bounds
     inside = (ratio > low) & (ratio < high)
     metrics = ratio_metrics(inputs, ratio, "rollout_log_probs")
-    metrics["pg_clipfrac"] = masked_mean((~inside).float(), inputs.loss_mask)
+    metrics["pg_clipfrac"] = masked_mean(~inside, inputs.loss_mask)
     return PolicyLossOutput(inputs.policy_gradient(torch.where(inside, ratio, 0.0) * inputs.required("advantages")), metrics)
 
 

@@ -32,7 +32,7 @@ def topr(inputs: LossInputs, config: TOPRConfig) -> PolicyLossOutput:
     weight = torch.where(positive, config.topr_positive_weight, config.topr_negative_weight * ratio.clamp(0, 1))
     metrics = ratio_metrics(inputs, ratio)
     metrics["topr/positive_frac"] = sequence_mean_metric(inputs, positive.float())
-    metrics["topr/negative_ratio_above_one"] = masked_mean((ratio > 1).float(), inputs.loss_mask & ~positive)
+    metrics["topr/negative_ratio_above_one"] = masked_mean(ratio > 1, inputs.loss_mask & ~positive)
     return PolicyLossOutput(inputs.policy_gradient(weight * inputs.required("advantages")), metrics)
 
 

@@ -6,8 +6,10 @@ reduction a step moves everything to the host at once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -43,9 +45,33 @@ class Metric:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Metric:
-    """Mean of x over active tokens. x [T], mask [T] bool; masked values never enter, NaN included."""
-    x = torch.where(mask, x.detach().float(), 0.0)
-    return Metric("mean", x.sum(), mask.sum(dtype=torch.float32))
+    """Mean of x over active tokens, or the share of them where x is True. x [T], mask [T] bool; masked values never enter, NaN included."""
+    if x.dtype == torch.bool:
+        return Metric("mean", (x & mask).sum(dtype=torch.float32), _count(mask))
+    x = torch.where(mask, x.detach().float(), zero(mask.device))
+    return Metric("mean", x.sum(), _count(mask))
+
+
+@cache
+def zero(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """0-d, to select against: torch makes one for each call with a plain 0."""
+    with torch.inference_mode(False):
+        return torch.zeros((), device=device, dtype=dtype)
+
+
+_counted: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+
+
+def _count(mask: Tensor) -> Tensor:
+    """Active tokens, 0-d float32. The metrics of a loss have one mask in common, which is counted once."""
+    global _counted
+    if mask.is_inference():
+        return mask.sum(dtype=torch.float32)
+    if _counted is not None and _counted[0]() is mask and _counted[1] == mask._version:
+        return _counted[2]
+    count = mask.sum(dtype=torch.float32)
+    _counted = (weakref.ref(mask), mask._version, count)
+    return count
 
 
 def masked_std(x: Tensor, mask: Tensor) -> Metric:

@@ -125,3 +125,22 @@ def test_what_waits_is_seen(waiting: Any, monkeypatch: pytest.MonkeyPatch) -> No
     with counted(monkeypatch) as waits:
         waiting(x)
     assert sum(waits.places.values()) >= 1
+
+
+def test_a_mask_is_counted_anew_when_it_changes() -> None:
+    """The count is kept for the metrics that follow on the same mask."""
+    mask, x = torch.tensor([True, False]), torch.tensor([1.0, 3.0])
+    assert float(masked_mean(x, mask).count) == 1  # type: ignore[arg-type]
+    mask[1] = True
+    assert float(masked_mean(x, mask).count) == 2  # type: ignore[arg-type]
+    assert float(masked_mean(x, torch.tensor([False, False])).count) == 0  # type: ignore[arg-type]
+    with torch.inference_mode():
+        inside = masked_mean(x.clone(), torch.tensor([True, True]))
+    assert float(inside.value) == 4
+
+
+def test_a_share_is_the_mean_of_its_flags() -> None:
+    flags, mask = torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False])
+    as_flags, as_numbers = masked_mean(flags, mask), masked_mean(flags.float(), mask)
+    assert float(as_flags.value) == float(as_numbers.value) == 2 and as_flags.count == as_numbers.count
+    assert as_flags.value.dtype == torch.float32

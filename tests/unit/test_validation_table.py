@@ -68,6 +68,16 @@ ROWS: dict[str, list[tuple[str, str, Any, tuple[str, ...]]]] = {
     "token_mean_legacy with a remainder": [
         ("--loss-reduction token_mean_legacy --micro-batch-size 3", "--loss-reduction", "token_mean_legacy", ("use token_mean",)),
     ],
+    "token_mean_legacy with dynamic batches": [
+        ("--loss-reduction token_mean_legacy --use-dynamic-batch-size --max-tokens-per-gpu 100", "--loss-reduction", "token_mean_legacy", ("use token_mean",)),
+    ],
+    "--use-opd without type or teacher": [
+        ("--use-opd", "--opd-type", None, ("is missing",)),
+        ("--use-opd --opd-type megatron", "--opd-teacher-load", None, ("is missing",)),
+    ],
+    "a teacher without --use-opd": [
+        ("--opd-teacher-load {folder}/hf", "--opd-teacher-load", None, ("without --use-opd", "add the switch")),
+    ],
     "TIS with a rollout-anchored loss": [
         *[(f"--policy-loss-type {loss} {tis}", "--tis-ratio-type", kind, ("double",))
           for loss in ("rollout_is", "dppo", "cispo --cispo-anchor rollout")
@@ -170,8 +180,6 @@ def test_row_of_a_batch(row: str) -> None:
 # A row whose algorithm is refused by name; when it comes, its row belongs above.
 NOT_THERE = {
     "ppo and gae without critic": ("--advantage-estimator gae", "--advantage-estimator", "critic"),
-    "--use-opd without type": ("--use-opd", "--use-opd", "distillation"),
-    "a teacher without --use-opd": ("--opd-teacher-load {folder}/hf", "--opd-teacher-load", "distillation"),
 }
 
 
