@@ -73,7 +73,7 @@ class KnownHead:
     entropy: Tensor
     layout: ParallelLayout
 
-    def log_probs_and_entropy(self, logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def log_probs_and_entropy(self, hidden: Tensor, weight: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return self.log_probs.clone().requires_grad_(), self.entropy.clone().requires_grad_()
 
 
@@ -133,11 +133,11 @@ def least_ms(call: Callable[[], object], repetitions: int) -> float:
     return 1000 * min(seconds)
 
 
-def loss_part(batches: Sequence[MicroBatch], heads: Sequence[KnownHead], objective: Objective) -> dict[str, float]:
+def loss_part(model: Any, batches: Sequence[MicroBatch], heads: Sequence[KnownHead], objective: Objective) -> dict[str, float]:
     """What one optimizer step does beside the model: returns its metrics."""
     accumulator = MetricAccumulator()
     for batch, head in zip(batches, heads):
-        loss, _, output = loss_func(batch, head, objective, 1.0, head.log_probs)  # type: ignore[arg-type]
+        loss, _, output = loss_func(model, batch, head, objective, 1.0, head.log_probs)  # type: ignore[arg-type]
         loss.backward()
         accumulator.add(output["metrics"])
     return accumulator.reduce()
@@ -148,7 +148,7 @@ def bench(names: Sequence[str], repetitions: int) -> list[Row]:
     rows = []
     with tempfile.TemporaryDirectory() as folder, demo_backend(Path(folder)) as backend:
         samples = demo_samples(backend)
-        batch = TrainBatch(tuple(samples))
+        batch, model = TrainBatch(tuple(samples)), backend.policy.modules[0]
         groups = [samples[start : start + MICRO_BATCH] for start in range(0, SAMPLES, MICRO_BATCH)]
         batches = pack_all(groups, multiple=1, equal_lengths=False, device=torch.device("cpu"))
         heads = [known_head(b, backend.layout) for b in batches]
@@ -158,8 +158,8 @@ def bench(names: Sequence[str], repetitions: int) -> list[Row]:
             backend.objective = objective
             backend.update(batch)  # warm up
             step = least_ms(lambda: backend.update(batch), repetitions)
-            alone = least_ms(lambda: loss_part(batches, heads, objective), 5 * repetitions)  # noqa: B023
-            rows.append(Row(loss.name, step, alone, len(loss_part(batches, heads, objective))))
+            alone = least_ms(lambda: loss_part(model, batches, heads, objective), 5 * repetitions)  # noqa: B023
+            rows.append(Row(loss.name, step, alone, len(loss_part(model, batches, heads, objective))))
     return rows
 
 

@@ -33,7 +33,9 @@ class Waits(TorchDispatchMode):
         self.places: Counter[str] = Counter()
 
     def note(self, what: str) -> None:
-        ours = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in traceback.extract_stack() if "slime_like/" in frame.filename]
+        ours = [
+            f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in traceback.extract_stack() if "slime_like/" in frame.filename
+        ]
         self.places[f"{what} at {ours[-1] if ours else '?'}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,7 +106,9 @@ def test_every_kind_of_metric_in_one_reduction(monkeypatch: pytest.MonkeyPatch) 
     with counted(monkeypatch) as waits:
         accumulator = MetricAccumulator()
         for _ in range(2):
-            accumulator.add({"mean": masked_mean(x, mask), "std": masked_std(x, mask), "min": masked_min(x, mask), "max": masked_max(x, mask)})
+            accumulator.add(
+                {"mean": masked_mean(x, mask), "std": masked_std(x, mask), "min": masked_min(x, mask), "max": masked_max(x, mask)}
+            )
         assert accumulator.reduce() == {"mean": 2.0, "std": 1.0, "min": 1.0, "max": 3.0}
     assert waits.places.keys() == {next(iter(waits.places))} and sum(waits.places.values()) == 1
 
@@ -117,7 +121,14 @@ def test_without_metrics_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "waiting",
-    [lambda x: float(x.sum()), lambda x: bool((x > 0).any()), lambda x: x[x > 0], lambda x: x.tolist(), lambda x: x.nonzero(), lambda x: int(x.argmax())],
+    [
+        lambda x: float(x.sum()),
+        lambda x: bool((x > 0).any()),
+        lambda x: x[x > 0],
+        lambda x: x.tolist(),
+        lambda x: x.nonzero(),
+        lambda x: int(x.argmax()),
+    ],
 )
 def test_what_waits_is_seen(waiting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter can fail."""
