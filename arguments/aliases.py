@@ -52,7 +52,7 @@ _ENGINES = "the rollout engine is local, inside the training ranks"
 _HOOKS = "custom functions at this place"
 _WANDB = "metrics go to metrics.jsonl and TensorBoard"
 _OPD = "a teacher in Megatron's format"
-_CRITIC = "estimators with a critic"
+_CRITIC = "the critic has the layout of the policy, on the same processes"
 _MICRO = "micro-batches are cut by --micro-batch-size or --max-tokens-per-gpu"
 _CLUSTER = "the layout is given by torchrun (or SLURM) and the parallel sizes"
 _SYNC = "weights are handed over in memory"
@@ -74,8 +74,9 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
         wandb-always-use-train-step disable-wandb-random-suffix tb-project-name tb-experiment-name log-multi-turn log-passrate
         log-reward-category log-correct-samples""",
     _OPD: "opd-teacher-ckpt-step",
-    _CRITIC: """critic-load critic-save critic-lr critic-lr-warmup-iters critic-num-nodes critic-num-gpus-per-node critic-train-only
-        num-critic-only-steps value-clip lambd value-loss-scale disable-compute-advantages-and-returns""",
+    _CRITIC: "critic-num-nodes critic-num-gpus-per-node",
+    "the critic is a part of every checkpoint in --save, so that both are of the same moment": "critic-save",
+    "training a critic or a policy without the other": "critic-train-only disable-compute-advantages-and-returns",
     _MICRO: "data-pad-size-multiplier allgather-cp",
     _CLUSTER: """actor-num-nodes actor-num-gpus-per-node num-gpus-per-node train-backend train-env-vars qwen-gdn-backend world-size rank
         local-rank""",
@@ -117,10 +118,6 @@ _PREFIXES |= {"--megatron-deepgemm-": "fp8 and fp4 training", "--lora-": "LoRA"}
 
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
-    "advantage_estimator": {
-        "ppo": _CRITIC,
-        "gae": _CRITIC,
-    },
     "rm_type": dict.fromkeys(("deepscaler", "dapo", "f1", "gpqa", "ifbench", "remote_rm", "random"), "this reward"),
     "opd_type": {"sglang": _ENGINES},
     "optimizer": {"muon": "this optimizer", "dist_muon": "this optimizer"},

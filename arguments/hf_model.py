@@ -11,6 +11,7 @@ weights, and the rotary types dynamic, yarn and longrope.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "MixtralForCausalLM": Family("mixtral", required=(*MOE_KEYS, "num_local_experts"), moe=MIXTRAL, windows_by_size=True),
 }
+VALUE_MODELS = re.compile(r"For(?:Token|Sequence)Classification$")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MAPPED = frozenset(REQUIRED) | {
     "architectures",
@@ -94,7 +96,7 @@ WITHOUT_EFFECT = frozenset(
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
-    suppress_tokens begin_suppress_tokens""".split()  # noqa: SIM905
+    suppress_tokens begin_suppress_tokens classifier_dropout token_classification_bias""".split()  # noqa: SIM905
 )
 REFUSED_WHEN_SET = {
     "attention_bias": "biases on the attention projections are not supported with this architecture",
@@ -140,13 +142,14 @@ class _Reader:
         return 1
 
 
-def read_hf_model(folder: str) -> HfModel:
+def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
     """The model that `folder`/config.json describes.
 
-    Raises ConfigError (a ValueError) with everything that is unsupported, by key and value, in one go.
+    value_head: the file may also be that of a model with a head that scores tokens (VALUE_MODELS), which is read as the language model with
+    the same transformer. Raises ConfigError (a ValueError) with everything that is unsupported, by key and value, in one go.
     """
     reader = _Reader(folder, _read_config(folder))
-    architecture, family = _family(reader)
+    architecture, family = _family(reader, value_head)
     _check_keys(reader, family)
     _check_windows(reader, family)
     transformer = _transformer(reader, family)
@@ -173,10 +176,13 @@ def _read_config(folder: str) -> dict[str, Any]:
     return config
 
 
-def _family(reader: _Reader) -> tuple[str, Family]:
+def _family(reader: _Reader, value_head: bool) -> tuple[str, Family]:
     """Raises at once: without a known architecture the other keys have no meaning."""
     names = reader.config.get("architectures") or []
     legal = ", ".join(FAMILIES)
+    if value_head:
+        names = [VALUE_MODELS.sub("ForCausalLM", str(name)) for name in names]
+        legal += ", or these with ForTokenClassification or ForSequenceClassification"
     if len(names) != 1 or names[0] not in FAMILIES:
         reader.refuse(f"architectures {names!r} is not supported; legal values: one of {legal}")
         raise ConfigError(reader.problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from arguments.megatron_configs import Machine, build_megatron_configs, resolve_
 from arguments.run_config import RunConfig, TeacherModel
 from arguments.table import GROUPS, FlagTable, flag_table, normalise
 from arguments.validate import Settings, global_batch_of, virtual_stages_of
+from arguments.validate_critic import completed_critic
 from arguments.validate_run import TASK_PREFIX, check, settings_of_other_losses, warnings_of
 from arguments.words import Given, merge, read_command_line, read_run_file
 from slime_like.advantages.registry import advantage_estimators
@@ -28,6 +29,7 @@ from slime_like.losses.off_policy import OffPolicyConfig
 from slime_like.losses.registry import PolicyLoss
 
 CONFIG_EXIT_STATUS = 2
+UNTIED = "untie_embeddings_and_output_weights"  # a critic has no output weights
 # Rank 0 prints; when another rank ends first, torchrun would end rank 0 before it has.
 _WAIT_FOR_RANK_0_S = 5.0
 
@@ -161,7 +163,8 @@ def _draft(given: Given, loss: PolicyLoss, policy_loss: Any, checkpoint: HfModel
         problems += disagreements(explicit, checkpoint.transformer, values)
         problems += disagreements(said, checkpoint.gpt, {})
         configs["gpt"] = dataclasses.replace(configs["gpt"], **{**checkpoint.gpt, **said})
-        problems += _reference_differences(configs["model"], checkpoint)
+        problems += _shape_differences("--ref-load", configs["model"].ref_load, configs["model"], checkpoint)
+        problems += _shape_differences("--critic-load", configs["critic"].critic_load, configs["model"], checkpoint, value_head=True)
     core = merge_network(explicit, checkpoint.transformer if checkpoint is not None else {}, values)
     settings = Settings(
         **configs,
@@ -182,20 +185,24 @@ def _reward_of_the_source(reward: RewardConfig, data: DataConfig) -> RewardConfi
     return reward if chosen or not (data.prompt_data or "").startswith(TASK_PREFIX) else dataclasses.replace(reward, rm_type="task")
 
 
-def _reference_differences(model: ModelConfig, checkpoint: HfModel) -> list[Problem]:
-    """The reference model is built as the policy is, so it must have the same shape."""
-    if model.ref_load is None or model.ref_load == model.hf_checkpoint or not (Path(model.ref_load) / "config.json").is_file():
+def _shape_differences(flag: str, folder: str | None, model: ModelConfig, policy: HfModel, *, value_head: bool = False) -> list[Problem]:
+    """Reference and critic are built as the policy is, so they must have the same shape."""
+    if folder is None or folder == model.hf_checkpoint or not (Path(folder) / "config.json").is_file():
         return []
     try:
-        reference = read_hf_model(model.ref_load)
+        other = read_hf_model(folder, value_head=value_head)
     except ConfigError as error:
-        return [dataclasses.replace(problem, flag="--ref-load") for problem in error.problems]
-    said, policy = {**reference.transformer, **reference.gpt}, {**checkpoint.transformer, **checkpoint.gpt}
-    different = [name for name in said if name not in NOT_COMPARED and said[name] != policy.get(name)]
+        return [dataclasses.replace(problem, flag=flag) for problem in error.problems]
+    return _compared(flag, folder, other, policy, ignored={UNTIED} if value_head else set())
+
+
+def _compared(flag: str, folder: str, other: HfModel, checkpoint: HfModel, ignored: Collection[str]) -> list[Problem]:
+    said, policy = {**other.transformer, **other.gpt}, {**checkpoint.transformer, **checkpoint.gpt}
+    different = [name for name in said if name not in (*NOT_COMPARED, *ignored) and said[name] != policy.get(name)]
     if not different:
         return []
     words = ", ".join(f"{name} {said[name]} (there: {policy.get(name)})" for name in different)
-    return [Problem("--ref-load", model.ref_load, f"is shaped otherwise than --hf-checkpoint: {words}")]
+    return [Problem(flag, folder, f"is shaped otherwise than --hf-checkpoint: {words}")]
 
 
 def _make(config_type: type, values: Mapping[str, Any]) -> Any:
@@ -245,6 +252,8 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
         distillation=s.distillation,
         off_policy=s.off_policy,
         policy_loss=s.policy_loss,
+        critic=completed_critic(s),
+        value_loss=s.value_loss,
         gates=s.gates,
         schedule=s.schedule,
         checkpoint=s.checkpoint,

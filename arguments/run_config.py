@@ -8,6 +8,7 @@ from typing import Any
 from arguments.groups import (
     AlgorithmConfig,
     CheckpointConfig,
+    CriticConfig,
     DataConfig,
     DebugConfig,
     DistillationConfig,
@@ -22,7 +23,9 @@ from arguments.groups import (
     ScheduleConfig,
 )
 from arguments.megatron_configs import MegatronConfigs
+from slime_like.advantages.registry import advantage_estimators, needs_critic
 from slime_like.losses.off_policy import OffPolicyConfig
+from slime_like.losses.value_loss import ValueLossConfig
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class RunConfig:
     `algorithm.policy_loss_type` and `advantage_estimator` are registered names, not aliases;
     `parallel.num_virtual_stages_per_pipeline_rank` is set for the interleaved schedule however that was asked for.
 
+    with a critic, `critic.critic_lr` and `critic_min_lr` are set.
+
     teacher: of on-policy distillation on Megatron, else None. policy_loss: the chosen loss's own configuration. argv: the command line. warnings: to be printed once by the launcher.
     """
 
@@ -54,6 +59,8 @@ class RunConfig:
     distillation: DistillationConfig
     off_policy: OffPolicyConfig
     policy_loss: Any
+    critic: CriticConfig
+    value_loss: ValueLossConfig
     gates: GateConfig
     schedule: ScheduleConfig
     checkpoint: CheckpointConfig
@@ -68,6 +75,12 @@ class RunConfig:
     @property
     def data_parallel_size(self) -> int:
         return self.world_size // self.parallel.model_parallel_size
+
+    @property
+    def trains_critic(self) -> bool:
+        """Whether there is a critic beside the policy."""
+        wanted = needs_critic(advantage_estimators.get(self.algorithm.advantage_estimator))
+        return wanted and self.algorithm.loss_type != "sft_loss" and not self.debug.debug_rollout_only
 
     @property
     def virtual_stages(self) -> int | None:

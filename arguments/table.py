@@ -20,6 +20,7 @@ from slime_like.losses.kl import KL_ESTIMATORS
 from slime_like.losses.off_policy import OffPolicyConfig
 from slime_like.losses.reductions import LOSS_REDUCTIONS
 from slime_like.losses.registry import policy_losses
+from slime_like.losses.value_loss import ValueLossConfig
 
 # attribute of RunConfig -> (title in --help, dataclass)
 GROUPS: Mapping[str, tuple[str, type]] = {
@@ -33,6 +34,8 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "algorithm": ("algorithm", groups.AlgorithmConfig),
     "distillation": ("on-policy distillation", groups.DistillationConfig),
     "off_policy": ("off-policy correction", OffPolicyConfig),
+    "critic": ("critic", groups.CriticConfig),
+    "value_loss": ("critic: value loss", ValueLossConfig),
     "gates": ("gates", groups.GateConfig),
     "schedule": ("schedule", groups.ScheduleConfig),
     "checkpoint": ("checkpoint", groups.CheckpointConfig),

@@ -10,6 +10,7 @@ from typing import Any
 from arguments.groups import (
     AlgorithmConfig,
     CheckpointConfig,
+    CriticConfig,
     DataConfig,
     DebugConfig,
     DistillationConfig,
@@ -28,6 +29,7 @@ from arguments.megatron_configs import Machine, resolve_transformer_impl
 from slime_like.config import Problem, flag_name
 from slime_like.losses.off_policy import OffPolicyConfig
 from slime_like.losses.registry import PolicyLoss
+from slime_like.losses.value_loss import ValueLossConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Settings:
     off_policy: OffPolicyConfig
     loss: PolicyLoss
     policy_loss: Any
+    critic: CriticConfig
+    value_loss: ValueLossConfig
     gates: GateConfig
     schedule: ScheduleConfig
     checkpoint: CheckpointConfig

@@ -79,7 +79,12 @@ def sgd_has_no_checkpoints(s: Settings) -> list[Problem]:
 def output_folders(s: Settings) -> list[Problem]:
     """Each can be made, or is there, and takes files: found out now rather than after the first rollouts."""
     found = []
-    for config, name in ((s.checkpoint, "save"), (s.checkpoint, "save_hf"), (s.logging, "output_dir"), (s.logging, "tensorboard_dir")):
+    for config, name in (
+        (s.checkpoint, "save"),
+        (s.checkpoint, "save_hf"),
+        (s.logging, "output_dir"),
+        (s.logging, "tensorboard_dir"),
+    ):
         path = getattr(config, name)
         if path is None:
             continue

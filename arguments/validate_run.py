@@ -11,6 +11,7 @@ from arguments.loss_choice import loss_fields
 from arguments.validate import BATCH_RULES, NETWORK_RULES, PARALLEL_RULES, Rule, Settings, global_batch_of, problem
 from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES, idle_advantage_settings, idle_correction_settings
 from arguments.validate_batches import MICRO_BATCH_RULES
+from arguments.validate_critic import CRITIC_RULES
 from arguments.validate_distillation import DISTILLATION_RULES, nothing_to_learn
 from arguments.validate_files import FILE_RULES
 from arguments.validate_losses import LOSS_RULES, gmpo_needs_one_advantage, wide_gspo_range
@@ -210,7 +211,7 @@ def evaluation(s: Settings) -> list[Problem]:
 RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
     kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, offloading_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
-    *CORRECTION_RULES, *ADVANTAGE_RULES, *DISTILLATION_RULES, learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
+    *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, *DISTILLATION_RULES, learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
     prompts, reward_is_chosen, reward_is_usable, evaluation, *FILE_RULES,
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ from slime_like.config import Problem
 
 # The answers are the responses and all have the same weight: there is no advantage, no old policy and no reference.
 OF_THE_POLICY_LOSS = (
-    "advantage_estimator", "disable_grpo_std_normalization", "singleton_advantage", "normalize_advantages", "gamma",
+    "advantage_estimator", "disable_grpo_std_normalization", "singleton_advantage", "normalize_advantages", "gamma", "lambd",
     "use_kl_loss", "kl_loss_coef", "kl_loss_type", "use_unbiased_kl", "kl_coef", "kl_ctrl_type", "kl_target", "kl_horizon",
     "entropy_coef", "use_rollout_logprobs",
 )  # fmt: skip

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from arguments.run_config import RunConfig
-from slime_like.advantages import AdvantageSettings, KLController, estimate_advantages, teacher_gaps, token_kl
+from slime_like.advantages import AdvantageSettings, KLController, TokenAdvantages, estimate_advantages, teacher_gaps, token_kl
+from slime_like.advantages.values import value_metrics
 from slime_like.megatron_backend.backend import MegatronBackend, TokenStatistics
-from slime_like.megatron_backend.gates import TrainRolloutGate
+from slime_like.megatron_backend.gates import TrainRolloutGate, check_values
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.micro_batches import work_per_token
 from slime_like.metrics.progress import Progress
@@ -75,19 +76,25 @@ class BatchMaker:
             reference = self.backend.reference
             ref = None if reference is None else self.backend.compute_log_probs(local, reference)
             teacher = None if self.backend.teacher is None else self.backend.compute_log_probs(local, self.backend.teacher)
+        values = self._values(local)
         corrections, more = self._corrections(samples, steps, old)
         metrics |= more
-        advantages, more = self._advantages(samples, shares.local_indices, local, old, ref, teacher)
-        metrics |= more
+        advantages = self._advantages(samples, shares.local_indices, local, old, ref, teacher, values)
+        metrics |= advantages.metrics
+        if values is not None and advantages.returns is not None:
+            masks = [s.loss_mask for s in local]
+            metrics |= check_values(value_metrics(values, advantages.returns, masks, self.layout.dp_group))
 
         def complete(i: int, sample: TrainSample) -> TrainSample:
             return dataclasses.replace(
                 sample,
-                advantages=advantages[i],
+                advantages=advantages.values[i],
                 old_log_probs=old[i].log_probs,
                 ref_log_probs=None if ref is None else ref[i].log_probs,
                 keep_mask=corrections[i].keep_mask,
                 importance_weights=corrections[i].importance_weights,
+                values=None if values is None else values[i],
+                returns=None if advantages.returns is None else advantages.returns[i],
             )
 
         return map_steps(steps, complete), metrics
@@ -125,6 +132,13 @@ class BatchMaker:
                 self.warn(self.rollout_gate.check(average, p99, ratio_error, weight_version))
         return old
 
+    def _values(self, local: Sequence[TrainSample]) -> list[Tensor] | None:
+        """The critic's values of this rank's samples, before its update."""
+        if self.backend.critic is None:
+            return None
+        with self.progress.phase("values"):
+            return self.backend.compute_values(local)
+
     def _corrections(
         self, samples: Sequence[Sample], steps: Sequence[Sequence[TrainSample]], old: Sequence[TokenStatistics]
     ) -> tuple[list[SampleCorrection], dict[str, float]]:
@@ -144,7 +158,8 @@ class BatchMaker:
         old: Sequence[TokenStatistics],
         ref: Sequence[TokenStatistics] | None,
         teacher: Sequence[TokenStatistics] | None,
-    ) -> tuple[list[Tensor], dict[str, float]]:
+        values: Sequence[Tensor] | None,
+    ) -> TokenAdvantages:
         """Per-token advantages of this rank's samples, `mine` among all. Groups are over all samples; the KL in the reward comes off first,
         the teacher's part last."""
         algorithm = self.run.algorithm
@@ -161,17 +176,18 @@ class BatchMaker:
             singleton="reward" if algorithm.singleton_advantage == "reward" else "zero",
             normalize=algorithm.normalize_advantages,
             gamma=algorithm.gamma,
+            lambd=algorithm.lambd,
             kl_coef=self.kl_controller.value,
             distillation_coef=self.run.distillation.opd_kl_coef,
         )
         output = estimate_advantages(
-            settings, outcomes_of(samples), mine=mine, masks=masks, kl=kl, teacher_gap=gap, group=self.layout.dp_group
+            settings, outcomes_of(samples), mine=mine, masks=masks, kl=kl, teacher_gap=gap, critic_values=values, group=self.layout.dp_group
         )
-        metrics = dict(output.metrics)
-        if kl is not None:
-            metrics["rollout/kl_coef"] = self.kl_controller.value
-            self.kl_controller.update(metrics["rollout/kl_in_reward"], len(samples))
-        return output.values, metrics
+        if kl is None:
+            return output
+        metrics = {**output.metrics, "rollout/kl_coef": self.kl_controller.value}
+        self.kl_controller.update(metrics["rollout/kl_in_reward"], len(samples))
+        return dataclasses.replace(output, metrics=metrics)
 
 
 def step_plan(run: RunConfig, layout: ParallelLayout) -> StepPlan:

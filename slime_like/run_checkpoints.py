@@ -11,17 +11,18 @@ from arguments.run_config import RunConfig
 from slime_like import __version__
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
 from slime_like.megatron_backend.backend import MegatronBackend
-from slime_like.megatron_backend.checkpoint import CheckpointSaver, SaveError, SavePolicy, SaveReport
+from slime_like.megatron_backend.checkpoint import CheckpointSaver, SaveError, SavePolicy, SaveReport, saved_networks
 from slime_like.megatron_backend.layout import ParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """state: the trainer's, where a run goes on; None in a fresh one. initial_policy: the Hugging Face model that the policy is now, or
-    None."""
+    None. has_critic: the critic is that of the checkpoint."""
 
     state: dict[str, Any] | None
     initial_policy: str | None
+    has_critic: bool = False
 
 
 class RunCheckpoints:
@@ -43,6 +44,13 @@ class RunCheckpoints:
                 tell(f"--save {self.config.save}: {note}, left by a save that was cut short")
 
     def load(self) -> Start:
+        """What --load and --critic-load mean."""
+        start = self._load_run()
+        if self.backend.critic is not None and not start.has_critic:
+            self.backend.start_critic(self.run.critic.critic_load, verify=not self.config.no_verify_checkpoint, tell=self.tell)
+        return start
+
+    def _load_run(self) -> Start:
         """A checkpoint goes on where it was taken (--finetune takes its weights only), a Hugging Face model gives the weights of a fresh
         run. A folder that is also --save and holds no checkpoint yet is that of the first run of several."""
         root, config = self.config.load, self.config
@@ -65,8 +73,11 @@ class RunCheckpoints:
         step, warning = (config.ckpt_step, None) if config.ckpt_step is not None else newest_step(root)
         if warning is not None:
             self.tell(f"warning: {warning}")
+        folder = checkpoint_folder(root, step)
+        with_critic = self._takes_critic_of(folder)
         state, changed = self.backend.load(
-            checkpoint_folder(root, step),
+            folder,
+            with_critic=with_critic,
             with_optimizer=not (config.no_load_optim or config.finetune),
             with_rng=not (config.no_load_rng or config.finetune),
             verify=not config.no_verify_checkpoint,
@@ -75,10 +86,20 @@ class RunCheckpoints:
         if changed:
             self.tell(f"warning: --load {root}: this run's schedule is not the checkpoint's: {'; '.join(changed)}")
         if config.finetune:
-            return Start(None, None)
+            return Start(None, None, with_critic)
         if int(state["step"]) != step:
             raise ValueError(f"checkpoint {checkpoint_folder(root, step)} says that it is of step {state['step']}: it was renamed")
-        return Start(state, None)
+        return Start(state, None, with_critic)
+
+    def _takes_critic_of(self, folder: Path) -> bool:
+        """A run goes on with the critic that was saved with the policy. --finetune prefers --critic-load."""
+        wanted, there = self.backend.critic is not None, "critic" in saved_networks(folder)
+        if there and not wanted:
+            self.tell(f"warning: checkpoint {folder} has a critic, which this run has no use for (--advantage-estimator): it is left")
+        if wanted and not there:
+            source = "--critic-load" if self.run.critic.critic_load is not None else "the policy's weights"
+            self.tell(f"warning: checkpoint {folder} has no critic: it starts from {source}")
+        return wanted and there and not (self.config.finetune and self.run.critic.critic_load is not None)
 
     def wants(self, rollouts: int, *, last: bool) -> bool:
         """Whether `after_rollout` has something to do."""

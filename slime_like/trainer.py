@@ -18,7 +18,7 @@ from slime_like.data.prompts import PromptSource, load_eval_sets
 from slime_like.data.sft import answer_problem, sft_samples
 from slime_like.errors import RunError
 from slime_like.megatron_backend.backend import MegatronBackend
-from slime_like.megatron_backend.gates import SkippedStepGate, check_initial_kl, check_old_log_probs
+from slime_like.megatron_backend.gates import SkippedStepGate, check_initial_kl, check_old_log_probs, check_old_values
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.metrics.logger import MetricsLogger
 from slime_like.metrics.progress import Progress
@@ -34,7 +34,7 @@ from slime_like.rollout.metrics import failed_fraction, first_failure, rollout_m
 from slime_like.rollout.rollouter import Rollouter, eval_sampling, training_sampling
 from slime_like.run_checkpoints import RunCheckpoints
 from slime_like.stopping import StopConditions
-from slime_like.types import Prompt, SampleGroup, TrainBatch
+from slime_like.types import Prompt, SampleGroup, StepResult, TrainBatch
 
 
 class Trainer:
@@ -65,6 +65,7 @@ class Trainer:
             self.eval_sets, eval_notes = load_eval_sets(run.eval, run.data, self.tokenizer, answer_check=gradable)
             notes += eval_notes
         self.skip_gate = SkippedStepGate(run.gates.max_consecutive_skipped_steps)
+        self.critic_gate = SkippedStepGate(run.gates.max_consecutive_skipped_steps, whose="critic's ")
         self.weight_version = 1  # of the policy; the engine has its own, which lags until the next sync
         self.start = 0
         for note in notes:
@@ -151,8 +152,11 @@ class Trainer:
             return metrics
         batches, batch_metrics = self.batches.make(samples, self.weight_version)
         metrics |= batch_metrics
-        metrics |= self._train(step, batches)
-        self.weight_version += 1
+        if self.backend.critic is not None:
+            metrics |= self._train_critic(batches, values_abs=metrics.get("rollout/values_abs", 0.0))
+        if step >= run.critic.num_critic_only_steps:
+            metrics |= self._train(step, batches)
+            self.weight_version += 1
         return metrics
 
     def _next_groups(self, step: int) -> list[SampleGroup]:
@@ -195,32 +199,55 @@ class Trainer:
                 result = self.backend.apply_gradients(pending)
                 self._warn(self.skip_gate.check(result.skipped, result.grad_norm))
                 results.append(result)
-        names = sorted({name for r in results for name in r.metrics})
-        metrics = {n if n.startswith("perf/") else f"train/{n}": mean([r.metrics[n] for r in results if n in r.metrics]) for n in names}
-        metrics["train/grad_norm"] = mean([r.grad_norm for r in results])
-        metrics["train/lr"] = results[-1].learning_rate
-        metrics["train/skipped_steps"] = float(self.skip_gate.total)
-        return metrics
+        return averages(results, self.skip_gate)
+
+    def _train_critic(self, batches: Sequence[TrainBatch], *, values_abs: float) -> dict[str, float]:
+        """As `_train`, for the critic. values_abs: mean absolute value of the rollout's values."""
+        results = []
+        with self.progress.phase("train_critic"):
+            for index, batch in enumerate(batches):
+                pending = self.backend.accumulate_critic(batch)
+                if index == 0 and not self._has_dropout:
+                    difference = pending.metrics.get("value_diff_abs", 0.0)
+                    check_old_values(
+                        difference, values_abs=values_abs, same_packing=self._same_packing, half_precision=self._half_precision
+                    )
+                result = self.backend.apply_gradients(pending)
+                self._warn(self.critic_gate.check(result.skipped, result.grad_norm))
+                results.append(result)
+        return averages(results, self.critic_gate, prefix="critic_")
+
+    @property
+    def _half_precision(self) -> bool:
+        return self.run_config.megatron.transformer.bf16
+
+    @property
+    def _has_dropout(self) -> bool:
+        transformer = self.run_config.megatron.transformer
+        return bool(transformer.hidden_dropout or transformer.attention_dropout)
+
+    @property
+    def _same_packing(self) -> bool:
+        """Whether forward-only passes and updates pack samples alike."""
+        algorithm = self.run_config.algorithm
+        same_size = algorithm.log_probs_micro_batch_size in (None, algorithm.micro_batch_size)
+        same_size = same_size and not algorithm.use_dynamic_batch_size  # a pass over a whole rollout is filled otherwise than a step
+        return same_size and self.layout.vp_size == 1  # interleaved stages pad to the longest of the step, or of the rollout
 
     def _check_first_update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Gates on the forward pass of a rollout's first optimizer step, before the weights change."""
         run = self.run_config
-        transformer = run.megatron.transformer
-        half = transformer.bf16
-        dropout = transformer.hidden_dropout or transformer.attention_dropout
-        if self.is_sft or dropout:
+        if self.is_sft or self._has_dropout:
             return
         if run.algorithm.use_rollout_logprobs:
             if not run.debug.load_debug_rollout_data:  # recorded rollouts may come from other weights
                 gap = metrics.get("log_ratio_abs", 0.0)  # the old log-probs are the sampler's: this is the difference to it
                 self._warn(self.batches.rollout_gate.check(gap, gap, 1.0, self.weight_version))
             return
-        same_size = run.algorithm.log_probs_micro_batch_size in (None, run.algorithm.micro_batch_size)
-        same_size = same_size and not run.algorithm.use_dynamic_batch_size  # a pass over a whole rollout is filled otherwise than a step
-        same_packing = same_size and self.layout.vp_size == 1  # interleaved stages pad to the longest of the step, or of the rollout
-        check_old_log_probs(metrics.get("log_ratio_abs", 0.0), same_packing=same_packing, half_precision=half)
-        if step == 0 and "kl_k3" in metrics and self._starts_at_the_reference():
-            check_initial_kl(metrics["kl_k3"], half_precision=half)
+        gap = metrics.get("log_ratio_abs", 0.0)
+        check_old_log_probs(gap, same_packing=self._same_packing, half_precision=self._half_precision)
+        if step == run.critic.num_critic_only_steps and "kl_k3" in metrics and self._starts_at_the_reference():
+            check_initial_kl(metrics["kl_k3"], half_precision=self._half_precision)
 
     def _starts_at_the_reference(self) -> bool:
         reference = self.run_config.model.ref_load
@@ -248,6 +275,8 @@ class Trainer:
             "weight_version": self.weight_version,
             "skipped_steps": self.skip_gate.total,
             "skipped_in_a_row": self.skip_gate.in_a_row,
+            "critic_skipped_steps": self.critic_gate.total,
+            "critic_skipped_in_a_row": self.critic_gate.in_a_row,
             "batches": self.batches.state_dict(),
         }
 
@@ -256,6 +285,8 @@ class Trainer:
         self.weight_version = int(state["weight_version"])
         self.skip_gate.total = int(state["skipped_steps"])
         self.skip_gate.in_a_row = int(state["skipped_in_a_row"])
+        self.critic_gate.total = int(state["critic_skipped_steps"])
+        self.critic_gate.in_a_row = int(state["critic_skipped_in_a_row"])
         self.batches.load_state_dict(state["batches"])
         if self.source is not None:
             if state["data"] is None:
@@ -321,6 +352,16 @@ def any_rank(flags: list[bool]) -> list[bool]:
 def is_due(step: int, interval: int | None, total: int) -> bool:
     """Every `interval` rollouts, and after the last."""
     return step + 1 == total or (interval is not None and (step + 1) % interval == 0)
+
+
+def averages(results: Sequence[StepResult], gate: SkippedStepGate, prefix: str = "") -> dict[str, float]:
+    """Metrics of the optimizer steps of one rollout, averaged over them. prefix: of the names that every network has."""
+    names = sorted({name for r in results for name in r.metrics})
+    metrics = {n if n.startswith("perf/") else f"train/{n}": mean([r.metrics[n] for r in results if n in r.metrics]) for n in names}
+    metrics[f"train/{prefix}grad_norm"] = mean([r.grad_norm for r in results])
+    metrics[f"train/{prefix}lr"] = results[-1].learning_rate
+    metrics[f"train/{prefix}skipped_steps"] = float(gate.total)
+    return metrics
 
 
 def mean(values: Sequence[float]) -> float:

@@ -92,6 +92,8 @@ class TrainSample:
     importance_weights: Tensor | None = None  # [R] float32, of the off-policy correction
     rewards: Tensor | None = None  # [R] float32, the sample's raw reward on every token
     nll_weights: Tensor | None = None  # [R] float32, see `LossInputs`
+    values: Tensor | None = None  # [R] float32, the critic's, before the update
+    returns: Tensor | None = None  # [R] float32, what the critic learns; NaN where there is no target
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class MicroBatch:
     importance_weights: Tensor | None = None  # [T] float32
     rewards: Tensor | None = None  # [T] float32
     nll_weights: Tensor | None = None  # [T] float32
+    values: Tensor | None = None  # [T] float32
+    returns: Tensor | None = None  # [T] float32
     is_padding: Tensor | None = None  # [T] bool, rows that hold no token of a sample
     active_rows: Tensor | None = None  # [A] int64, where loss_mask is True; None: not looked up yet
     selection_seed: int = 0  # of losses that choose tokens at random; equal on ranks that hold the same tokens, or sequences

@@ -2,6 +2,7 @@
 
 from arguments.groups.algorithm import AlgorithmConfig, GateConfig
 from arguments.groups.checkpoint import CheckpointConfig
+from arguments.groups.critic import CriticConfig
 from arguments.groups.data import DataConfig, EvalConfig
 from arguments.groups.distillation import DistillationConfig
 from arguments.groups.logging import DebugConfig, LoggingConfig
@@ -13,6 +14,7 @@ from arguments.groups.rollout import RewardConfig, RolloutConfig
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CriticConfig",
     "DataConfig",
     "DebugConfig",
     "DistillationConfig",

@@ -33,7 +33,10 @@ class AlgorithmConfig:
     normalize_advantages: bool = arg(
         False, "Whiten advantages over all active tokens of a rollout and all ranks.", aliases=("--advantage-batch-normalize",)
     )
-    gamma: float = arg(1.0, "Discount of the rewards of later tokens (reinforce_plus_plus, remax).", legal=UNIT)
+    gamma: float = arg(1.0, "Discount of the rewards of later tokens (reinforce_plus_plus, remax, ppo).", legal=UNIT)
+    lambd: float = arg(
+        1.0, "Lambda of generalised advantage estimation (ppo): 1 trusts rewards alone, 0 the critic's next value.", legal=UNIT
+    )
     use_kl_loss: bool = arg(False, "Add kl_loss_coef times the KL to the reference to the loss.")
     kl_loss_coef: float = arg(0.0, "Weight of the KL in the loss.", legal=NON_NEGATIVE)
     kl_loss_type: str | None = arg(None, "KL estimator; default low_var_kl in the loss, k1 in the reward.")

@@ -14,6 +14,7 @@ if [ -n "${MODEL:-}" ]; then
   : "${TRAIN:?set TRAIN to a Parquet or JSONL file with the fields question and answer}"
   : "${TEST:?set TEST to a Parquet or JSONL file with the fields question and answer}"
   MAX_RESPONSE_LEN=${MAX_RESPONSE_LEN:-512}
+  CRITIC_LR=${CRITIC_LR:-1e-5}
   SHARED=(
     --bf16 --prompt-data "$TRAIN" --input-key question --label-key answer --rm-type gsm8k --rollout-max-prompt-len 512
     --eval-prompt-data test "$TEST@[:256]" --eval-interval 10
@@ -27,6 +28,7 @@ else
   [ -e "$WORK/sft/done" ] || "$PYTHON" scripts/warm_start.py --output-dir "$WORK"
   MODEL=$WORK/sft/hf
   MAX_RESPONSE_LEN=8
+  CRITIC_LR=${CRITIC_LR:-3e-3}
   SHARED=(
     --prompt-data "$WORK/data/train.jsonl" --input-key messages --label-key answer --custom-rm-path scripts/demo_reward.py:score
     --eval-prompt-data heldout "$WORK/data/heldout.jsonl" --n-samples-per-eval-prompt 4 --eval-interval 20

@@ -9,6 +9,7 @@ from slime_like.advantages import (  # noqa: F401  (each registers its estimator
     grpo,
     maxrl,
     opo,
+    ppo,
     reinforce_plus_plus,
     remax,
     rloo,
@@ -25,6 +26,7 @@ from slime_like.advantages.registry import (
     TokenRewards,
     advantage_estimators,
     compares_samples,
+    needs_critic,
 )
 from slime_like.advantages.returns import discounted_returns, gae, token_rewards
 from slime_like.advantages.whitening import whiten
@@ -46,6 +48,7 @@ __all__ = [
     "discounted_returns",
     "estimate_advantages",
     "gae",
+    "needs_critic",
     "teacher_gaps",
     "token_kl",
     "token_rewards",

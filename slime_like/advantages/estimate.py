@@ -25,6 +25,7 @@ class AdvantageSettings:
     singleton: Singleton = "zero"
     normalize: bool = False
     gamma: float = 1.0
+    lambd: float = 1.0
     kl_coef: float = 0.0
     distillation_coef: float = 0.0
 
@@ -42,10 +43,12 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
-    """values: [R] float32 by sample of this rank, 0 at inactive tokens. metrics: plain numbers by name, equal on all ranks."""
+    """values: [R] float32 by sample of this rank, 0 at inactive tokens. metrics: plain numbers by name, equal on all ranks. returns: with a
+    critic, what it is to learn, [R] float32 by sample: before whitening, 0 at inactive tokens, NaN in a sample without a usable reward."""
 
     values: list[Tensor]
     metrics: Mapping[str, float]
+    returns: list[Tensor] | None = None
 
 
 def estimate_advantages(
@@ -56,12 +59,14 @@ def estimate_advantages(
     masks: Sequence[Tensor],
     kl: Sequence[Tensor] | None = None,
     teacher_gap: Sequence[Tensor] | None = None,
+    critic_values: Sequence[Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TokenAdvantages:
     """Advantages of this rank's samples, `mine` among all samples of the rollout.
 
     masks: [R] bool, active tokens, by sample of this rank. kl: [R] by sample of this rank (`kl_reward.token_kl`), or None. teacher_gap: [R] by
-    sample of this rank (`distillation.teacher_gaps`), or None; its share comes off each token's advantage before whitening. group:
+    sample of this rank (`distillation.teacher_gaps`), or None; its share comes off each token's advantage before whitening.
+    critic_values: [R] by sample of this rank, before the update, or None. group:
     data-parallel ranks, which share the samples and call this together. The KL comes off the reward: of a whole sample before groups are
     compared, or token by token where the estimator gives each token its own advantage. A sample whose reward, KL or gap is not finite leaves all
     statistics, whitening included, and gets 0. Raises ValueError for an unknown estimator, a missing input, and when no reward is finite.
@@ -86,11 +91,14 @@ def estimate_advantages(
         metrics |= output.metrics
     else:
         usable = torch.where(torch.isfinite(penalised), rewards, float("nan"))
-        values, more = _by_token(entry, settings, outcomes, usable, mine, masks, kl)
+        values, more = _by_token(entry, settings, outcomes, usable, mine, masks, kl, critic_values)
         metrics |= more
         if entry.needs_greedy and outcomes.greedy_rewards is not None:
             metrics["reward/greedy_nonfinite"] = float((~torch.isfinite(outcomes.greedy_rewards)).sum())
     sound = _sound(penalised, outcomes, entry)
+    returns = None
+    if critic_values is not None:
+        returns = [_returns(a, v, mask, bool(sound[i])) for i, a, v, mask in zip(mine, values, critic_values, masks)]
     if teacher_gap is not None:
         total_gap = sample_kl(teacher_gap, mine, rewards.numel(), group)
         finite = torch.isfinite(total_gap)
@@ -101,7 +109,12 @@ def estimate_advantages(
     trained = [mask & bool(sound[i]) for i, mask in zip(mine, masks)]
     if settings.normalize:
         values = whiten(values, trained, group)
-    return TokenAdvantages([torch.where(mask, value, 0.0).float() for value, mask in zip(values, trained)], metrics)
+    return TokenAdvantages([torch.where(mask, value, 0.0).float() for value, mask in zip(values, trained)], metrics, returns)
+
+
+def _returns(advantages: Tensor, values: Tensor, mask: Tensor, known: bool) -> Tensor:
+    """[R] float32: A + V at active tokens, NaN there where the sample's rewards are not known."""
+    return torch.where(mask, advantages + values.double() if known else float("nan"), 0.0).float()
 
 
 def _sound(penalised: Tensor, outcomes: Outcomes, entry: OutcomeEstimator | TokenEstimator) -> Tensor:
@@ -120,6 +133,7 @@ def _by_token(
     mine: Sequence[int],
     masks: Sequence[Tensor],
     kl: Sequence[Tensor] | None,
+    critic_values: Sequence[Tensor] | None,
 ) -> tuple[list[Tensor], Mapping[str, float]]:
     """rewards: [B], NaN where a sample cannot be used."""
     if entry.outcome is None:
@@ -136,5 +150,7 @@ def _by_token(
         penalties=zero if kl is None else [settings.kl_coef * value for value in kl],
         greedy_rewards=None if outcomes.greedy_rewards is None else [float(outcomes.greedy_rewards[i]) for i in mine],
         gamma=settings.gamma,
+        values=critic_values,
+        lambd=settings.lambd,
     )
     return entry.fn(batch), metrics

@@ -36,7 +36,8 @@ class TokenRewards:
 
     outcomes: one number by sample, what `TokenEstimator.outcome` makes of the rewards. masks: [R] bool by sample, active tokens. penalties:
     [R] float64 by sample, what the KL takes off each token's reward, 0 at inactive tokens. greedy_rewards: reward of a greedy response to the
-    sample's prompt, by sample; None where nobody asked for it. gamma: discount.
+    sample's prompt, by sample; None where nobody asked for it. values: [R] by sample, a critic's, read at active tokens only; None without
+    a critic. gamma: discount. lambd: of generalised advantage estimation.
     """
 
     outcomes: Sequence[float]
@@ -44,6 +45,8 @@ class TokenRewards:
     penalties: Sequence[Tensor]
     greedy_rewards: Sequence[float] | None
     gamma: float
+    values: Sequence[Tensor] | None = None
+    lambd: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ class TokenEstimator:
     """fn gives the advantages [R] float64 of each sample, 0 at inactive tokens.
 
     outcome: makes the samples' numbers of a group's rewards; None: they are the rewards themselves, and groups do not matter. whitens:
-    --normalize-advantages is part of the estimator. needs_greedy: whether `greedy_rewards` must be there.
+    --normalize-advantages is part of the estimator. needs_greedy: whether `greedy_rewards` must be there. needs_values: whether `values`
+    must be, and with them a critic, which learns the returns.
     """
 
     name: str
@@ -59,11 +63,17 @@ class TokenEstimator:
     outcome: Callable[[GroupRewards], Tensor] | None = None
     whitens: bool = False
     needs_greedy: bool = False
+    needs_values: bool = False
 
 
 AdvantageEstimator = OutcomeEstimator | TokenEstimator
 
 advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator")
+
+
+def needs_critic(estimator: AdvantageEstimator) -> bool:
+    """Whether a value model has to be there."""
+    return isinstance(estimator, TokenEstimator) and estimator.needs_values
 
 
 def compares_samples(estimator: AdvantageEstimator) -> bool:

@@ -23,17 +23,18 @@ def export_hf_weights(
     gpt: GPTModelConfig,
     layout: ParallelLayout,
     dtype: torch.dtype | None = None,
+    value_head: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of every Hugging Face tensor, in the order of the network.
 
     A collective operation: all ranks of a copy of the model (tensor-, pipeline- and expert-parallel) must take the same steps of
     the iterator, to the end; all get the same tensors. Tensors are new ones on the model's device, in `dtype` or that of the
     parameter. At any time one parameter is held whole (twice while it is put together). Padding is dropped; a tied output
-    layer is not repeated. Raises RuntimeError when no stage has a parameter that the family needs.
+    layer is not repeated. value_head: the network is a critic. Raises RuntimeError when no stage has a parameter that the family needs.
     """
     config = unwrap(model_chunks[0]).config
     sizes = model_sizes(config, gpt)
-    family = family_map(hf.architecture, config, tied=not gpt.untie_embeddings_and_output_weights)
+    family = family_map(hf.architecture, config, tied=not gpt.untie_embeddings_and_output_weights, value_head=value_head)
     local = dict(global_parameters(model_chunks))
     device = next(iter(local.values())).device
     owners = _owners(local, layout)

@@ -84,6 +84,12 @@ FAMILIES = {
     "MixtralForCausalLM": MIXTRAL,
 }
 
+# A critic's head, under the names of *ForTokenClassification. *ForSequenceClassification has the same weight and no bias.
+VALUE_HEAD: dict[str, Mapping] = {
+    "output_layer.weight": ReplicatedRows("score.weight", "one"),
+    "output_layer.bias": Replicated("score.bias", "one"),
+}
+
 # Norms that Transformer Engine fuses into the following linear layer.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -94,11 +100,12 @@ _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 
 
-def family_map(architecture: str, config: Any, *, tied: bool) -> dict[str, Mapping]:
+def family_map(architecture: str, config: Any, *, tied: bool, value_head: bool = False) -> dict[str, Mapping]:
     """Every parameter of the whole model, in the order of the network. Layer numbers are global, from 0.
 
     config: the model's TransformerConfig. tied: the output layer is the embedding. (Where they are on different pipeline stages megatron-core
-    keeps a copy of it as the last stage's output_layer.weight.) Raises ValueError for an architecture without a map.
+    keeps a copy of it as the last stage's output_layer.weight.) value_head: a critic, which has no
+    output layer. Raises ValueError for an architecture without a map.
     """
     if architecture not in FAMILIES:
         raise ValueError(f"architecture {architecture!r} has no conversion map; legal values: {', '.join(FAMILIES)}")
@@ -116,7 +123,7 @@ def family_map(architecture: str, config: Any, *, tied: bool) -> dict[str, Mappi
         for e in range(experts if each else 0):
             whole.update({name.format(layer=layer, expert=e): mapping.at(layer, e) for name, mapping in each.items()})
     whole.update({name: family[name] for name in ends})
-    return whole
+    return {**whole, **VALUE_HEAD} if value_head else whole
 
 
 def _of_sparse_layers(name: str) -> bool | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from arguments.groups import GPTModelConfig
 from arguments.hf_model import HfModel
-from slime_like.convert.families import expert_number, family_map, global_parameters, model_sizes, unwrap
+from slime_like.convert.families import VALUE_HEAD, expert_number, family_map, global_parameters, model_sizes, unwrap
 from slime_like.convert.mappings import Mapping, Part, Sizes
 from slime_like.megatron_backend.layout import ParallelLayout
 
@@ -77,25 +77,33 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder}: no {SINGLE} and no {INDEX} in this folder; other formats are not read (save the model with safetensors)")
 
 
-def load_hf_weights(model_chunks: Sequence[Any], folder: str, *, hf: HfModel, gpt: GPTModelConfig, layout: ParallelLayout) -> None:
+def load_hf_weights(
+    model_chunks: Sequence[Any], folder: str, *, hf: HfModel, gpt: GPTModelConfig, layout: ParallelLayout, value_head: bool = False
+) -> None:
     """Fill every parameter of this rank's model chunks from the safetensors files in `folder`, cast to its dtype.
 
     model_chunks: this rank's GPTModels, wrapped or not. An optimizer built before must take the new values over
-    (`reload_model_params`). Padding rows of the vocabulary become zero.
+    (`reload_model_params`). Padding rows of the vocabulary become zero. value_head: the network is a critic; a head that the files do not
+    have, weight or bias, becomes zero, and the output layer that they may have is left.
     Raises ValueError, the same on every rank and before any parameter has changed: an unreadable file, tensors that are
     missing, tensors that the model has no place for, shapes that differ (both are named), dtypes that are no floats.
     """
     config = unwrap(model_chunks[0]).config
     sizes = model_sizes(config, gpt)
-    family = family_map(hf.architecture, config, tied=not gpt.untie_embeddings_and_output_weights)
+    family = family_map(hf.architecture, config, tied=not gpt.untie_embeddings_and_output_weights, value_head=value_head)
     local = dict(global_parameters(model_chunks))
     _check_model(local, family, hf.architecture, own_experts(sizes, layout))
     parts = {name: _parts(name, parameter, family[name], sizes, layout) for name, parameter in local.items()}
     with WeightFiles(folder) as files:
+        absent = [name for name, mapping in VALUE_HEAD.items() if value_head and not mapping.hf_shapes(sizes).keys() <= files.names]
+        family = {name: mapping for name, mapping in family.items() if name not in absent}
         _check_names(files, family, folder, sizes)
         _check_tensors(files, family, folder, sizes)
         for name, parameter in local.items():
-            _fill(parameter.detach(), family[name].dim, parts[name], files)
+            if name in absent:
+                parameter.detach().zero_()
+            else:
+                _fill(parameter.detach(), family[name].dim, parts[name], files)
 
 
 def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) -> None:

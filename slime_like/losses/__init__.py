@@ -31,6 +31,7 @@ from slime_like.losses.prescaling import PrescaledAdvantages, prescale_advantage
 from slime_like.losses.reductions import LOSS_REDUCTIONS, reduction_weights
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.losses.total import LossOutput, LossTerms, total_loss
+from slime_like.losses.value_loss import ValueInputs, ValueLossConfig, value_loss
 
 __all__ = [
     "KL_ESTIMATORS",
@@ -44,6 +45,8 @@ __all__ = [
     "PolicyLossOutput",
     "PrescaledAdvantages",
     "ShapedCorrection",
+    "ValueInputs",
+    "ValueLossConfig",
     "compute_off_policy_correction",
     "compute_policy_loss",
     "from_packed",
@@ -55,4 +58,5 @@ __all__ = [
     "reduction_weights",
     "token_weights",
     "total_loss",
+    "value_loss",
 ]

@@ -1,9 +1,9 @@
-"""The trainer's view of Megatron: log-probs, optimizer steps, weights out, checkpoints. Every method is called by all ranks together."""
+"""The trainer's view of Megatron: log-probs and values, optimizer steps, weights out, checkpoints. Every method is called by all ranks together."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SaveReport, load_checkpoint, load_weights
+from slime_like.megatron_backend.critic import make_critic, start_from_policy, value_step, value_training_step
 from slime_like.megatron_backend.experts import agreed_lengths
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
@@ -32,7 +33,7 @@ from slime_like.megatron_backend.network import Network, TrainedNetwork
 from slime_like.megatron_backend.offload import OffloadedWeights
 from slime_like.megatron_backend.optimizer import limits_kept, resume_schedule
 from slime_like.megatron_backend.packing import pack_all, with_active_rows, with_selection_seeds
-from slime_like.metrics.typed import MetricAccumulator
+from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.types import MicroBatch, StepResult, TrainBatch, TrainSample
 
 MODEL_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "num_moe_experts")
@@ -51,18 +52,21 @@ class PendingStep:
     """Gradients that are accumulated and reduced, and the metrics of their forward pass; the weights are still the old ones."""
 
     metrics: dict[str, float]
+    network: TrainedNetwork
 
 
 FrozenModel = Network | OffloadedWeights  # what computes log-probs
 
 
 class MegatronBackend:
-    """The networks of this rank: the policy; a reference model where a KL term uses it; the teacher of on-policy distillation."""
+    """The networks of this rank: the policy; a reference model where a KL term uses it; the teacher of on-policy distillation; a critic where
+    the estimator needs one."""
 
     def __init__(
         self, run: RunConfig, layout: ParallelLayout, *, total_steps: int, tell: Callable[[str], None] = lambda text: None
     ) -> None:
-        """total_steps: optimizer steps of the whole run, for the learning-rate schedule. tell: shows a line to the user."""
+        """total_steps: optimizer steps of the whole run, for the learning-rate schedules; in the first rollouts they may be the critic's
+        alone. tell: shows a line to the user."""
         self.layout = layout
         self.algorithm = run.algorithm
         self.gpt = run.gpt
@@ -86,8 +90,9 @@ class MegatronBackend:
             self.policy = Network(*shape)
         else:
             megatron = run.megatron
+            policy_steps = max(1, total_steps - run.critic.num_critic_only_steps * (run.algorithm.num_steps_per_rollout or 1))
             self.policy = TrainedNetwork(
-                *shape, ddp=megatron.ddp, optimizer=megatron.optimizer, schedule=run.schedule, total_steps=total_steps
+                *shape, ddp=megatron.ddp, optimizer=megatron.optimizer, schedule=run.schedule, total_steps=policy_steps
             )
         if run.model.hf_checkpoint:
             self.policy.load_hf(run.model.hf_checkpoint)
@@ -102,6 +107,11 @@ class MegatronBackend:
             assert run.distillation.opd_teacher_load is not None
             teacher = Network(run.teacher.transformer, run.teacher.gpt, run.model.transformer_impl, layout)
             self.teacher = frozen(teacher, partial(Network.load_hf, folder=run.distillation.opd_teacher_load))
+        self.critic: TrainedNetwork | None = None
+        if run.trains_critic:
+            self.critic = make_critic(run, layout, total_steps=total_steps)
+            start_from_policy(self.critic, self.policy)
+        self._value_loss = run.value_loss
 
     @property
     def trained(self) -> TrainedNetwork:
@@ -130,24 +140,48 @@ class MegatronBackend:
         batches = self._pack(parts.groups)
         batches = with_selection_seeds(batches, self._seed, self.trained.scheduler.num_steps, self.layout.dp_rank)
         step = training_step(self.head, self.objective, gradient_scale(self.layout, len(batches)))
-        outputs = self.trained.accumulate(step, batches)
+        packing = packing_metrics(parts, batches, size)
+        return PendingStep(self._reduced(self.trained.accumulate(step, batches), packing), self.trained)
+
+    def apply_gradients(self, pending: PendingStep) -> StepResult:
+        """The optimizer step of `accumulate` or `accumulate_critic`; skipped on all ranks when the gradient norm is not finite."""
+        stepped, grad_norm, learning_rate = pending.network.apply_gradients()
+        return StepResult(metrics=pending.metrics, grad_norm=grad_norm, learning_rate=learning_rate, skipped=not stepped)
+
+    def update(self, batch: TrainBatch) -> StepResult:
+        """One optimizer step of the policy."""
+        return self.apply_gradients(self.accumulate(batch))
+
+    def compute_values(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        """The critic's value of every response token [R] float32, for this data-parallel rank's samples; 0 where the loss mask is False.
+        All pipeline stages get the result."""
+        assert self.critic is not None
+        parts = cut(samples, micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True), self.layout)
+        (values,) = self.critic.evaluate(value_step(self.layout), parts.groups, self._pack(parts.groups))
+        return parts.in_order(values)
+
+    def accumulate_critic(self, batch: TrainBatch) -> PendingStep:
+        """As `accumulate`, for the critic."""
+        assert self.critic is not None
+        size = micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=False)
+        batches = self._pack(cut(batch.samples, size, self.layout).groups)
+        step = value_training_step(self.layout, self._value_loss, gradient_scale(self.layout, len(batches)))
+        return PendingStep(self._reduced(self.critic.accumulate(step, batches)), self.critic)
+
+    def update_critic(self, batch: TrainBatch) -> StepResult:
+        """One optimizer step of the critic."""
+        return self.apply_gradients(self.accumulate_critic(batch))
+
+    def _reduced(self, outputs: Sequence[Any], more: Mapping[str, Metric] | None = None) -> dict[str, float]:
+        """Metrics of a whole step out of what the loss closures reported, and `more` of this rank, on all ranks."""
         metrics: dict[str, float] = {}
         if self.layout.is_last_stage:
             accumulator = MetricAccumulator()
             for output in outputs:
                 accumulator.add(output["metrics"])
-            accumulator.add(packing_metrics(parts, batches, size))
+            accumulator.add(more or {})
             metrics = accumulator.reduce(self.layout.dp_cp_group)
-        return PendingStep(self._object_from_last_stage(metrics))
-
-    def apply_gradients(self, pending: PendingStep) -> StepResult:
-        """The optimizer step of `accumulate`; skipped on all ranks when the gradient norm is not finite."""
-        stepped, grad_norm, learning_rate = self.trained.apply_gradients()
-        return StepResult(metrics=pending.metrics, grad_norm=grad_norm, learning_rate=learning_rate, skipped=not stepped)
-
-    def update(self, batch: TrainBatch) -> StepResult:
-        """One optimizer step."""
-        return self.apply_gradients(self.accumulate(batch))
+        return self._object_from_last_stage(metrics)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) pairs of the policy, on every rank, a layer's worth of memory at a time."""
@@ -172,11 +206,12 @@ class MegatronBackend:
         return saver.save(step, networks, state, with_rng=with_rng)
 
     def load(
-        self, folder: Path, *, with_optimizer: bool, with_rng: bool, verify: bool, tell: Callable[[str], None]
+        self, folder: Path, *, with_optimizer: bool, with_rng: bool, verify: bool, tell: Callable[[str], None], with_critic: bool = True
     ) -> tuple[dict[str, Any], list[str]]:
         """Restore a checkpoint; returns the trainer's state and words about each setting of a schedule that the checkpoint has otherwise.
-        Without the optimizer its fp32 copies start from the loaded weights and the schedule at its first step."""
-        trained = self.trained_networks
+        Without the optimizer its fp32 copies start from the loaded weights and the schedule at its first step. with_critic: False leaves the
+        critic as it is."""
+        trained = {name: network for name, network in self.trained_networks.items() if with_critic or name != "critic"}
         networks = {name: saved_network(network, with_optimizer=with_optimizer) for name, network in trained.items()}
         if not trained:  # --debug-rollout-only
             networks = {"policy": SavedNetwork(self.policy.chunks, None, None)}
@@ -203,10 +238,20 @@ class MegatronBackend:
                 network.weights_changed()
         return state, changed
 
+    def start_critic(self, source: str | None, *, verify: bool, tell: Callable[[str], None]) -> None:
+        """The critic of a run that does not go on with one. source: as --critic-load; None: the policy as it is now."""
+        assert self.critic is not None
+        if source is None:
+            start_from_policy(self.critic, self.policy)
+        else:
+            load_network(self.critic, source, flag="--critic-load", step=None, verify=verify, tell=tell, name="critic")
+            self.critic.weights_changed()
+
     @property
     def trained_networks(self) -> dict[str, TrainedNetwork]:
         """What a checkpoint holds, by the name of its folder there."""
-        return {"policy": self.policy} if isinstance(self.policy, TrainedNetwork) else {}
+        policy = {"policy": self.policy} if isinstance(self.policy, TrainedNetwork) else {}
+        return policy if self.critic is None else {**policy, "critic": self.critic}
 
     def _model_shape(self) -> dict[str, int | bool | None]:
         """Settings that tell one model from another, to say how a checkpoint's differs."""
@@ -237,8 +282,10 @@ class MegatronBackend:
         return holder[0]
 
 
-def load_network(network: Network, root: str, *, flag: str, step: int | None, verify: bool, tell: Callable[[str], None]) -> None:
-    """Weights for a network, from a Hugging Face model or from the policy of a folder of checkpoints (step: None is the newest). Raises
+def load_network(
+    network: Network, root: str, *, flag: str, step: int | None, verify: bool, tell: Callable[[str], None], name: str = "policy"
+) -> None:
+    """Weights for a network, from a Hugging Face model or from the network `name` in a folder of checkpoints (step: None is the newest). Raises
     ValueError when they are shaped otherwise, or damaged."""
     if not is_checkpoint_root(root):
         network.load_hf(root)
@@ -246,7 +293,7 @@ def load_network(network: Network, root: str, *, flag: str, step: int | None, ve
     found, warning = (step, None) if step is not None else newest_step(root, flag)
     if warning is not None:
         tell(f"warning: {warning}")
-    load_weights(checkpoint_folder(root, found), "policy", network.chunks, verify=verify, tell=tell)
+    load_weights(checkpoint_folder(root, found), name, network.chunks, verify=verify, tell=tell)
 
 
 def saved_network(network: TrainedNetwork, *, with_optimizer: bool) -> SavedNetwork:

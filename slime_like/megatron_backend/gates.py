@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slime_like.errors import RunError
@@ -26,6 +27,25 @@ def check_old_log_probs(log_ratio_abs: float, *, same_packing: bool, half_precis
             f"before the first optimizer step the log-probs of the update differ from the recomputed old ones by {log_ratio_abs:.3g} "
             f"on average (limit {limit:g}): the training forward pass and the log-prob pass do not compute the same model"
         )
+
+
+def check_old_values(diff_abs: float, *, values_abs: float, same_packing: bool, half_precision: bool) -> None:
+    """Before the first optimizer step on a rollout, the critic is that of the rollout: mean |V - V_old| must vanish, with the limits of
+    `check_old_log_probs`, relative to the mean |V_old| where that is above 1. Raises GateError."""
+    limit = (1e-8 if same_packing else (1e-3 if half_precision else 1e-5)) * max(1.0, values_abs)
+    if not diff_abs <= limit:
+        raise GateError(
+            f"before the critic's first optimizer step its values differ from those of the rollout by {diff_abs:.3g} on average (limit "
+            f"{limit:g}): the training forward pass and the value pass do not compute the same model"
+        )
+
+
+def check_values(metrics: Mapping[str, float]) -> Mapping[str, float]:
+    """The metrics of a rollout's values as they are. Raises GateError when some value is not finite: advantages and targets are made of them."""
+    bad = metrics["rollout/values_nonfinite"]
+    if bad:
+        raise GateError(f"the critic gives values that are not finite ({bad:g} of them in this rollout)")
+    return metrics
 
 
 def check_initial_kl(kl: float, *, half_precision: bool) -> None:
@@ -71,6 +91,7 @@ class SkippedStepGate:
     patience: int
     in_a_row: int = 0
     total: int = 0
+    whose: str = ""  # "critic's "
 
     def check(self, skipped: bool, grad_norm: float) -> str | None:
         """A warning, or None. Raises GateError."""
@@ -80,7 +101,7 @@ class SkippedStepGate:
         self.in_a_row += 1
         self.total += 1
         what = "NaN" if math.isnan(grad_norm) else "infinite"
-        text = f"optimizer step skipped: the gradient norm is {what} ({self.in_a_row} in a row, {self.total} in all)"
+        text = f"{self.whose}optimizer step skipped: the gradient norm is {what} ({self.in_a_row} in a row, {self.total} in all)"
         if self.in_a_row >= self.patience:
             raise GateError(text + "; see --max-consecutive-skipped-steps")
         return text

@@ -1,4 +1,4 @@
-"""The policy network: megatron-core's GPTModel, one chunk for each (virtual) pipeline stage of this rank."""
+"""A network of the run: megatron-core's GPTModel, one chunk for each (virtual) pipeline stage of this rank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from arguments.groups import GPTModelConfig
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.policy_model import HalfPrecisionModule, PolicyModel
+from slime_like.megatron_backend.value_model import ValueModel
 from slime_like.ops.attention import PackedAttention
 
 
@@ -53,8 +54,10 @@ def decoder_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int
     return block
 
 
-def build_chunks(config: TransformerConfig, gpt: GPTModelConfig, transformer_impl: str, layout: ParallelLayout) -> list[GPTModel]:
-    """This rank's model chunks, in parameter precision of fp32; see `to_model_precision` and `wrap_for_training`."""
+def build_chunks(
+    config: TransformerConfig, gpt: GPTModelConfig, transformer_impl: str, layout: ParallelLayout, *, value_head: bool = False
+) -> list[GPTModel]:
+    """This rank's model chunks, in parameter precision of fp32; see `to_model_precision` and `wrap_for_training`. value_head: of a critic."""
     position: dict[str, Any] = {
         "position_embedding_type": gpt.position_embedding_type or "rope",
         "rotary_percent": gpt.rotary_percent or 1.0,
@@ -66,7 +69,7 @@ def build_chunks(config: TransformerConfig, gpt: GPTModelConfig, transformer_imp
     chunks = []
     for stage in range(layout.vp_size):
         vp_stage = stage if layout.vp_size > 1 else None
-        chunk = PolicyModel(
+        chunk = (ValueModel if value_head else PolicyModel)(
             config=config,
             transformer_layer_spec=decoder_spec(config, transformer_impl, vp_stage),
             vocab_size=padded_vocab_size(gpt, layout.tp_size),

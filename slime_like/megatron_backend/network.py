@@ -36,17 +36,28 @@ class Network:
     the model and, once trained, with gradient buffers.
     """
 
-    def __init__(self, transformer: TransformerConfig, gpt: GPTModelConfig, transformer_impl: str, layout: ParallelLayout) -> None:
+    def __init__(
+        self,
+        transformer: TransformerConfig,
+        gpt: GPTModelConfig,
+        transformer_impl: str,
+        layout: ParallelLayout,
+        *,
+        value_head: bool = False,
+    ) -> None:
+        """value_head: a critic, which gives a value for each token in place of logits."""
+        self.value_head = value_head
         self.config = copy.copy(transformer)  # training hangs a network's own functions on its config
         self.gpt = gpt
         self.layout = layout
         self.device = device_of_this_process()
-        self.chunks = build_chunks(self.config, gpt, transformer_impl, layout)
+        self.chunks = build_chunks(self.config, gpt, transformer_impl, layout, value_head=value_head)
         self.modules: list[Any] = to_model_precision(self.chunks, self.config)
 
     def load_hf(self, folder: str) -> None:
         """Take the weights of a Hugging Face checkpoint. Raises ValueError when it is shaped otherwise."""
-        load_hf_weights(self.chunks, folder, hf=read_hf_model(folder), gpt=self.gpt, layout=self.layout)
+        hf = read_hf_model(folder, value_head=self.value_head)
+        load_hf_weights(self.chunks, folder, hf=hf, gpt=self.gpt, layout=self.layout, value_head=self.value_head)
 
     def freeze(self) -> None:
         """No dropout, no gradients."""
@@ -114,9 +125,10 @@ class TrainedNetwork(Network):
         optimizer: OptimizerConfig,
         schedule: ScheduleConfig,
         total_steps: int,
+        value_head: bool = False,
     ) -> None:
         """total_steps: optimizer steps of the whole run."""
-        super().__init__(transformer, gpt, transformer_impl, layout)
+        super().__init__(transformer, gpt, transformer_impl, layout, value_head=value_head)
         self.modules = list(wrap_for_training(self.modules, self.config, ddp))
         self.optimizer = build_optimizer(optimizer, self.modules)
         self.scheduler = build_scheduler(self.optimizer, optimizer, schedule, total_steps=total_steps)

@@ -122,6 +122,8 @@ def pack(
         importance_weights=per_token(lambda s: s.importance_weights, torch.float32),
         rewards=per_token(lambda s: s.rewards, torch.float32),
         nll_weights=per_token(lambda s: s.nll_weights, torch.float32),
+        values=per_token(lambda s: s.values, torch.float32),
+        returns=per_token(lambda s: s.returns, torch.float32),
         places=None if cp_size == 1 else _places(samples, seq_ids, positions).to(device),
         is_padding=(positions >= real_lengths[seq_ids]).to(device),
     )

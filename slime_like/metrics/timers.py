@@ -6,7 +6,17 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-PHASES = ("generate", "balance", "log_probs", "train", "sync", "eval", "save")  # in the order of a rollout; others are shown after these
+PHASES = (
+    "generate",
+    "balance",
+    "log_probs",
+    "values",
+    "train_critic",
+    "train",
+    "sync",
+    "eval",
+    "save",
+)  # in the order of a rollout; others are shown after these
 STEP_SECONDS = "perf/step_s"
 
 

@@ -20,6 +20,7 @@ from arguments.run_config import RunConfig  # noqa: E402
 from slime_like.megatron_backend.backend import MegatronBackend  # noqa: E402
 from slime_like.megatron_backend.gates import GateError, SkippedStepGate  # noqa: E402
 from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
+from slime_like.megatron_backend.network import Network  # noqa: E402
 from slime_like.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
 from slime_like.trainer import Trainer  # noqa: E402
 from slime_like.types import TrainBatch, TrainSample  # noqa: E402
@@ -74,9 +75,9 @@ def optimizer_state(backend: MegatronBackend) -> list[torch.Tensor]:
     return tensors + [p.detach().clone() for chunk in network.chunks for p in chunk.parameters()]
 
 
-def poison_one_rank(backend: MegatronBackend, rank: int, value: float) -> Any:
+def poison_one_rank(network: Network, rank: int, value: float) -> Any:
     """From now on, one gradient of rank `rank` holds `value`. Returns a handle with remove()."""
-    parameter = next(p for p in backend.policy.chunks[0].parameters() if p.requires_grad)
+    parameter = next(p for p in network.chunks[0].parameters() if p.requires_grad)
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
@@ -95,7 +96,7 @@ def check_poison(folder: str, layout: ParallelLayout, flags: str, value: float) 
         result = backend.update(share(random_samples(seed), layout))
         warnings.append(gate.check(result.skipped, result.grad_norm))
     before = optimizer_state(backend)
-    handle = poison_one_rank(backend, layout.world_size - 1, value)
+    handle = poison_one_rank(backend.policy, layout.world_size - 1, value)
     skipped, same, stopped = [], [], None
     for seed in (3, 4, 5):
         result = backend.update(share(random_samples(seed), layout))

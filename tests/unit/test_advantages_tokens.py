@@ -52,11 +52,20 @@ def outcomes(masks: Sequence[Tensor], rewards: Sequence[float] = REWARDS, greedy
     )
 
 
+def critic_values(masks: Sequence[Tensor]) -> list[Tensor]:
+    """A critic's, the same in every call; inactive tokens hold nothing usable."""
+    generator = torch.Generator().manual_seed(11)
+    drawn = [torch.randn(n, generator=generator) for n in LENGTHS]
+    return [torch.where(mask, value, NAN) for mask, value in zip(masks, drawn)]
+
+
 def estimate(
     settings: AdvantageSettings, masks: Sequence[Tensor], kl: Sequence[Tensor] | None = None, *, rewards: Sequence[float] = REWARDS,
     greedy: Sequence[float] | None = None,
 ) -> TokenAdvantages:  # fmt: skip
-    return estimate_advantages(settings, outcomes(masks, rewards, greedy), mine=range(len(masks)), masks=masks, kl=kl)
+    values = critic_values(masks) if settings.estimator == "ppo" else None
+    told = outcomes(masks, rewards, greedy)
+    return estimate_advantages(settings, told, mine=range(len(masks)), masks=masks, kl=kl, critic_values=values)
 
 
 def returns_by_loop(rewards: Sequence[float], mask: Sequence[bool], gamma: float) -> list[float]:
@@ -164,6 +173,43 @@ def test_gae(seed: int, gamma: float, lambd: float) -> None:
     assert flat(returns) == pytest.approx(flat([e[1] for e in expected]), rel=1e-12, abs=1e-12)
 
 
+@pytest.mark.parametrize("name", ["ppo", "gae"])
+@pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.8)])
+def test_ppo(name: str, gamma: float, lambd: float) -> None:
+    """Rewards of tokens with the KL in them, through the recursion; the critic's targets are A + V before whitening."""
+    masks, kl = samples(7)
+    values = critic_values(masks)
+    told = outcomes(masks)
+    got, whitened = (
+        estimate_advantages(
+            AdvantageSettings(name, gamma=gamma, lambd=lambd, kl_coef=0.2, normalize=normalize),
+            told, mine=range(7), masks=masks, kl=kl, critic_values=values,
+        )
+        for normalize in (False, True)
+    )  # fmt: skip
+    assert got.returns is not None and whitened.returns is not None
+    for i, (mask, k, value) in enumerate(zip(masks, kl, values)):
+        rewards = penalised(REWARDS[i], mask, k, 0.2)
+        advantages, returns = gae_by_loop(rewards, value.tolist(), mask.tolist(), gamma, lambd)
+        assert got.values[i].tolist() == pytest.approx(advantages, rel=1e-6, abs=1e-7)
+        assert got.returns[i].tolist() == pytest.approx(returns, rel=1e-6, abs=1e-7)
+        assert torch.equal(got.returns[i], whitened.returns[i])
+    expected = whiten([v.double() for v in got.values], masks)
+    for found, value in zip(whitened.values, expected):
+        torch.testing.assert_close(found, value.float(), rtol=1e-4, atol=1e-6)
+
+
+def test_ppo_without_values_is_an_error_and_a_bad_reward_is_no_target() -> None:
+    masks, _ = samples(7)
+    with pytest.raises(ValueError, match="a critic's value"):
+        estimate_advantages(AdvantageSettings("ppo"), outcomes(masks), mine=range(7), masks=masks)
+    got = estimate(AdvantageSettings("ppo"), masks, rewards=[NAN if i == 2 else r for i, r in enumerate(REWARDS)])
+    assert got.returns is not None
+    for i, (mask, value) in enumerate(zip(masks, got.returns)):
+        assert torch.equal(value.isnan(), mask if i == 2 else torch.zeros_like(mask))
+        assert not value[~mask].any()
+
+
 def test_a_tools_output_is_passed_over_and_a_reward_crosses_it() -> None:
     mask = torch.tensor([True, True, False, False, True, False])
     rewards = token_rewards([1.0], [mask], [torch.zeros(6)])
@@ -206,9 +252,11 @@ def test_parts_of_a_rollout_give_what_the_whole_gives(name: str) -> None:
     """Ranks hold different samples of the same rollout; without whitening they need nothing of each other but the KL's sums."""
     masks, _ = samples(2)
     settings, told = AdvantageSettings(name, gamma=0.9), outcomes(masks, greedy=[0.5] * 7)
-    whole = estimate_advantages(settings, told, mine=range(7), masks=masks).values
+    critic = critic_values(masks)
+    whole = estimate_advantages(settings, told, mine=range(7), masks=masks, critic_values=critic).values
     for part in ([0, 3, 6], [5], [2, 1, 4]):
-        values = estimate_advantages(settings, told, mine=part, masks=[masks[i] for i in part]).values
+        some = [critic[i] for i in part]
+        values = estimate_advantages(settings, told, mine=part, masks=[masks[i] for i in part], critic_values=some).values
         for i, value in zip(part, values):
             torch.testing.assert_close(value, whole[i])
 

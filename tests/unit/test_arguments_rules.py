@@ -10,6 +10,7 @@ import pytest
 from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
 from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES
+from arguments.validate_critic import CRITIC_RULES
 from arguments.validate_losses import LOSS_RULES
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_run import RULES, WARNINGS
@@ -145,8 +146,9 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("debug_files", "--load-debug-rollout-data {folder}/none", (), 1, "--load-debug-rollout-data", "no such file"),
 ]  # fmt: skip
 NEEDS_A_DEVICE = {"backend_is_there", "transformer_engine_is_there", "local_layers_have_limits", "attention_backend_is_there"}
-# Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of validate_moe.py: test_arguments_moe.py.
-ELSEWHERE = {rule.__name__ for rule in (*CORRECTION_RULES, *ADVANTAGE_RULES, *LOSS_RULES, *MOE_RULES)}
+# Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of validate_critic.py: test_arguments_critic.py;
+# of validate_moe.py: test_arguments_moe.py.
+ELSEWHERE = {rule.__name__ for rule in (*CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, *LOSS_RULES, *MOE_RULES)}
 
 
 def problems_of(argv: list[str], world_size: int) -> tuple[Problem, ...]:

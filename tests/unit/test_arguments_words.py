@@ -117,12 +117,12 @@ def test_all_problems_are_collected() -> None:
 
 
 SLIME_FLAGS_NOT_HERE = """
---sglang-mem-fraction-static --rollout-num-gpus --colocate --critic-load --use-opd
+--sglang-mem-fraction-static --rollout-num-gpus --colocate --critic-num-nodes --use-opd
 --dynamic-sampling-filter-path --use-dynamic-batch-size --max-tokens-per-gpu --moe-enable-deepep --custom-generate-function-path
 --rollout-function-path --lora-rank --use-wandb --actor-num-nodes --balance-data --over-sampling-batch-size --partial-rollout
 --moe-shared-expert-overlap --fp8-format --update-weight-mode --group-rm --multimodal-keys --ref-update-interval
 --mtp-num-layers --enable-mtp-training --use-routing-replay --optimizer-cpu-offload --use-precision-aware-optimizer --eval-config
---lambd --only-train-params-name-list
+--critic-train-only --only-train-params-name-list
 """.split()  # noqa: SIM905
 
 
@@ -135,7 +135,7 @@ def test_known_flags_of_peers_are_refused_by_name(typed: str) -> None:
 
 @pytest.mark.parametrize(
     ("dest", "flag", "value"),
-    [("advantage_estimator", "--advantage-estimator", "ppo"), ("rm_type", "--rm-type", "deepscaler"),
+    [("rm_type", "--rm-type", "deepscaler"),
      ("optimizer", "--optimizer", "muon"), ("rollout_engine", "--rollout-engine", "sglang")],
 )  # fmt: skip
 def test_known_values_of_peers_are_refused_by_name(dest: str, flag: str, value: str) -> None:

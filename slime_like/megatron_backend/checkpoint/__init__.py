@@ -1,7 +1,7 @@
 """What is in a checkpoint, and how it gets to the disk and back: megatron-core's distributed format for weights and optimizers, safetensors
 for random states, JSON for the rest. Where the files lie and what makes them a checkpoint: slime_like/checkpoints/."""
 
-from slime_like.megatron_backend.checkpoint.load import load_checkpoint, load_weights, read_trainer_state
+from slime_like.megatron_backend.checkpoint.load import load_checkpoint, load_weights, read_trainer_state, saved_networks
 from slime_like.megatron_backend.checkpoint.networks import SavedNetwork
 from slime_like.megatron_backend.checkpoint.save import CheckpointSaver, SaveError, SavePolicy, SaveReport
 
@@ -14,4 +14,5 @@ __all__ = [
     "load_checkpoint",
     "load_weights",
     "read_trainer_state",
+    "saved_networks",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,9 @@ def load_checkpoint(
 
 def load_weights(folder: Path, name: str, chunks: list[Any], *, verify: bool, tell: Tell) -> None:
     """The weights of one network, into megatron-core's modules. Raises ValueError."""
-    open_checkpoint(folder, verify=verify, tell=tell)
+    there = open_checkpoint(folder, verify=verify, tell=tell)["networks"]
+    if name not in there:
+        raise ValueError(f"checkpoint {folder} has no network {name!r}; it has: {', '.join(there) or 'none'}")
     _load_network(folder / name, SavedNetwork(chunks, None, None))
     dist.barrier()
 
@@ -94,6 +96,14 @@ def open_checkpoint(folder: Path, *, verify: bool, tell: Tell) -> dict[str, Any]
         seconds, size = time.perf_counter() - started, total_bytes(records) / 1e9
         tell(f"checkpoint {folder} verified: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s")
     return together(lambda: read_trainer_state(folder))
+
+
+def saved_networks(folder: Path) -> Collection[str]:
+    """Names of the networks in a checkpoint; none where it cannot be read, which `load_checkpoint` will tell."""
+    try:
+        return list(read_trainer_state(folder)["networks"])
+    except ValueError:
+        return []
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:

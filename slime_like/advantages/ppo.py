@@ -1,0 +1,24 @@
+"""PPO's estimator: generalised advantage estimation with the values of a critic, Schulman et al., arXiv 1506.02438 and 1707.06347.
+
+A_t = sum_k (gamma lambd)^k delta_(t+k),    delta_t = R_t + gamma V_next - V_t,    R_s = -penalty_s + R at the last active token
+
+Only active tokens count; see `returns.gae`. The critic learns the returns A_t + V_t, taken before any whitening.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slime_like.advantages.registry import TokenEstimator, TokenRewards, advantage_estimators
+from slime_like.advantages.returns import gae, token_rewards
+
+
+def ppo(batch: TokenRewards) -> list[Tensor]:
+    if batch.values is None:
+        raise ValueError("--advantage-estimator ppo needs a critic's value of every token (values)")
+    rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties)
+    advantages, _ = gae(rewards, batch.values, batch.masks, batch.gamma, batch.lambd)
+    return advantages
+
+
+advantage_estimators.add("ppo", TokenEstimator("ppo", ppo, needs_values=True), aliases=("gae",))

@@ -1,0 +1,74 @@
+"""The critic's loss: squared error to the returns, with PPO's clipping of the change since the rollout.
+
+Clipping: Schulman et al.'s PPO2 code (the paper, arXiv 1707.06347, has none); the factor 1/2 is that of Gaussian regression.
+
+    clipped = V_old + clip(V - V_old, -value_clip, value_clip)
+    l       = value_loss_scale max((V - return)^2, (clipped - return)^2)
+    L       = sum_t mask_t u_t l_t
+
+Values are never divided by the sampling temperature: they are no logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_like.config import POSITIVE, arg
+from slime_like.losses.total import LossOutput
+from slime_like.metrics.typed import Metric, masked_mean
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLossConfig:
+    value_clip: float = arg(
+        0.2,
+        "How far a value may move from that of the rollout, towards its return, before its gradient ends; a large number: no clipping.",
+        legal=POSITIVE,
+    )
+    value_loss_scale: float = arg(0.5, "Factor of the critic's squared error (slime's is 1.0).", legal=POSITIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueInputs:
+    """Tensors of one shape, [T] packed or [B, T] padded. All but values are constants. Rows where `loss_mask` is False are never used, NaN
+    included. A return that is NaN is no target: its token has no loss, and the denominators in `loss_weights` stay."""
+
+    values: Tensor  # current critic, with grad
+    old_values: Tensor  # before the rollout's first update
+    returns: Tensor
+    loss_mask: Tensor  # bool
+    loss_weights: Tensor  # u: 1 / denominator of the reduction, over the whole optimizer step
+
+
+def value_loss(inputs: ValueInputs, config: ValueLossConfig) -> LossOutput:
+    """The partial loss of these tokens, and its metrics.
+
+    value_loss: the loss (a sum). Means over tokens with a target: value_clipfrac, values that moved further than value_clip;
+    value_clip_active, those of them whose clipped branch is the larger one, so that they get no gradient; value_diff_abs, |V - V_old|, which
+    vanishes in the first optimizer step of a rollout. Computed in fp32 (fp64 stays).
+    """
+    mask = inputs.loss_mask & ~inputs.returns.isnan()
+
+    def masked(x: Tensor) -> Tensor:
+        """Selection comes before any product, so that NaN never meets a 0."""
+        return torch.where(mask, x if x.dtype == torch.float64 else x.float(), 0.0)
+
+    values, old, returns = masked(inputs.values), masked(inputs.old_values.detach()), masked(inputs.returns.detach())
+    moved = values - old
+    beyond = moved.detach().abs() > config.value_clip
+    error = (values - returns).square()
+    # within the range both branches are the same number, which old + (values - old) is only up to rounding
+    clipped = torch.where(beyond, old + moved.clamp(-config.value_clip, config.value_clip), values)
+    clipped_error = (clipped - returns).square()
+    token_losses = config.value_loss_scale * torch.maximum(error, clipped_error)
+    loss = (masked(inputs.loss_weights.detach()) * token_losses).sum()
+    metrics = {
+        "value_loss": Metric("sum", loss.detach().clone()),
+        "value_clipfrac": masked_mean(beyond.float(), mask),
+        "value_clip_active": masked_mean((beyond & (clipped_error > error)).float(), mask),
+        "value_diff_abs": masked_mean(moved.abs(), mask),
+    }
+    return LossOutput(loss, metrics)

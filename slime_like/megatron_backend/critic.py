@@ -1,0 +1,96 @@
+"""The critic: how its network is trained, and what Megatron's schedules call for it. Its layout is the policy's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig
+from torch import Tensor
+
+from arguments.groups import CriticConfig, ScheduleConfig
+from arguments.run_config import RunConfig
+from slime_like.losses.value_loss import ValueInputs, ValueLossConfig, value_loss
+from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.loss_closure import ForwardStep, LossFunc, forward
+from slime_like.megatron_backend.network import Network, TrainedNetwork
+from slime_like.types import MicroBatch
+
+
+def make_critic(run: RunConfig, layout: ParallelLayout, *, total_steps: int) -> TrainedNetwork:
+    """The critic, its weights still random; see `start_from_policy`. total_steps: its optimizer steps in the whole run."""
+    return TrainedNetwork(
+        run.megatron.transformer,
+        run.gpt,
+        run.model.transformer_impl,
+        layout,
+        ddp=run.megatron.ddp,
+        optimizer=critic_optimizer(run.megatron.optimizer, run.critic),
+        schedule=critic_schedule(run.schedule, run.critic),
+        total_steps=total_steps,
+        value_head=True,
+    )
+
+
+@torch.no_grad()
+def start_from_policy(critic: TrainedNetwork, policy: Network) -> None:
+    """Give the critic the policy's transformer as it is now, and a head of zeros."""
+    policy.finish_updates()
+    for mine, theirs in zip(critic.chunks, policy.chunks, strict=True):
+        weights = dict(theirs.named_parameters())
+        for name, parameter in mine.named_parameters():
+            if name.startswith("output_layer."):
+                parameter.zero_()
+            else:
+                parameter.copy_(weights[name])
+    critic.weights_changed()
+
+
+def critic_optimizer(policy: OptimizerConfig, critic: CriticConfig) -> OptimizerConfig:
+    """The policy's optimizer at the critic's learning rate, which holds for the embedding and the head too."""
+    config = copy.copy(policy)
+    config.lr, config.min_lr = critic.critic_lr, critic.critic_min_lr
+    config.decoupled_lr = config.decoupled_min_lr = None
+    return config
+
+
+def critic_schedule(policy: ScheduleConfig, critic: CriticConfig) -> ScheduleConfig:
+    """The policy's schedule with a warm-up of the critic's own, from 0."""
+    return dataclasses.replace(policy, lr_warmup_iters=critic.critic_lr_warmup_iters, lr_warmup_fraction=None, lr_warmup_init=0.0)
+
+
+def value_step(layout: ParallelLayout) -> ForwardStep:
+    """Forward-only pass: the closure returns (values [T],), zero at inactive rows."""
+
+    def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
+        batch = next(batches)
+
+        def collect(output: Tensor, non_loss_data: bool = True) -> tuple[Tensor]:
+            return (torch.where(batch.loss_mask, output[0, :, 0].float(), 0.0),)
+
+        return forward(model, batch, layout), collect
+
+    return step
+
+
+def value_training_step(layout: ParallelLayout, config: ValueLossConfig, scale: float) -> ForwardStep:
+    """Forward and loss of one micro-batch of an optimizer step. scale: see `gradient_scale`."""
+
+    def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
+        batch = next(batches)
+        return forward(model, batch, layout), partial(value_loss_func, batch, config, scale)
+
+    return step
+
+
+def value_loss_func(batch: MicroBatch, config: ValueLossConfig, scale: float, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules. output: values [1, T, 1]."""
+    assert batch.values is not None and batch.returns is not None
+    inputs = ValueInputs(output[0, :, 0], batch.values, batch.returns, batch.loss_mask, batch.loss_weights)
+    result = value_loss(inputs, config)
+    # the schedule divides in place, so the loss it gets is a tensor of its own
+    return result.loss * scale, torch.ones((), dtype=torch.int, device=output.device), {"metrics": dict(result.metrics)}

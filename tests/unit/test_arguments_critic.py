@@ -1,0 +1,128 @@
+"""The critic on the command line: what follows from the other settings, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import parse_args
+from arguments.run_config import RunConfig
+from arguments.validate_critic import CRITIC_RULES, SETTINGS
+from slime_like.config import ConfigError, Problem
+from tests.unit.command_lines import HF_CONFIG, complete
+
+PPO = "--advantage-estimator ppo --num-steps-per-rollout 2 "
+
+
+def parse(folder: Path, flags: str) -> RunConfig:
+    return parse_args(complete(folder, *flags.replace("{folder}", str(folder)).split()), 1)
+
+
+def problems_of(folder: Path, flags: str) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse(folder, flags)
+    return caught.value.problems
+
+
+def write_critic(folder: Path, **changes: object) -> None:
+    """A Hugging Face folder {folder}/critic, as far as the command line reads it."""
+    (folder / "critic").mkdir()
+    config = {**HF_CONFIG, "architectures": ["Qwen2ForTokenClassification"], "num_labels": 1, "classifier_dropout": 0.1}
+    (folder / "critic" / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_defaults(tmp_path: Path) -> None:
+    """--lr of the command line is 1e-5."""
+    run = parse(tmp_path, PPO)
+    assert run.trains_critic and run.algorithm.lambd == 1.0 and run.warnings == ()
+    assert (run.value_loss.value_clip, run.value_loss.value_loss_scale) == (0.2, 0.5)
+    critic = run.critic
+    assert (critic.critic_lr, critic.critic_min_lr, critic.critic_lr_warmup_iters, critic.num_critic_only_steps) == (1e-5, 0, 0, 0)
+    assert critic.critic_load is None
+    assert not parse(tmp_path, "--num-steps-per-rollout 2").trains_critic
+    assert not parse(tmp_path, PPO + "--debug-rollout-only").trains_critic
+
+
+def test_what_follows(tmp_path: Path) -> None:
+    run = parse(tmp_path, PPO + "--min-lr 1e-6 --critic-lr 2e-4")
+    assert run.critic.critic_min_lr == pytest.approx(2e-5), "the policy's share"
+    said = parse(tmp_path, PPO + "--min-lr 1e-6 --critic-min-lr 3e-6").critic
+    assert (said.critic_lr, said.critic_min_lr) == (1e-5, 3e-6)
+
+
+def test_slimes_words(tmp_path: Path) -> None:
+    words = (
+        "--advantage-estimator gae --num-critic-only-steps 1 --value_clip 1e9 --lambd 0.95 --critic_lr_warmup_iters 3 --value-loss-scale 1"
+    )
+    run = parse(tmp_path, words)
+    assert (run.algorithm.advantage_estimator, run.algorithm.lambd, run.value_loss.value_clip) == ("ppo", 0.95, 1e9)
+    assert (run.critic.num_critic_only_steps, run.critic.critic_lr_warmup_iters, run.value_loss.value_loss_scale) == (1, 3, 1.0)
+    assert parse(tmp_path, PPO + "--trainer.algorithm.lambd 0.5 --trainer.algorithm.value_clip 0.1").value_loss.value_clip == 0.1
+
+
+@pytest.mark.parametrize("suffix", ["ForTokenClassification", "ForSequenceClassification", "ForCausalLM"])
+def test_a_critic_to_start_from(tmp_path: Path, suffix: str) -> None:
+    """It may have an output layer of its own or none: it is not used."""
+    write_critic(tmp_path, architectures=[f"Qwen2{suffix}"], tie_word_embeddings=False)
+    assert parse(tmp_path, PPO + "--critic-load {folder}/critic").critic.critic_load == str(tmp_path / "critic")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 2}, "is shaped otherwise than --hf-checkpoint: num_layers 2 (there: 4)"),
+        ({"rope_theta": 5000.0}, "rotary_base 5000.0 (there: 10000.0)"),
+        ({"architectures": ["Qwen2ForQuestionAnswering"]}, "legal values: one of LlamaForCausalLM"),
+    ],
+)
+def test_a_critic_of_another_shape(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+    write_critic(tmp_path, **changes)
+    (found,) = problems_of(tmp_path, PPO + "--critic-load {folder}/critic")
+    assert found.flag == "--critic-load" and said in str(found)
+
+
+def test_a_value_model_is_no_policy(tmp_path: Path) -> None:
+    write_critic(tmp_path)
+    (found,) = problems_of(tmp_path, "--hf-checkpoint {folder}/critic")
+    assert found.flag == "--hf-checkpoint" and "Qwen2ForTokenClassification" in str(found)
+
+
+# name of the rule, or "" for what reading finds; flags; the flag that is named; words
+REFUSED = [
+    *(("critic_settings_have_a_critic", f"--{name.replace('_', '-')} {1e-6 if name == 'critic_min_lr' else 1}", f"--{name.replace('_', '-')}", "goes with --advantage-estimator ppo only")
+      for name in SETTINGS),
+    ("critic_learning_rate", PPO + "--critic-lr 1e-4 --critic-min-lr 2e-4", "--critic-min-lr", "must not be above --critic-lr 0.0001"),
+    ("critic_learning_rate", PPO + "--critic-min-lr 2e-4", "--critic-min-lr", "must not be above --lr 1e-05"),
+    ("critic_warmup", PPO + "--critic-lr-warmup-iters 9 --lr-decay-iters 9", "--critic-lr-warmup-iters", "must be below --lr-decay-iters 9"),
+    ("critic_only_steps", PPO + "--num-critic-only-steps 3", "--num-critic-only-steps", "more than the 2 rollouts"),
+    ("critic_source", PPO + "--critic-load {folder}/none", "--critic-load", "no such folder"),
+    ("critic_source", PPO + "--critic-load {folder}", "--critic-load", "holds neither checkpoints nor"),
+    ("", PPO + "--critic-save {folder}/critic", "--critic-save", "part of every checkpoint in --save"),
+    ("", PPO + "--critic-lr 0", "--critic-lr", "must be > 0"),
+    ("", PPO + "--critic-lr-warmup-iters -1", "--critic-lr-warmup-iters", "must be >= 0"),
+    ("", PPO + "--value-clip 0", "--value-clip", "must be > 0"),
+    ("", PPO + "--value-clip nan", "--value-clip", "finite number"),
+    ("", PPO + "--value-loss-scale -1", "--value-loss-scale", "must be > 0"),
+    ("", PPO + "--critic-num-nodes 1", "--critic-num-nodes", "the critic has the layout of the policy"),
+    ("", PPO + "--critic-num-gpus-per-node 1", "--critic-num-gpus-per-node", "the critic has the layout of the policy"),
+    ("", PPO + "--critic-tensor-model-parallel-size 1", "--critic-tensor-model-parallel-size", "the critic has the layout of the policy"),
+    ("", PPO + "--critic-train-only", "--critic-train-only", "not implemented"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "flags", "flag", "said"), REFUSED, ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)])
+def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+    found = problems_of(tmp_path, flags)
+    assert [p.flag for p in found] == [flag] and said in str(found[0])
+
+
+def test_every_rule_is_broken_somewhere() -> None:
+    assert {rule.__name__ for rule in CRITIC_RULES} == {case[0] for case in REFUSED if case[0]}
+
+
+def test_supervised_training_has_no_critic(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(complete(tmp_path, "--loss-type", "sft_loss", *PPO.split(), "--critic-lr", "1e-4", "--lambd", "0.9"), 1)
+    assert {p.flag for p in caught.value.problems} == {"--advantage-estimator", "--critic-lr", "--lambd"}
