@@ -33,8 +33,8 @@ LOWEST = -1e20  # in place of -inf, whose product with a probability of 0 would 
 
 
 @dataclass(frozen=True, slots=True)
-class _Projection:
-    """The projection of this rank's slice of the vocabulary, cut into blocks. Tensors as in `lean_log_probs`, hidden [N, H]."""
+class Projection:
+    """The projection of this rank's slice of the vocabulary, cut into blocks. Tensors as in `lean_log_probs`, hidden [N, H], floor [N]."""
 
     hidden: Tensor
     weight: Tensor
@@ -42,6 +42,7 @@ class _Projection:
     temperature: float
     num_columns: int  # of this rank, without padding
     chunk_size: int
+    floor: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,10 +82,22 @@ class _Projection:
             logits.mul_(1 / self.temperature)
         return logits, other
 
+    def restrict(self, logits: Tensor, rows: slice, column: Tensor, here: Tensor) -> None:
+        """Ban, in place, what lies below the floor; not the label, which is at `column` where `here`."""
+        if self.floor is not None:
+            below = logits < self.floor[rows].unsqueeze(1)
+            logits.masked_fill_(below.scatter(1, column, below.gather(1, column) & ~here), float("-inf"))
+
     def shifted(self, logits: Tensor, by: Tensor) -> Tensor:
-        """logits - by, in place and finite from below: only a bias bans tokens."""
+        """logits - by, in place and finite from below: only a bias or a floor bans tokens."""
         logits.sub_(by.unsqueeze(1))
-        return logits if self.bias is None else logits.clamp_(min=LOWEST)
+        return logits if self.bias is None and self.floor is None else logits.clamp_(min=LOWEST)
+
+
+def columns_of_rank(weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """(first, number) of the tokens whose rows of the weight this rank has, without padding."""
+    start = 0 if group is None else group.rank() * weight.size(0)
+    return start, max(0, min(weight.size(0), vocab_size - start))
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
@@ -98,7 +111,7 @@ def _in_block(local_labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
-def _softmax_statistics(head: _Projection, local_labels: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax_statistics(head: Projection, local_labels: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
     """(logit of the label, log normaliser, entropy), [N] each, over the whole vocabulary. No host waits for the device."""
     size = head.hidden.size(0)
     top = head.hidden.new_full((size,), LOWEST, dtype=head.dtype)
@@ -108,6 +121,7 @@ def _softmax_statistics(head: _Projection, local_labels: Tensor, group: dist.Pro
         for rows in head.row_blocks():
             z, p = head.blocks(workspace, rows, columns)
             column, here = _in_block(local_labels[rows], columns)
+            head.restrict(z, rows, column, here)
             label_logit[rows] += torch.where(here, z.gather(1, column), 0.0).squeeze(1)
             new_top = torch.maximum(top[rows], z.amax(dim=1))
             _rescale(total[rows], weighted[rows], top[rows] - new_top)
@@ -146,22 +160,22 @@ class _LeanLogProbs(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         chunk_size: int,
+        floor: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        vocab_start = 0 if group is None else group.rank() * weight.size(0)
-        num_columns = max(0, min(weight.size(0), vocab_size - vocab_start))
-        head = _Projection(hidden, weight, bias, temperature, num_columns, chunk_size)
+        vocab_start, num_columns = columns_of_rank(weight, vocab_size, group)
+        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, floor)
         local_labels = labels - vocab_start
         label_logit, log_normaliser, entropy = _softmax_statistics(head, local_labels, group)
-        ctx.save_for_backward(hidden, weight, bias, local_labels, log_normaliser, entropy)
+        ctx.save_for_backward(hidden, weight, bias, local_labels, log_normaliser, entropy, floor)
         ctx.settings = temperature, num_columns, chunk_size
         ctx.set_materialize_grads(False)
         return label_logit - log_normaliser, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, local_labels, log_normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, local_labels, log_normaliser, entropy, floor = ctx.saved_tensors
         temperature, num_columns, chunk_size = ctx.settings
-        head = _Projection(hidden, weight, bias, temperature, num_columns, chunk_size)
+        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, floor)
         # grad z = p (slope (z - log normaliser) + offset), and at the label the gradient of its log-prob
         of_label = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / temperature
         slope = None if grad_entropy is None else -grad_entropy / temperature
@@ -172,28 +186,29 @@ class _LeanLogProbs(torch.autograd.Function):
         for columns in head.column_blocks():
             for rows in head.row_blocks():
                 z, p = head.blocks(workspace, rows, columns)
+                column, here = _in_block(local_labels[rows], columns)
+                head.restrict(z, rows, column, here)
                 z = head.shifted(z, log_normaliser[rows])
                 torch.exp(z, out=p)
                 row_offset = offset[rows].unsqueeze(1)
                 p.mul_(row_offset if slope is None else z.mul_(slope[rows].unsqueeze(1)).add_(row_offset))
-                column, here = _in_block(local_labels[rows], columns)
                 p.scatter_add_(1, column, torch.where(here, of_label[rows].unsqueeze(1), 0.0))
                 grads.add(p, rows, columns)
-        return (*grads.results(), None, None, None, None, None)
+        return (*grads.results(), None, None, None, None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Gradients that are wanted, summed in the precision of `_Projection.dtype`."""
+    """Gradients that are wanted, summed in the precision of `Projection.dtype`."""
 
-    head: _Projection
+    head: Projection
     hidden: Tensor | None  # [N, H]
     weight: Tensor | None  # [V/tp, H] in the weight's own dtype: the sum over rows is taken beside it
     bias: Tensor | None  # [V/tp]
     weight_sum: Tensor | None  # [columns of a block, H], only where weight's dtype is narrower and there are several blocks of rows
 
     @classmethod
-    def like(cls, head: _Projection, wanted: tuple[bool, ...]) -> _Gradients:
+    def like(cls, head: Projection, wanted: tuple[bool, ...]) -> _Gradients:
         hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if wanted[0] else None
         weight = torch.empty_like(head.weight) if wanted[1] else None
         if weight is not None:
@@ -244,13 +259,15 @@ def lean_log_probs(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    floor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of labels [N], entropy [N]) of softmax((hidden weight^T + bias) / temperature), float32 for narrower inputs.
 
     hidden: [T, H]; under sequence parallelism this rank's [T / tp, H]. weight, bias: [V_padded / tp, H] and [V_padded / tp], this rank's
     columns; a bias may hold -inf, which bans a token. labels: [T] int64 over the whole vocabulary. rows: [N] int64, the rows of the T that
     are computed, in this order; None: all. vocab_size: tokens without padding; padded columns get no probability and no gradient.
-    chunk_size: rows of a block; -1: all.
+    chunk_size: rows of a block; -1: all. floor: [N], of sampler_set.py: tokens whose logit over temperature is below it have no
+    probability, and the others share it; the label is never banned. It is a constant.
 
     Matrix products are in the weight's dtype, all else in float32. Results are equal on all ranks of `tp_group`. Each rank gets the
     gradient of its own columns, and that of its hidden states, already summed over the ranks. All ranks of the group must run backward
@@ -263,5 +280,5 @@ def lean_log_probs(
         hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
     if parallel and not sequence_parallel:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=tp_group)
-    log_probs, entropy = _LeanLogProbs.apply(hidden, weight, bias, labels, vocab_size, temperature, tp_group, chunk_size)
+    log_probs, entropy = _LeanLogProbs.apply(hidden, weight, bias, labels, vocab_size, temperature, tp_group, chunk_size, floor)
     return log_probs, entropy
