@@ -4,8 +4,8 @@
 
 Nine of ten responses are short, one of ten is eleven times as long. All methods train the same model on the same samples with the PPO loss, a token
 mean, Adam and clipping, in float32; that they compute the same is checked by loss and gradient norm. Every method runs in a process of its
-own (so that peak memory is its own), in turns, and the fastest step counts. `core s` are seconds of computing, summed over threads, which other
-work on the machine disturbs less than `s`, the seconds that pass; the ratios are of core seconds for one process, of passed seconds for layouts.
+own (so that peak memory is its own), in turns, and the fastest step counts. `core s` are the seconds in which a process computes, of the busiest
+rank where there are several: other work on the machine disturbs them less than `s`, the seconds that pass, but they leave out what ranks wait.
 """
 
 from __future__ import annotations
@@ -255,15 +255,15 @@ def compare(names: Sequence[str], sizes: Sizes, rounds: int) -> dict[str, dict[s
     return results
 
 
-def show(results: dict[str, dict[str, float]], base: str, clock: str, tokens: int) -> None:
-    print(f"\n{'':26} {'core s':>8} {'s':>8} {'tokens/core s':>14} {'memory MiB':>11} {'speed':>7}   (speed 1: {base})")
+def show(results: dict[str, dict[str, float]], base: str, tokens: int) -> None:
+    print(f"\n{'':26} {'core s':>8} {'s':>8} {'tokens/core s':>14} {'memory MiB':>11}   times the speed of {base}, in core s and in s")
     for name, r in results.items():
         r["tokens_per_core_s"] = tokens / r["core_s"]
-        r["speed"] = results[base][clock] / r[clock]
+        r["speed"], r["passed_speed"] = (results[base][clock] / r[clock] for clock in ("core_s", "s"))
         print(
-            f"{name:26} {r['core_s']:8.2f} {r['s']:8.2f} {r['tokens_per_core_s']:14.0f} {r['memory_mib']:11.0f} {r['speed']:7.2f}",
-            flush=True,
-        )
+            f"{name:26} {r['core_s']:8.2f} {r['s']:8.2f} {r['tokens_per_core_s']:14.0f} {r['memory_mib']:11.0f} {r['speed']:9.2f} "
+            f"{r['passed_speed']:9.2f}", flush=True,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -284,11 +284,11 @@ def main() -> None:
     tokens = sum(s.total_length for s in make_samples(sizes)[0])
     print(f"{sizes}: {tokens} tokens in a step")
     one = compare(list(ONE_PROCESS), sizes, options.rounds)
-    show(one, "padded", "core_s", tokens)
+    show(one, "padded", tokens)
     layouts = {}
     if options.layouts:
         layouts = compare(["packed by tokens", *options.layouts], sizes, options.rounds)
-        show(layouts, "packed by tokens", "s", tokens)
+        show(layouts, "packed by tokens", tokens)
     write_json(options.output, {"sizes": vars(sizes), "tokens": tokens, "one_process": one, "layouts": layouts})
 
 

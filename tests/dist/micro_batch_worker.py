@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from slime_like.rollout.debug_data import save_rollout
 from slime_like.trainer import Trainer
 from slime_like.types import Sample, SampleGroup
 from tests.dist.backend_worker import dist
-from tests.dist.convert_worker import parallel
+from tests.dist.convert_worker import parallel_state, read_layout, tensor_parallel
 
 STEPS, GROUPS, GROUP_SIZE = 2, 3, 3
 FLAGS = (
@@ -69,10 +71,31 @@ def train(folder: str, layout: Any, flags: str, out: Path) -> dict[str, Any]:
     return {"rows": rows, "weights": str(out / "weights.safetensors"), "seconds": rows[-1][STEP_SECONDS]}
 
 
+@contextmanager
+def groups_of(flags: str) -> Iterator[Any]:
+    """megatron-core's groups for the sizes in `flags`, in a world that is there already."""
+    words = flags.split()
+
+    def size(name: str) -> int:
+        flag = f"--{name}"
+        return int(words[words.index(flag) + 1]) if flag in words else 1
+
+    stages = size("num-virtual-stages-per-pipeline-rank")
+    parallel_state.initialize_model_parallel(
+        size("tensor-model-parallel-size"),
+        size("pipeline-model-parallel-size"),
+        virtual_pipeline_model_parallel_size=stages if stages > 1 else None,
+        context_parallel_size=size("context-parallel-size"),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield read_layout()
+    parallel_state.destroy_model_parallel()
+
+
 def on_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """cases: name -> [tensor-parallel size, pipeline-parallel size, virtual stages, flags]."""
+    """cases: flags by name."""
     results = {}
-    for name, (tp, pp, vp, flags) in arguments["cases"].items():
-        with parallel(tp, pp, vp) as layout:
+    for name, flags in arguments["cases"].items():
+        with groups_of(flags) as layout:
             results[name] = train(arguments["folder"], layout, flags, Path(arguments["out"]) / name.replace(" ", "_"))
     return results

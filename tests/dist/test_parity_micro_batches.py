@@ -13,25 +13,24 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.dist import micro_batch_worker as worker
-from tests.dist.convert_worker import parallel
 from tests.dist.launch import run_ranks
 
 LIMIT = 1e-5
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu"
 PADDED = "--micro-batch-size 3 --qkv-format bshd"
 TOKEN_MEAN, PROMPT_MEAN = "--loss-reduction token_mean", "--loss-reduction prompt_mean"
-# tensor parallel, pipeline parallel, virtual stages, flags
-TWO_RANKS: dict[str, tuple[int, int, int, str]] = {
-    "DP2 balanced": (1, 1, 1, f"{DYNAMIC} 40"),
-    "DP2 unbalanced": (1, 1, 1, f"{DYNAMIC} 40 --no-balance-data"),
-    "DP2 one micro-batch": (1, 1, 1, f"{DYNAMIC} 1000"),
-    "DP2 a row for each": (1, 1, 1, f"{DYNAMIC} 1 --log-probs-max-tokens-per-gpu 30"),
-    "DP2 token mean": (1, 1, 1, f"{DYNAMIC} 25 {TOKEN_MEAN}"),
-    "DP2 prompt mean": (1, 1, 1, f"{DYNAMIC} 25 {PROMPT_MEAN} --use-distributed-optimizer"),
-    "TP2 SP": (2, 1, 1, f"{DYNAMIC} 40 --tensor-model-parallel-size 2 --sequence-parallel"),
-    "TP2 SP padded": (2, 1, 1, f"{PADDED} --tensor-model-parallel-size 2 --sequence-parallel"),
-    "PP2": (1, 2, 1, f"{DYNAMIC} 40 --pipeline-model-parallel-size 2"),
-    "PP2 VP2": (1, 2, 2, f"{DYNAMIC} 70 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+TWO_RANKS: dict[str, str] = {
+    "DP2 balanced": f"{DYNAMIC} 40",
+    "DP2 unbalanced": f"{DYNAMIC} 40 --no-balance-data",
+    "DP2 one micro-batch": f"{DYNAMIC} 1000",
+    "DP2 a row for each": f"{DYNAMIC} 1 --log-probs-max-tokens-per-gpu 30",
+    "DP2 token mean": f"{DYNAMIC} 25 {TOKEN_MEAN}",
+    "DP2 prompt mean": f"{DYNAMIC} 25 {PROMPT_MEAN} --use-distributed-optimizer",
+    "TP2 SP": f"{DYNAMIC} 40 --tensor-model-parallel-size 2 --sequence-parallel",
+    "TP2 SP padded": f"{PADDED} --tensor-model-parallel-size 2 --sequence-parallel",
+    "CP2": f"{DYNAMIC} 20 --context-parallel-size 2",
+    "PP2": f"{DYNAMIC} 40 --pipeline-model-parallel-size 2",
+    "PP2 VP2": f"{DYNAMIC} 70 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
 }
 ONE_RANK: dict[str, str] = {
     "fixed": "",
@@ -54,7 +53,7 @@ def one(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Resu
     out = tmp_path_factory.mktemp("one")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with parallel() as layout:
+        with worker.groups_of("") as layout:
             return {name: worker.train(files["folder"], layout, flags, out / name) for name, flags in ONE_RANK.items()}
     finally:
         dist.destroy_process_group()
@@ -83,7 +82,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(one: Results, two: list[Results], name: str) -> None:
-    assert_same(two[0][name], reference_of(one, TWO_RANKS[name][3]))
+    assert_same(two[0][name], reference_of(one, TWO_RANKS[name]))
 
 
 @pytest.mark.parametrize("name", list(ONE_RANK)[3:])
@@ -123,7 +122,7 @@ def test_what_is_reported(one: Results, two: list[Results]) -> None:
 def alone() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with parallel() as layout:
+        with worker.groups_of("") as layout:
             yield layout
     finally:
         dist.destroy_process_group()
