@@ -42,7 +42,6 @@ def parallel(tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
-        context_parallel_size=cp,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     yield read_layout()

@@ -23,15 +23,17 @@ FLAGS = (
     "--advantage-estimator ppo --lr 1e-3 --critic-lr 3e-3 --adam-eps 1e-6 --clip-grad 0.5 --weight-decay 0.1 --value-clip 0.1 "
     "--critic-lr-warmup-iters 1 "
 )
-# name -> (tensor, pipeline, virtual, flags)
+# name -> (tensor, pipeline, virtual, context, flags)
 TWO_RANKS = {
-    "TP2": (2, 1, 1, "--tensor-model-parallel-size 2"),
-    "TP2 SP": (2, 1, 1, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "PP2": (1, 2, 1, "--pipeline-model-parallel-size 2"),
-    "PP2 VP2": (1, 2, 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
-    "DP2": (1, 1, 1, ""),
-    "DP2 distributed optimizer": (1, 1, 1, "--use-distributed-optimizer"),
-    "DP2 overlap": (1, 1, 1, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "TP2": (2, 1, 1, 1, "--tensor-model-parallel-size 2"),
+    "TP2 SP": (2, 1, 1, 1, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2": (1, 2, 1, 1, "--pipeline-model-parallel-size 2"),
+    "PP2 VP2": (1, 2, 2, 1, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "CP2": (1, 1, 1, 2, "--context-parallel-size 2"),
+    "DP2": (1, 1, 1, 1, ""),
+    "DP2 distributed optimizer": (1, 1, 1, 1, "--use-distributed-optimizer"),
+    "DP2 token budget": (1, 1, 1, 1, "--use-dynamic-batch-size --max-tokens-per-gpu 40"),
+    "DP2 overlap": (1, 1, 1, 1, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
 }
 
 
@@ -103,12 +105,12 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     """One launch for everything that needs two processes."""
     folder, out = arguments["model"], arguments["out"]
     result: dict[str, Any] = {}
-    for name, (tp, pp, vp, flags) in TWO_RANKS.items():
-        with parallel(tp, pp, vp) as layout:
+    for name, (tp, pp, vp, cp, flags) in TWO_RANKS.items():
+        with parallel(tp, pp, vp, cp=cp) as layout:
             result[name] = train(folder, layout, flags, f"{out}/{name}.pt")
             dist.barrier()
     for name in ("DP2 distributed optimizer", "TP2 SP", "PP2"):
-        tp, pp, vp, flags = TWO_RANKS[name]
+        tp, pp, vp, _, flags = TWO_RANKS[name]
         with parallel(tp, pp, vp) as layout:
             result[f"poison {name}"] = skipped(folder, layout, flags)
     return result

@@ -7,7 +7,14 @@ import math
 import pytest
 
 from slime_like.errors import RunError
-from slime_like.megatron_backend.gates import GateError, SkippedStepGate, check_initial_kl, check_old_log_probs
+from slime_like.megatron_backend.gates import (
+    GateError,
+    SkippedStepGate,
+    check_initial_kl,
+    check_old_log_probs,
+    check_old_values,
+    check_values,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +28,26 @@ def test_old_log_probs(same_packing: bool, half: bool, limit: float) -> None:
             check_old_log_probs(value, same_packing=same_packing, half_precision=half)
 
 
+@pytest.mark.parametrize(
+    ("same_packing", "half", "limit"), [(True, False, 1e-8), (True, True, 1e-8), (False, False, 1e-5), (False, True, 1e-3)]
+)
+def test_old_values(same_packing: bool, half: bool, limit: float) -> None:
+    """Values have a size of their own: above 1 the limit is relative to it."""
+    for size in (0.0, 1.0, 50.0):
+        bound = limit * max(1.0, size)
+        check_old_values(bound, values_abs=size, same_packing=same_packing, half_precision=half)
+        for value in (1.01 * bound, math.inf, math.nan):
+            with pytest.raises(GateError, match="do not compute the same model"):
+                check_old_values(value, values_abs=size, same_packing=same_packing, half_precision=half)
+
+
+def test_values_that_are_not_finite() -> None:
+    fine = {"rollout/values_nonfinite": 0.0, "rollout/values_mean": 2.0}
+    assert check_values(fine) == fine
+    with pytest.raises(GateError, match=r"not finite \(3 of them"):
+        check_values({"rollout/values_nonfinite": 3.0})
+
+
 @pytest.mark.parametrize(("half", "limit"), [(False, 1e-8), (True, 1e-3)])
 def test_initial_kl(half: bool, limit: float) -> None:
     for value in (0.0, limit, -limit):
@@ -31,6 +58,7 @@ def test_initial_kl(half: bool, limit: float) -> None:
 
 
 def test_skipped_steps_in_a_row() -> None:
+    assert (SkippedStepGate(patience=2, whose="critic's ").check(True, math.nan) or "").startswith("critic's optimizer step skipped")
     gate = SkippedStepGate(patience=2)
     assert gate.check(False, 1.0) is None
     assert "NaN (1 in a row, 1 in all)" in (gate.check(True, math.nan) or "")
