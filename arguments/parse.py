@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import slime_like
-from arguments.groups import DataConfig, ModelConfig, RewardConfig
+from arguments.groups import ModelConfig
 from arguments.help import help_text
 from arguments.hf_model import HfModel, read_hf_model
 from arguments.loss_choice import choose_loss, settle_loss
@@ -21,7 +21,7 @@ from arguments.run_config import RunConfig, TeacherModel
 from arguments.table import GROUPS, FlagTable, flag_table, normalise
 from arguments.validate import Settings, global_batch_of, virtual_stages_of
 from arguments.validate_critic import completed_critic
-from arguments.validate_run import TASK_PREFIX, check, settings_of_other_losses, warnings_of
+from arguments.validate_run import check, settings_of_other_losses, warnings_of
 from arguments.words import Given, merge, read_command_line, read_run_file
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem, flag_name
@@ -156,7 +156,6 @@ def _draft(given: Given, loss: PolicyLoss, policy_loss: Any, checkpoint: HfModel
         policy_loss_type=loss.name,
         advantage_estimator=advantage_estimators.canonical(configs["algorithm"].advantage_estimator),
     )
-    configs["reward"] = _reward_of_the_source(configs["reward"], configs["data"])
     explicit, problems = network_of_flags(values)
     if checkpoint is not None:
         said = {name: values[name] for name in checkpoint.gpt if name in values}
@@ -177,12 +176,6 @@ def _draft(given: Given, loss: PolicyLoss, policy_loss: Any, checkpoint: HfModel
     )
     problems += check(settings)
     return _Draft(settings, problems)
-
-
-def _reward_of_the_source(reward: RewardConfig, data: DataConfig) -> RewardConfig:
-    """A reasoning_gym source scores itself where no other reward is chosen."""
-    chosen = reward.rm_type is not None or reward.custom_rm_path is not None
-    return reward if chosen or not (data.prompt_data or "").startswith(TASK_PREFIX) else dataclasses.replace(reward, rm_type="task")
 
 
 def _shape_differences(flag: str, folder: str | None, model: ModelConfig, policy: HfModel, *, value_head: bool = False) -> list[Problem]:

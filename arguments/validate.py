@@ -31,6 +31,8 @@ from slime_like.losses.off_policy import OffPolicyConfig
 from slime_like.losses.registry import PolicyLoss
 from slime_like.losses.value_loss import ValueLossConfig
 
+TASK_PREFIX = "reasoning_gym:"  # of a source that makes its rows, answers and scores itself
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

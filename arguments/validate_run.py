@@ -8,7 +8,7 @@ from pathlib import Path
 
 from arguments.from_dataclass import Flag
 from arguments.loss_choice import loss_fields
-from arguments.validate import BATCH_RULES, NETWORK_RULES, PARALLEL_RULES, Rule, Settings, global_batch_of, problem
+from arguments.validate import BATCH_RULES, NETWORK_RULES, PARALLEL_RULES, TASK_PREFIX, Rule, Settings, global_batch_of, problem
 from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES, idle_advantage_settings, idle_correction_settings
 from arguments.validate_batches import MICRO_BATCH_RULES
 from arguments.validate_critic import CRITIC_RULES
@@ -23,7 +23,6 @@ from slime_like.losses.registry import policy_losses
 from slime_like.rewards.custom import load_function
 from slime_like.rewards.registry import rewards
 
-TASK_PREFIX = "reasoning_gym:"
 _ROW_RANGE = re.compile(r"@\[[^\]]*\]$")
 
 # --- algorithm -------------------------------------------------------------------------------------------------------
@@ -161,8 +160,11 @@ def prompts(s: Settings) -> list[Problem]:
 
 def missing_data(name: str, spec: str) -> list[Problem]:
     """A data source that is not there. Its contents are checked when it is opened."""
+    if spec.startswith(TASK_PREFIX):
+        library = rewards.get("task").missing_library()
+        return [] if library is None else problem(name, spec, f"needs {library}; install it with: pip install 'slime_like[tasks]'")
     path = Path(_ROW_RANGE.sub("", spec))
-    if spec.startswith(TASK_PREFIX) or path.is_file():
+    if path.is_file():
         return []
     return problem(name, spec, "is a folder; name a .jsonl or .parquet file in it" if path.is_dir() else "no such file")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from arguments.validate import Rule, Settings, problem
+from arguments.validate import TASK_PREFIX, Rule, Settings, problem
 from slime_like.config import Problem
 
 # The answers are the responses and all have the same weight: there is no advantage, no old policy and no reference.
@@ -22,7 +22,7 @@ def supervised_loss(s: Settings) -> list[Problem]:
     found = []
     if "policy_loss_type" in s.given and s.loss.name != "cross_entropy":
         found += problem("policy_loss_type", s.algorithm.policy_loss_type, "does not go with --loss-type sft_loss; leave it out")
-    if s.data.label_key is None:
+    if s.data.label_key is None and not (s.data.prompt_data or "").startswith(TASK_PREFIX):  # such a source names its answers itself
         found += problem("label_key", None, "is missing: the field that holds the answer to learn (--loss-type sft_loss)")
     return found
 

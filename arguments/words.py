@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import yaml
 from arguments.aliases import ALIASES, DEPRECATED, NO_EFFECT, PRESETS, VALUES_NOT_IMPLEMENTED, not_implemented, without_skyrl_prefix
 from arguments.from_dataclass import Flag
 from arguments.table import GROUPS, FlagTable, normalise
-from slime_like.config import ConfigError, Problem
+from slime_like.config import ConfigError, Problem, value_problem
 
 _FLAG = re.compile(r"--?[A-Za-z][\w.\-]*(=.*)?", re.DOTALL)
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -162,15 +161,14 @@ def _scalar(flag: Flag, value: Any) -> Any:
             result = number(str(value).replace("_", ""))
         except ValueError as error:
             raise ValueError(f"must be {_item_words(number)}{legal_words(flag)}") from error
-        if not math.isfinite(result):
-            raise ValueError("must be a finite number")
     else:
         result = str(value)
-    if flag.choices is not None and result not in flag.choices:
-        later = VALUES_NOT_IMPLEMENTED.get(flag.dest, {}).get(str(result))
-        raise ValueError(f"is known but not implemented yet: {later}{legal_words(flag)}" if later else f"unknown value{legal_words(flag)}")
-    if flag.legal is not None and not flag.legal.holds(result):
-        raise ValueError(f"must be {flag.legal.words}")
+    later = VALUES_NOT_IMPLEMENTED.get(flag.dest, {}).get(str(result))
+    if later and flag.choices is not None and result not in flag.choices:
+        raise ValueError(f"is known but not implemented yet: {later}{legal_words(flag)}")
+    wrong = value_problem(result, flag.choices, flag.legal)
+    if wrong is not None:
+        raise ValueError(wrong)
     return result
 
 

@@ -84,21 +84,26 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def value_problem(value: Any, choices: Sequence[Any] | None, legal: Range | None) -> str | None:
+    """What is wrong with one value, in words that follow its flag; None where it is right. Both the command line and `check_fields` ask here."""
+    if choices is not None and value not in choices:
+        return f"unknown value; legal values: {', '.join(map(str, choices))}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if legal is not None and not legal.holds(value):
+        return f"must be {legal.words}"
+    return None
+
+
 def check_fields(config: Any) -> list[Problem]:
-    """Problems of the fields of `config` on their own: legal values, ranges, NaN. Cross-field rules live in arguments/validate.py."""
+    """Problems of the fields of `config` on their own: legal values, ranges, NaN and infinity. Cross-field rules live in arguments/validate.py."""
     problems = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value is None:
             continue
-        choices, legal = field.metadata.get("choices"), field.metadata.get("legal")
-        values = value if isinstance(value, list | tuple) else [value]
-        for item in values:
-            if choices is not None and item not in choices:
-                words = ", ".join(map(str, choices))
-                problems.append(Problem(flag_name(field.name), item, f"unknown value; legal values: {words}"))
-            elif isinstance(item, float) and math.isnan(item):
-                problems.append(Problem(flag_name(field.name), item, "is not a number"))
-            elif legal is not None and not legal.holds(item):
-                problems.append(Problem(flag_name(field.name), item, f"must be {legal.words}"))
+        for item in value if isinstance(value, list | tuple) else [value]:
+            wrong = value_problem(item, field.metadata.get("choices"), field.metadata.get("legal"))
+            if wrong is not None:
+                problems.append(Problem(flag_name(field.name), item, wrong))
     return problems

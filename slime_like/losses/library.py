@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.config import ConfigError, check_fields
 from slime_like.losses.inputs import from_packed, from_padded
 from slime_like.losses.off_policy import OffPolicyConfig, off_policy_correction
 from slime_like.losses.reductions import reduction_weights
@@ -39,7 +40,7 @@ def compute_policy_loss(
 
     loss_weights: as log_probs, see `token_weights`. tensors: advantages, old_log_probs, ref_log_probs, entropy, ... of `LossInputs`, as
     log_probs each; importance_level and selection_seed too. config: settings of the loss; None takes the defaults. Raises
-    ValueError for an unknown loss, a missing tensor or setting, or a wrong shape.
+    ValueError for an unknown loss, a missing tensor, a missing or illegal setting, or a wrong shape.
     """
     loss = policy_losses.get(name)
     defaults = loss.alias_defaults.get(name, {})
@@ -47,7 +48,10 @@ def compute_policy_loss(
         inputs = from_padded(log_probs, loss_mask, loss_weights, **tensors)
     else:
         inputs = from_packed(log_probs, loss_mask, loss_weights, seq_ids=seq_ids, **tensors)
-    return total_loss(inputs, loss, config if config is not None else loss.config_type(**defaults), terms or LossTerms())
+    config = config if config is not None else loss.config_type(**defaults)
+    if problems := check_fields(config):
+        raise ConfigError(problems)
+    return total_loss(inputs, loss, config, terms or LossTerms())
 
 
 def token_weights(reduction: str, loss_mask: Tensor, *, seq_ids: Tensor | None = None, **of_samples: Any) -> Tensor:

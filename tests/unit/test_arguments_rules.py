@@ -15,6 +15,7 @@ from arguments.validate_losses import LOSS_RULES
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_run import RULES, WARNINGS
 from slime_like.config import ConfigError, Problem
+from slime_like.rewards.registry import reward_of
 from tests.unit.command_lines import complete
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 64"
@@ -119,6 +120,8 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("reward_is_usable", "--custom-rm-path json.nothing", ("--rm-type",), 1, "--custom-rm-path", "nothing"),
     ("evaluation", "--eval-interval 2", (), 1, "--eval-interval", "needs --eval-prompt-data"),
     ("evaluation", "--eval-prompt-data a {folder}/prompts.jsonl", (), 1, "--eval-interval", "is missing"),
+    ("evaluation", "--eval-interval 2 --eval-prompt-data a {folder}/prompts.jsonl b {folder}/prompts.jsonl a {folder}/prompts.jsonl", (), 1,
+     "--eval-prompt-data", "names a set twice"),
     ("evaluation", "--eval-interval 2 --eval-prompt-data a", (), 1, "--eval-prompt-data", "pairs"),
     ("evaluation", "--eval-interval 2 --eval-prompt-data a {folder}/none.jsonl", (), 1, "--eval-prompt-data", "no such file"),
     ("folders", "--ref-load {folder}/none", (), 1, "--ref-load", "no such folder"),
@@ -214,6 +217,7 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         "--load-debug-rollout-data {folder}/{rollout_id} --debug-train-only",
         "--loss-reduction seq_mean_token_sum_norm --loss-norm-length 128",
+        "--loss-type sft_loss --prompt-data reasoning_gym:chain_sum?size=4",
         "--loss-type sft_loss --entropy-coef 0 --no-use-kl-loss",
         "--loss-type sft_loss --rm-type math --rollout-temperature 0.5 --eval-interval 2 --eval-prompt-data a {folder}/prompts.jsonl",
         "--loss-type sft_loss --eval-interval 2 --eval-prompt-data a reasoning_gym:chain_sum?size=4",
@@ -234,7 +238,11 @@ def test_what_is_right_passes(tmp_path: Path, flags: str) -> None:
 def test_a_task_source_scores_itself_unless_a_reward_is_chosen(tmp_path: Path) -> None:
     source = ("--prompt-data", "reasoning_gym:spell_backward?size=4")
     left_out = ("--prompt-data", "--label-key", "--rm-type")
-    assert parse_args(complete(tmp_path, *source, without=left_out), 1).reward.rm_type == "task"
+    assert parse_args(complete(tmp_path, *source, without=left_out), 1).reward.rm_type is None
+    assert reward_of(None, {"task": {"name": "spell_backward", "options": {}}, "entry": {}}) == "task"
+    file = ("--eval-interval", "2", "--eval-prompt-data", "a", f"{tmp_path}/prompts.jsonl")
+    (found,) = problems_of(complete(tmp_path, *source, *file, without=left_out), 1)
+    assert found.flag == "--rm-type", "a file beside it has no scorer"
     assert parse_args(complete(tmp_path, *source, "--rm-type", "math", without=left_out), 1).reward.rm_type == "math"
     (tmp_path / "own.py").write_text("def reward(args, sample):\n    return 1.0\n")
     own = f"{tmp_path}/own.py:reward"

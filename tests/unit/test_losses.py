@@ -217,7 +217,7 @@ def test_padded_tensors_of_another_shape_are_refused() -> None:
         (PPOConfig(eps_clip=-0.1), "--eps-clip", "must be >= 0"),
         (PPOConfig(eps_clip_high=-0.1), "--eps-clip-high", "must be >= 0"),
         (PPOConfig(eps_clip_c=1.0), "--eps-clip-c", "must be > 1"),
-        (PPOConfig(eps_clip=math.nan), "--eps-clip", "not a number"),
+        (PPOConfig(eps_clip=math.nan), "--eps-clip", "must be a finite number"),
         (SAPOConfig(sapo_tau_pos=0.0), "--sapo-tau-pos", "must be > 0"),
         (SAPOConfig(sapo_tau_neg=-1.0), "--sapo-tau-neg", "must be > 0"),
         (SAPOConfig(sapo_ratio_level="prompt"), "--sapo-ratio-level", "token, sequence"),

@@ -20,6 +20,7 @@ from slime_like.losses import (
     policy_losses,
     token_weights,
 )
+from slime_like.losses.sapo import SAPOConfig
 from tests.unit.test_losses_prescaling import OF_SAMPLES
 from tests.unit.test_losses_total import TERMS, config_of, random_step
 
@@ -122,6 +123,12 @@ def test_the_correction_of_padded_tensors(kind: str) -> None:
     assert torch.equal(shaped.importance_weights.flatten(), flat.importance_weights)  # type: ignore[arg-type]
     assert shaped.importance_level == kind and shaped.metrics.keys() == flat.metrics.keys()
     assert compute_off_policy_correction(OffPolicyConfig(), *[step["old_log_probs"]] * 2, step["loss_mask"]).keep_mask is None
+
+
+def test_illegal_settings_are_named() -> None:
+    row, mask = torch.zeros(1, 2), torch.ones(1, 2)
+    with pytest.raises(ValueError, match=r"--sapo-tau-pos \(given: 0.0\): must be > 0"):
+        compute_policy_loss("sapo", row, mask, mask, config=SAPOConfig(sapo_tau_pos=0.0), advantages=row, old_log_probs=row)
 
 
 def test_wrong_shapes_are_named() -> None:
