@@ -122,9 +122,20 @@ def routing_is_possible(s: Settings) -> list[Problem]:
     return []
 
 
+def replay_has_something_to_replay(s: Settings) -> list[Problem]:
+    if not s.algorithm.use_routing_replay:
+        return []
+    if not experts_of(s):
+        return problem("use_routing_replay", None, "has no effect: the network has no experts; leave it out")
+    if s.algorithm.use_rollout_logprobs or s.algorithm.loss_type == "sft_loss":
+        why = "--loss-type sft_loss" if s.algorithm.loss_type == "sft_loss" else "--use-rollout-logprobs"
+        return problem("use_routing_replay", None, f"needs the pass of the old log-probs, which {why} leaves out")
+    return []
+
+
 MOE_RULES: tuple[Rule, ...] = (
     experts_are_there, expert_parallel_sizes, experts_need_sequence_parallel, dispatcher_fits_the_pipeline, expert_kernels_are_there,
-    balancing_is_complete, routing_is_possible,
+    balancing_is_complete, routing_is_possible, replay_has_something_to_replay,
 )  # fmt: skip
 
 

@@ -90,6 +90,7 @@ class BatchMaker:
                 sample,
                 advantages=advantages.values[i],
                 old_log_probs=old[i].log_probs,
+                routes=old[i].routes,
                 ref_log_probs=None if ref is None else ref[i].log_probs,
                 keep_mask=corrections[i].keep_mask,
                 importance_weights=corrections[i].importance_weights,

@@ -94,6 +94,7 @@ class TrainSample:
     nll_weights: Tensor | None = None  # [R] float32, see `LossInputs`
     values: Tensor | None = None  # [R] float32, the critic's, before the update
     returns: Tensor | None = None  # [R] float32, what the critic learns; NaN where there is no target
+    routes: Tensor | None = None  # [L, expert layers of this pipeline stage, topk] int16: the experts that are to be chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class MicroBatch:
     active_rows: Tensor | None = None  # [A] int64, where loss_mask is True; None: not looked up yet
     selection_seed: int = 0  # of losses that choose tokens at random; equal on ranks that hold the same tokens, or sequences
     places: Tensor | None = None  # [T] int64: row where one process packs it; None: the row itself
+    routes: Tensor | None = None  # [T, expert layers of this pipeline stage, topk] int16, negative where the router chooses itself
 
     @property
     def num_seqs(self) -> int:

@@ -58,6 +58,9 @@ class AlgorithmConfig:
         0.0, "VAPO: weight of the mean negative log-prob of samples with a reward above 0, added to the loss.", legal=NON_NEGATIVE
     )
     use_rollout_logprobs: bool = arg(False, "Take the sampler's log-probs as the old ones, without recomputing them.")
+    use_routing_replay: bool = arg(
+        False, "Mixtures of experts: in the update, send each token to the experts that the pass of the old log-probs chose for it."
+    )
     num_steps_per_rollout: int | None = arg(
         None, "Optimizer steps into which each rollout is cut; default: from --global-batch-size, else 1.", legal=AT_LEAST_ONE
     )

@@ -24,7 +24,7 @@ from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SaveReport, load_checkpoint, load_weights
 from slime_like.megatron_backend.critic import make_critic, start_from_policy, value_step, value_training_step
-from slime_like.megatron_backend.experts import agreed_lengths
+from slime_like.megatron_backend.experts import agreed_lengths, routing_metrics
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import Head, Objective, gradient_scale, log_prob_step, training_step
@@ -45,6 +45,7 @@ class TokenStatistics:
 
     log_probs: Tensor  # [R] float32
     entropy: Tensor  # [R] float32
+    routes: Tensor | None = None  # [L, expert layers of this pipeline stage, topk] int16: where its tokens went, if it was recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,14 @@ class MegatronBackend:
         parts = cut(samples, micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True), self.layout)
         network = self.policy if network is None else network
         head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
-        log_probs, entropy = network.evaluate(log_prob_step(head), parts.groups, self._pack(parts.groups))
-        return parts.in_order([TokenStatistics(lp, h) for lp, h in zip(log_probs, entropy)])
+        batches = self._pack(parts.groups)
+        if self.algorithm.use_routing_replay and network is self.policy:
+            log_probs, entropy = self.policy.evaluate(log_prob_step(head), parts.groups, batches, record_routes=True)
+            routes: list[Any] = list(self.policy.recorded_routes(parts.groups, batches))
+        else:
+            log_probs, entropy = network.evaluate(log_prob_step(head), parts.groups, batches)
+            routes = [None] * len(log_probs)
+        return parts.in_order([TokenStatistics(lp, h, r) for lp, h, r in zip(log_probs, entropy, routes, strict=True)])
 
     def accumulate(self, batch: TrainBatch) -> PendingStep:
         """Forward and backward over one optimizer step's samples; gradients are reduced, weights not yet changed.
@@ -141,7 +148,9 @@ class MegatronBackend:
         batches = with_selection_seeds(batches, self._seed, self.trained.scheduler.num_steps, self.layout.dp_rank)
         step = training_step(self.head, self.objective, gradient_scale(self.layout, len(batches)))
         packing = packing_metrics(parts, batches, size)
-        return PendingStep(self._reduced(self.trained.accumulate(step, batches), packing), self.trained)
+        metrics = self._reduced(self.trained.accumulate(step, batches), packing)
+        metrics |= routing_metrics(self.policy.chunks, self.transformer, self.layout, len(batches))
+        return PendingStep(metrics, self.trained)
 
     def apply_gradients(self, pending: PendingStep) -> StepResult:
         """The optimizer step of `accumulate` or `accumulate_critic`; skipped on all ranks when the gradient norm is not finite."""
@@ -164,7 +173,8 @@ class MegatronBackend:
         """As `accumulate`, for the critic."""
         assert self.critic is not None
         size = micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=False)
-        batches = self._pack(cut(batch.samples, size, self.layout).groups)
+        own = [dataclasses.replace(sample, routes=None) for sample in batch.samples]  # the routes are the policy's
+        batches = self._pack(cut(own, size, self.layout).groups)
         step = value_training_step(self.layout, self._value_loss, gradient_scale(self.layout, len(batches)))
         return PendingStep(self._reduced(self.critic.accumulate(step, batches)), self.critic)
 

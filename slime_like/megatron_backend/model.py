@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,6 +24,7 @@ from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.policy_model import HalfPrecisionModule, PolicyModel
 from slime_like.megatron_backend.value_model import ValueModel
 from slime_like.ops.attention import PackedAttention
+from slime_like.ops.router import PackedRouter
 
 
 def padded_vocab_size(gpt: GPTModelConfig, tp_size: int) -> int:
@@ -51,6 +53,8 @@ def decoder_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int
     for layer in block.layer_specs:
         if transformer_impl != "transformer_engine":
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        if isinstance(experts := layer.submodules.mlp.submodules, MoESubmodules):
+            experts.router = PackedRouter
     return block
 
 

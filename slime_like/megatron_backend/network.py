@@ -19,6 +19,13 @@ from torch import Tensor
 from arguments.groups import GPTModelConfig, ScheduleConfig
 from arguments.hf_model import read_hf_model
 from slime_like.convert.load import load_hf_weights
+from slime_like.megatron_backend.experts import (
+    begin_routing,
+    expert_biases,
+    recorded_routes,
+    restore_expert_biases,
+    routes_of_samples,
+)
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import ForwardStep
@@ -26,6 +33,7 @@ from slime_like.megatron_backend.model import build_chunks, to_model_precision, 
 from slime_like.megatron_backend.optimizer import build_optimizer, build_scheduler, step_if_finite
 from slime_like.megatron_backend.packing import join_context_ranks, unpack
 from slime_like.megatron_backend.schedule import run_schedule
+from slime_like.ops.router import routers_of
 from slime_like.types import MicroBatch, TrainSample
 
 
@@ -70,12 +78,16 @@ class Network:
     def finish_updates(self) -> None:
         """Weights are current once this returns; before it, an update may still be on its way."""
 
-    def evaluate(self, step: ForwardStep, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]) -> list[list[Tensor]]:
+    def evaluate(
+        self, step: ForwardStep, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch], *, record_routes: bool = False
+    ) -> list[list[Tensor]]:
         """Forward-only over `batches`, which hold the samples of `groups`. `step`'s closure gives a tuple of columns [T]; returns for each
-        column the response values [R] of every sample, on the host of every pipeline stage and context-parallel rank."""
+        column the response values [R] of every sample, on the host of every pipeline stage and context-parallel rank. record_routes: keep
+        which experts are chosen, for `recorded_routes`."""
         training = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()
+        begin_routing(self.chunks, batches, self.layout, record=record_routes)
         outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=True)
         for module, was_training in zip(self.modules, training):
             module.train(was_training)
@@ -87,6 +99,14 @@ class Network:
             for column, row in zip(columns, values):
                 column += [value.clone() for value in unpack(row, group, batch.cu_seqlens)]
         return columns
+
+    def recorded_routes(self, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Of the last `evaluate`: the experts that each sample's tokens went to in this stage's layers, [L, expert layers, topk] int16."""
+        routers = routers_of(self.chunks)
+        if not routers:  # of this stage
+            return [torch.zeros(sample.tokens.numel(), 0, 1, dtype=torch.int16) for group in groups for sample in group]
+        table = self._from_context_ranks(recorded_routes(routers, self.layout), batches)
+        return routes_of_samples(table, groups, batches, topk=self.config.moe_router_topk)
 
     def _from_context_ranks(self, table: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
         """The table of this rank's rows -> of the rows of all context-parallel ranks, in the order of the whole micro-batches."""
@@ -133,6 +153,7 @@ class TrainedNetwork(Network):
         self.optimizer = build_optimizer(optimizer, self.modules)
         self.scheduler = build_scheduler(self.optimizer, optimizer, schedule, total_steps=total_steps)
         self._gathers_late = ddp.overlap_param_gather
+        self._expert_biases: list[Tensor] = []  # of before the gradients that are accumulated
         # what Megatron's schedules and gradient finalisation expect to find
         self.config.finalize_model_grads_func = finalize_model_grads
         if ddp.overlap_grad_reduce:
@@ -146,6 +167,8 @@ class TrainedNetwork(Network):
             module.train()
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._expert_biases = expert_biases(self.chunks)
+        begin_routing(self.chunks, batches, self.layout)
         return run_schedule(self.modules, batches, step, self.layout, forward_only=False)
 
     def apply_gradients(self) -> tuple[bool, float, float]:
@@ -155,6 +178,8 @@ class TrainedNetwork(Network):
         stepped, grad_norm = step_if_finite(self.optimizer)
         if stepped:
             self.scheduler.step(increment=1)
+        else:
+            restore_expert_biases(self.chunks, self._expert_biases)
         return stepped, grad_norm, learning_rate
 
     def load_hf(self, folder: str) -> None:

@@ -126,7 +126,19 @@ def pack(
         returns=per_token(lambda s: s.returns, torch.float32),
         places=None if cp_size == 1 else _places(samples, seq_ids, positions).to(device),
         is_padding=(positions >= real_lengths[seq_ids]).to(device),
+        routes=_routes(samples, starts, total, device),
     )
+
+
+def _routes(samples: Sequence[TrainSample], starts: Sequence[int], total: int, device: torch.device) -> Tensor | None:
+    """[T, layers, topk] of the samples' rows, -1 at padding; None when a sample has no routes."""
+    given = [s.routes for s in samples if s.routes is not None]
+    if len(given) < len(samples):
+        return None
+    out = torch.full((total, *given[0].shape[1:]), -1, dtype=torch.int16)
+    for start, routes in zip(starts, given):
+        out[start : start + routes.size(0)] = routes
+    return out.to(device)
 
 
 def _places(samples: Sequence[TrainSample], seq_ids: Tensor, positions: Tensor) -> Tensor:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from arguments.parse import parse_args
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
-from tests.dist.backend_worker import random_samples, settings, share, weights
+from slime_like.ops.router import routers_of
+from slime_like.types import TrainBatch
+from tests.dist.backend_worker import poison_one_rank, random_samples, settings, share, weights
 from tests.dist.convert_worker import parallel
 
 GRADIENTS = "--optimizer sgd --sgd-momentum 0 --clip-grad 0 --weight-decay 0 --lr 1"  # one step moves every weight by its gradient
@@ -24,6 +29,7 @@ def sizes_of(flags: str) -> dict[str, int]:
         "pp": "--pipeline-model-parallel-size",
         "vp": "--num-virtual-stages-per-pipeline-rank",
         "ep": "--expert-model-parallel-size",
+        "cp": "--context-parallel-size",
         "etp": "--expert-tensor-parallel-size",
         "cp": "--context-parallel-size",
     }
@@ -40,9 +46,24 @@ def gradients(folder: str, layout: ParallelLayout, flags: str) -> tuple[float, d
 
 
 def three_steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
-    backend = MegatronBackend(settings(folder, f"{flags} {ADAM}"), layout, total_steps=8)
-    steps = [backend.update(share(random_samples(seed), layout)) for seed in (1, 2, 3)]
-    return dict(losses=[s.metrics["loss"] for s in steps], grad_norms=[s.grad_norm for s in steps], weights=weights(backend))
+    """With --use-routing-replay the routes of all three steps are those of the first weights, and the steps are large."""
+    replay = "--use-routing-replay" in flags
+    backend = MegatronBackend(settings(folder, f"{flags} {ADAM}{' --lr 2e-3' if replay else ''}"), layout, total_steps=8)
+    batches = [share(random_samples(seed), layout) for seed in (1, 2, 3)]
+    if replay:
+        batches = [with_routes(backend, batch) for batch in batches]
+    steps = [backend.update(batch) for batch in batches]
+    return dict(
+        losses=[s.metrics["loss"] for s in steps],
+        grad_norms=[s.grad_norm for s in steps],
+        moe=[{name: value for name, value in s.metrics.items() if name.startswith("moe_")} for s in steps],
+        weights=weights(backend),
+    )
+
+
+def with_routes(backend: MegatronBackend, batch: TrainBatch) -> TrainBatch:
+    told = backend.compute_log_probs(batch.samples)
+    return TrainBatch(tuple(dataclasses.replace(s, routes=t.routes) for s, t in zip(batch.samples, told, strict=True)))
 
 
 def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
@@ -52,5 +73,59 @@ def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
         with parallel(**sizes_of(flags)) as layout:
             loss, grads = gradients(folder, layout, flags)
             results[name] = dict(loss=loss, gradients=grads, **three_steps(folder, layout, flags))
+    if rank == 0:
+        torch.save(results, arguments["out"])
+
+
+SIGMOID = """--debug-train-only --load-debug-rollout-data {rollout_id} --lr 1e-2 --num-rollout 4 --rollout-batch-size 2
+    --n-samples-per-prompt 4 --no-tensorboard --no-progress --vocab-size 61 --num-layers 2 --hidden-size 32 --ffn-hidden-size 48
+    --num-attention-heads 4 --position-embedding-type rope --max-position-embeddings 128 --swiglu --normalization RMSNorm --disable-bias-linear
+    --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-router-bias-update-rate 0.01"""
+
+
+def expert_bias(layout: ParallelLayout, flags: str) -> dict[str, Any]:
+    """Loads of all ranks in a step and the biases after it, then after a step that is skipped; whether checkpoints have them."""
+    backend = MegatronBackend(parse_args(f"{SIGMOID} {flags}".split(), layout.world_size), layout, total_steps=8)
+    routers = routers_of(backend.policy.chunks)
+
+    def biases() -> list[list[float]]:
+        return [router.expert_bias.tolist() for router in routers]
+
+    batch = share(random_samples(1), layout)
+    backend.compute_log_probs(batch.samples)  # counts nothing
+    first = backend.update(batch)
+    loads = torch.stack([router.load for router in routers])
+    dist.all_reduce(loads)
+    after = biases()
+    handle = poison_one_rank(backend, layout.world_size - 1, float("nan"))
+    skipped = backend.update(share(random_samples(2), layout)).skipped
+    kept = biases() == after
+    if handle is not None:
+        handle.remove()
+    backend.update(share(random_samples(2), layout))
+    saved = sum("expert_bias" in key for chunk in backend.policy.chunks for key in chunk.sharded_state_dict())
+    return dict(
+        first_skipped=first.skipped, loads=loads.tolist(), biases=after, skipped=skipped, kept=kept, moved=biases() != after, saved=saved
+    )
+
+
+def balancing(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """One launch for the auxiliary losses and the expert bias."""
+    auxiliary_gradients(rank, arguments)
+    with parallel(ep=2) as layout:
+        return expert_bias(layout, "--expert-model-parallel-size 2")
+
+
+def auxiliary_gradients(rank: int, arguments: dict[str, Any]) -> None:
+    """For every case, by name: gradients and metrics of a step in which only the auxiliary losses count. Rank 0 writes them to `out`."""
+    results: dict[str, Any] = {}
+    for name, flags in arguments["cases"].items():
+        with parallel(**sizes_of(flags)) as layout:
+            backend = MegatronBackend(settings(arguments["model"], f"{flags} {GRADIENTS}"), layout, total_steps=8)
+            before = weights(backend)
+            silent = [dataclasses.replace(s, loss_weights=0 * s.loss_weights) for s in random_samples(1)]
+            result = backend.update(share(silent, layout))
+            results[name] = {n: before[n] - after for n, after in weights(backend).items()}, dict(result.metrics)
     if rank == 0:
         torch.save(results, arguments["out"])

@@ -6,6 +6,7 @@ has other samples. The auxiliary losses have a test of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.dist.launch import run_ranks
 from tests.dist.test_convert_moe import make_models
 
 LIMIT = 1e-5
+REPLAY_LIMIT = 1e-4  # larger steps, so that the routers' own choice changes: rounding grows with them
 EP2, PP2 = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 # by number of processes: name -> (model, flags)
@@ -24,6 +26,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "one": ("qwen3-moe", ""),
         "one, dense layers": ("qwen3-moe-dense-layers", ""),
         "one, shared experts": ("qwen2-moe", ""),
+        "one, replay": ("qwen3-moe", "--use-routing-replay"),
     },
     2: {
         "EP2": ("qwen3-moe", EP2),
@@ -36,6 +39,12 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "EP2, shared experts": ("qwen2-moe", EP2),
         "ETP2, shared experts": ("qwen2-moe", TP2),
         "CP2 EP2": ("qwen3-moe", f"{EP2} --context-parallel-size 2"),
+        "TP2 EP2, replay, recomputed": (
+            "qwen3-moe",
+            f"--use-routing-replay {TP2} {EP2} --expert-tensor-parallel-size 1 --recompute-granularity full "
+            "--recompute-method block --recompute-num-layers 3",
+        ),
+        "CP2 EP2, replay": ("qwen3-moe", f"--use-routing-replay {EP2} --context-parallel-size 2"),
         "EP2, recomputed": ("qwen3-moe", f"{EP2} --recompute-granularity selective --recompute-modules moe"),
     },
     4: {
@@ -44,27 +53,46 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "DP4 EP2 distributed optimizer": ("qwen3-moe", f"{EP2} --use-distributed-optimizer"),
         "PP2 EP2": ("qwen3-moe", f"{PP2} {EP2}"),
         "TP2 CP2 EP2 allgather": ("qwen3-moe", f"{TP2} {EP2} --context-parallel-size 2 --moe-token-dispatcher-type allgather"),
+        "PP2 EP2, replay": ("qwen3-moe", f"--use-routing-replay {PP2} {EP2} --recompute-granularity selective --recompute-modules moe"),
         "PP2 VP2 EP2, dense layers": ("qwen3-moe-dense-layers", f"{PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2"),
         "EP2 x ETP2, shared experts": ("qwen2-moe", f"{TP2} {EP2} --use-distributed-optimizer"),
     },
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("moe")
+# what `make test` runs; the others are slow tests
+IN_MAKE_TEST = (
+    *("EP2 distributed optimizer", "TP2 EP2, replay, recomputed", "ETP2, shared experts"),
+    *("EP2 x ETP2 allgather", "PP2 VP2 EP2, dense layers", "PP2 EP2, replay"),
+)
+OTHERS = tuple(name for ranks in (2, 4) for name in CASES[ranks] if name not in IN_MAKE_TEST)
+
+
+def run_all(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The cases in `names` and what they are compared with. One launch for each number of processes."""
     models = make_models(folder, ["qwen3-moe", "qwen3-moe-dense-layers", "qwen2-moe"])
     found: dict[str, Any] = {}
     for ranks, cases in CASES.items():
         out = folder / f"{ranks}.pt"
-        arguments = {"cases": {name: (models[model], flags) for name, (model, flags) in cases.items()}, "out": str(out)}
-        run_ranks("tests.dist.moe_worker:run_cases", ranks, folder / f"run{ranks}", arguments, timeout_s=240)
+        chosen = {name: (models[model], flags) for name, (model, flags) in cases.items() if ranks == 1 or name in names}
+        run_ranks("tests.dist.moe_worker:run_cases", ranks, folder / f"run{ranks}", {"cases": chosen, "out": str(out)}, timeout_s=240)
         found.update(torch.load(out))
     return found
 
 
-def base_of(model: str) -> str:
-    return next(name for name, (other, _) in CASES[1].items() if other == model)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_all(tmp_path_factory.mktemp("moe"), IN_MAKE_TEST)
+
+
+@pytest.fixture(scope="module")
+def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_all(tmp_path_factory.mktemp("more"), OTHERS)
+
+
+def base_of(model: str, flags: str) -> str:
+    replay = "--use-routing-replay"
+    return next(name for name, (other, own) in CASES[1].items() if other == model and (replay in own) == (replay in flags))
 
 
 def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -75,13 +103,32 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float
     return each[worst], worst
 
 
-@pytest.mark.parametrize(("name", "model"), [(name, model) for n in (2, 4) for name, (model, _) in CASES[n].items()])
-def test_a_layout_gives_the_numbers_of_one_process(results: dict[str, Any], name: str, model: str) -> None:
-    base, other = results[base_of(model)], results[name]
+@pytest.mark.parametrize("name", IN_MAKE_TEST)
+def test_a_layout_gives_the_numbers_of_one_process(results: dict[str, Any], name: str) -> None:
+    check(results, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_further_layouts(more_results: dict[str, Any], name: str) -> None:
+    check(more_results, name)
+
+
+def check(results: dict[str, Any], name: str) -> None:
+    base, other = results[base_of(*(CASES[2] | CASES[4])[name])], results[name]
+    limit = REPLAY_LIMIT if "replay" in name else LIMIT
     assert all(float(gradient.norm()) > 0 for gradient in base["gradients"].values()), "a vanishing gradient would agree with anything"
     assert other["loss"] == pytest.approx(base["loss"], rel=LIMIT)
     # a gradient is the difference of two weights of size 1: its last digits are lost
     assert apart(other["gradients"], base["gradients"])[0] < 1e-4, apart(other["gradients"], base["gradients"])
-    assert other["losses"] == pytest.approx(base["losses"], rel=LIMIT)
-    assert other["grad_norms"] == pytest.approx(base["grad_norms"], rel=LIMIT)
-    assert apart(other["weights"], base["weights"])[0] < LIMIT, apart(other["weights"], base["weights"])
+    assert other["losses"] == pytest.approx(base["losses"], rel=limit)
+    assert other["grad_norms"] == pytest.approx(base["grad_norms"], rel=limit)
+    assert apart(other["weights"], base["weights"])[0] < limit, apart(other["weights"], base["weights"])
+    for mine, its in zip(other["moe"], base["moe"], strict=True):
+        assert mine == pytest.approx(its, rel=limit)
+
+
+def test_replay_is_of_other_choices(results: dict[str, Any]) -> None:
+    """Nothing differs before the weights change; later the router would have chosen otherwise, and that matters."""
+    first, *later = (step["moe_replay_disagreement"] for step in results["one, replay"]["moe"])
+    assert first == 0 and all(0.01 < share < 1 for share in later)

@@ -1,0 +1,69 @@
+"""A run with experts, from sampling to the saved model, on two ranks that share the experts; interrupted and resumed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.helpers import Workspace, rows_of, same_numbers, weights_of
+from tests.e2e.programs import TrainServer
+
+EXPERTS = (
+    "--expert-model-parallel-size 2 --use-distributed-optimizer --use-routing-replay --moe-aux-loss-coeff 0.01 --moe-router-dtype fp32 "
+    "--use-dynamic-batch-size --max-tokens-per-gpu 48"
+)
+
+
+@pytest.fixture(scope="module")
+def model(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("moe") / "model"
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, max_position_embeddings=256,
+        pad_token_id=None, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, initializer_range=0.1,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def flags(work: Workspace, model: Path, out: Path, **changes: str | int | float | None) -> list[str]:
+    return [*work.flags(out, hf_checkpoint=model, save_hf=out / "hf", lr=5e-3, micro_batch_size=None, **changes), *EXPERTS.split()]
+
+
+def test_two_and_two_are_four(server: TrainServer, work: Workspace, model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    whole, parts, root = tmp_path / "whole", tmp_path / "parts", tmp_path / "checkpoints"
+    server.train(flags(work, model, whole, num_rollout=4, save=root, save_interval=2), tmp_path / "log1", ranks=2).ok()
+    again = flags(work, model, parts, num_rollout=4, load=root, ckpt_step=2)
+    server.train(again, tmp_path / "log2", ranks=2).ok()
+
+    rows = rows_of(whole)
+    assert len(rows) == 4
+    for row in rows:
+        assert row["rollout/train_rollout_log_prob_diff_mean"] < 1e-5, "the engine has other weights or other experts"
+        assert row["train/grad_norm"] > 1e-3
+        assert 0.5 < row["train/moe_aux_loss"] < 3 and row["train/moe_load_max"] >= 1
+        assert 0 <= row["train/moe_replay_disagreement"] < 1 and math.isfinite(row["train/loss"])
+    assert any(row["train/moe_replay_disagreement"] > 0 for row in rows), "the second step's own choice is never another"
+    assert same_numbers(rows_of(parts)) == same_numbers(rows[2:])
+    before, after, resumed = (weights_of(folder) for folder in (model, whole / "hf", parts / "hf"))
+    assert before.keys() == after.keys() == resumed.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    assert [name for name in after if not torch.equal(after[name], resumed[name])] == []
+    AutoModelForCausalLM.from_pretrained(whole / "hf")
+
+    # the weights, without the optimizer, in a run that does not share the experts; steps this small change nothing
+    alone = tmp_path / "alone"
+    argv = work.flags(alone, hf_checkpoint=model, save_hf=alone / "hf", lr=1e-30, num_rollout=1, load=root, finetune="")
+    server.train(argv, tmp_path / "log3").ok()
+    moved = weights_of(alone / "hf")
+    assert [name for name in after if not torch.equal(after[name], moved[name])] == []
