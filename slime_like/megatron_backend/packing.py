@@ -124,7 +124,7 @@ def pack(
         nll_weights=per_token(lambda s: s.nll_weights, torch.float32),
         values=per_token(lambda s: s.values, torch.float32),
         returns=per_token(lambda s: s.returns, torch.float32),
-        places=None if cp_size == 1 else _places(samples, seq_ids, positions).to(device),
+        places=_places(samples, seq_ids, positions).to(device) if cp_size > 1 or equal_sequences else None,
         is_padding=(positions >= real_lengths[seq_ids]).to(device),
         routes=_routes(samples, starts, total, device),
     )

@@ -134,6 +134,11 @@ def context_parallel_attention(
     """
     gathered = gather_rows(torch.cat([key, value], dim=1), group)[rows.natural]  # (T, 2 groups, d)
     keys, values = gathered.split([key.size(1), value.size(1)], dim=1)
+    return attend_chunks(query, keys, values, rows, attend)
+
+
+def attend_chunks(query: Tensor, keys: Tensor, values: Tensor, rows: ContextRows, attend: Attend) -> Tensor:
+    """Attention of a rank's queries (T / cp, heads, d) to natural rows of keys and values (T, groups, d)."""
     if rows.scatter is not None:
         outputs = [attend(query[c.queries], keys[c.keys], values[c.keys], c.mask) for c in rows.padded]
         return torch.cat([out.flatten(0, 1) for out in outputs])[rows.scatter]

@@ -29,6 +29,7 @@ CP = "--context-parallel-size"
 TWO = {
     "CP2": (dict(cp=2), f"{CP} 2 --micro-batch-size 4", tuple(LOSSES)),
     "CP2 one sample": (dict(cp=2), f"{CP} 2", ("gmpo",)),
+    "CP2 padded": (dict(cp=2), f"{CP} 2 --micro-batch-size 4 --qkv-format bshd", ("gmpo",)),
 }
 FOUR = {
     "CP4": (dict(cp=4), f"{CP} 4 --micro-batch-size 2", ("gspo", "gmpo", SCALED)),

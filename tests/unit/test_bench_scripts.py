@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts import bench_balancing, bench_packing, bench_training_step
+from scripts import bench_attention, bench_balancing, bench_packing, bench_training_step
 from scripts.bench_common import LENGTHS, fastest, write_json
 from slime_like.balance import imbalance
 
@@ -51,6 +51,12 @@ def test_samples_of_the_training_step() -> None:
     assert [s.tokens.tolist() for s in samples] == [s.tokens.tolist() for s in again]
     assert all(o.numel() == a.numel() == s.response_length for s, o, a in zip(samples, old, advantages, strict=True))
     assert 1 <= sum(s.response_length > 100 for s in samples) <= 10
+
+
+def test_shares_of_attention_are_those_of_the_whole() -> None:
+    """`shares` raises when a rank computes other rows than the whole attention has."""
+    found = bench_attention.shares([16, 8, 32], 2, repeats=1)
+    assert len(found["over_fair_share"]) == 2 and min(found["over_fair_share"]) > 0
 
 
 @pytest.mark.slow
