@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import megatron_patches
 from arguments.run_config import RunConfig
 from slime_like.errors import RunError
+from slime_like.lost_ranks import explain, leave_address, say_failed
 
 if TYPE_CHECKING:
     from slime_like.megatron_backend.layout import ParallelLayout
@@ -57,6 +58,7 @@ def train(config: RunConfig, layout: ParallelLayout) -> int:
     from slime_like.trainer import Trainer
 
     trainer = None
+    leave_address(layout.rank)
     try:
         output_dir = shared_output_dir(config)
         if layout.rank == 0:
@@ -71,8 +73,9 @@ def train(config: RunConfig, layout: ParallelLayout) -> int:
             print("interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception as error:
+        say_failed(layout.rank)
         if is_first_to_fail():
-            tell(error)
+            tell(explain(error, layout.world_size))
         return FAILED
     finally:
         if trainer is not None:
@@ -80,7 +83,7 @@ def train(config: RunConfig, layout: ParallelLayout) -> int:
     return status
 
 
-def tell(error: Exception) -> None:
+def tell(error: BaseException) -> None:
     """One message where the user has a remedy: a setting, a file, a number that must hold. Anything else is ours, with its traceback.
     SLIME_LIKE_TRACEBACK=1 in the environment shows the traceback of every error."""
     if not isinstance(error, ValueError | OSError | RunError) or os.environ.get("SLIME_LIKE_TRACEBACK"):

@@ -79,10 +79,15 @@ class TrainServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
 
-    def train(self, argv: Sequence[str], folder: Path, *, ranks: int = 1, timeout_s: float = 120) -> Done:
-        """Run train.py; its output is kept in `folder`."""
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def train(self, argv: Sequence[str], folder: Path, *, ranks: int = 1, timeout_s: float = 120, hook: str = "") -> Done:
+        """Run train.py; its output is kept in `folder`. hook: "module:function word ...", called by each rank with its number and the words
+        before it starts; see tests/e2e/faults.py."""
         folder.mkdir(parents=True, exist_ok=True)
-        request = {"argv": list(argv), "folder": str(folder), "ranks": ranks, "port": free_port(), "timeout_s": timeout_s}
+        request = {"argv": list(argv), "folder": str(folder), "ranks": ranks, "port": free_port(), "timeout_s": timeout_s, "hook": hook}
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -134,6 +139,10 @@ def _rank_main(request: dict[str, Any], rank: int) -> int:
     sys.argv = ["train.py", *request["argv"]]
     import train
 
+    if request["hook"]:
+        target, *words = request["hook"].split()
+        module, _, name = target.partition(":")
+        getattr(importlib.import_module(module), name)(rank, *words)
     try:
         return train.main()
     except SystemExit as ended:

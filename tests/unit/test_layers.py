@@ -21,6 +21,7 @@ LAYERS = (
         "slime_like.custom_function",
         "slime_like.errors",
         "slime_like.stopping",
+        "slime_like.lost_ranks",
     ),
     ("slime_like.losses", "slime_like.advantages", "slime_like.ops", "slime_like.rewards", "megatron_patches"),
     ("arguments",),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.megatron_backend.checkpoint.networks import SavedNetwork
+from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, plain_optimizers
 
 COLUMNS = 4096
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,7 +49,7 @@ def _parts(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
         for name, value in sorted(chunk.state_dict().items()):
             if isinstance(value, Tensor) and not name.endswith("_extra_state"):
                 yield "weights", value
-    for part in _plain_optimizers(network.optimizer):
+    for part in plain_optimizers(network.optimizer):
         for group in part.param_groups:
             for parameter in group["params"]:
                 yield "main_params", parameter
@@ -58,11 +58,3 @@ def _parts(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
 
 def _tensors(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:
     return ((str(name), value) for name, value in sorted(items) if isinstance(value, Tensor))
-
-
-def _plain_optimizers(optimizer: Any) -> list[Any]:
-    """torch's optimizers inside megatron-core's wrappers."""
-    if optimizer is None:
-        return []
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in parts if part.optimizer is not None and not getattr(part, "is_stub_optimizer", False)]

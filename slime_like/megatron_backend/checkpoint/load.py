@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patches.safe_checkpoints import read_metadata
@@ -19,7 +21,16 @@ from slime_like.checkpoints.manifest import damaged_files, describe, read_manife
 from slime_like.errors import RunError
 from slime_like.megatron_backend.checkpoint.agree import gather, together
 from slime_like.megatron_backend.checkpoint.fingerprint import differences, fingerprint
-from slime_like.megatron_backend.checkpoint.networks import EXTRA_STATE, SavedNetwork, adapt_names, shape_problems, sharded_state
+from slime_like.megatron_backend.checkpoint.networks import (
+    EXTRA_STATE,
+    OWN_OPTIMIZER,
+    SavedNetwork,
+    adapt_names,
+    optimizer_kind,
+    set_step,
+    shape_problems,
+    sharded_state,
+)
 from slime_like.megatron_backend.checkpoint.random_state import new_random_states, random_state_file, restore_random_states
 from slime_like.megatron_backend.checkpoint.save import TRAINER_FILE
 from slime_like.megatron_backend.checkpoint.write import METADATA_FILE
@@ -47,14 +58,15 @@ def load_checkpoint(
     """
     state = open_checkpoint(folder, verify=verify, tell=tell)
     _check_model(folder, state.get("model", {}), model)
+    same_layout = state["layout"] == layout.describe() and state["world_size"] == layout.world_size
     for name, network in networks.items():
         saved = state.get("networks", {}).get(name)
         if saved is None:
             raise ValueError(f"checkpoint {folder} has no network {name!r}; it has: {', '.join(state.get('networks', {})) or 'none'}")
         if network.optimizer is not None and not saved["optimizer"]:
             raise ValueError(f"checkpoint {folder} was saved with --no-save-optim; --no-load-optim starts the optimizer afresh")
-        _load_network(folder / name, network)
-    same_layout = state["layout"] == layout.describe() and state["world_size"] == layout.world_size
+        same_optimizer = same_layout and saved["optimizer"] == optimizer_kind(network)
+        _load_network(folder / name, network, step=None if same_optimizer else float(saved["optimizer_step"]))
     if same_layout:
         _check_fingerprints(folder, networks, state["fingerprints"][layout.rank])
     if load_rng:
@@ -124,8 +136,14 @@ def _check_model(folder: Path, saved: Mapping[str, Any], model: Mapping[str, Any
         raise ValueError(f"checkpoint {folder} is of another model: {', '.join(different)}")
 
 
-def _load_network(folder: Path, network: SavedNetwork) -> None:
+def _load_network(folder: Path, network: SavedNetwork, *, step: float | None = None) -> None:
+    """step: of Adam, when the parts of the optimizer's state that are not tensors are of another layout or kind of optimizer, and this run's
+    own stand in for them: its groups of parameters. Their learning rates and weight decay come from the schedule."""
     wanted = sharded_state(network, is_loading=True)
+    own = None
+    if network.optimizer is not None:
+        own = extract_sharded_base(extract_nonpersistent(wanted["optimizer"])[1])[1]
+        wanted[OWN_OPTIMIZER] = wanted.pop("optimizer")  # so that the saved parts that are not tensors do not mix with it
 
     def fit() -> None:
         saved = read_metadata(folder / METADATA_FILE).state_dict_metadata
@@ -134,8 +152,11 @@ def _load_network(folder: Path, network: SavedNetwork) -> None:
             raise ValueError(f"checkpoint {folder} does not fit this model: {describe(problems)}")
 
     together(fit)
+    optimizer = {name: wanted.pop(name) for name in (OWN_OPTIMIZER,) if name in wanted}
     try:
         loaded = dist_checkpointing.load(wanted, str(folder))
+        if optimizer:  # by itself: its fp32 parameters may be the same entries as the weights
+            loaded |= dist_checkpointing.load(optimizer, str(folder))
     except (Exception, CheckpointException) as error:  # megatron-core and torch raise many kinds
         raise ValueError(f"checkpoint {folder} is damaged or does not fit this model: {_reason(error)}") from error
 
@@ -148,7 +169,11 @@ def _load_network(folder: Path, network: SavedNetwork) -> None:
 
     together(take)
     if network.optimizer is not None:
-        network.optimizer.load_state_dict(loaded["optimizer"])
+        common = loaded["optimizer"]
+        if step is not None:
+            common = own
+            set_step(common, step)
+        network.optimizer.load_state_dict(merge(common, loaded[OWN_OPTIMIZER]))
 
 
 def _check_fingerprints(folder: Path, networks: Mapping[str, SavedNetwork], saved: Mapping[str, dict[str, str]]) -> None:

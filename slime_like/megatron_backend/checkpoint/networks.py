@@ -6,17 +6,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 # the format that can be loaded into another layout; megatron-core's default breaks without Transformer Engine
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # A layer of megatron-core's local modules and one of Transformer Engine's call the norm before a mixture of experts differently. (Before a
 # dense layer, and before attention, megatron-core's local specification uses Transformer Engine's names in checkpoints itself.)
 NAMES_OF_SPECS = (("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."), ("self_attention.linear_qkv.layer_norm_", "input_layernorm."))
 EXTRA_STATE = "_extra_state"
+# fp32 parameters of the distributed optimizer and of the plain one in half precision; a plain one in fp32 has the weights themselves
+MAIN_PARAMS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
+OWN_OPTIMIZER = "own_optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +62,59 @@ def adapt_names(wanted: dict[str, Any], available: Collection[str]) -> list[str]
 
 
 def available_name(name: str, available: Collection[str]) -> str:
-    """`name`, or what the other layer specification calls it if only that is `available`."""
-    if name in available:
-        return name
-    for pair in NAMES_OF_SPECS:
-        for one, other in (pair, pair[::-1]):
-            if one in name and (candidate := name.replace(one, other)) in available:
-                return candidate
+    """`name`, or what a checkpoint of another layer specification or kind of optimizer calls it, if that is `available`."""
+    prefix = next((p for p in MAIN_PARAMS if name.startswith(p)), None)
+    alike = [name] if prefix is None else [name, *(p + name.removeprefix(prefix) for p in (*MAIN_PARAMS, ""))]
+    for candidate in alike:
+        if candidate in available:
+            return candidate
+        for pair in NAMES_OF_SPECS:
+            for one, other in (pair, pair[::-1]):
+                if one in candidate and (renamed := candidate.replace(one, other)) in available:
+                    return renamed
     return name
+
+
+def optimizer_kind(network: SavedNetwork) -> list[str]:
+    """What the parts of a state depend on that are not tensors: the classes of the optimizer."""
+    optimizer: Any = network.optimizer
+    return [] if optimizer is None else [type(part).__name__ for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+def optimizer_step(network: SavedNetwork) -> float:
+    """Steps that Adam has taken; 0 for a fresh one."""
+    for part in plain_optimizers(network.optimizer):
+        steps = [state["step"] for state in part.state.values() if "step" in state] + [g["step"] for g in part.param_groups if "step" in g]
+        if steps:
+            return float(steps[0])
+    return 0.0
+
+
+def plain_optimizers(optimizer: Any) -> list[Any]:
+    """torch's optimizers inside megatron-core's wrappers."""
+    if optimizer is None:
+        return []
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if part.optimizer is not None and not getattr(part, "is_stub_optimizer", False)]
+
+
+def set_step(common: Any, step: float, *, distributed: bool = False) -> None:
+    """In the part of an optimizer's state that is not tensors, in place: what its load_state_dict takes the step of Adam from. A distributed
+    optimizer has it in its groups, a plain one in an entry of its own, which is not there before the first step."""
+    if isinstance(common, list):
+        for value in common:
+            set_step(value, step, distributed=distributed)
+    if not isinstance(common, dict):
+        return
+    distributed = distributed or "param_state_sharding_type" in common
+    for group in common.get("param_groups", ()):
+        if "step" in group:
+            group["step"] = step
+    if "param_groups" in common and not distributed:
+        common.setdefault("state", {})["common_step"] = torch.tensor(step)
+    for name, value in common.items():
+        if name not in ("param_groups", "state"):
+            set_step(value, step, distributed=distributed)
 
 
 def shape_problems(wanted: dict[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -31,7 +31,7 @@ from slime_like.checkpoints.manifest import total_bytes, write_manifest
 from slime_like.errors import RunError
 from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, gather
 from slime_like.megatron_backend.checkpoint.fingerprint import fingerprint
-from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, sharded_state
+from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, optimizer_kind, optimizer_step, sharded_state
 from slime_like.megatron_backend.checkpoint.random_state import random_state_file, random_states
 from slime_like.megatron_backend.checkpoint.write import (
     NetworkPlan,
@@ -126,7 +126,11 @@ class CheckpointSaver:
         prints = gather({name: fingerprint(network) for name, network in networks.items()})
         state = {**state, "step": step, "world_size": dist.get_world_size(), "has_rng": with_rng, "fingerprints": prints}
         state["networks"] = {
-            name: {"optimizer": n.optimizer is not None, "scheduler": None if n.scheduler is None else n.scheduler.state_dict()}
+            name: {
+                "optimizer": optimizer_kind(n),
+                "optimizer_step": optimizer_step(n),
+                "scheduler": None if n.scheduler is None else n.scheduler.state_dict(),
+            }
             for name, n in networks.items()
         }
         pending = _Pending(step, plans, state, random_states() if with_rng else None, started)

@@ -1,0 +1,348 @@
+"""The checkpoint half of the fault table, on whole runs: kills at any instant of a save, full disks, damage, payloads. After each the newest
+complete checkpoint loads, or the run ends with one named error; nothing hangs, nothing starts at 0 in silence, no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from slime_like.checkpoints.files import hash_file
+from slime_like.checkpoints.folders import TRACKER, complete_steps
+from slime_like.checkpoints.manifest import MANIFEST, damaged_files, read_manifest, write_manifest
+from tests.e2e.helpers import Workspace, rows_of
+from tests.e2e.programs import TrainServer
+
+FAULTS = "tests.e2e.faults"
+
+
+def flags(work: Workspace, out: Path, **changes: str | int | float | Path | None) -> list[str]:
+    """Supervised, so that a run is its optimizer steps and its checkpoints; a step of 1 rollout each."""
+    values = {
+        "num_rollout": 4, "num_steps_per_rollout": 1, "loss_type": "sft_loss", "policy_loss_type": None, "n_samples_per_prompt": None,
+        "custom_rm_path": None, "rm_num_workers": None, "rollout_max_response_len": 64, "weight_decay": 0.1,
+        "micro_batch_size": 2,
+    }  # fmt: skip
+    return work.flags(out, **{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4 rollouts in one go, a checkpoint after each."""
+    out = tmp_path_factory.mktemp("faults")
+    server.train(flags(work, out, save=out / "checkpoints", save_interval=1), out / "log").ok()
+    return out
+
+
+def resumes(server: TrainServer, work: Workspace, whole: Path, out: Path, root: Path, *, least: int, ranks: int = 1, **more: Any) -> None:
+    """The same command line goes on from step `least` or later, and ends as a run that was never interrupted."""
+    done = server.train(
+        flags(work, out, save=root, load=root, save_interval=2, **more), out / "log-resumed", ranks=ranks, timeout_s=90
+    ).ok()
+    begun = [int(line.split()[1].split("/")[0]) for line in done.out.splitlines() if line.startswith("rollout ")]
+    assert min(begun, default=5) > least, done.out
+    rows = {int(row["step"]): row for row in same_sft(rows_of(out))}
+    assert rows[4] == same_sft(rows_of(whole))[3] if ranks == 1 else rows[4]["train/loss"] > 0
+    assert complete_steps(root)[-1] == 4
+    assert (root / TRACKER).read_text() == "4"
+    assert not [path.name for path in root.iterdir() if path.suffix in (".tmp", ".replaced", ".removed")]
+
+
+def same_sft(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: row[name] for name in ("step", "train/loss", "train/grad_norm", "train/lr")} for row in rows]
+
+
+def no_process_left(server: TrainServer) -> None:
+    assert psutil.Process(server.pid).children(recursive=True) == []
+
+
+# --- kills -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "points"),
+    [
+        (1, "", (0, 3, 9, 14, 19, 23, 26, 28)),
+        (1, "async_save", (0, 4, 12, 21, 27)),
+        pytest.param(1, "", tuple(range(60)), marks=pytest.mark.slow),
+        pytest.param(2, "", tuple(range(0, 40)), marks=pytest.mark.slow),
+        pytest.param(1, "async_save", tuple(range(60)), marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_a_write_sync_or_rename(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int, mode: str, points: tuple[int, ...]
+) -> None:
+    """SIGKILL before the n-th such call of rank 0 in the second save of a run that saves after 2 rollouts and after 4. The folder is then
+    taken up by the same command line."""
+    for point in points:
+        out, root = tmp_path / f"run-{point}", tmp_path / f"checkpoints-{point}"
+        more = {mode: ""} if mode else {}
+        argv = flags(work, out, save=root, load=root, save_interval=2, **more)
+        hook = f"{FAULTS}:kill_in_second_save {point}"
+        done = server.train(argv, out / "log", ranks=ranks, hook=hook, timeout_s=90)
+        no_process_left(server)
+        if done.status == 0:
+            assert point > 20, "the last point lies behind the save"
+            break
+        assert done.status in (-signal.SIGKILL, 1), done.err
+        steps = complete_steps(root)
+        assert steps in ([2], [2, 4])
+        for step in steps:
+            folder = root / f"iter_{step:07d}"
+            records = read_manifest(folder)
+            assert damaged_files(folder, records, records, threads=2) == []
+        if point % 8 == 0 or not marked_slow(points):
+            resumes(server, work, whole, out, root, least=steps[-1], ranks=ranks, **more)
+    no_process_left(server)
+
+
+def marked_slow(points: tuple[int, ...]) -> bool:
+    return len(points) > 10
+
+
+@pytest.mark.slow
+def test_killed_at_20_random_instants(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    """A run that does little but save, both ways; the same command line until it ends."""
+    rng = random.Random(5)
+    root = tmp_path / "checkpoints"
+    for index in range(20):
+        out = tmp_path / f"run-{index}"
+        argv = flags(work, out, save=root, load=root, save_interval=1, num_rollout=200, **({"async_save": ""} if index % 2 else {}))
+        before = complete_steps(root)[-1:] if root.exists() else []
+        hook = f"{FAULTS}:kill_after {rng.uniform(0.0, 1.5):.3f}"
+        done = server.train(argv, out / "log", hook=hook, timeout_s=90)
+        assert done.status == -signal.SIGKILL, done.err
+        no_process_left(server)
+        assert complete_steps(root)[-1:] >= before
+        for step in complete_steps(root)[-2:]:
+            folder = root / f"iter_{step:07d}"
+            records = read_manifest(folder)
+            assert damaged_files(folder, records, records, threads=2) == []
+    last = complete_steps(root)[-1]
+    done = server.train(flags(work, tmp_path / "end", load=root, num_rollout=last + 1), tmp_path / "log").ok()
+    assert f"rollout {last + 1}/{last + 1}" in done.out
+
+
+# --- signals and limits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_and_ends_with_a_status_of_its_own(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int
+) -> None:
+    """It reaches one rank only: all stop after the same rollout."""
+    root = tmp_path / "checkpoints"
+    argv = flags(work, tmp_path, save=root, load=root, save_interval=100)
+    done = server.train(argv, tmp_path / "log", ranks=ranks, hook=f"{FAULTS}:sigterm_in_rollout 2 {ranks - 1}")
+    assert done.status == 75, done.err
+    assert "stopped by SIGTERM after rollout 2 of 4, saved in" in done.out
+    assert complete_steps(root) == [2]
+    resumes(server, work, whole, tmp_path, root, least=2, ranks=ranks)
+
+
+def test_limits_of_time_and_rollouts(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    done = server.train(flags(work, tmp_path, save=root, load=root, exit_duration_in_mins=1e-6), tmp_path / "log1").ok()
+    assert "stopped by --exit-duration-in-mins 1e-06 after rollout 1 of 4" in done.out
+    done = server.train(flags(work, tmp_path, save=root, load=root, exit_interval=3), tmp_path / "log2").ok()
+    assert "stopped by --exit-interval 3 after rollout 3 of 4" in done.out
+    assert complete_steps(root) == [1, 3]
+    resumes(server, work, whole, tmp_path, root, least=3)
+
+
+def test_a_rank_that_is_killed_is_named_and_the_run_taken_up(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    argv = flags(work, tmp_path, save=root, load=root, save_interval=2)
+    done = server.train(argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:kill_in_step 3 1", timeout_s=60)
+    assert done.status == -signal.SIGKILL, "of the first process that ended"
+    assert f"error: no answer from rank 1 (host {socket.gethostname()}, process " in done.err
+    assert "Traceback" not in done.err
+    no_process_left(server)
+    resumes(server, work, whole, tmp_path, root, least=2, ranks=2)
+
+
+# --- full disks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [(1, ""), (2, ""), (1, "async_save")])
+def test_a_disk_that_fills_up_during_the_second_save(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int, mode: str
+) -> None:
+    """On the last rank; the others do not wait for it."""
+    root = tmp_path / "checkpoints"
+    argv = flags(work, tmp_path, save=root, load=root, save_interval=2, **({mode: ""} if mode else {}))
+    done = server.train(argv, tmp_path / "log", ranks=ranks, hook=f"{FAULTS}:disk_full_in_save 2 {ranks - 1}", timeout_s=60)
+    error = done.error()
+    assert error.startswith(f"error: checkpoint {root}/iter_0000004 could not be written, earlier ones are whole: rank {ranks - 1}: ")
+    assert "No space left on device" in error
+    assert sorted(path.name for path in root.iterdir()) == ["iter_0000002", TRACKER]
+    resumes(server, work, whole, tmp_path, root, least=2, ranks=ranks)
+
+
+def test_a_real_small_disk(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting needs root")
+    try:
+        error = server.train(flags(work, tmp_path, save=disk / "checkpoints"), tmp_path / "log").error()
+        assert "and the disk has 0.004 GB free" in error
+        assert list((disk / "checkpoints").iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_going_on_after_a_failed_save(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    argv = flags(work, tmp_path, save=root, save_interval=1, on_save_failure="continue")
+    done = server.train(argv, tmp_path / "log", hook=f"{FAULTS}:disk_full_in_save 2 0").ok()
+    assert "going on without it (--on-save-failure continue)" in done.out
+    assert complete_steps(root) == [1, 3, 4]
+    assert [row["perf/failed_saves"] for row in rows_of(tmp_path)] == [0, 1, 1, 1]
+    done = server.train(argv, tmp_path / "log2", hook=f"{FAULTS}:disk_full_in_save 4 0")
+    assert "iter_0000004 could not be written" in done.error(), "the last save has no next one"
+    assert complete_steps(root) == [1, 2, 3, 4], "the one of the run before"
+
+
+def test_a_disk_that_will_not_hold_it_is_told_before_anything_is_written(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    done = server.train(flags(work, tmp_path, save=root), tmp_path / "log", hook=f"{FAULTS}:little_disk 1000000")
+    error = done.error()
+    assert "it needs 0.005 GB and the disk has 0.001 GB free" in error
+    assert list(root.iterdir()) == []
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def model_files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def damage(path: Path, kind: str) -> None:
+    if kind == "missing":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+def test_every_damaged_file_is_named(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    """Each file of the newest checkpoint in turn, with each kind of damage in turn; without a manifest it is not complete, and an earlier
+    one is taken, with a warning."""
+    names = model_files(whole / "checkpoints" / "iter_0000004")
+    assert {".metadata", "common.pt", "metadata.json", "trainer.json", MANIFEST} <= {Path(name).name for name in names}
+    for index, name in enumerate(names):
+        kind = ("flipped", "truncated", "missing")[index % 3]
+        root, out = tmp_path / f"checkpoints-{index}", tmp_path / f"run-{index}"
+        shutil.copytree(whole / "checkpoints", root)
+        damage(root / "iter_0000004" / name, "missing" if name == MANIFEST else kind)
+        done = server.train(flags(work, out, load=root), out / "log", timeout_s=60)
+        if name == MANIFEST:
+            assert "names step 4, which is not complete; taking the newest complete checkpoint, step 3" in done.ok().out
+            continue
+        error = done.error()
+        assert f"iter_0000004 is damaged: {name}: " in error and "--ckpt-step takes another one (1, 2, 3)" in error
+        shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("tracker", ["", "garbage", "9"])
+def test_a_bad_tracker_and_nothing_complete_is_an_error(server: TrainServer, work: Workspace, tmp_path: Path, tracker: str) -> None:
+    root = tmp_path / "checkpoints"
+    (root / "iter_0000002").mkdir(parents=True)
+    (root / TRACKER).write_text(tracker)
+    error = server.train(flags(work, tmp_path, load=root, save=root), tmp_path / "log").error()
+    assert "and there is no complete checkpoint beside it" in error
+
+
+def test_bits_that_change_after_they_were_read_stop_the_run(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    """The gate: weights and optimizer are compared with what was saved once they are in place."""
+    argv = flags(work, tmp_path, load=whole / "checkpoints", ckpt_step=2)
+    error = server.train(argv, tmp_path / "log", hook=f"{FAULTS}:flip_a_moment_after_load").error()
+    assert "what is here now differs from what was saved (rank 0: exp_avg_sq of the policy)" in error
+
+
+# --- payloads --------------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.mark,)
+
+
+def test_a_payload_in_any_file_is_refused_and_runs_nothing(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    """Each file in turn becomes a pickle, plain or torch's, and the manifest is made to agree: who can write one can write the other."""
+    for index, name in enumerate(model_files(whole / "checkpoints" / "iter_0000004")):
+        root, out, mark = tmp_path / f"checkpoints-{index}", tmp_path / f"run-{index}", tmp_path / f"ran-{index}"
+        shutil.copytree(whole / "checkpoints", root)
+        folder = root / "iter_0000004"
+        records = read_manifest(folder)
+        if name.endswith((".pt", ".distcp")):
+            torch.save(Payload(str(mark)), folder / name)
+        else:
+            (folder / name).write_bytes(pickle.dumps(Payload(str(mark))))
+        if name != MANIFEST:
+            write_manifest(folder, {**records, name: hash_file(folder / name)})
+        done = server.train(flags(work, out, num_rollout=5, load=root), out / "log", timeout_s=60)
+        assert "iter_0000004" in done.error(), name
+        assert not mark.exists(), name
+        shutil.rmtree(root)
+
+
+def test_a_tensor_declared_an_object_runs_nothing(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    """torch unpickles what `.metadata` calls an object, so that a tensor's name is enough to be read so."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    from megatron_patches.safe_checkpoints import read_metadata
+
+    root, mark = tmp_path / "checkpoints", tmp_path / "ran"
+    shutil.copytree(whole / "checkpoints", root)
+    folder = root / "iter_0000004"
+    torch.save(Payload(str(mark)), folder / "policy" / "evil.distcp")
+    metadata = read_metadata(folder / "policy" / ".metadata")
+    size = (folder / "policy" / "evil.distcp").stat().st_size
+    for key in list(metadata.state_dict_metadata):
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        metadata.storage_data = {i: s for i, s in metadata.storage_data.items() if i.fqn != key}
+        metadata.storage_data[MetadataIndex(key)] = _StorageInfo("evil.distcp", 0, size)
+    (folder / "policy" / ".metadata").write_bytes(pickle.dumps(metadata))
+    argv = flags(work, tmp_path, num_rollout=5, load=root, no_verify_checkpoint="")
+    assert "does not fit this model" in server.train(argv, tmp_path / "log", timeout_s=60).error()
+    assert not mark.exists()
+
+
+# --- retention, time -------------------------------------------------------------------------------------------------
+
+
+def test_retention_and_what_a_save_costs(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    argv = flags(work, tmp_path, num_rollout=6, save=root, save_interval=1, save_retain_last=2, save_retain_interval=3, async_save="")
+    server.train(argv, tmp_path / "log").ok()
+    assert complete_steps(root) == [3, 5, 6]
+    rows = rows_of(tmp_path)
+    size = sum(
+        json.loads((root / "iter_0000006" / MANIFEST).read_text())["files"][n]["size"]
+        for n in model_files(root / "iter_0000006")
+        if n != MANIFEST
+    )
+    assert rows[-1]["perf/save_gb"] == pytest.approx(size / 1e9)
+    assert rows[-1]["perf/save_gb_per_s"] > 0
+    assert all(row["perf/save_s"] > 0 for row in rows)

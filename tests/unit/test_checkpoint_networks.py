@@ -1,0 +1,117 @@
+"""Names and shapes of a checkpoint against those of a model, and the fingerprint of a state."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_patches
+
+megatron_patches.apply()
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
+
+from slime_like.megatron_backend.checkpoint.fingerprint import bit_sums, differences, fingerprint  # noqa: E402
+from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, adapt_names, available_name, shape_problems  # noqa: E402
+
+LAYERS = "decoder.layers."
+# what a layer is called in checkpoints of Transformer Engine's specification
+DENSE = [
+    LAYERS + name for name in ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight")
+]
+MOE = [LAYERS + name for name in ("self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight", "mlp.router.weight")]
+
+
+def tensor(key: str, *shape: int, **more: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.zeros(*shape), **more)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "available", "found"),
+    [
+        (DENSE[1], DENSE, DENSE[1]),
+        (LAYERS + "mlp.linear_fc1.layer_norm_weight", MOE, MOE[1]),  # the local specification's name before a mixture of experts
+        (LAYERS + "pre_mlp_layernorm.weight", DENSE, DENSE[1]),
+        (LAYERS + "input_layernorm.weight", DENSE, DENSE[0]),
+        ("optimizer.state.exp_avg." + LAYERS + "pre_mlp_layernorm.weight", ["optimizer.state.exp_avg." + DENSE[1]], "optimizer.state.exp_avg." + DENSE[1]),
+        (LAYERS + "mlp.linear_fc9.weight", DENSE, LAYERS + "mlp.linear_fc9.weight"),
+        ("optimizer.state.param.a", ["a", "optimizer.state.fp32_param.a"], "optimizer.state.fp32_param.a"),  # plain optimizer, half precision
+        ("optimizer.state.fp32_param.a", ["a", "optimizer.state.param.a"], "optimizer.state.param.a"),
+        ("optimizer.state.param.a", ["a", "optimizer.state.exp_avg.a"], "a"),  # plain optimizer, fp32
+        ("optimizer.state.exp_avg.a", ["a"], "optimizer.state.exp_avg.a"),
+    ],
+)  # fmt: skip
+def test_names_of_the_other_specification(wanted: str, available: list[str], found: str) -> None:
+    assert available_name(wanted, available) == found
+
+
+def test_a_state_asks_for_what_is_there() -> None:
+    extra = ShardedObject(LAYERS + "mlp.linear_fc1._extra_state", None, (1,), (0,))
+    kept = ShardedObject(LAYERS + "mlp.linear_fc2._extra_state", None, (1,), (0,))
+    wanted = {
+        "model0": {"a": tensor(LAYERS + "mlp.linear_fc1.layer_norm_weight", 4), "b": extra, "c": kept},
+        "optimizer": {"param_state": [{"d": tensor("optimizer.state.param." + LAYERS + "input_layernorm.weight", 4)}]},
+    }
+    available = [*MOE, "optimizer.state.param." + MOE[0], kept.unique_key]
+    assert adapt_names(wanted, available) == [extra.key]
+    assert wanted["model0"]["a"].key == MOE[1]  # type: ignore[call-overload]
+    assert list(wanted["model0"]) == ["a", "c"]
+    assert wanted["optimizer"]["param_state"][0]["d"].key == "optimizer.state.param." + MOE[0]  # type: ignore[call-overload,index]
+
+
+def test_a_local_model_saves_under_the_names_of_transformer_engine(tmp_path: Any) -> None:
+    """megatron-core's own local specification does, for a dense layer; our checkpoints keep it so."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    renamed = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
+    assert renamed == {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def test_shapes_that_differ_are_named() -> None:
+    saved = {"a": SimpleNamespace(size=torch.Size([4, 2])), "b": SimpleNamespace(size=torch.Size([8])), "object": SimpleNamespace()}
+    wanted = {
+        "model0": {
+            "a": tensor("a", 4, 3),
+            "b": tensor("b", 16, allow_shape_mismatch=True),
+            "c": tensor("c", 1),
+            "object": tensor("object", 1),
+        }
+    }
+    assert shape_problems(wanted, saved) == ["a is [4, 2] there and [4, 3] here", "c is not in it", "object is not in it"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("size", [1, 4096, 10000])
+def test_any_changed_bit_changes_the_sums(dtype: torch.dtype, size: int) -> None:
+    values = (torch.randn(size, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
+    sums = bit_sums(values)
+    assert bit_sums(values.clone()) == sums
+    for place in {0, size // 2, size - 1}:
+        changed = values.clone()
+        changed.view(torch.uint8)[place * values.element_size()] ^= 1
+        assert bit_sums(changed) != sums
+    if size > 1:
+        swapped = values.clone()
+        swapped[0], swapped[size - 1] = values[size - 1].clone(), values[0].clone()
+        assert bit_sums(swapped) != sums
+        assert bit_sums(values.roll(1)) != sums
+
+
+def test_the_fingerprint_sees_adam() -> None:
+    module = torch.nn.Linear(3, 2)
+    adam = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    module(torch.ones(1, 3)).sum().backward()
+    adam.step()
+    network = SavedNetwork([module], SimpleNamespace(optimizer=adam), None)  # type: ignore[arg-type]
+    before = fingerprint(network)
+    assert before.keys() == {"weights", "main_params", "exp_avg", "exp_avg_sq", "step"}
+    adam.state[module.weight]["step"] += 1
+    assert differences(before, fingerprint(network)) == ["step"]
+    with torch.no_grad():
+        module.bias[1] += 1
+    assert differences(before, fingerprint(network)) == ["main_params", "step", "weights"]
+    network.chunks[0].to(torch.float64)
+    assert differences(before, fingerprint(network)) == ["step"], "other precision: not comparable"
