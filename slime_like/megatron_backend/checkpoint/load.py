@@ -66,7 +66,8 @@ def load_checkpoint(
         if network.optimizer is not None and not saved["optimizer"]:
             raise ValueError(f"checkpoint {folder} was saved with --no-save-optim; --no-load-optim starts the optimizer afresh")
         same_optimizer = same_layout and saved["optimizer"] == optimizer_kind(network)
-        _load_network(folder / name, network, step=None if same_optimizer else float(saved["optimizer_step"]))
+        step = float(saved["optimizer_step"])
+        _load_network(folder / name, network, step=None if same_optimizer and step else step)  # step 0 is not in megatron-core's part
     if same_layout:
         _check_fingerprints(folder, networks, state["fingerprints"][layout.rank])
     if load_rng:

@@ -12,6 +12,8 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_patches.torch_adam_ckpt import init_adam_state
+
 # the format that can be loaded into another layout; megatron-core's default breaks without Transformer Engine
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # A layer of megatron-core's local modules and one of Transformer Engine's call the norm before a mixture of experts differently. (Before a
@@ -34,6 +36,9 @@ class SavedNetwork:
 
 def sharded_state(network: SavedNetwork, *, is_loading: bool) -> dict[str, Any]:
     """Collective while saving with a distributed optimizer, whose parts are gathered."""
+    for adam in plain_optimizers(network.optimizer):
+        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            init_adam_state(adam)  # one that has not stepped yet has no state, and what is not saved cannot be loaded
     state: dict[str, Any] = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(network.chunks)}
     if network.optimizer is not None:
         state["optimizer"] = network.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=METADATA)
