@@ -248,8 +248,8 @@ def test_a_run_file_contradicts_itself(tmp_path: Path) -> None:
 def test_problems_of_run_file_command_line_and_rules_come_together(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("polcy_loss_type: sapo\n")
-    found = problems_of(complete(tmp_path, "--config", str(file), "--use-opd", "--kl-loss-coef", "0.1", "--num-layers", "7"))
-    assert [p.flag for p in found] == ["--polcy-loss-type", "--use-opd", "--num-layers", "--kl-loss-coef"]
+    found = problems_of(complete(tmp_path, "--config", str(file), "--release-train", "--kl-loss-coef", "0.1", "--num-layers", "7"))
+    assert [p.flag for p in found] == ["--polcy-loss-type", "--release-train", "--num-layers", "--kl-loss-coef"]
 
 
 def test_a_value_that_cannot_be_read_is_told_once(tmp_path: Path) -> None:

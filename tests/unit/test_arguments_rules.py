@@ -11,6 +11,7 @@ from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
 from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES
 from arguments.validate_critic import CRITIC_RULES
+from arguments.validate_distillation import DISTILLATION_RULES
 from arguments.validate_losses import LOSS_RULES
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_run import RULES, WARNINGS
@@ -90,6 +91,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("kl_loss_needs_its_switch", "--kl-loss-type k3", (), 1, "--kl-loss-type", "without --use-kl-loss or --kl-coef"),
     ("kl_needs_a_reference", "--use-kl-loss", (), 1, "--ref-load", "--use-kl-loss needs a reference"),
     ("kl_needs_a_reference", "--kl-coef 0.1", (), 1, "--ref-load", "--kl-coef needs a reference"),
+    ("offloading_needs_a_reference", "--ref-offload", (), 1, "--ref-offload", "without --ref-load"),
     ("reduction_fits_the_loss", "--policy-loss-type gmpo --loss-reduction token_mean", (), 1, "--loss-reduction", "needs rollout_mean or"),
     ("norm_length", "--loss-reduction seq_mean_token_sum_norm", (), 1, "--loss-norm-length", "is missing"),
     ("norm_length", "--loss-norm-length 8", (), 1, "--loss-norm-length", "goes with"),
@@ -151,7 +153,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
 NEEDS_A_DEVICE = {"backend_is_there", "transformer_engine_is_there", "local_layers_have_limits", "attention_backend_is_there"}
 # Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of validate_critic.py: test_arguments_critic.py;
 # of validate_moe.py: test_arguments_moe.py.
-ELSEWHERE = {rule.__name__ for rule in (*CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, *LOSS_RULES, *MOE_RULES)}
+ELSEWHERE = {rule.__name__ for rule in (*CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, *DISTILLATION_RULES, *LOSS_RULES, *MOE_RULES)}
 
 
 def problems_of(argv: list[str], world_size: int) -> tuple[Problem, ...]:
@@ -189,6 +191,7 @@ def test_every_rule_is_broken_somewhere() -> None:
             "--policy-loss-type gmpo --advantage-estimator reinforce_plus_plus --normalize-advantages --num-steps-per-rollout 2",
             "each token its own",
         ),
+        ("--rm-type zero --num-steps-per-rollout 2", "nothing to learn from"),
         ("--rollout-top-p 0.9 --num-steps-per-rollout 2", "truncates what is sampled"),
         ("--geo-mask-low 0.9 --num-steps-per-rollout 2", "has no effect without --sequence-mask-metric geometric"),
         ("--gamma 0.9 --num-steps-per-rollout 2", "--gamma has no effect with --advantage-estimator grpo"),
@@ -199,7 +202,7 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
     words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
     warnings = parse_args(complete(tmp_path, *words), 1).warnings
     assert len(warnings) == 1 and said in warnings[0]
-    assert len(set(WARNINGS) - set(MOE_WARNINGS)) == 10, "a new warning has a case here"
+    assert len(set(WARNINGS) - set(MOE_WARNINGS)) == 11, "a new warning has a case here"
 
 
 @pytest.mark.parametrize(

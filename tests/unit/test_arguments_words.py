@@ -111,15 +111,15 @@ def test_prefixes_are_not_completed() -> None:
 
 
 def test_all_problems_are_collected() -> None:
-    given = read("--lr", "x", "--num-rolout", "3", "--use-opd", "--sapo-tau-pos", "-1", "--bogus", "a", "b", "--save-interval", "0")
-    assert [p.flag for p in given.problems] == ["--lr", "--num-rolout", "--use-opd", "--sapo-tau-pos", "--bogus", "--save-interval"]
+    given = read("--lr", "x", "--num-rolout", "3", "--release-train", "--sapo-tau-pos", "-1", "--bogus", "a", "b", "--save-interval", "0")
+    assert [p.flag for p in given.problems] == ["--lr", "--num-rolout", "--release-train", "--sapo-tau-pos", "--bogus", "--save-interval"]
     assert given.bad == {"lr", "sapo_tau_pos", "save_interval"}
 
 
 SLIME_FLAGS_NOT_HERE = """
---sglang-mem-fraction-static --rollout-num-gpus --colocate --critic-num-nodes --use-opd
---dynamic-sampling-filter-path --use-dynamic-batch-size --max-tokens-per-gpu --moe-enable-deepep --custom-generate-function-path
---rollout-function-path --lora-rank --use-wandb --actor-num-nodes --balance-data --over-sampling-batch-size --partial-rollout
+--sglang-mem-fraction-static --rollout-num-gpus --colocate --critic-num-nodes
+--dynamic-sampling-filter-path --moe-enable-deepep --custom-generate-function-path
+--rollout-function-path --lora-rank --use-wandb --actor-num-nodes --over-sampling-batch-size --partial-rollout
 --moe-shared-expert-overlap --fp8-format --update-weight-mode --group-rm --multimodal-keys --ref-update-interval
 --mtp-num-layers --enable-mtp-training --use-rollout-routing-replay --optimizer-cpu-offload --use-precision-aware-optimizer --eval-config
 --critic-train-only --only-train-params-name-list
@@ -220,7 +220,7 @@ colocate: false
         ("lr: true", "must be a number"),
         ("num_rollout: 2.5", "must be an integer"),
         ("use_kl_loss: 3", "must be true or false"),
-        ("use_opd: true", "is known but not implemented yet"),
+        ("release_train: true", "is known but not implemented yet"),
         ("rollout_stop: []", "at least one"),
         ("policy_loss_type: 3", "unknown value"),
         ("config: other.yaml", "names a run file itself"),
