@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
-DEFAULT_CHUNK_SIZE = 1024  # rows of a block; measured by scripts/bench_head.py
+DEFAULT_CHUNK_SIZE = 1024  # rows of a block; scripts/bench_head.py --block-sizes compares
 # Elements of a block. On CPU two of them in float32 are the size of a core's second-level cache; a GPU wants larger matrix products.
 BLOCK_ELEMENTS_CPU = 2**18
 BLOCK_ELEMENTS_GPU = 2**25
