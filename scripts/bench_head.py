@@ -68,7 +68,8 @@ class Problem:
         g = torch.Generator().manual_seed(0)
         dtype, count = getattr(torch, options.dtype), options.tokens if tokens is None else tokens
         hidden = torch.randn(count, options.hidden, generator=g).to(options.device, dtype).requires_grad_()
-        weight = torch.randn(options.vocab, options.hidden, generator=g).div_(options.hidden**0.5)  # in place: a copy would hide later growth
+        weight = torch.randn(options.vocab, options.hidden, generator=g)
+        weight.div_(options.hidden**0.5)  # in place: a copy would hide later growth
         weight = weight.to(options.device, dtype).requires_grad_()
         labels = torch.randint(options.vocab, (count,), generator=g).to(options.device)
         grads = torch.randn(2, count, generator=g).to(options.device)
