@@ -44,6 +44,8 @@ ROWS_OF_LOSSES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("ppo, clip-higher", "--eps-clip 0.2 --eps-clip-high 0.28 --loss-reduction token_mean"),
         ("dual_clip", "--eps-clip-c 3"),
     ),
+    "gpg": (("gpg", ""), ("gpg, second seed", "--seed 2 --rollout-seed 2")),
+    "rollout_is": (("rollout_is", ""), ("rollout_is, second seed", "--seed 2 --rollout-seed 2")),
     "gspo": (("gspo", "--eps-clip 3e-4 --eps-clip-high 4e-4 --loss-reduction sequence_mean"),),
     "gmpo": (("gmpo", "--loss-reduction sequence_mean"),),
     "sapo": (("sapo", "--loss-reduction sequence_mean"),),
@@ -56,12 +58,15 @@ ROWS_OF_ESTIMATORS: Mapping[str, Sequence[tuple[str, str]]] = {
     "grpo": (("grpo", ""), ("grpo without std (Dr. GRPO)", "--disable-grpo-std-normalization")),
     "reinforce_plus_plus": (("reinforce_plus_plus", "--normalize-advantages"),),
     "reinforce_plus_plus_baseline": (("reinforce_plus_plus_baseline", "--normalize-advantages"),),
-    "ppo": (("ppo (critic)", "--normalize-advantages --critic-lr 3e-3 --num-critic-only-steps 5"),),
+    # the greedy response is better than the sampled ones here, so that without whitening nearly all advantages are negative
+    "remax": (("remax, whitened", "--normalize-advantages"), ("remax", "")),
+    "ppo": (("ppo, with a critic", "--normalize-advantages --critic-lr 3e-3 --num-critic-only-steps 3"),),
 }
 HEADINGS = {
     "en": ("loss or estimator", "flags", "before", "after", "clipped", "rollouts", "CPU seconds"),
     "zh": ("损失或优势估计", "参数", "训练前", "训练后", "裁剪比例", "采样轮数", "CPU 秒数"),
 }
+DAYS = {"en": "Runs of {days}.", "zh": "运行日期：{days}。"}
 
 
 @dataclass(frozen=True)
@@ -122,19 +127,34 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def finished(row: Row, rollouts: int, model: Path, out: Path) -> Result | None:
+    """What an earlier run with the same command line left."""
+    folder = out / folder_of(row)
+    if not (folder / "result.json").exists():
+        return None
+    found = Result(**json.loads((folder / "result.json").read_text(encoding="utf-8")))
+    same = found.command == command_words(row, rollouts, model, out)
+    return replace(found, **asdict(row)) if same else None
+
+
+def command_of(row: Row, rollouts: int, model: Path, out: Path) -> list[str]:
+    return train_command(f"{RL.format(rollouts=rollouts)} {row.flags}", model, out / folder_of(row), out)
+
+
+def command_words(row: Row, rollouts: int, model: Path, out: Path) -> str:
+    """Without the interpreter."""
+    return shlex.join(command_of(row, rollouts, model, out)[1:])
+
+
 def measure(row: Row, rollouts: int, model: Path, out: Path) -> Result:
     """The result of `row`, from an earlier run with the same command line where there is one."""
     folder = out / folder_of(row)
-    command = train_command(f"{RL.format(rollouts=rollouts)} {row.flags}", model, folder, out)
-    kept = folder / "result.json"
-    words = shlex.join(command[1:])
-    if kept.exists():
-        found = Result(**json.loads(kept.read_text(encoding="utf-8")))
-        if found.command == words:
-            return replace(found, **asdict(row))
+    found = finished(row, rollouts, model, out)
+    if found is not None:
+        return found
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     before = cpu_seconds()
-    run(command, out / f"logs/{folder.name}.txt")
+    run(command_of(row, rollouts, model, out), out / f"logs/{folder.name}.txt")
     cpu_s = cpu_seconds() - before
     metrics = read_metrics(folder / "metrics.jsonl")
     rewards = [line[EVAL] for line in metrics if EVAL in line]
@@ -146,10 +166,10 @@ def measure(row: Row, rollouts: int, model: Path, out: Path) -> Result:
         clipped=sum(clipped) / len(clipped) if clipped else None,
         rollouts=rollouts,
         cpu_s=round(cpu_s, 1),
-        command=words,
+        command=command_words(row, rollouts, model, out),
         date=time.strftime("%Y-%m-%d"),
     )
-    kept.write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+    (folder / "result.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
     return result
 
 
@@ -174,7 +194,8 @@ def write_docs(results: Sequence[Result]) -> None:
             head, rest = text.split(begin)
             _, tail = rest.split(end)
             mine = [r for r in results if r.kind == kind]
-            text = f"{head}{begin}{one_table(mine, language)}\n{end}{tail}"
+            days = " – ".join(sorted({min(r.date for r in mine), max(r.date for r in mine)}))
+            text = f"{head}{begin}{DAYS[language].format(days=days)}\n\n{one_table(mine, language)}\n{end}{tail}"
         page.write_text(text, encoding="utf-8")
 
 
@@ -184,10 +205,13 @@ def main() -> int:
     parser.add_argument("--num-rollouts", type=int, default=48)
     parser.add_argument("--only", nargs="+", help="names of losses and estimators")
     parser.add_argument("--write-docs", action="store_true", help="put the table into docs/*/algorithms/results.md")
+    parser.add_argument("--finished-only", action="store_true", help="a table of the runs that are there; none is made")
     options = parser.parse_args()
     out = options.output_dir.resolve()
+    model = out / "sft/hf" if options.finished_only else warm_start(out)
     chosen = [row for row in rows() if options.only is None or row.name in options.only]
-    model = warm_start(out)
+    if options.finished_only:
+        chosen = [row for row in chosen if finished(row, options.num_rollouts, model, out)]
     results: dict[Row, Result] = {}
     for i, row in enumerate(sorted(chosen, key=is_further)):
         try:
