@@ -98,7 +98,7 @@ def expert_bias(layout: ParallelLayout, flags: str) -> dict[str, Any]:
     loads = torch.stack([router.load for router in routers])
     dist.all_reduce(loads)
     after = biases()
-    handle = poison_one_rank(backend, layout.world_size - 1, float("nan"))
+    handle = poison_one_rank(backend.policy, layout.world_size - 1, float("nan"))
     skipped = backend.update(share(random_samples(2), layout)).skipped
     kept = biases() == after
     if handle is not None:
