@@ -86,7 +86,7 @@ def test_two_ranks_give_the_gradient_of_one(results: tuple[dict[str, Any], list[
         found = rank[f"{case} | {layout}"]
         assert found["apart"] <= LIMIT, found["worst"]
         for name, value in one[case].items():
-            if name != "gradient":
+            if name != "gradient" and not name.startswith("perf/"):  # how a step is cut differs between layouts
                 assert found["metrics"][name] == pytest.approx(value, rel=LIMIT, abs=LIMIT), name
 
 

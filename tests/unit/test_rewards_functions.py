@@ -143,8 +143,8 @@ def test_task_needs_a_task_source():
 
 
 def test_registry_names():
-    assert rewards.names() == ["exact_match", "gsm8k", "math", "task"]
-    assert [name for name, reward in rewards.items() if reward.bounded] == ["exact_match", "gsm8k"]
+    assert rewards.names() == ["exact_match", "gsm8k", "math", "task", "zero"]
+    assert [name for name, reward in rewards.items() if reward.bounded] == ["exact_match", "gsm8k", "zero"]
 
 
 def test_function_from_a_file_and_a_module(tmp_path, monkeypatch):
