@@ -12,7 +12,7 @@ from arguments.parse import parse_args
 from scripts.loss_table import Result, command_of, command_words, finished, is_further, rows
 from slime_like.advantages import advantage_estimators
 from slime_like.losses import policy_losses
-from tests.unit.test_examples import warm_start_files
+from tests.unit.test_example_command_lines import warm_start_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
