@@ -88,7 +88,8 @@ class Network:
         for module in self.modules:
             module.eval()
         begin_routing(self.chunks, batches, self.layout, record=record_routes)
-        outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=True)
+        with torch.no_grad():
+            outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=True)
         for module, was_training in zip(self.modules, training):
             module.train(was_training)
         table = torch.cat([torch.stack(output) for output in outputs], dim=1).detach() if outputs else None
