@@ -210,11 +210,26 @@ def evaluation(s: Settings) -> list[Problem]:
     return [found for path in words[1::2] for found in missing_data("eval_prompt_data", path)]
 
 
+def truncates(s: Settings) -> bool:
+    return s.rollout.rollout_top_p < 1 or s.rollout.rollout_top_k != -1
+
+
+def renormalization_needs_truncation(s: Settings) -> list[Problem]:
+    name = "renormalize_sampled_log_probs"
+    if not s.rollout.renormalize_sampled_log_probs:
+        return []
+    if s.algorithm.loss_type == "sft_loss":
+        return problem(name, None, "has no effect with --loss-type sft_loss, which samples nothing to train on; leave it out")
+    if not truncates(s):
+        return problem(name, None, "has no effect: neither --rollout-top-p below 1 nor --rollout-top-k is given; leave it out")
+    return []
+
+
 RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
     kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, offloading_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
     *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, *DISTILLATION_RULES, learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
-    prompts, reward_is_chosen, reward_is_usable, evaluation, *FILE_RULES,
+    prompts, renormalization_needs_truncation, reward_is_chosen, reward_is_usable, evaluation, *FILE_RULES,
 )  # fmt: skip
 
 
@@ -260,9 +275,12 @@ def ratios_are_one(s: Settings) -> str | None:
 
 
 def truncated_sampling(s: Settings) -> str | None:
-    if not s.generates or (s.rollout.rollout_top_p == 1 and s.rollout.rollout_top_k == -1):
+    if not s.generates or not truncates(s) or s.rollout.renormalize_sampled_log_probs:
         return None
-    return "--rollout-top-p or --rollout-top-k truncates what is sampled; the trainer's log-probs are over the whole vocabulary, so ratios are off"
+    return (
+        "--rollout-top-p or --rollout-top-k truncates what is sampled; the trainer's log-probs are over the whole vocabulary, so ratios are off; "
+        "see --renormalize-sampled-log-probs"
+    )
 
 
 def a_first_run(s: Settings) -> str | None:

@@ -25,7 +25,7 @@ from slime_like.metrics.progress import Progress
 from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
-from slime_like.rollout.batch import flatten, usable
+from slime_like.rollout.batch import check_token_sets, flatten, usable
 from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.evaluate import evaluate
 from slime_like.rollout.greedy import with_greedy_rewards
@@ -135,6 +135,7 @@ class Trainer:
         with self.progress.phase("generate"):
             groups = self._next_groups(step)
         samples = [usable(sample) for sample in flatten(groups)]
+        check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
         metrics = {} if self.is_sft else rollout_metrics(samples)
         if run.debug.save_debug_rollout_data and self.layout.rank == 0:
             save_rollout(run.debug.save_debug_rollout_data, step, groups)

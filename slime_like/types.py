@@ -49,6 +49,7 @@ class Sample:
     response_length: int  # R <= L
     loss_mask: Tensor  # [R] bool, True where the model wrote the token and it is trained on
     rollout_log_probs: Tensor | None = None  # [R] float32, by the sampler, at the sampling temperature
+    token_sets: Tensor | None = None  # [R, K] int32, what the sampler chose from, filled up with -1; None: the whole vocabulary
     reward: float | None = None
     status: SampleStatus = SampleStatus.COMPLETED
     weight_versions: tuple[int, ...] = ()  # version of the weights of each response token, or () when not generated here
@@ -95,6 +96,7 @@ class TrainSample:
     values: Tensor | None = None  # [R] float32, the critic's, before the update
     returns: Tensor | None = None  # [R] float32, what the critic learns; NaN where there is no target
     routes: Tensor | None = None  # [L, expert layers of this pipeline stage, topk] int16: the experts that are to be chosen
+    token_sets: Tensor | None = None  # [R, K] int32, as in `Sample`: all log-probs are over these tokens alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,7 @@ class MicroBatch:
     selection_seed: int = 0  # of losses that choose tokens at random; equal on ranks that hold the same tokens, or sequences
     places: Tensor | None = None  # [T] int64: row where one process packs it; None: the row itself
     routes: Tensor | None = None  # [T, expert layers of this pipeline stage, topk] int16, negative where the router chooses itself
+    token_sets: Tensor | None = None  # [T, K] int32, tokens that log-probs are over, filled up with -1; None: the whole vocabulary
 
     @property
     def num_seqs(self) -> int:

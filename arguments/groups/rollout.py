@@ -20,6 +20,12 @@ class RolloutConfig:
     rollout_temperature: float = arg(1.0, "Sampling temperature; the trainer's log-probs use the same.", legal=POSITIVE)
     rollout_top_p: float = arg(1.0, "Nucleus sampling: smallest set of tokens with this probability.", legal=UNIT_OPEN_LOW)
     rollout_top_k: int = arg(-1, "Sample from the k likeliest tokens; -1: from all.", legal=TOP_K)
+    renormalize_sampled_log_probs: bool = arg(
+        False,
+        "With --rollout-top-k or --rollout-top-p: log-probs and entropy, the sampler's and those of policy, reference and teacher, are over the "
+        "tokens that the sampler chose from, which come with each sample. Takes 4 bytes for each token of the largest set of a micro-batch, at "
+        "each of its rows; --rollout-top-k bounds the sets of --rollout-top-p.",
+    )
     rollout_stop: list[str] | None = arg(None, "Strings that end a response.", nargs="+")
     rollout_stop_token_ids: list[int] | None = arg(None, "Token ids that end a response, besides the model's own.", nargs="+")
     rollout_local_batch_size: int = arg(64, "Samples that the local engine decodes together.", legal=AT_LEAST_ONE)

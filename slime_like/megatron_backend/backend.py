@@ -173,7 +173,7 @@ class MegatronBackend:
         """As `accumulate`, for the critic."""
         assert self.critic is not None
         size = micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=False)
-        own = [dataclasses.replace(sample, routes=None) for sample in batch.samples]  # the routes are the policy's
+        own = [dataclasses.replace(sample, routes=None, token_sets=None) for sample in batch.samples]  # these are the policy's
         batches = self._pack(cut(own, size, self.layout).groups)
         step = value_training_step(self.layout, self._value_loss, gradient_scale(self.layout, len(batches)))
         return PendingStep(self._reduced(self.critic.accumulate(step, batches)), self.critic)

@@ -99,6 +99,7 @@ class Head:
             tp_group=self.layout.tp_group,
             sequence_parallel=self.sequence_parallel,
             chunk_size=self.chunk_size,
+            token_sets=batch.token_sets,
         )
         # without an active token too, both depend on hidden states and weight: every rank runs backward
         empty = torch.zeros(batch.loss_mask.numel(), dtype=log_probs.dtype, device=hidden.device)

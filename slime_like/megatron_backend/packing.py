@@ -127,6 +127,7 @@ def pack(
         places=_places(samples, seq_ids, positions).to(device) if cp_size > 1 or equal_sequences else None,
         is_padding=(positions >= real_lengths[seq_ids]).to(device),
         routes=_routes(samples, starts, total, device),
+        token_sets=_token_sets(samples, starts, total, device),
     )
 
 
@@ -138,6 +139,18 @@ def _routes(samples: Sequence[TrainSample], starts: Sequence[int], total: int, d
     out = torch.full((total, *given[0].shape[1:]), -1, dtype=torch.int16)
     for start, routes in zip(starts, given):
         out[start : start + routes.size(0)] = routes
+    return out.to(device)
+
+
+def _token_sets(samples: Sequence[TrainSample], starts: Sequence[int], total: int, device: torch.device) -> Tensor | None:
+    """[T, K] for the largest set, on the rows whose labels they speak about; None when a sample has none."""
+    given = [s.token_sets for s in samples if s.token_sets is not None]
+    if len(given) < len(samples) or not given:
+        return None
+    out = torch.full((total, max(sets.size(1) for sets in given)), -1, dtype=torch.int32)
+    for start, sample, sets in zip(starts, samples, given):
+        end = start + int(sample.tokens.numel())
+        out[end - 1 - sample.response_length : end - 1, : sets.size(1)] = sets
     return out.to(device)
 
 

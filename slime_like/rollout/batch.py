@@ -98,6 +98,21 @@ def usable(sample: Sample) -> Sample:
     return sample
 
 
+def check_token_sets(samples: Sequence[Sample], *, wanted: bool) -> None:
+    """Raises ValueError unless every sample tells what it was sampled from, or with `wanted` False none does."""
+    for s in samples:
+        if wanted and s.token_sets is None:
+            raise ValueError(
+                f"--renormalize-sampled-log-probs: sample {s.sample_id} does not tell which tokens it was sampled from; it was recorded without "
+                "this flag, or its engine cannot tell"
+            )
+        if not wanted and s.token_sets is not None:
+            raise ValueError(
+                f"sample {s.sample_id} was recorded with --renormalize-sampled-log-probs, and its log-probs are over few tokens; give the flag, "
+                "and --rollout-top-k and --rollout-top-p of that run"
+            )
+
+
 def step_weights(
     step: Sequence[Sample], reduction: str, loss_norm_length: int | None = None, micro_batch_size: int | None = None
 ) -> list[float]:
@@ -170,6 +185,7 @@ def _train_sample(sample: Sample, weight: float, nll_weight: float | None, *, to
         loss_mask=sample.loss_mask,
         loss_weights=per_token(weight),
         rollout_log_probs=rollout_log_probs if told else None,
+        token_sets=sample.token_sets,
         rewards=per_token(math.nan if sample.reward is None else sample.reward),
         nll_weights=None if nll_weight is None else per_token(nll_weight),
     )

@@ -1,7 +1,8 @@
 """What a rollout engine is: prompts in, sampled tokens with their log-probs out, weights in between.
 
 Log-prob convention of every engine (SGLang's): the log-prob of the sampled token under the temperature-scaled distribution over the
-whole vocabulary, BEFORE top-k and top-p; greedy sampling reports temperature 1.
+whole vocabulary, BEFORE top-k and top-p; greedy sampling reports temperature 1. With `SamplingParams.report_token_sets` it is AFTER them,
+over the tokens that they leave, and these are reported too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class SamplingParams:
 
     temperature: 0 is greedy. top_p: smallest set of tokens with at least this probability, after top_k. top_k: -1 is all.
     max_new_tokens: longest response, stop token included. stop: strings that end a response once its text contains one.
-    stop_token_ids: tokens that end a response besides the model's own; a stop token stays part of the response.
+    stop_token_ids: tokens that end a response besides the model's own; a stop token stays part of the response. report_token_sets: tell which
+    tokens each one was sampled from, with its log-prob over these; not when greedy.
     """
 
     temperature: float = 1.0
@@ -31,6 +33,7 @@ class SamplingParams:
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    report_token_sets: bool = False
 
     def __post_init__(self) -> None:
         rules = (
@@ -62,7 +65,8 @@ class GenerateRequest:
 class GenerateOutput:
     """One response; all tuples have one entry per response token.
 
-    finish_reason: "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens may then be partial).
+    finish_reason: "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens may then be partial). token_sets: the
+    tokens that each one was sampled from, itself among them; None where they were not asked for.
     """
 
     sample_id: int
@@ -70,6 +74,7 @@ class GenerateOutput:
     log_probs: tuple[float, ...]
     finish_reason: FinishReason
     weight_versions: tuple[int, ...]
+    token_sets: tuple[Tensor, ...] | None = None  # [k] int32 each
 
 
 class RolloutEngine(Protocol):

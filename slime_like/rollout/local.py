@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 
 from slime_like.rollout.engine import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.hf_weights import WeightSlots
-from slime_like.rollout.sampling import draw_uniforms, sample_tokens
+from slime_like.rollout.sampling import draw_uniforms, sample_from_sets, sample_tokens
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class _Row:
     """A response in the making."""
 
     tokens: list[int] = field(default_factory=list)
+    token_sets: list[Tensor] = field(default_factory=list)  # only where they are reported
     finish_reason: FinishReason = "length"
 
 
@@ -114,11 +115,17 @@ class LocalEngine:
         uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens).to(self._device)  # (B, N)
         log_probs = torch.full(uniforms.shape, float("nan"), device=self._device)  # (B, N)
         logits, cache, mask, positions = self._prefill([r.prompt_tokens for r in requests], sampling.max_new_tokens)
+        reports = sampling.report_token_sets and not sampling.greedy
         live = list(range(len(requests)))  # requests[live[j]] is row j of the running batch
         live_index = torch.arange(len(requests), device=self._device)
         prompt_width = mask.size(1) - sampling.max_new_tokens
         for step in range(sampling.max_new_tokens):
-            tokens, log_probs[live_index, step] = sample_tokens(logits, uniforms[live_index, step], sampling)
+            if reports:
+                tokens, log_probs[live_index, step], kept = sample_from_sets(logits, uniforms[live_index, step], sampling)
+                for row, members in zip(live, kept.cpu(), strict=True):
+                    rows[row].token_sets.append(members.nonzero()[:, 0].int())
+            else:
+                tokens, log_probs[live_index, step] = sample_tokens(logits, uniforms[live_index, step], sampling)
             for row, token in zip(live, tokens.tolist(), strict=True):
                 rows[row].tokens.append(token)
             going_on = self._mark_stopped(rows, live, stop_ids, sampling.stop)
@@ -131,7 +138,7 @@ class LocalEngine:
                 tokens, mask, positions = tokens[keep], mask[keep], positions[keep]
             positions = positions + 1
             logits = self._forward(tokens[:, None], mask[:, : prompt_width + step + 1], positions, cache)
-        return [self._output(*item) for item in zip(requests, rows, log_probs.cpu(), strict=True)]
+        return [self._output(*item, reports=reports) for item in zip(requests, rows, log_probs.cpu(), strict=True)]
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
         """Compute each distinct prompt once, left-padded, then repeat it for its samples.
@@ -176,7 +183,7 @@ class LocalEngine:
                 rows[row].finish_reason = "stop"
         return [j for j, done in enumerate(stopped) if not done]
 
-    def _output(self, request: GenerateRequest, row: _Row, log_probs: Tensor) -> GenerateOutput:
+    def _output(self, request: GenerateRequest, row: _Row, log_probs: Tensor, *, reports: bool) -> GenerateOutput:
         """A response up to its first non-finite log-prob, which only broken weights can cause; such a response is aborted."""
         values = log_probs[: len(row.tokens)]
         finite = int(values.isfinite().cumprod(0).sum())
@@ -186,6 +193,7 @@ class LocalEngine:
             log_probs=tuple(values[:finite].tolist()),
             finish_reason=row.finish_reason if finite == len(row.tokens) else "abort",
             weight_versions=(self.weight_version,) * finite,
+            token_sets=tuple(row.token_sets[:finite]) if reports else None,
         )
 
 

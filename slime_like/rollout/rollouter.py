@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from arguments.groups import EvalConfig, RolloutConfig
 from slime_like.rewards.grader import Grader
@@ -29,6 +31,7 @@ def training_sampling(config: RolloutConfig) -> SamplingParams:
         max_new_tokens=config.rollout_max_response_len,
         stop=tuple(config.rollout_stop or ()),
         stop_token_ids=tuple(config.rollout_stop_token_ids or ()),
+        report_token_sets=config.renormalize_sampled_log_probs,
     )
 
 
@@ -41,6 +44,7 @@ def eval_sampling(config: EvalConfig, rollout: RolloutConfig) -> SamplingParams:
         top_p=base.top_p if config.eval_top_p is None else config.eval_top_p,
         top_k=base.top_k if config.eval_top_k is None else config.eval_top_k,
         max_new_tokens=config.eval_max_response_len or base.max_new_tokens,
+        report_token_sets=False,
     )
 
 
@@ -80,6 +84,7 @@ class Rollouter:
             response_length=len(output.tokens),
             loss_mask=torch.full((len(output.tokens),), status != SampleStatus.ABORTED, dtype=torch.bool),
             rollout_log_probs=torch.tensor(output.log_probs, dtype=torch.float32),
+            token_sets=None if output.token_sets is None else side_by_side(output.token_sets),
             status=status,
             weight_versions=output.weight_versions,
             text=prompt.text,
@@ -89,6 +94,11 @@ class Rollouter:
         )
 
 
+def side_by_side(sets: Sequence[Tensor]) -> Tensor:
+    """[R, K] int32 of R sets of at most K tokens, filled up with -1."""
+    return pad_sequence(list(sets), batch_first=True, padding_value=-1) if sets else torch.empty((0, 0), dtype=torch.int32)
+
+
 def sample_seed(seed: int, purpose: str, sample_id: int) -> int:
     """A 63-bit seed that depends on its arguments alone."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{sample_id}".encode(), digest_size=8).digest()
@@ -96,13 +106,14 @@ def sample_seed(seed: int, purpose: str, sample_id: int) -> int:
 
 
 def _to_plain(sample: Sample) -> dict[str, Any]:
-    """What another rank needs of a sample that it did not generate: plain types only, without what its prompt tells."""
+    """What another rank needs of a sample that it did not generate: no tensors, without what its prompt tells."""
     assert sample.rollout_log_probs is not None
     return {
         "sample_id": sample.sample_id,
         "response_tokens": sample.tokens[sample.prompt_length :].tolist(),
         "loss_mask": sample.loss_mask.tolist(),
         "rollout_log_probs": sample.rollout_log_probs.tolist(),
+        "token_sets": None if sample.token_sets is None else sample.token_sets.numpy(),
         "reward": sample.reward,
         "status": str(sample.status),
         "weight_versions": sample.weight_versions,
@@ -119,6 +130,7 @@ def _from_plain(record: dict[str, Any], prompt: Prompt) -> Sample:
         response_length=len(record["response_tokens"]),
         loss_mask=torch.tensor(record["loss_mask"], dtype=torch.bool),
         rollout_log_probs=torch.tensor(record["rollout_log_probs"], dtype=torch.float32),
+        token_sets=None if record["token_sets"] is None else torch.from_numpy(record["token_sets"]),
         reward=record["reward"],
         status=SampleStatus(record["status"]),
         weight_versions=tuple(record["weight_versions"]),

@@ -28,10 +28,21 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) ->
     logits [B, V]; uniforms [B] float64 (not read when greedy). Returns tokens [B] int64 and log_probs [B] float32, the latter under the
     temperature-scaled distribution before top-k and top-p. NaN logits give a NaN log-prob.
     """
+    tokens, _, scores = _sample(logits, uniforms, sampling)
+    return tokens, _log_prob(scores, tokens)
+
+
+def sample_from_sets(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
+    """As `sample_tokens`, with log-probs after top-k and top-p, and which tokens these leave: [B, V] bool, the sampled one among them."""
+    tokens, kept, _ = _sample(logits, uniforms, sampling)
+    return tokens, _log_prob(kept, tokens), kept > float("-inf")
+
+
+def _sample(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens [B], scaled logits after top-k and top-p [B, V], before them [B, V])."""
     scores = logits.float()
     if sampling.greedy:
-        tokens = scores.argmax(-1)
-        return tokens, _log_prob(scores, tokens)
+        return scores.argmax(-1), scores, scores
     scores = scores / sampling.temperature
     kept = scores
     if sampling.top_k != -1 and sampling.top_k < scores.size(-1):
@@ -42,7 +53,7 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) ->
     target = uniforms * cumulative[:, -1]  # below the total also after rounding, as uniforms end at 1 - 2^-53
     # The first entry strictly above the target is a token of positive probability; the clamp is for NaN alone.
     tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=scores.size(-1) - 1)
-    return tokens, _log_prob(scores, tokens)
+    return tokens, kept, scores
 
 
 def _log_prob(scores: Tensor, tokens: Tensor) -> Tensor:

@@ -21,19 +21,23 @@ T, H, COLUMNS = 12, 6, 64
 ROWS = {"all": None, "some": [0, 2, 3, 8, 11], "none": []}
 
 
-def differences(layout: ParallelLayout, vocab_size: int, rows: list[int] | None, *, sequence_parallel: bool) -> list[float]:
+def differences(
+    layout: ParallelLayout, vocab_size: int, rows: list[int] | None, *, sequence_parallel: bool, sets: bool = False
+) -> list[float]:
     """Largest differences from one rank of log-probs, entropies and the gradients by hidden states, weight and bias on this rank."""
     torch.manual_seed(3)
     hidden, weight, bias = torch.randn(T, H), 2 * torch.randn(COLUMNS, H), torch.randn(COLUMNS)
     bias[1:3] = float("-inf")
     labels = torch.randint(3, vocab_size, (T,))
+    token_sets = torch.randint(-1, vocab_size, (T, 7), dtype=torch.int32) if sets else None
     chosen = None if rows is None else torch.tensor(rows, dtype=torch.int64)
     weights = torch.randn(2, T if rows is None else len(rows))
 
     def everything(h: Tensor, w: Tensor, b: Tensor, **settings: Any) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (h, w, b)]
         log_probs, entropy = lean_log_probs(
-            leaves[0], leaves[1], labels, bias=leaves[2], vocab_size=vocab_size, rows=chosen, temperature=0.7, chunk_size=5, **settings
+            leaves[0], leaves[1], labels, bias=leaves[2], vocab_size=vocab_size, rows=chosen, temperature=0.7, chunk_size=5, token_sets=token_sets,
+            **settings,
         )
         (weights[0] * log_probs + weights[1] * entropy).sum().backward()
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -73,5 +77,7 @@ def differences_on_all(rank: int, world_size: int, arguments: dict[str, Any]) ->
             for name, rows in ROWS.items()
             for sequence_parallel in (False, True)
         }
+        for sequence_parallel in (False, True):
+            found[f"sets {sequence_parallel}"] = differences(layout, 61, ROWS["some"], sequence_parallel=sequence_parallel, sets=True)
         found["floor"] = [floor_difference(layout)]
     return found

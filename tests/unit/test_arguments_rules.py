@@ -84,6 +84,11 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("sequences_fit", "--rollout-max-response-len 512", (), 1, "--rollout-max-response-len", "512 positions"),
     ("sequences_fit", f"{EVAL} --eval-max-response-len 512", (), 1, "--eval-max-response-len", "512 positions"),
     ("sequences_fit", f"{EVAL} --loss-type sft_loss --rm-type math --rollout-max-response-len 600", (), 1, "--rollout-max-response-len", "512"),
+    ("renormalization_needs_truncation", "--renormalize-sampled-log-probs", (), 1, "--renormalize-sampled-log-probs", "neither --rollout-top-p"),
+    (
+        "renormalization_needs_truncation", "--renormalize-sampled-log-probs --loss-type sft_loss", (), 1, "--renormalize-sampled-log-probs",
+        "samples nothing",
+    ),
     ("kl_in_one_place", "--kl-coef 0.1 --kl-loss-coef 0.1 --use-kl-loss --ref-load {folder}/hf", (), 1, "--kl-coef", "choose one"),
     ("kl_loss_needs_its_switch", "--kl-loss-coef 0.1", (), 1, "--kl-loss-coef", "without --use-kl-loss"),
     ("kl_loss_needs_its_switch", "--use-unbiased-kl", (), 1, "--use-unbiased-kl", "without --use-kl-loss"),

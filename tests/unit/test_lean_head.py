@@ -200,3 +200,31 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) ->
     with LargestTensor() as whole:
         through_logits(hidden, weight, torch.arange(64), vocab_size=512)
     assert whole.largest == 64 * 512
+
+
+@pytest.mark.parametrize("uses", ["both", "log_probs", "entropy"])
+@pytest.mark.parametrize("rows", [None, [0, 3, 4, 11]])
+def test_token_sets_are_what_probabilities_are_over(rows: list[int] | None, uses: str) -> None:
+    """As -inf at all other tokens does; a label outside its set joins it. Sets have 1 to 9 tokens."""
+    arguments = problem(33)
+    kept = torch.rand(T, 33) < 0.15
+    kept[1] = False
+    sets = torch.full((T, 9), -1, dtype=torch.int32)
+    for i in range(T):
+        members = kept[i].nonzero()[:9, 0]
+        kept[i] = False
+        kept[i, members] = True
+        sets[i, : members.numel()] = members.flip(0)
+    with_labels = kept.scatter(1, arguments["labels"][:, None], True)
+    assert not kept.gather(1, arguments["labels"][:, None]).all() and with_labels.sum(1).min() == 1
+
+    def reference(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Any, vocab_size: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.arange(T) if rows is None else torch.tensor(rows)
+        logits = (hidden @ weight[:vocab_size].T / 0.7).masked_fill(~with_labels, float("-inf"))[chosen]
+        log_p = logits.log_softmax(-1)
+        entropy = -(log_p.exp() * log_p.masked_fill(log_p == float("-inf"), 0.0)).sum(-1)
+        return log_p.gather(1, labels[chosen, None])[:, 0], entropy
+
+    chosen = None if rows is None else torch.tensor(rows)
+    got = values_and_gradients(lean_log_probs, arguments, uses, temperature=0.7, chunk_size=5, token_sets=sets, rows=chosen)
+    assert_same(got, values_and_gradients(reference, arguments, uses), 1e-12)

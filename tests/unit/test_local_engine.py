@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3MoeConfig,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
@@ -124,6 +126,32 @@ def test_log_probs_are_of_the_scaled_distribution_before_truncation(built: Built
         expected = logits.log_softmax(-1).gather(1, torch.tensor(output.tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=0)
         assert output.weight_versions == (3,) * len(output.tokens)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(9, 1.0), (-1, 0.8), (9, 0.8)])
+def test_reported_sets_are_those_of_transformers_and_log_probs_are_over_them(built: Built, top_k: int, top_p: float) -> None:
+    sampling = SamplingParams(temperature=0.7, top_p=top_p, top_k=top_k, max_new_tokens=16)
+    requests = _requests(8, n_samples=2)
+    plain = built.engine.generate(requests, sampling)
+    outputs = built.engine.generate(requests, replace(sampling, report_token_sets=True))
+    for request, output, as_before in zip(requests, outputs, plain, strict=True):
+        assert output.tokens == as_before.tokens and as_before.token_sets is None
+        kept = _full_pass(built.reference, request, output) / sampling.temperature
+        if top_k != -1:
+            kept = TopKLogitsWarper(top_k)(None, kept)
+        if top_p < 1:
+            kept = TopPLogitsWarper(top_p)(None, kept)
+        expected = kept.log_softmax(-1).gather(1, torch.tensor(output.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=0)
+        assert output.token_sets is not None
+        for members, row in zip(output.token_sets, kept, strict=True):
+            assert members.tolist() == row.isfinite().nonzero()[:, 0].tolist()
+
+
+def test_greedy_responses_report_no_sets(built: Built) -> None:
+    sampling = SamplingParams(temperature=0, max_new_tokens=4, top_k=3)
+    requests = _requests(2)
+    assert built.engine.generate(requests, replace(sampling, report_token_sets=True)) == built.engine.generate(requests, sampling)
 
 
 def test_tokens_depend_on_the_seed_alone(built: Built) -> None:
