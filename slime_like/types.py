@@ -49,7 +49,6 @@ class Sample:
     response_length: int  # R <= L
     loss_mask: Tensor  # [R] bool, True where the model wrote the token and it is trained on
     rollout_log_probs: Tensor | None = None  # [R] float32, by the sampler, at the sampling temperature
-    token_sets: Tensor | None = None  # [R, K] int32, what the sampler chose from, filled up with -1; None: the whole vocabulary
     reward: float | None = None
     status: SampleStatus = SampleStatus.COMPLETED
     weight_versions: tuple[int, ...] = ()  # version of the weights of each response token, or () when not generated here
@@ -57,6 +56,7 @@ class Sample:
     response: str = ""  # response text
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    token_sets: Tensor | None = None  # [R, K] int32, what the sampler chose from, filled up with -1; None: the whole vocabulary
 
     @property
     def total_length(self) -> int:
