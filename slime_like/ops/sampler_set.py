@@ -6,6 +6,8 @@ float32 resolves at a logit of 12. Tokens that lie closer to the floor than roun
 
 The set is found from the logits of whoever computes the log-probs. It is the sampler's own where both have the same weights; a token near
 the edge may then differ by rounding, and more of them once the weights have moved. The sampled token always counts as a member.
+
+Training does not use it: there the engine tells its sets (`lean_log_probs`, token_sets), which rounding and later weights do not change.
 """
 
 from __future__ import annotations

@@ -86,3 +86,11 @@ def test_recorded_sets_train_alike_and_are_not_dropped(server: TrainServer, work
     assert [row["train/loss"] for row in rows_of(tmp_path)] == [row["train/loss"] for row in rows_of(one)]
     argv = flags(work, tmp_path / "b", **TRUNCATED["both"], **replay, renormalize_sampled_log_probs=None)
     assert "was recorded with --renormalize-sampled-log-probs" in server.train(argv, tmp_path / "log2").error()
+
+
+def test_a_teacher_is_restricted_too(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    """The initial policy is its own teacher: over the same tokens, there is nothing to learn in the first rollout."""
+    argv = flags(work, tmp_path, rollout_top_k=5, num_rollout=1, use_opd="", opd_type="megatron", opd_teacher_load=work.model)
+    server.train(argv, tmp_path / "log").ok()
+    (row,) = rows_of(tmp_path)
+    assert abs(row["rollout/opd_reverse_kl"]) < 1e-6
