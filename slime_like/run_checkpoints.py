@@ -11,7 +11,7 @@ from arguments.run_config import RunConfig
 from slime_like import __version__
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
 from slime_like.megatron_backend.backend import MegatronBackend
-from slime_like.megatron_backend.checkpoint import CheckpointSaver, SaveError, SavePolicy, SaveReport, saved_networks
+from slime_like.megatron_backend.checkpoint import CheckpointSaver, SaveError, SavePolicy, SaveReport, is_converted, saved_networks
 from slime_like.megatron_backend.layout import ParallelLayout
 
 
@@ -75,17 +75,20 @@ class RunCheckpoints:
             self.tell(f"warning: {warning}")
         folder = checkpoint_folder(root, step)
         with_critic = self._takes_critic_of(folder)
+        weights_only = config.finetune or is_converted(folder)
+        if weights_only and not config.finetune:
+            self.tell(f"checkpoint {folder} was converted and holds weights only: starting at rollout 1")
         state, changed = self.backend.load(
             folder,
             with_critic=with_critic,
-            with_optimizer=not (config.no_load_optim or config.finetune),
-            with_rng=not (config.no_load_rng or config.finetune),
+            with_optimizer=not (config.no_load_optim or weights_only),
+            with_rng=not (config.no_load_rng or weights_only),
             verify=not config.no_verify_checkpoint,
             tell=self.tell,
         )
         if changed:
             self.tell(f"warning: --load {root}: this run's schedule is not the checkpoint's: {'; '.join(changed)}")
-        if config.finetune:
+        if weights_only:
             return Start(None, None, with_critic)
         if int(state["step"]) != step:
             raise ValueError(f"checkpoint {checkpoint_folder(root, step)} says that it is of step {state['step']}: it was renamed")

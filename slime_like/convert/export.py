@@ -50,7 +50,7 @@ def export_hf_weights(
         else:
             shard = torch.empty(shape, dtype=dtype or own_dtype, device=device)
         shards = _shards_of_all_ranks(shard, owner, expert_number(name), mapping.sharded, sizes, layout)
-        yield from _whole(mapping, shards, sizes).items()
+        yield from whole_tensors(mapping, shards, sizes).items()
         done |= mapping.hf_shapes(sizes).keys()
 
 
@@ -85,7 +85,7 @@ def _owners(local: dict[str, Tensor], layout: ParallelLayout) -> dict[str, Owner
     return {name: owner for stage in reversed(stages) for name, owner in stage.items()}
 
 
-def _whole(mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes) -> dict[str, Tensor]:
+def whole_tensors(mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes) -> dict[str, Tensor]:
     """The Hugging Face tensors of one parameter, put together from the shards of all tensor-parallel ranks."""
     whole = {name: shards[0].new_empty(shape) for name, shape in mapping.hf_shapes(sizes).items()}
     for tp_rank, shard in enumerate(shards):

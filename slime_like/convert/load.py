@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping as MappingOf
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -19,44 +23,101 @@ from slime_like.megatron_backend.layout import ParallelLayout
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-DTYPES = ("F32", "BF16", "F16", "F64")  # safetensors' names
+TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # by safetensors' names
+DTYPES = tuple(TORCH_DTYPES)
+READ_BYTES = 16 * 2**20  # at a time
 MAX_NAMED = 8  # names in one error message
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies. start: byte in the file. dtype: safetensors' name."""
+
+    file: int  # descriptor
+    start: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class WeightFiles:
-    """The tensors of a Hugging Face folder, opened lazily. A context manager; raises ValueError naming what is wrong."""
+    """The tensors of a Hugging Face folder, opened lazily. A context manager; raises ValueError naming what is wrong.
+
+    Files are read, not mapped: pages of a mapped file count as this process's memory for as long as it is open, which for the whole of a
+    model are as many bytes as it has."""
 
     def __init__(self, folder: str) -> None:
-        self._stack = ExitStack()
-        self._where: dict[str, Any] = {}  # tensor name -> open file
+        self._files: list[int] = []
+        self._where: dict[str, StoredTensor] = {}
         for path in weight_files(Path(folder)):
             try:
-                handle = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+                with safe_open(path, framework="pt", device="cpu"):  # checks the header against the file's size
+                    pass
+                self._files.append(os.open(path, os.O_RDONLY))
             except (SafetensorError, OSError) as error:
-                self._stack.close()
+                self.close()
                 raise ValueError(f"{path} cannot be read, it may be truncated or no safetensors file: {error}") from error
-            self._where.update(dict.fromkeys(handle.keys(), handle))
+            self._where |= _stored_tensors(self._files[-1])
 
     def __enter__(self) -> WeightFiles:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+        self.close()
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
 
     @property
     def names(self) -> set[str]:
         return set(self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._where[name].get_slice(name).get_shape())
+        return self._where[name].shape
 
     def dtype(self, name: str) -> str:
-        return self._where[name].get_slice(name).get_dtype()
+        return self._where[name].dtype
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) along `dim` (0 or 1), in the file's dtype; nothing else is read."""
-        rows = self._where[name].get_slice(name)
-        return rows[start:stop] if dim == 0 else rows[:, start:stop]
+        """Rows [start, stop) along `dim` (0 or 1), in the file's dtype. Along dimension 1 whole rows are read, some at a time."""
+        stored = self._where[name]
+        dtype = TORCH_DTYPES[stored.dtype]
+        row = math.prod(stored.shape[1:]) * dtype.itemsize
+        if dim == 0:
+            out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
+            _read_into(out, stored.file, stored.start + start * row)
+            return out
+        out = torch.empty((stored.shape[0], stop - start, *stored.shape[2:]), dtype=dtype)
+        many = max(1, READ_BYTES // max(1, row))
+        for first in range(0, stored.shape[0], many):
+            rows = torch.empty((min(many, stored.shape[0] - first), *stored.shape[1:]), dtype=dtype)
+            _read_into(rows, stored.file, stored.start + first * row)
+            out[first : first + len(rows)] = rows[:, start:stop]
+        return out
+
+
+def _stored_tensors(file: int) -> dict[str, StoredTensor]:
+    """The header of a safetensors file that the library has checked: 8 bytes of length, then JSON."""
+    length = int.from_bytes(os.pread(file, 8, 0), "little")
+    header = json.loads(os.pread(file, length, 8))
+    return {
+        name: StoredTensor(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _read_into(tensor: Tensor, file: int, position: int) -> None:
+    """Fill a contiguous tensor with a file's bytes from `position` on. Raises ValueError when the file ends early."""
+    if not tensor.numel():
+        return
+    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    done = 0
+    while done < len(view):
+        count = os.preadv(file, [view[done : done + READ_BYTES]], position + done)
+        if count == 0:
+            raise ValueError("a file of weights became shorter while it was read; copy it again")
+        done += count
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -88,22 +149,53 @@ def load_hf_weights(
     Raises ValueError, the same on every rank and before any parameter has changed: an unreadable file, tensors that are
     missing, tensors that the model has no place for, shapes that differ (both are named), dtypes that are no floats.
     """
-    config = unwrap(model_chunks[0]).config
+    local = dict(global_parameters(model_chunks))
+    with WeightFiles(folder) as files:
+        plan = plan_loading(local, files, folder, model_chunks[0], hf=hf, gpt=gpt, layout=layout, value_head=value_head)
+        for name, parameter in local.items():
+            plan.fill(name, parameter.detach(), files)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """How this rank's parameters are made of a Hugging Face folder's tensors, all of which have been checked. absent: parts of a critic's head
+    that are not there."""
+
+    family: MappingOf[str, Mapping]
+    parts: MappingOf[str, Sequence[Part]]
+    absent: frozenset[str]
+
+    def fill(self, name: str, shard: Tensor, files: WeightFiles) -> None:
+        """Write the parameter `name` of this rank into `shard`, which has its shape."""
+        if name in self.absent:
+            shard.zero_()
+        else:
+            _fill(shard, self.family[name].dim, self.parts[name], files)
+
+
+def plan_loading(
+    local: MappingOf[str, Tensor],
+    files: WeightFiles,
+    folder: str,
+    chunk: Any,
+    *,
+    hf: HfModel,
+    gpt: GPTModelConfig,
+    layout: ParallelLayout,
+    value_head: bool = False,
+) -> LoadPlan:
+    """local: this rank's parameters by canonical name; only their shapes are looked at. chunk: one of its model chunks. Raises as
+    `load_hf_weights`."""
+    config = unwrap(chunk).config
     sizes = model_sizes(config, gpt)
     family = family_map(hf.architecture, config, tied=not gpt.untie_embeddings_and_output_weights, value_head=value_head)
-    local = dict(global_parameters(model_chunks))
-    _check_model(local, family, hf.architecture, own_experts(sizes, layout))
+    _check_model(dict(local), family, hf.architecture, own_experts(sizes, layout))
     parts = {name: _parts(name, parameter, family[name], sizes, layout) for name, parameter in local.items()}
-    with WeightFiles(folder) as files:
-        absent = [name for name, mapping in VALUE_HEAD.items() if value_head and not mapping.hf_shapes(sizes).keys() <= files.names]
-        family = {name: mapping for name, mapping in family.items() if name not in absent}
-        _check_names(files, family, folder, sizes)
-        _check_tensors(files, family, folder, sizes)
-        for name, parameter in local.items():
-            if name in absent:
-                parameter.detach().zero_()
-            else:
-                _fill(parameter.detach(), family[name].dim, parts[name], files)
+    absent = [name for name, mapping in VALUE_HEAD.items() if value_head and not mapping.hf_shapes(sizes).keys() <= files.names]
+    there = {name: mapping for name, mapping in family.items() if name not in absent}
+    _check_names(files, there, folder, sizes)
+    _check_tensors(files, there, folder, sizes)
+    return LoadPlan(there, parts, frozenset(absent))
 
 
 def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) -> None:

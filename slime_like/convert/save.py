@@ -62,27 +62,35 @@ def _raise_on_every_rank(error: Exception | None) -> None:
 
 
 def _write(folder: Path, stream: Iterator[tuple[str, Tensor]], source: Path, max_shard_bytes: int) -> None:
-    _check_folders(folder, source)
+    check_folders(folder, source)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     temporary.mkdir(parents=True)
     try:
         dtypes = _write_weights(temporary, stream, max_shard_bytes)
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 4, transformers 5
-        config[key] = max(dtypes, key=lambda name: dtypes[name])
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for pattern in COPIED:
-            for path in source.glob(pattern):
-                if path.is_file():
-                    shutil.copyfile(path, temporary / path.name)
-        for path in [*temporary.iterdir(), temporary]:
-            _flush_to_disk(path)
-        _put_in_place(temporary, folder)
+        finish_folder(temporary, folder, source, dtype=max(dtypes, key=lambda name: dtypes[name]))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_folders(folder: Path, source: Path) -> None:
+def finish_folder(temporary: Path, folder: Path, source: Path, *, dtype: str, value_head: bool = False) -> None:
+    """Give a folder that has the weights all the rest, config.json last, and then its name. dtype: of most weights. value_head: they are a
+    critic's, which transformers loads as a model that classifies tokens."""
+    for pattern in COPIED:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, temporary / path.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype  # transformers 4, transformers 5
+    if value_head:
+        config["architectures"] = [name.replace("ForCausalLM", "ForTokenClassification") for name in config["architectures"]]
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for path in [*temporary.iterdir(), temporary]:
+        _flush_to_disk(path)
+    _put_in_place(temporary, folder)
+
+
+def check_folders(folder: Path, source: Path) -> None:
     if not (source / "config.json").is_file():
         raise ValueError(f"{source} has no config.json to go with the weights")
     if folder.exists() and folder.samefile(source):

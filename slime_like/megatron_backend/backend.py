@@ -29,14 +29,13 @@ from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import Head, Objective, gradient_scale, log_prob_step, training_step
 from slime_like.megatron_backend.micro_batches import cut, micro_batch_size, packing_metrics
+from slime_like.megatron_backend.model import model_shape
 from slime_like.megatron_backend.network import Network, TrainedNetwork
 from slime_like.megatron_backend.offload import OffloadedWeights
 from slime_like.megatron_backend.optimizer import limits_kept, resume_schedule
 from slime_like.megatron_backend.packing import pack_all, with_active_rows, with_selection_seeds
 from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.types import MicroBatch, StepResult, TrainBatch, TrainSample
-
-MODEL_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "num_moe_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +263,7 @@ class MegatronBackend:
         return policy if self.critic is None else {**policy, "critic": self.critic}
 
     def _model_shape(self) -> dict[str, int | bool | None]:
-        """Settings that tell one model from another, to say how a checkpoint's differs."""
-        shape = {name: getattr(self.transformer, name) for name in MODEL_SHAPE}
-        return {**shape, "vocab_size": self.gpt.vocab_size, "untied_embeddings": self.gpt.untie_embeddings_and_output_weights}
+        return model_shape(self.transformer, self.gpt)
 
     def _pack(self, groups: Sequence[Sequence[TrainSample]]) -> list[MicroBatch]:
         """megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages confuse (each is the other's

@@ -26,6 +26,14 @@ from slime_like.megatron_backend.value_model import ValueModel
 from slime_like.ops.attention import PackedAttention
 from slime_like.ops.router import PackedRouter
 
+MODEL_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "num_moe_experts")
+
+
+def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, int | bool | None]:
+    """Settings that tell one model from another, to say how a checkpoint's differs."""
+    shape = {name: getattr(config, name) for name in MODEL_SHAPE}
+    return {**shape, "vocab_size": gpt.vocab_size, "untied_embeddings": gpt.untie_embeddings_and_output_weights}
+
 
 def padded_vocab_size(gpt: GPTModelConfig, tp_size: int) -> int:
     """The vocabulary size, rounded up so that every tensor-parallel rank gets an equal share."""
@@ -85,7 +93,8 @@ def build_chunks(
             vp_stage=vp_stage,
             **position,
         )
-        chunks.append(chunk.to(torch.cuda.current_device()) if torch.cuda.is_available() else chunk)
+        on_meta = next(chunk.parameters()).is_meta
+        chunks.append(chunk.to(torch.cuda.current_device()) if torch.cuda.is_available() and not on_meta else chunk)
     return chunks
 
 

@@ -119,6 +119,14 @@ def saved_networks(folder: Path) -> Collection[str]:
         return []
 
 
+def is_converted(folder: Path) -> bool:
+    """Whether a checkpoint holds weights that were converted, and nothing to go on from."""
+    try:
+        return bool(read_trainer_state(folder).get("weights_only"))
+    except ValueError:
+        return False
+
+
 def read_trainer_state(folder: Path) -> dict[str, Any]:
     """trainer.json of a checkpoint. Raises ValueError naming it."""
     path = folder / TRAINER_FILE

@@ -39,9 +39,10 @@ def sharded_state(network: SavedNetwork, *, is_loading: bool) -> dict[str, Any]:
     for adam in plain_optimizers(network.optimizer):
         if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
             init_adam_state(adam)  # one that has not stepped yet has no state, and what is not saved cannot be loaded
-    state: dict[str, Any] = {f"model{i}": chunk.sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(network.chunks)}
+    metadata = dict(METADATA)  # megatron-core writes its process group into it
+    state: dict[str, Any] = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(network.chunks)}
     if network.optimizer is not None:
-        state["optimizer"] = network.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=METADATA)
+        state["optimizer"] = network.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
     return state
 
 
