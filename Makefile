@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-slow lint format typecheck flags parity clean
+.PHONY: install demo test test-slow lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -41,6 +41,9 @@ flags: install
 
 parity: install
 	$(BIN)/python scripts/parity_table.py
+
+parity-full: install
+	$(BIN)/python scripts/parity/matrix.py
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info

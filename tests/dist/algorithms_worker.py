@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scripts.parity.steps import parallel
 from slime_like.losses import LossTerms, policy_losses
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import Objective
 from slime_like.rollout.batch import flatten, usable
 from tests.dist.backend_worker import make_trainer
-from tests.dist.convert_worker import parallel
 
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "DP2": ({}, ""),

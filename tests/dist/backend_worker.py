@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,52 +15,15 @@ import megatron_patches
 
 megatron_patches.apply()
 
-from arguments.parse import parse_args  # noqa: E402
-from arguments.run_config import RunConfig  # noqa: E402
+from scripts.parity.steps import SAMPLES as SAMPLES  # noqa: E402
+from scripts.parity.steps import VOCAB as VOCAB  # noqa: E402
+from scripts.parity.steps import parallel, random_samples, settings, share, weights  # noqa: E402
 from slime_like.megatron_backend.backend import MegatronBackend  # noqa: E402
 from slime_like.megatron_backend.gates import GateError, SkippedStepGate  # noqa: E402
 from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
 from slime_like.megatron_backend.network import Network  # noqa: E402
 from slime_like.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
 from slime_like.trainer import Trainer  # noqa: E402
-from slime_like.types import TrainBatch, TrainSample  # noqa: E402
-from tests.dist.convert_worker import parallel  # noqa: E402
-
-VOCAB = 61
-SAMPLES = 8  # of every optimizer step, over all ranks
-
-
-def settings(folder: str, flags: str = "") -> RunConfig:
-    """A run on the model in `folder` for `SAMPLES` samples a step. flags: further ones."""
-    words = (
-        f"--hf-checkpoint {folder} --debug-train-only --load-debug-rollout-data {folder}/rollout_{{rollout_id}} --lr 1e-2 --num-rollout 4 "
-        f"--rollout-batch-size 2 --n-samples-per-prompt 4 --no-tensorboard --no-progress {flags}"
-    )
-    return parse_args(words.split(), dist.get_world_size())
-
-
-def random_samples(seed: int, count: int = SAMPLES) -> list[TrainSample]:
-    """Samples of uneven lengths with holes in their masks; old log-probs near those of a random model."""
-    g = torch.Generator().manual_seed(seed)
-    samples = []
-    for _ in range(count):
-        prompt, response = (int(torch.randint(1, 12, (), generator=g)) for _ in range(2))
-        samples.append(
-            TrainSample(
-                tokens=torch.randint(VOCAB, (prompt + response,), generator=g),
-                response_length=response,
-                loss_mask=torch.rand(response, generator=g) > 0.2,
-                loss_weights=torch.full((response,), 1 / 32),
-                advantages=torch.randn(response, generator=g),
-                old_log_probs=-4.1 + 0.2 * torch.randn(response, generator=g),
-            )
-        )
-    return samples
-
-
-def share(samples: Sequence[TrainSample], layout: ParallelLayout) -> TrainBatch:
-    size = len(samples) // layout.dp_size
-    return TrainBatch(tuple(samples[layout.dp_rank * size : (layout.dp_rank + 1) * size]))
 
 
 def optimizer_state(backend: MegatronBackend) -> list[torch.Tensor]:
@@ -115,10 +78,6 @@ def check_poison(folder: str, layout: ParallelLayout, flags: str, value: float) 
         skipped=skipped, same=same, warnings=warnings, stopped=stopped, total=gate.total,
         after=[result.skipped, moved, finite], lr=result.learning_rate,
     )  # fmt: skip
-
-
-def weights(backend: MegatronBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.float().clone() for name, tensor in backend.export_weights()}
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

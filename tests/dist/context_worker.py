@@ -9,21 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scripts.parity.steps import differences, parallel, train  # applies the patches, before megatron-core is imported
 from slime_like.losses import LossInputs, LossOutput, LossTerms, policy_losses, total_loss
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.ops.context_parallel import rows_of_rank
-from slime_like.types import TrainBatch, TrainSample
-from tests.dist import backend_worker as backend  # applies the patches, before megatron-core is imported
-from tests.dist.convert_worker import parallel
 
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 from slime_like.megatron_backend.layout import ParallelLayout  # isort: skip
 from slime_like.ops.attention import PackedAttention, packed_rows  # isort: skip
-
-STEPS = 3
-
 
 # --- attention ---------------------------------------------------------------------------------------------------------
 
@@ -172,83 +167,11 @@ def loss_differences(layout: ParallelLayout, case: str, active: str) -> dict[str
 # --- whole steps -------------------------------------------------------------------------------------------------------
 
 
-def train_samples(seed: int) -> list[TrainSample]:
-    """Of every length, some shorter than two chunks of four ranks; kept tokens, a reference, and weights that differ by sample."""
-    g = torch.Generator().manual_seed(1000 + seed)
-    samples = []
-    for i, s in enumerate(backend.random_samples(seed)):
-        size = (s.response_length,)
-        samples.append(
-            dataclasses.replace(
-                s,
-                loss_weights=torch.full(size, (1 + i) / 100),
-                advantages=torch.full(size, float(torch.randn((), generator=g))),
-                ref_log_probs=-4.1 + 0.2 * torch.randn(size, generator=g),
-                rollout_log_probs=-4.1 + 0.2 * torch.randn(size, generator=g),
-                keep_mask=torch.rand(size, generator=g) > 0.1,
-                importance_weights=0.5 + torch.rand(size, generator=g),
-            )
-        )
-    return samples
-
-
-def gradients(built: Any) -> dict[str, Tensor]:
-    """The reduced gradients of all parameters, whole, by Hugging Face name: exported in place of the weights."""
-    parameters = [p for chunk in built.policy.chunks for p in chunk.parameters()]
-    kept = [p.data for p in parameters]
-    for p in parameters:
-        p.data = p.main_grad.detach()
-    found = {name: tensor.clone() for name, tensor in built.export_weights()}
-    for p, data in zip(parameters, kept, strict=True):
-        p.data = data
-    return found
-
-
-def train(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
-    """Losses and gradients of every step, log-probs before and weights after."""
-    common = "--lr 3e-4 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 --use-kl-loss --kl-loss-coef 0.3"
-    run = backend.settings(folder, f"{common} --ref-load {folder} {flags}")
-    built = backend.MegatronBackend(run, layout, total_steps=STEPS)
-    first = backend.share(train_samples(1), layout)
-    log_probs = [s.log_probs for s in built.compute_log_probs(first.samples)]
-    losses, found, metrics = [], {}, []
-    for step in range(1, STEPS + 1):
-        pending = built.accumulate(TrainBatch(backend.share(train_samples(step), layout).samples))
-        found |= {f"step {step} {name}": g for name, g in gradients(built).items()}
-        losses.append(pending.metrics["loss"])
-        metrics.append(pending.metrics)
-        assert not built.apply_gradients(pending).skipped
-    return dict(
-        losses=losses, gradients=found, weights=backend.weights(built), metrics=metrics, log_probs=log_probs, dp=(layout.dp_rank, layout.dp_size)
-    )  # fmt: skip
-
-
 def save_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     """Train on one process for every set of flags, into arguments["base"]."""
     with parallel() as layout:
         runs = {name: train(arguments["models"].get(name, arguments["model"]), layout, flags) for name, flags in arguments["losses"].items()}
     torch.save(runs, arguments["base"])
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp(min=1e-12))
-
-
-def differences(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """From one process, the largest over tensors and steps. Losses are sums that nearly cancel in some steps: their scale is the largest."""
-    rank, ranks = found["dp"]
-    share = len(base["log_probs"]) // ranks
-    mine = base["log_probs"][rank * share : (rank + 1) * share]
-    assert found["gradients"].keys() == base["gradients"].keys() and found["weights"].keys() == base["weights"].keys()
-    return dict(
-        loss=max(abs(a - b) for a, b in zip(found["losses"], base["losses"], strict=True)) / max(map(abs, base["losses"])),
-        gradients=max(relative(found["gradients"][n], g) for n, g in base["gradients"].items()),
-        weights=max(relative(found["weights"][n], w) for n, w in base["weights"].items()),
-        log_probs=max(float((a - b).abs().max()) for a, b in zip(found["log_probs"], mine, strict=True)),
-        metrics={
-            name: abs(a[name] - value) for a, b in zip(found["metrics"], base["metrics"], strict=True) for name, value in b.items() if not name.startswith("perf/")
-        },
-    )  # fmt: skip
 
 
 def several_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +17,18 @@ from arguments.hf_model import HfModel, read_hf_model
 
 megatron_patches.apply()
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
+from scripts.parity.steps import parallel  # noqa: E402
 from slime_like.convert.export import export_hf_weights  # noqa: E402
 from slime_like.convert.load import load_hf_weights  # noqa: E402
 from slime_like.convert.save import save_hf  # noqa: E402
-from slime_like.megatron_backend.layout import ParallelLayout, read_layout  # noqa: E402
+from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
 from slime_like.megatron_backend.model import build_chunks  # noqa: E402
 from slime_like.megatron_backend.policy_model import head_weight  # noqa: E402
 from slime_like.ops.attention import packed_rows  # noqa: E402
 
 TOLERANCE = 1e-5
-
-
-@contextmanager
-def parallel(tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None = None, cp: int = 1) -> Iterator[ParallelLayout]:
-    parallel_state.initialize_model_parallel(
-        tp,
-        pp,
-        virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    yield read_layout()
-    parallel_state.destroy_model_parallel()
 
 
 def build(folder: str, layout: ParallelLayout, dtype: torch.dtype = torch.float32) -> tuple[list[Any], HfModel, GPTModelConfig]:

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scripts.parity.steps import parallel
 from slime_like.convert.export import export_hf_weights
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.gates import SkippedStepGate
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.types import TrainSample
 from tests.dist.backend_worker import poison_one_rank, random_samples, settings, share
-from tests.dist.convert_worker import parallel
 
 STEPS = 3
 # a clip range that some values leave within three steps; see scripts/parity_table.py for Adam's epsilon

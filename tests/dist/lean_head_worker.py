@@ -11,11 +11,11 @@ import megatron_patches
 
 megatron_patches.apply()
 
+from scripts.parity.steps import parallel  # noqa: E402
 from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
 from slime_like.ops import lean_head  # noqa: E402
 from slime_like.ops.lean_head import lean_log_probs  # noqa: E402
 from slime_like.ops.sampler_set import sampler_floor  # noqa: E402
-from tests.dist.convert_worker import parallel  # noqa: E402
 
 T, H, COLUMNS = 12, 6, 64
 ROWS = {"all": None, "some": [0, 2, 3, 8, 11], "none": []}

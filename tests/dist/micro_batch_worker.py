@@ -11,13 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from arguments.parse import parse_args
+from scripts.parity.steps import dist, parallel_state, read_layout, tensor_parallel
 from scripts.parity_table import make_model
 from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.rollout.debug_data import save_rollout
 from slime_like.trainer import Trainer
 from slime_like.types import Sample, SampleGroup
-from tests.dist.backend_worker import dist
-from tests.dist.convert_worker import parallel_state, read_layout, tensor_parallel
 
 STEPS, GROUPS, GROUP_SIZE = 2, 3, 3
 FLAGS = (

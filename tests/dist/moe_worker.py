@@ -9,31 +9,16 @@ import torch
 import torch.distributed as dist
 
 from arguments.parse import parse_args
+from scripts.parity.steps import parallel, random_samples, settings, share, sizes_of, weights
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.ops.router import routers_of
 from slime_like.types import TrainBatch
-from tests.dist.backend_worker import poison_one_rank, random_samples, settings, share, weights
-from tests.dist.convert_worker import parallel
+from tests.dist.backend_worker import poison_one_rank
 
 GRADIENTS = "--optimizer sgd --sgd-momentum 0 --clip-grad 0 --weight-decay 0 --lr 1"  # one step moves every weight by its gradient
 ADAM_ONLY = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 ADAM = "--adam-eps 1e-6 --lr 3e-4"
-
-
-def sizes_of(flags: str) -> dict[str, int]:
-    """What `parallel` is to make, by the flags of the run."""
-    words = flags.split()
-    names = {
-        "tp": "--tensor-model-parallel-size",
-        "pp": "--pipeline-model-parallel-size",
-        "vp": "--num-virtual-stages-per-pipeline-rank",
-        "ep": "--expert-model-parallel-size",
-        "cp": "--context-parallel-size",
-        "etp": "--expert-tensor-parallel-size",
-        "cp": "--context-parallel-size",
-    }
-    return {short: int(words[words.index(name) + 1]) for short, name in names.items() if name in words}
 
 
 def gradients(folder: str, layout: ParallelLayout, flags: str) -> tuple[float, dict[str, torch.Tensor]]:

@@ -30,6 +30,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
     },
     2: {
         "EP2": ("qwen3-moe", EP2),
+        "EP2, token budgets": ("qwen3-moe", f"{EP2} --use-dynamic-batch-size --max-tokens-per-gpu 30"),
         "EP2 distributed optimizer": ("qwen3-moe", f"{EP2} --use-distributed-optimizer"),
         "DP2": ("qwen3-moe", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
         "TP2 EP2": ("qwen3-moe", f"{TP2} {EP2} --expert-tensor-parallel-size 1"),

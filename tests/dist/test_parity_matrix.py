@@ -1,0 +1,33 @@
+"""The parity matrix: a part of its cells, and that a wrong figure is seen. `make parity-full` runs all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from scripts.parity.matrix import LIMIT, WORDS, Cell, Found, over_limit, run_matrix, table
+
+# gradients in what the other tests of layouts leave out: padded rows, budgets and full recompute beyond context parallelism
+IN_MAKE_TEST = (
+    Cell("PP2", "ppo", "padded", "recompute"),
+    Cell("DP2 distributed optimizer", "cispo", "budgets", "recompute"),
+    Cell("TP2 SP", "sapo", "padded", ""),
+    Cell("PP2 VP2", "gspo", "budgets", "recompute"),
+    Cell("experts EP2", "sapo", "budgets", "recompute"),
+)
+
+
+def test_some_cells(tmp_path: Path) -> None:
+    found = run_matrix(IN_MAKE_TEST, tmp_path)
+    assert [f.cell for f in found] == list(IN_MAKE_TEST)
+    assert not over_limit(found), "\n".join(table(found))
+
+
+@pytest.mark.parametrize("value", [2 * LIMIT, float("nan")])
+@pytest.mark.parametrize("word", WORDS)
+def test_a_figure_over_the_limit_fails(word: str, value: float) -> None:
+    good = Found(IN_MAKE_TEST[0], dict.fromkeys(WORDS, LIMIT / 2), "w", 1.0)
+    wrong = dataclasses.replace(good, cell=IN_MAKE_TEST[1], apart={**good.apart, word: value})
+    assert over_limit([good, wrong]) == [wrong]
