@@ -25,6 +25,7 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 from arguments.parse import parse_args  # noqa: E402
 from arguments.run_config import RunConfig  # noqa: E402
+from slime_like.convert.export import export_hf_weights  # noqa: E402
 from slime_like.megatron_backend.backend import MegatronBackend  # noqa: E402
 from slime_like.megatron_backend.layout import ParallelLayout, read_layout  # noqa: E402
 from slime_like.types import TrainBatch, TrainSample  # noqa: E402
@@ -137,7 +138,10 @@ def gradients(built: MegatronBackend) -> dict[str, Tensor]:
     kept = [p.data for p in parameters]
     for p in parameters:
         p.data = p.main_grad.detach()
-    found = {name: tensor.float().clone() for name, tensor in built.export_weights()}
+    # not `export_weights`, which makes Megatron believe that the next step's parameters are gathered already (--overlap-param-gather)
+    assert built.hf is not None
+    exported = export_hf_weights(built.policy.chunks, hf=built.hf, gpt=built.gpt, layout=built.layout)
+    found = {name: tensor.float().clone() for name, tensor in exported}
     for p, data in zip(parameters, kept, strict=True):
         p.data = data
     return found
