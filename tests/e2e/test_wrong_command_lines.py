@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("--advantage-estimator gea", 1, ("--advantage-estimator",)),
     ("--critic-lr 1e-5 --lambd 0.9", 1, ("--critic-lr", "--lambd")),
     ("--advantage-estimator ppo --critic-load {folder}/none --critic-num-nodes 2", 1, ("--critic-load", "--critic-num-nodes")),
-    ("--use-opd --opd-kl-coef 2", 1, ("--use-opd", "--opd-kl-coef")),
+    ("--colocate --rollout-num-gpus 2", 1, ("--colocate", "--rollout-num-gpus")),
     ("--optimizer sgd --save {folder}/out", 1, ("--save",)),
     ("--loss-type sft_loss --entropy-coef 0.1 --eval-interval 1", 1, ("--entropy-coef", "--eval-interval")),
     ("--sglang-mem-fraction-static 0.7 --colocate", 1, ("--sglang-mem-fraction-static", "--colocate")),
@@ -54,7 +54,7 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("--save-interval 5", 1, ("--save-interval",)),
     ("--debug-train-only", 1, ("--load-debug-rollout-data",)),
     ("--config {folder}/none.yaml", 1, ("--config",)),
-    ("--lr x --bogus --use-opd --kl-loss-coef 1 --num-layers 9", 1, ("--lr", "--bogus", "--use-opd", "--kl-loss-coef", "--num-layers")),
+    ("--lr x --bogus --colocate --kl-loss-coef 1 --num-layers 9", 1, ("--lr", "--bogus", "--colocate", "--kl-loss-coef", "--num-layers")),
 ]
 THREE_MISTAKES = ("--polcy-loss-type", "sapo", "--lr", "fast", "--kl-loss-coef", "0.1")
 
@@ -75,15 +75,21 @@ def test_there_are_enough() -> None:
 
 
 def run(command: list[str], limit_s: float) -> tuple[subprocess.CompletedProcess[str], float]:
+    """The finished process, and the processor seconds of it and its children: what it takes whatever else the machine does."""
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    start = time.monotonic()
+    before = processor_seconds()
     done = subprocess.run(
         command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=limit_s, check=False
     )  # fmt: skip
-    return done, time.monotonic() - start
+    return done, processor_seconds() - before
 
 
-@pytest.mark.parametrize("extra", [THREE_MISTAKES, ("--lr",), ("--use-opd", "--num-layers", "3")], ids=["typos", "no value", "not yet"])
+def processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.parametrize("extra", [THREE_MISTAKES, ("--lr",), ("--colocate", "--num-layers", "3")], ids=["typos", "no value", "not yet"])
 def test_train_py(tmp_path: Path, extra: tuple[str, ...]) -> None:
     done, seconds = run([sys.executable, "train.py", *complete(tmp_path, *extra)], limit_s=60)
     assert done.returncode == 2, done.stderr
@@ -96,11 +102,12 @@ def test_train_py(tmp_path: Path, extra: tuple[str, ...]) -> None:
 
 def test_torchrun_prints_once(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ranks_and_launcher = 3
     done, seconds = run([*torchrun, "train.py", *complete(tmp_path, *THREE_MISTAKES)], limit_s=90)
     assert done.returncode != 0
     assert done.stderr.count("3 problems in the configuration") == 1, done.stderr
     assert done.stderr.count("did you mean --policy-loss-type?") == 1
-    assert seconds < LIMIT_S
+    assert seconds < ranks_and_launcher * LIMIT_S
 
 
 def test_help_of_the_program() -> None:

@@ -276,7 +276,9 @@ def test_stop_strings(built: Built) -> None:
             assert tokenizer.decode(output.tokens) == text[: text.index(stop) + len(stop)]
             assert output.finish_reason == "stop"
         else:
-            assert output == whole
+            assert (output.tokens, output.finish_reason) == (whole.tokens, whole.finish_reason)
+            # responses that end leave the batch, whose size decides how products of matrices are rounded
+            torch.testing.assert_close(torch.tensor(output.log_probs), torch.tensor(whole.log_probs), rtol=1e-5, atol=1e-5)
 
 
 def test_stop_strings_need_a_tokenizer(built: Built) -> None:
