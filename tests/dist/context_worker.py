@@ -170,7 +170,9 @@ def loss_differences(layout: ParallelLayout, case: str, active: str) -> dict[str
 def save_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     """Train on one process for every set of flags, into arguments["base"]."""
     with parallel() as layout:
-        runs = {name: train(arguments["models"].get(name, arguments["model"]), layout, flags) for name, flags in arguments["losses"].items()}
+        runs = {
+            name: train(arguments["models"].get(name, arguments["model"]), layout, flags) for name, flags in arguments["losses"].items()
+        }
     torch.save(runs, arguments["base"])
 
 

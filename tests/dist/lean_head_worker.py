@@ -36,7 +36,15 @@ def differences(
     def everything(h: Tensor, w: Tensor, b: Tensor, **settings: Any) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (h, w, b)]
         log_probs, entropy = lean_log_probs(
-            leaves[0], leaves[1], labels, bias=leaves[2], vocab_size=vocab_size, rows=chosen, temperature=0.7, chunk_size=5, token_sets=token_sets,
+            leaves[0],
+            leaves[1],
+            labels,
+            bias=leaves[2],
+            vocab_size=vocab_size,
+            rows=chosen,
+            temperature=0.7,
+            chunk_size=5,
+            token_sets=token_sets,
             **settings,
         )
         (weights[0] * log_probs + weights[1] * entropy).sum().backward()
@@ -47,9 +55,7 @@ def differences(
     width, part = COLUMNS // layout.tp_size, T // layout.tp_size
     columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
     own_rows = slice(layout.tp_rank * part, (layout.tp_rank + 1) * part) if sequence_parallel else slice(None)
-    got = everything(
-        hidden[own_rows], weight[columns], bias[columns], tp_group=layout.tp_group, sequence_parallel=sequence_parallel
-    )
+    got = everything(hidden[own_rows], weight[columns], bias[columns], tp_group=layout.tp_group, sequence_parallel=sequence_parallel)
     want = everything(hidden, weight, bias)
     want = [*want[:2], want[2][own_rows], want[3][columns], want[4][columns]]
     return [float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(got, want, strict=True)]

@@ -57,7 +57,9 @@ def make_sample(step: int, g: int, j: int, prompt: torch.Tensor, generator: torc
 
 def train(folder: str, layout: Any, flags: str, out: Path) -> dict[str, Any]:
     """Both rollouts; metrics of each, and the weights in a file (of rank 0)."""
-    words = f"{FLAGS} --hf-checkpoint {folder}/model --ref-load {folder}/ref --load-debug-rollout-data {folder}/rollout_{{rollout_id}} {flags}"
+    words = (
+        f"{FLAGS} --hf-checkpoint {folder}/model --ref-load {folder}/ref --load-debug-rollout-data {folder}/rollout_{{rollout_id}} {flags}"
+    )
     trainer = Trainer(parse_args(words.split(), dist.get_world_size()), layout, out)
     rows = []
     for step in range(STEPS):

@@ -47,7 +47,7 @@ def covering_cases() -> dict[str, tuple[str, str, str]]:
             continue
         allowed = [r for r in LOSS_REDUCTIONS if variant not in NEEDS_A_SEQUENCE_REDUCTION or r in SEQUENCE_REDUCTIONS]
         reduction = min(allowed, key=lambda r: reductions[r])
-        correction = min((c for c in CORRECTIONS if legal(variant, c)), key=lambda c: corrections[c])  # noqa: B023
+        correction = min((c for c in CORRECTIONS if legal(variant, c)), key=lambda c: corrections[c])
         reductions[reduction] += 1
         corrections[correction] += 1
         cases[f"{variant}, {reduction}, {correction}"] = (variant, reduction, correction)

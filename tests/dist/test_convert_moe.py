@@ -80,9 +80,14 @@ def test_logits_and_round_trips_under_every_layout(folders: dict[str, str], tmp_
 
 def test_grouped_experts_of_the_transformer_engine_spec() -> None:
     """There an expert's weight is a numbered parameter of one layer for all; the number is the rank's own until `global_parameters`."""
-    assert canonical_name("decoder.layers.3.mlp.experts.linear_fc1.weight5") == "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"
+    assert (
+        canonical_name("decoder.layers.3.mlp.experts.linear_fc1.weight5")
+        == "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"
+    )
     assert canonical_name("decoder.layers.3.mlp.experts.linear_fc2.weight11").endswith("experts.local_experts.11.linear_fc2.weight")
-    assert canonical_name("decoder.layers.0.mlp.shared_experts.linear_fc1.weight") == "decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
+    assert (
+        canonical_name("decoder.layers.0.mlp.shared_experts.linear_fc1.weight") == "decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
+    )
     name = "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"
     assert (expert_number(name), any_expert(name)) == (5, any_expert(name.replace(".5.", ".7.")))
     assert expert_number("decoder.layers.3.mlp.linear_fc1.weight") is None

@@ -162,8 +162,8 @@ def test_a_classifier_of_sequences_has_no_bias(alone: Any, files: dict[str, str]
     backend.critic.load_hf(str(tmp_path))
     found = worker.critic_weights(backend)
     assert not found["score.bias"].any() and torch.equal(found["score.weight"], weights["score.weight"])
+    save_file({**weights, "score.weight": weights["score.weight"].repeat(2, 1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"score.weight has shape \(2, 32\) in the file, the model needs \(1, 32\)"):
-        save_file({**weights, "score.weight": weights["score.weight"].repeat(2, 1)}, tmp_path / "model.safetensors")
         backend.critic.load_hf(str(tmp_path))
 
 

@@ -7,7 +7,6 @@ data-parallel ranks (algorithms.md, section 4).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +69,9 @@ def reference(folder: str, per_micro_batch: int, coefficients: dict[str, float])
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64
+    ).eval()
     layers, topk = model.config.num_hidden_layers, model.config.num_experts_per_tok
     samples = [router_logits(model, s.tokens) for s in random_samples(1)]  # sample -> layer -> (L, E)
     micro_batches: list[Sequence[list[Tensor]]] = [samples[i : i + per_micro_batch] for i in range(0, len(samples), per_micro_batch)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import tomllib
 from pathlib import Path
@@ -52,3 +53,11 @@ def test_the_constraint_is_a_torch_that_the_project_takes() -> None:
     least = next(re.search(r">=([\d.]+)", text) for text in PROJECT["project"]["dependencies"] if text.startswith("torch"))
     assert least is not None
     assert tuple(map(int, pins["torch"].split(".")[:2])) >= tuple(map(int, least[1].split(".")))
+
+
+def test_no_folder_of_tests_is_left_out() -> None:
+    """pytest and ruff both pass over folders called dist unless they are told otherwise."""
+    folders = [path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    skipped = PROJECT["tool"]["pytest"]["ini_options"]["norecursedirs"] + PROJECT["tool"]["ruff"]["exclude"]
+    assert "dist" in folders
+    assert not [name for name in folders if any(fnmatch.fnmatch(name, pattern) for pattern in skipped)]
