@@ -15,8 +15,8 @@ import torch
 
 from scripts import inspect_checkpoint
 from scripts.make_demo import make_model, make_tokenizer
+from scripts.parity.ranks import REPOSITORY, run_ranks
 from tests.dist.convert_worker import stored_weights
-from tests.dist.launch import REPOSITORY, run_ranks
 from tests.dist.test_convert import MODELS, SIZES
 from tests.dist.test_convert_moe import make_models
 
