@@ -206,7 +206,15 @@ def test_signals_leave_no_process_behind(work: Workspace, tmp_path: Path, what: 
     with (
         output.open("w") as file,
         subprocess.Popen(
-            command, cwd=ROOT, env={**clean_environment(), **ENVIRONMENT}, stdout=file, stderr=file, start_new_session=True
+            command,
+            cwd=ROOT,
+            env={**clean_environment(), **ENVIRONMENT},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.default_int_handler
+            ),  # a job in the background ignores it, and so would we
         ) as process,
     ):
         started: list[psutil.Process] = []
