@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
+# what make test-slow runs; continuous integration takes a part of it
+SLOW ?= tests
 STAMP := $(VENV)/.installed
 
 .PHONY: install demo test test-slow lint format typecheck flags parity parity-full clean
@@ -24,7 +26,7 @@ test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" tests
 
 test-slow: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow" $(SLOW)
 
 lint: install
 	$(BIN)/ruff check .
