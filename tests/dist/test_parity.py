@@ -14,7 +14,7 @@ import pytest
 from scripts.parity_table import LAYOUTS, LIMIT, Layout, Result, compare, make_model, make_rollouts, run_layout
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
-IN_MAKE_TEST = ("TP2 SP", "PP2 VP2", "DP2 overlap", "TP2 PP2")
+IN_MAKE_TEST = ("TP2 SP", "PP2 VP2", "DP2 overlap")
 SAPO = ("--policy-loss-type", "sapo")
 PPO = ("--policy-loss-type", "ppo")
 # beside the two losses, what changes how token losses are made, weighted or summed

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from scripts.parity_table import LAYOUTS, LIMIT, compare, make_model, make_rollouts, run_layout
 
 CORRECTION = (
@@ -19,6 +21,7 @@ REWARD_KL = "--no-use-kl-loss --kl-loss-coef 0 --kl-coef 0.1 --kl-ctrl-type adap
 ESTIMATOR = "--advantage-estimator reinforce_plus_plus --normalize-advantages --gamma 0.99 --policy-loss-type ppo"
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
     make_model(tmp_path / "model", seed=3)
     make_model(tmp_path / "ref", seed=4)
