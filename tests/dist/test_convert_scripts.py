@@ -45,6 +45,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return made
 
 
+@pytest.mark.slow
 def test_round_trips_from_one_layout_to_another(folders: dict[str, str], tmp_path: Path) -> None:
     cases: list[Any] = []
     for name in ("llama-llama3-untied", "qwen2-tied", "qwen3-tied"):

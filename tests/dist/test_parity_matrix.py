@@ -19,6 +19,7 @@ IN_MAKE_TEST = (
 )
 
 
+@pytest.mark.slow
 def test_some_cells(tmp_path: Path) -> None:
     found = run_matrix(IN_MAKE_TEST, tmp_path)
     assert [f.cell for f in found] == list(IN_MAKE_TEST)
