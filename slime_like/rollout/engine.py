@@ -1,5 +1,8 @@
 """What a rollout engine is: prompts in, sampled tokens with their log-probs out, weights in between.
 
+Requests are served from an event loop (`generate_one`, `abort`), which may run in a thread of its own and may be another one in each
+rollout; everything else is called by the training thread, on all ranks alike.
+
 Log-prob convention of every engine (SGLang's): the log-prob of the sampled token under the temperature-scaled distribution over the
 whole vocabulary, BEFORE top-k and top-p; greedy sampling reports temperature 1. With `SamplingParams.report_token_sets` it is AFTER them,
 over the tokens that they leave, and these are reported too.
@@ -8,7 +11,7 @@ over the tokens that they leave, and these are reported too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -66,7 +69,8 @@ class GenerateOutput:
     """One response; all tuples have one entry per response token.
 
     finish_reason: "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens may then be partial). token_sets: the
-    tokens that each one was sampled from, itself among them; None where they were not asked for.
+    tokens that each one was sampled from, itself among them; None where they were not asked for. failure: why an aborted response was given
+    up or rejected; None where its caller asked for the abort. weight_versions rise where weights were replaced in the middle.
     """
 
     sample_id: int
@@ -75,21 +79,53 @@ class GenerateOutput:
     finish_reason: FinishReason
     weight_versions: tuple[int, ...]
     token_sets: tuple[Tensor, ...] | None = None  # [k] int32 each
+    failure: str | None = None
 
 
 class RolloutEngine(Protocol):
     """Generates responses under weights that the trainer hands over."""
 
     weight_version: int  # of the last complete update; -1 before the first
+    serves_all_ranks: (
+        bool  # True: servers that all ranks share, rank 0 asks for all; False: each rank has an engine of its own, and asks it
+    )
 
     def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GenerateOutput]:
-        """Outputs in the order of `requests`. Raises RuntimeError while the weights are missing or half updated, ValueError for
-        requests that the engine can never serve."""
+        """Outputs in the order of `requests`; not from within an event loop. Raises RuntimeError while the weights are missing or half
+        updated, ValueError for requests that the engine can never serve."""
+        ...
+
+    async def generate_one(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
+        """One output; any number may be waited for at a time, the engine bounds what runs together. Raises as `generate`. A request that
+        was given up, or rejected for what came back, has finish_reason "abort", and `failure` tells why."""
+        ...
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        """End pending requests (None: all of them); each returns what it has, with finish_reason "abort" and failure None. Ids that are not
+        pending are passed over."""
+        ...
+
+    def pause(self) -> None:
+        """Stop making tokens; pending requests stay, and so do their tokens."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after `pause`, under the weights of now."""
         ...
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by (Hugging Face name, full tensor) pairs. Raises ValueError naming unknown, repeated or missing names and
-        wrong shapes; the engine then refuses to generate until an update succeeds. `weight_version` becomes `version` at the end."""
+        """Replace all weights by (Hugging Face name, full tensor) pairs. A collective: all ranks hand in the same stream, to its end. Raises
+        ValueError naming unknown, repeated or missing names and wrong shapes; the engine then refuses to generate until an update succeeds.
+        `weight_version` becomes `version` at the end. While paused, pending requests go on under the new weights."""
+        ...
+
+    def check_health(self) -> None:
+        """Raises RunError when the engine cannot serve any more."""
         ...
 
     def close(self) -> None: ...
+
+
+def asking_ranks(engine: RolloutEngine, world_size: int) -> int:
+    """How many of the first ranks send requests; the others get the samples from them."""
+    return 1 if engine.serves_all_ranks else world_size

@@ -10,7 +10,7 @@ changes logits by float32 rounding only (padding and batch size pick other kerne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 
 from slime_like.rollout.engine import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.hf_weights import WeightSlots
+from slime_like.rollout.local_serving import LocalServing
 from slime_like.rollout.sampling import draw_uniforms, sample_from_sets, sample_tokens
 
 
@@ -28,6 +29,7 @@ class _Row:
     """A response in the making."""
 
     tokens: list[int] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
     token_sets: list[Tensor] = field(default_factory=list)  # only where they are reported
     finish_reason: FinishReason = "length"
 
@@ -56,6 +58,8 @@ class LocalEngine:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         model.tie_weights()
         self.weight_version = -1
+        self.serves_all_ranks = False
+        self._serving = LocalServing(self._decode, local_batch_size)
         self._model = model.eval().requires_grad_(False)
         self._slots = WeightSlots(self._model)
         self._weights_complete = False
@@ -69,24 +73,40 @@ class LocalEngine:
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """See `RolloutEngine`. Tied weights may come under any one, or all, of their names. Values are cast to the engine's dtype."""
-        self._weights_complete = False
-        self._slots.load(weights)
-        self._weights_complete = True
-        self.weight_version = version
+        with self._serving.between_tokens():
+            self._weights_complete = False
+            self._slots.load(weights)
+            self._weights_complete = True
+            self.weight_version = version
 
-    @torch.inference_mode()
     def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GenerateOutput]:
-        if not self._weights_complete:
-            raise RuntimeError("the local engine has no complete weights: its first or latest update_weights did not succeed")
         self._check(requests, sampling)
         # Prompts of like length share a chunk (less padding), equal prompts are neighbours (computed once).
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens))
         outputs: list[GenerateOutput | None] = [None] * len(requests)
         for start in range(0, len(order), self._local_batch_size):
             chunk = order[start : start + self._local_batch_size]
-            for i, output in zip(chunk, self._generate_chunk([requests[i] for i in chunk], sampling), strict=True):
-                outputs[i] = output
+            for done in self._decode([requests[i] for i in chunk], sampling, frozenset()):
+                for j, output in done.items():
+                    outputs[chunk[j]] = output
         return [output for output in outputs if output is not None]
+
+    async def generate_one(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
+        """Decoded together with what else is waiting; the event loop gets its turn after every token."""
+        self._check([request], sampling)
+        return await self._serving.submit(request, sampling)
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        self._serving.abort(sample_ids)
+
+    def pause(self) -> None:
+        self._serving.paused = True
+
+    def resume(self) -> None:
+        self._serving.paused = False
+
+    def check_health(self) -> None:
+        """It lives as long as this process."""
 
     def close(self) -> None:
         """Free the weights; the engine generates no more."""
@@ -94,6 +114,8 @@ class LocalEngine:
         del self._model, self._slots
 
     def _check(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
+        if not self._weights_complete:
+            raise RuntimeError("the local engine has no complete weights: its first or latest update_weights did not succeed")
         if sampling.stop and self._tokenizer is None:
             raise ValueError(f"stop strings {sampling.stop!r} need a tokenizer, and this engine was made without one")
         for request in requests:
@@ -108,8 +130,12 @@ class LocalEngine:
                     f"{self._max_positions} positions; lower --rollout-max-response-len or drop long prompts"
                 )
 
-    def _generate_chunk(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GenerateOutput]:
-        """Decode one chunk, B requests, to its end."""
+    @torch.inference_mode()
+    def _decode(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingParams, aborted: Collection[int]
+    ) -> Iterator[dict[int, GenerateOutput]]:
+        """Decode B requests together; after every token the outputs of those that ended with it, by their index. aborted: sample ids, read
+        after every token."""
         rows = [_Row() for _ in requests]
         stop_ids = self._end_ids.union(sampling.stop_token_ids)
         uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens).to(self._device)  # (B, N)
@@ -128,9 +154,15 @@ class LocalEngine:
                 tokens, log_probs[live_index, step] = sample_tokens(logits, uniforms[live_index, step], sampling)
             for row, token in zip(live, tokens.tolist(), strict=True):
                 rows[row].tokens.append(token)
-            going_on = self._mark_stopped(rows, live, stop_ids, sampling.stop)
-            if not going_on or step + 1 == sampling.max_new_tokens:
-                break
+                rows[row].weight_versions.append(self.weight_version)
+            going_on = self._mark_stopped(rows, live, stop_ids, sampling.stop) if step + 1 < sampling.max_new_tokens else []
+            for row in [live[j] for j in going_on if requests[live[j]].sample_id in aborted]:
+                rows[row].finish_reason = "abort"
+            going_on = [j for j in going_on if rows[live[j]].finish_reason != "abort"]
+            ended = [live[j] for j in sorted(set(range(len(live))) - set(going_on))]
+            yield {row: self._output(requests[row], rows[row], log_probs[row].cpu(), reports=reports) for row in ended}
+            if not going_on:
+                return
             if len(going_on) < len(live):
                 keep = torch.tensor(going_on, device=self._device)
                 cache.reorder_cache(keep)
@@ -138,7 +170,6 @@ class LocalEngine:
                 tokens, mask, positions = tokens[keep], mask[keep], positions[keep]
             positions = positions + 1
             logits = self._forward(tokens[:, None], mask[:, : prompt_width + step + 1], positions, cache)
-        return [self._output(*item, reports=reports) for item in zip(requests, rows, log_probs.cpu(), strict=True)]
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
         """Compute each distinct prompt once, left-padded, then repeat it for its samples.
@@ -187,13 +218,15 @@ class LocalEngine:
         """A response up to its first non-finite log-prob, which only broken weights can cause; such a response is aborted."""
         values = log_probs[: len(row.tokens)]
         finite = int(values.isfinite().cumprod(0).sum())
+        broken = finite < len(row.tokens)
         return GenerateOutput(
             sample_id=request.sample_id,
             tokens=tuple(row.tokens[:finite]),
             log_probs=tuple(values[:finite].tolist()),
-            finish_reason=row.finish_reason if finite == len(row.tokens) else "abort",
-            weight_versions=(self.weight_version,) * finite,
+            finish_reason="abort" if broken else row.finish_reason,
+            weight_versions=tuple(row.weight_versions[:finite]),
             token_sets=tuple(row.token_sets[:finite]) if reports else None,
+            failure=f"the log-prob of response token {finite} is {float(values[finite])}" if broken else None,
         )
 
 

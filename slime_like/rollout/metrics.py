@@ -27,7 +27,7 @@ def first_failure(samples: Sequence[Sample]) -> str:
     """Words about the first unusable sample."""
     sample = next(s for s in samples if is_unusable(s))
     if sample.status == SampleStatus.ABORTED:
-        return f"sample {sample.sample_id}: the engine gave it up"
+        return f"sample {sample.sample_id}: the engine gave it up" + (f": {why}" if (why := sample.metadata.get("failure")) else "")
     return f"sample {sample.sample_id}: {sample.metadata.get('failure', f'its reward is {sample.reward}')}"
 
 

@@ -1,6 +1,7 @@
 """Prompts in, graded sample groups out: shares the work among the ranks and brings the results together.
 
-Every rank generates and grades every world-size-th sample and then gets all of them, in the same order. A sample's randomness depends on
+The ranks that ask (all of them for an engine in each, the first for servers) generate and grade every so many-th sample; then all ranks get
+all of them, in the same order. A sample's randomness depends on
 the run's seed and its own id alone, so neither the number of ranks nor the layout changes what is sampled.
 """
 
@@ -18,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from arguments.groups import EvalConfig, RolloutConfig
 from slime_like.rewards.grader import Grader
-from slime_like.rollout.engine import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
+from slime_like.rollout.engine import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams, asking_ranks
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
 
 
@@ -62,7 +63,8 @@ class Rollouter:
         the same ids draw different randomness."""
         wanted = [(prompt, prompt.group_id * n_samples + j) for prompt in prompts for j in range(n_samples)]
         rank, world = dist.get_rank(), dist.get_world_size()
-        mine = wanted[rank::world]
+        asking = asking_ranks(self.engine, world)
+        mine = wanted[rank::asking] if rank < asking else []
         requests = [GenerateRequest(sample_id, prompt.tokens, sample_seed(self.seed, purpose, sample_id)) for prompt, sample_id in mine]
         outputs = self.engine.generate(requests, sampling) if requests else []
         samples = [self._sample(prompt, output) for (prompt, _), output in zip(mine, outputs)]
@@ -90,7 +92,7 @@ class Rollouter:
             text=prompt.text,
             response=self.tokenizer.decode(output.tokens, skip_special_tokens=True),
             label=prompt.label,
-            metadata=prompt.metadata,
+            metadata=prompt.metadata if output.failure is None else {**prompt.metadata, "failure": output.failure},
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -319,6 +320,69 @@ def test_bad_sampling_parameters(values: dict, names: list[str]) -> None:
 
 def test_no_requests(built: Built) -> None:
     assert built.engine.generate([], SamplingParams()) == []
+
+
+def test_single_requests_from_an_event_loop_give_the_same_responses(built: Built) -> None:
+    requests = _requests(6, n_samples=2)
+    sampling, greedy = SamplingParams(max_new_tokens=12), SamplingParams(temperature=0, max_new_tokens=12)
+    engine = built.another(local_batch_size=5)
+
+    async def all_of_them(sampling: SamplingParams) -> list[GenerateOutput]:
+        return await asyncio.gather(*(engine.generate_one(r, sampling) for r in requests))
+
+    async def both() -> list[list[GenerateOutput]]:
+        return await asyncio.gather(all_of_them(sampling), all_of_them(greedy))
+
+    for _ in range(2):  # each time in an event loop of its own
+        for outputs, params in zip(asyncio.run(both()), (sampling, greedy), strict=True):
+            for output, expected in zip(outputs, built.engine.generate(requests, params), strict=True):
+                assert (output.sample_id, output.tokens, output.finish_reason) == (
+                    expected.sample_id,
+                    expected.tokens,
+                    expected.finish_reason,
+                )
+                torch.testing.assert_close(output.log_probs, expected.log_probs, atol=1e-5, rtol=0)
+
+
+def test_an_aborted_request_returns_what_it_has(built: Built) -> None:
+    requests = _requests(4)
+    sampling = SamplingParams(max_new_tokens=60, temperature=2.0)
+    engine = built.another(local_batch_size=3)
+    whole = built.engine.generate(requests, sampling)
+
+    async def scenario() -> list[GenerateOutput]:
+        tasks = [asyncio.create_task(engine.generate_one(r, sampling)) for r in requests]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        await engine.abort([0, 3, 99])  # 3 has not begun
+        return await asyncio.gather(*tasks)
+
+    outputs = asyncio.run(scenario())
+    assert [o.finish_reason for o in outputs] == ["abort", whole[1].finish_reason, whole[2].finish_reason, "abort"]
+    assert 0 < len(outputs[0].tokens) < len(whole[0].tokens) and outputs[0].tokens == whole[0].tokens[: len(outputs[0].tokens)]
+    assert len(outputs[0].log_probs) == len(outputs[0].tokens) and outputs[0].failure is None
+    assert outputs[3].tokens == () and outputs[1].tokens == whole[1].tokens
+
+
+def test_weights_replaced_in_a_pause_show_in_the_versions(built: Built) -> None:
+    request, sampling = _requests(1)[0], SamplingParams(max_new_tokens=40, temperature=2.0, stop_token_ids=())
+    engine = built.another()
+    before = built.engine.generate([request], sampling)[0]
+
+    async def scenario() -> GenerateOutput:
+        task = asyncio.create_task(engine.generate_one(request, sampling))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        engine.pause()
+        await asyncio.sleep(0.02)
+        assert not task.done()
+        engine.update_weights(built.weights(), 4)
+        engine.resume()
+        return await task
+
+    output = asyncio.run(scenario())
+    assert output.tokens == before.tokens  # the weights are the same ones
+    assert set(output.weight_versions) == {3, 4} and list(output.weight_versions) == sorted(output.weight_versions)
 
 
 def test_engine_without_weights_refuses(built: Built) -> None:
