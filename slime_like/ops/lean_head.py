@@ -34,7 +34,7 @@ LOWEST = -1e20  # in place of -inf, whose product with a probability of 0 would 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """The projection of this rank's slice of the vocabulary, cut into blocks. Tensors as in `lean_log_probs`, hidden [N, H], floor [N]."""
+    """The projection of this rank's slice of the vocabulary, cut into blocks. Tensors as in `lean_log_probs`, hidden [N, H]."""
 
     hidden: Tensor
     weight: Tensor
@@ -42,7 +42,6 @@ class Projection:
     temperature: float
     num_columns: int  # of this rank, without padding
     chunk_size: int
-    floor: Tensor | None = None
     token_sets: Tensor | None = None  # [N, K] int64, counted from this rank's first token
 
     @property
@@ -86,19 +85,16 @@ class Projection:
     @property
     def bans(self) -> bool:
         """Whether a logit may be -inf."""
-        return not (self.bias is None and self.floor is None and self.token_sets is None)
+        return not (self.bias is None and self.token_sets is None)
 
     def restrict(self, logits: Tensor, rows: slice, columns: slice, column: Tensor, here: Tensor) -> None:
-        """Ban, in place, what lies below the floor or outside the token sets; not the label, which is at `column` where `here`."""
+        """Ban, in place, what lies outside the token sets; not the label, which is at `column` where `here`."""
         if self.token_sets is not None:
             width = logits.size(1)
             place = self.token_sets[rows] - columns.start
             place = torch.where((place >= 0) & (place < width), place, width)
             kept = torch.zeros((logits.size(0), width + 1), dtype=torch.bool, device=logits.device).scatter_(1, place, True)[:, :width]
             logits.masked_fill_(~kept.scatter(1, column, kept.gather(1, column) | here), float("-inf"))
-        if self.floor is not None:
-            below = logits < self.floor[rows].unsqueeze(1)
-            logits.masked_fill_(below.scatter(1, column, below.gather(1, column) & ~here), float("-inf"))
 
     def shifted(self, logits: Tensor, by: Tensor) -> Tensor:
         """logits - by, in place and finite from below."""
@@ -172,24 +168,23 @@ class _LeanLogProbs(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         chunk_size: int,
-        floor: Tensor | None,
         token_sets: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         vocab_start, num_columns = columns_of_rank(weight, vocab_size, group)
         token_sets = None if token_sets is None else token_sets.long() - vocab_start
-        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, floor, token_sets)
+        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
         local_labels = labels - vocab_start
         label_logit, log_normaliser, entropy = _softmax_statistics(head, local_labels, group)
-        ctx.save_for_backward(hidden, weight, bias, local_labels, log_normaliser, entropy, floor, token_sets)
+        ctx.save_for_backward(hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets)
         ctx.settings = temperature, num_columns, chunk_size
         ctx.set_materialize_grads(False)
         return label_logit - log_normaliser, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, local_labels, log_normaliser, entropy, floor, token_sets = ctx.saved_tensors
+        hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets = ctx.saved_tensors
         temperature, num_columns, chunk_size = ctx.settings
-        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, floor, token_sets)
+        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
         # grad z = p (slope (z - log normaliser) + offset), and at the label the gradient of its log-prob
         of_label = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / temperature
         slope = None if grad_entropy is None else -grad_entropy / temperature
@@ -208,7 +203,7 @@ class _LeanLogProbs(torch.autograd.Function):
                 p.mul_(row_offset if slope is None else z.mul_(slope[rows].unsqueeze(1)).add_(row_offset))
                 p.scatter_add_(1, column, torch.where(here, of_label[rows].unsqueeze(1), 0.0))
                 grads.add(p, rows, columns)
-        return (*grads.results(), None, None, None, None, None, None, None)
+        return (*grads.results(), None, None, None, None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +268,6 @@ def lean_log_probs(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
-    floor: Tensor | None = None,
     token_sets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of labels [N], entropy [N]) of softmax((hidden weight^T + bias) / temperature), float32 for narrower inputs.
@@ -281,9 +275,8 @@ def lean_log_probs(
     hidden: [T, H]; under sequence parallelism this rank's [T / tp, H]. weight, bias: [V_padded / tp, H] and [V_padded / tp], this rank's
     columns; a bias may hold -inf, which bans a token. labels: [T] int64 over the whole vocabulary. rows: [N] int64, the rows of the T that
     are computed, in this order; None: all. vocab_size: tokens without padding; padded columns get no probability and no gradient.
-    chunk_size: rows of a block; -1: all. floor: [N], of sampler_set.py: tokens whose logit over temperature is below it have no
-    probability, and the others share it; the label is never banned. It is a constant. token_sets: [T, K] tokens over the whole vocabulary,
-    filled up with -1: as with a floor, but those that have a probability are named.
+    chunk_size: rows of a block; -1: all. token_sets: [T, K] tokens over the whole vocabulary, filled up with -1: only they, what top-k and
+    top-p left to the sampler, share the probability; the label is never banned.
 
     Matrix products are in the weight's dtype, all else in float32. Results are equal on all ranks of `tp_group`. Each rank gets the
     gradient of its own columns, and that of its hidden states, already summed over the ranks. All ranks of the group must run backward
@@ -297,6 +290,6 @@ def lean_log_probs(
         token_sets = None if token_sets is None else token_sets.index_select(0, rows)
     if parallel and not sequence_parallel:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=tp_group)
-    settings = (vocab_size, temperature, tp_group, chunk_size, floor, token_sets)
+    settings = (vocab_size, temperature, tp_group, chunk_size, token_sets)
     log_probs, entropy = _LeanLogProbs.apply(hidden, weight, bias, labels, *settings)
     return log_probs, entropy

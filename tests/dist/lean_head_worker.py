@@ -15,7 +15,6 @@ from scripts.parity.steps import parallel  # noqa: E402
 from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
 from slime_like.ops import lean_head  # noqa: E402
 from slime_like.ops.lean_head import lean_log_probs  # noqa: E402
-from slime_like.ops.sampler_set import sampler_floor  # noqa: E402
 
 T, H, COLUMNS = 12, 6, 64
 ROWS = {"all": None, "some": [0, 2, 3, 8, 11], "none": []}
@@ -61,18 +60,6 @@ def differences(
     return [float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(got, want, strict=True)]
 
 
-def floor_difference(layout: ParallelLayout) -> float:
-    """Of the sampler's floor from one rank, whose set is cut across the ranks' columns."""
-    torch.manual_seed(4)
-    hidden, weight = torch.randn(T, H), torch.randn(COLUMNS, H)
-    width = COLUMNS // layout.tp_size
-    columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
-    got = sampler_floor(hidden, weight[columns], vocab_size=50, top_k=9, top_p=0.9, tp_group=layout.tp_group)
-    want = sampler_floor(hidden, weight, vocab_size=50, top_k=9, top_p=0.9)
-    assert got.isfinite().all()
-    return float((got - want).abs().max())
-
-
 def differences_on_all(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, list[float]]:
     """Of four ranks the last has nothing but padding where the vocabulary has 33 tokens."""
     lean_head.MIN_COLUMNS, lean_head.BLOCK_ELEMENTS_CPU = 3, 16
@@ -85,5 +72,4 @@ def differences_on_all(rank: int, world_size: int, arguments: dict[str, Any]) ->
         }
         for sequence_parallel in (False, True):
             found[f"sets {sequence_parallel}"] = differences(layout, 61, ROWS["some"], sequence_parallel=sequence_parallel, sets=True)
-        found["floor"] = [floor_difference(layout)]
     return found
