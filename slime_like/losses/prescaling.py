@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.losses.library import token_weights
+from slime_like.losses.functional import token_weights
 
 
 @dataclass(frozen=True, slots=True)
