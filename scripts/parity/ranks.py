@@ -23,6 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -41,11 +43,35 @@ def run_ranks(target: str, world_size: int, folder: Path, arguments: dict[str, A
         except subprocess.TimeoutExpired:
             output = f"no result within {timeout_s} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end_group(process.pid)
     errors = "\n".join(f"{path.stem}: {path.read_text()}" for path in sorted(folder.glob("error-*.txt")))
     assert process.returncode == 0, f"{target} on {world_size} processes failed\n{errors or output}"
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def _end_group(leader: int, patience_s: float = 10.0) -> None:
+    """Kill what is left of a process group, and wait until it is gone: a killed process gives back its memory first."""
+    deadline = time.monotonic() + patience_s
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+        while time.monotonic() < deadline and any(_runs(pid) for pid in _members(leader)):
+            time.sleep(0.02)
+
+
+def _members(group: int) -> list[int]:
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(pid) == group:
+                found.append(pid)
+    return found
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _rank_main(target: str, rank: int, world_size: int, folder: Path, arguments: dict[str, Any], timeout_s: float) -> None:

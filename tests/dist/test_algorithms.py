@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from scripts.parity.ranks import run_ranks
 from scripts.parity_table import make_model, make_rollouts
 from slime_like.losses import LOSS_REDUCTIONS, policy_losses
 from tests.dist.algorithms_worker import LAYOUTS, SUPERVISED
-from tests.dist.launch import run_ranks
 from tests.unit.test_losses_invariance import (
     CORRECTIONS,
     NEEDS_A_SEQUENCE_REDUCTION,

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.parity.ranks import run_ranks
 from scripts.parity_table import GROUP_SIZE, make_model, make_rollouts
 from tests.dist import backend_worker as worker
-from tests.dist.launch import run_ranks
 
 POISONED = ("DP2", "DP2 distributed optimizer", "DP2 overlap", "TP2", "PP2", "PP2 distributed optimizer", "DP2 bf16")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from scripts.parity.ranks import run_ranks
 from scripts.parity_table import make_model
-from tests.dist.launch import run_ranks
 
 LIMIT = 1e-5
 REDUCTION = "--loss-reduction sequence_mean"

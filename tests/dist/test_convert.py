@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from scripts.parity.ranks import run_ranks
 from tests.dist import convert_worker
-from tests.dist.launch import run_ranks
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]  # tensor, pipeline, virtual
 SIZES: dict[str, Any] = dict(

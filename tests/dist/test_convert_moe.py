@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.parity.ranks import run_ranks
 from slime_like.convert.families import any_expert, canonical_name, expert_number
 from tests.dist import convert_worker
-from tests.dist.launch import run_ranks
 
 SIZES: dict[str, Any] = dict(
     vocab_size=90,

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.parity.ranks import run_ranks
 from scripts.parity.steps import parallel
 from scripts.parity_table import make_model, make_rollouts
 from slime_like.losses import ValueLossConfig
 from tests.dist import critic_worker as worker
-from tests.dist.launch import run_ranks
 
 LIMIT = 1e-5
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.launch import run_ranks
+from scripts.parity.ranks import run_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

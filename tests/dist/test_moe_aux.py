@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from scripts.parity.ranks import run_ranks
 from tests.dist.backend_worker import random_samples
-from tests.dist.launch import run_ranks
 from tests.dist.test_convert_moe import make_models
 
 EP2, TP2 = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from scripts.parity.ranks import run_ranks
 from tests.dist import micro_batch_worker as worker
-from tests.dist.launch import run_ranks
 
 LIMIT = 1e-5
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from scripts.parity.ranks import run_ranks
 from tests.dist.backend_worker import parallel, vocab_differences
-from tests.dist.launch import run_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.parity.ranks import run_ranks
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages
 from slime_like.losses.off_policy import OffPolicyConfig, off_policy_correction
-from tests.dist.launch import run_ranks
 
 LENGTHS = (5, 9, 1, 7, 3, 12, 4, 2)
 SETTINGS = {

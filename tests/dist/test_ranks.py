@@ -1,4 +1,4 @@
-"""tests/dist/launch.py itself: results, tracebacks, and no process left behind."""
+"""scripts/parity/ranks.py: results, tracebacks, and no process left behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dist.launch import run_ranks
+from scripts.parity.ranks import run_ranks
 
 
 def add_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> float:
@@ -34,7 +34,7 @@ def never_ends(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
 
 
 def test_results_of_all_ranks(tmp_path: Path) -> None:
-    assert run_ranks("tests.dist.test_launch:add_ranks", 3, tmp_path, {"offset": 0.5}, timeout_s=60) == [4.5, 4.5, 4.5]
+    assert run_ranks("tests.dist.test_ranks:add_ranks", 3, tmp_path, {"offset": 0.5}, timeout_s=60) == [4.5, 4.5, 4.5]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_failures_are_reported_and_all_processes_end(tmp_path: Path, function: s
     pids = tmp_path / "pids"
     pids.mkdir()
     with pytest.raises(AssertionError, match=words):
-        run_ranks(f"tests.dist.test_launch:{function}", 2, tmp_path / "run", {"pids": str(pids)}, timeout_s=limit_s)
+        run_ranks(f"tests.dist.test_ranks:{function}", 2, tmp_path / "run", {"pids": str(pids)}, timeout_s=limit_s)
     started = [int(path.name) for path in pids.iterdir()]
     assert len(started) == 2
     assert not [pid for pid in started if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
