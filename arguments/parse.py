@@ -143,6 +143,7 @@ class _Draft:
 
     settings: Settings
     problems: list[Problem]
+    checkpoint: HfModel | None  # of the policy, as read
 
 
 def _draft(given: Given, loss: PolicyLoss, policy_loss: Any, checkpoint: HfModel | None, world_size: int) -> _Draft:
@@ -175,7 +176,7 @@ def _draft(given: Given, loss: PolicyLoss, policy_loss: Any, checkpoint: HfModel
         machine=Machine.here(),
     )
     problems += check(settings)
-    return _Draft(settings, problems)
+    return _Draft(settings, problems, checkpoint)
 
 
 def _shape_differences(flag: str, folder: str | None, model: ModelConfig, policy: HfModel, *, value_head: bool = False) -> list[Problem]:
@@ -225,7 +226,7 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
     megatron, problems = build_megatron_configs(s.core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine)
     if megatron is None:
         raise ConfigError(_in_order(problems, table))
-    teacher, problems = _teacher(s, stages)
+    teacher, problems = _teacher(s, draft.checkpoint, stages)
     if problems:
         raise ConfigError(_in_order(problems, table))
     size = global_batch_of(s) or s.samples_per_rollout
@@ -260,13 +261,13 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
     )
 
 
-def _teacher(s: Settings, stages: int | None) -> tuple[TeacherModel | None, list[Problem]]:
+def _teacher(s: Settings, checkpoint: HfModel | None, stages: int | None) -> tuple[TeacherModel | None, list[Problem]]:
     """The teacher of on-policy distillation: its own shape, and everything else as the policy has it."""
     folder = s.distillation.opd_teacher_load
     if folder is None:
         return None, []
     shape = read_hf_model(folder)
-    policy = {} if s.model.hf_checkpoint is None else read_hf_model(s.model.hf_checkpoint).transformer
+    policy = {} if checkpoint is None else checkpoint.transformer
     core = {name: value for name, value in s.core.items() if name not in policy} | shape.transformer
     built, problems = build_megatron_configs(core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine)
     if built is None:

@@ -92,7 +92,7 @@ class Network:
             outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=True)
         for module, was_training in zip(self.modules, training):
             module.train(was_training)
-        table = torch.cat([torch.stack(output) for output in outputs], dim=1).detach() if outputs else None
+        table = torch.cat([torch.stack(output) for output in outputs], dim=1) if outputs else None
         table = self._from_last_stage(table, tokens=sum(int(b.tokens.numel()) for b in batches))
         table = self._from_context_ranks(table, batches).cpu()
         columns: list[list[Tensor]] = [[] for _ in table]

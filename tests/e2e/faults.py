@@ -76,16 +76,16 @@ def kill_after(rank: int, seconds: str) -> None:
     CheckpointSaver.save = first  # type: ignore[method-assign]
 
 
-def sigterm_in_rollout(rank: int, rollout: str, on_rank: str) -> None:
-    """In the optimizer step of that rollout (from 1), on one rank."""
+def signal_in_step(rank: int, name: str, step: str, on_rank: str) -> None:
+    """SIGTERM or SIGKILL in that optimizer step (from 1), on one rank."""
     from slime_like.megatron_backend.backend import MegatronBackend
 
     accumulate, seen = MegatronBackend.accumulate, [0]
 
     def counted(self: Any, *args: Any) -> Any:
         seen[0] += 1
-        if seen[0] == int(rollout) and rank == int(on_rank):
-            os.kill(os.getpid(), signal.SIGTERM)
+        if seen[0] == int(step) and rank == int(on_rank):
+            os.kill(os.getpid(), signal.Signals[name])
         return accumulate(self, *args)
 
     MegatronBackend.accumulate = counted  # type: ignore[method-assign]
@@ -134,17 +134,3 @@ def flip_a_moment_after_load(rank: int) -> None:
         bits[3] ^= 1
 
     load._load_network = flipped
-
-
-def kill_in_step(rank: int, rollout: str, on_rank: str) -> None:
-    from slime_like.megatron_backend.backend import MegatronBackend
-
-    accumulate, seen = MegatronBackend.accumulate, [0]
-
-    def counted(self: Any, *args: Any) -> Any:
-        seen[0] += 1
-        if seen[0] == int(rollout) and rank == int(on_rank):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return accumulate(self, *args)
-
-    MegatronBackend.accumulate = counted  # type: ignore[method-assign]

@@ -62,6 +62,15 @@ def make_workspace(folder: Path) -> Workspace:
     return work
 
 
+def save_other_model(folder: Path, *, seed: int, std: float, hidden_size: int = 32, num_layers: int = 2) -> Path:
+    """A model with the workspace's tokens and other weights; std, of its embedding: how far from equal its logits are."""
+    model = make_model(make_tokenizer(), hidden_size=hidden_size, num_layers=num_layers, seed=seed)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.normal_(std=std)
+    model.save_pretrained(folder)
+    return folder
+
+
 def rows_of(out: Path) -> list[dict[str, float]]:
     return read_metrics(out / "metrics.jsonl")
 

@@ -144,7 +144,7 @@ def test_sigterm_saves_and_ends_with_a_status_of_its_own(
     """It reaches one rank only: all stop after the same rollout."""
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, save=root, load=root, save_interval=100)
-    done = server.train(argv, tmp_path / "log", ranks=ranks, hook=f"{FAULTS}:sigterm_in_rollout 2 {ranks - 1}")
+    done = server.train(argv, tmp_path / "log", ranks=ranks, hook=f"{FAULTS}:signal_in_step SIGTERM 2 {ranks - 1}")
     assert done.status == 75, done.err
     assert "stopped by SIGTERM after rollout 2 of 4, saved in" in done.out
     assert complete_steps(root) == [2]
@@ -164,7 +164,7 @@ def test_limits_of_time_and_rollouts(server: TrainServer, work: Workspace, whole
 def test_a_rank_that_is_killed_is_named_and_the_run_taken_up(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, save=root, load=root, save_interval=2)
-    done = server.train(argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:kill_in_step 3 1", timeout_s=60)
+    done = server.train(argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:signal_in_step SIGKILL 3 1", timeout_s=60)
     assert done.status == -signal.SIGKILL, "of the first process that ended"
     assert f"error: no answer from rank 1 (host {socket.gethostname()}, process " in done.err
     assert "Traceback" not in done.err

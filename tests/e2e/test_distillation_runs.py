@@ -6,22 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from scripts.make_demo import make_model, make_tokenizer
-from tests.e2e.helpers import Workspace, rows_of
+from tests.e2e.helpers import Workspace, rows_of, save_other_model
 from tests.e2e.programs import TrainServer
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another network than the policy, larger and with opinions: its logits are far from equal."""
-    folder = tmp_path_factory.mktemp("teacher")
-    model = make_model(make_tokenizer(), hidden_size=64, num_layers=4, seed=7)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.normal_(std=0.12)
-    model.save_pretrained(folder)
-    return folder
+    return save_other_model(tmp_path_factory.mktemp("teacher"), seed=7, std=0.12, hidden_size=64, num_layers=4)
 
 
 def flags(work: Workspace, out: Path, teacher: Path, **changes: Any) -> list[str]:

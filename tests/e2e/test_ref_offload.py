@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.make_demo import make_model, make_tokenizer
-from tests.e2e.helpers import SAME_RUN, Workspace, rows_of, same_numbers, weights_of
+from tests.e2e.helpers import SAME_RUN, Workspace, rows_of, same_numbers, save_other_model, weights_of
 from tests.e2e.programs import TrainServer
 
 LAYOUTS = {
@@ -24,12 +23,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the policy's shape with other weights."""
-    folder = tmp_path_factory.mktemp("reference")
-    model = make_model(make_tokenizer(), hidden_size=32, num_layers=2, seed=5)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.normal_(std=0.05)
-    model.save_pretrained(folder)
-    return folder
+    return save_other_model(tmp_path_factory.mktemp("reference"), seed=5, std=0.05)
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow if "P2" in name else ()) for name in LAYOUTS])

@@ -48,7 +48,7 @@ def test_three_a_kill_and_three_are_six(server: TrainServer, work: Workspace, tm
     whole, parts, root = tmp_path / "whole", tmp_path / "parts", tmp_path / "checkpoints"
     server.train(argv(whole), tmp_path / "log1", ranks=ranks).ok()
     again = argv(parts, save=root, load=root, save_interval=3)
-    killed = server.train(again, tmp_path / "log2", ranks=ranks, hook=f"tests.e2e.faults:kill_in_step 9 {ranks - 1}")
+    killed = server.train(again, tmp_path / "log2", ranks=ranks, hook=f"tests.e2e.faults:signal_in_step SIGKILL 9 {ranks - 1}")
     assert killed.status in (-signal.SIGKILL, 1)
     assert [row["step"] for row in rows_of(parts)] == [1, 2, 3, 4]
     server.train(again, tmp_path / "log3", ranks=ranks).ok()

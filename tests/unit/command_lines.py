@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from arguments.parse import parse_args
+from slime_like.config import ConfigError, Problem
+
 HF_CONFIG: Mapping[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -51,3 +56,10 @@ def complete(folder: Path, *more: str, without: tuple[str, ...] = ()) -> list[st
         "--n-samples-per-prompt": "4",
     }
     return [word for flag, value in flags.items() if flag not in without for word in (flag, value)] + list(more)
+
+
+def problems_of(argv: list[str], world_size: int = 1) -> tuple[Problem, ...]:
+    """What is wrong with a command line."""
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv, world_size)
+    return caught.value.problems

@@ -14,15 +14,8 @@ from arguments import parse
 from arguments.groups import ModelConfig, ParallelConfig
 from arguments.megatron_configs import Build, Machine, _fusions, resolve_transformer_impl
 from arguments.parse import HelpWanted, parse_args, parse_or_exit
-from slime_like.config import ConfigError, Problem
 from slime_like.losses.sapo import SAPOConfig
-from tests.unit.command_lines import complete, write_files
-
-
-def problems_of(argv: list[str], world_size: int = 1) -> tuple[Problem, ...]:
-    with pytest.raises(ConfigError) as caught:
-        parse_args(argv, world_size)
-    return caught.value.problems
+from tests.unit.command_lines import complete, problems_of, write_files
 
 
 def test_a_complete_command_line(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from arguments.validate_distillation import DISTILLATION_RULES
 from arguments.validate_losses import LOSS_RULES
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_run import RULES, WARNINGS
-from slime_like.config import ConfigError, Problem
 from slime_like.rewards.registry import reward_of
-from tests.unit.command_lines import complete
+from tests.unit.command_lines import complete, problems_of
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 64"
 EVAL = "--eval-interval 2 --eval-prompt-data a {folder}/prompts.jsonl"
@@ -159,12 +158,6 @@ NEEDS_A_DEVICE = {"backend_is_there", "transformer_engine_is_there", "local_laye
 # Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of validate_critic.py: test_arguments_critic.py;
 # of validate_moe.py: test_arguments_moe.py.
 ELSEWHERE = {rule.__name__ for rule in (*CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, *DISTILLATION_RULES, *LOSS_RULES, *MOE_RULES)}
-
-
-def problems_of(argv: list[str], world_size: int) -> tuple[Problem, ...]:
-    with pytest.raises(ConfigError) as caught:
-        parse_args(argv, world_size)
-    return caught.value.problems
 
 
 @pytest.mark.parametrize(

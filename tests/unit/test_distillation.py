@@ -12,8 +12,7 @@ import torch
 from arguments.parse import parse_args
 from arguments.validate_distillation import DISTILLATION_RULES
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages, teacher_gaps
-from slime_like.config import ConfigError, Problem
-from tests.unit.command_lines import HF_CONFIG, complete
+from tests.unit.command_lines import HF_CONFIG, complete, problems_of
 
 STEPS = ("--num-steps-per-rollout", "2")
 MASKS = [torch.tensor([True, False, True]), torch.tensor([True, True]), torch.tensor([False]), torch.tensor([True])]
@@ -80,12 +79,6 @@ def teacher(folder: Path, **changes: object) -> str:
 
 def distil(folder: Path, *more: str, **changes: object) -> list[str]:
     return complete(folder, *STEPS, "--use-opd", "--opd-type", "megatron", "--opd-teacher-load", teacher(folder, **changes), *more)
-
-
-def problems_of(argv: list[str], world_size: int = 1) -> tuple[Problem, ...]:
-    with pytest.raises(ConfigError) as caught:
-        parse_args(argv, world_size)
-    return caught.value.problems
 
 
 def test_a_teacher_of_another_shape(tmp_path: Path) -> None:
