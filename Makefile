@@ -2,10 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
 EXTRAS ?= dev
 # what make test-slow runs; continuous integration takes a part of it
 SLOW ?= tests
-STAMP := $(VENV)/.installed
+# processes that share the test files; a distributed test starts 2 to 4 more
+TEST_WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
 .PHONY: install demo test test-slow lint format typecheck flags parity parity-full clean
 
@@ -23,10 +26,10 @@ demo: install
 	bash scripts/demo.sh
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" tests
+	$(PYTEST) -m "not slow and not gpu" tests
 
 test-slow: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow" $(SLOW)
+	$(PYTEST) -m "slow" $(SLOW)
 
 lint: install
 	$(BIN)/ruff check .
