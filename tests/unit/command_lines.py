@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from arguments.parse import parse_args
+from arguments.run_config import RunConfig
 from slime_like.config import ConfigError, Problem
 
 HF_CONFIG: Mapping[str, Any] = {
@@ -56,6 +57,18 @@ def complete(folder: Path, *more: str, without: tuple[str, ...] = ()) -> list[st
         "--n-samples-per-prompt": "4",
     }
     return [word for flag, value in flags.items() if flag not in without for word in (flag, value)] + list(more)
+
+
+TWO_STEPS = "--num-steps-per-rollout 2 "  # an old policy that differs from the new one: without, some losses warn
+
+
+def parse_flags(folder: Path, flags: str) -> RunConfig:
+    """The complete command line followed by `flags`, where {folder} is the folder."""
+    return parse_args(complete(folder, *flags.replace("{folder}", str(folder)).split()), 1)
+
+
+def problems_of_flags(folder: Path, flags: str) -> tuple[Problem, ...]:
+    return problems_of(complete(folder, *flags.replace("{folder}", str(folder)).split()))
 
 
 def problems_of(argv: list[str], world_size: int = 1) -> tuple[Problem, ...]:

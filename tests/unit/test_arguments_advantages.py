@@ -6,24 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from arguments.parse import parse_args
 from arguments.run_config import RunConfig
 from arguments.validate_algorithm import ADVANTAGE_RULES
 from slime_like.advantages import advantage_estimators
-from slime_like.config import ConfigError, Problem
-from tests.unit.command_lines import complete
-
-STEPS = ("--num-steps-per-rollout", "2")  # without this, a warning of its own
+from slime_like.config import Problem
+from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags
 
 
 def parse(folder: Path, flags: str) -> RunConfig:
-    return parse_args(complete(folder, *STEPS, *flags.replace("{folder}", str(folder)).split()), 1)
+    return parse_flags(folder, TWO_STEPS + flags)
 
 
 def problems_of(folder: Path, flags: str) -> tuple[Problem, ...]:
-    with pytest.raises(ConfigError) as caught:
-        parse(folder, flags)
-    return caught.value.problems
+    return problems_of_flags(folder, TWO_STEPS + flags)
 
 
 @pytest.mark.parametrize("name", advantage_estimators.names())

@@ -7,23 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from arguments.parse import parse_args
-from arguments.run_config import RunConfig
 from arguments.validate_critic import CRITIC_RULES, SETTINGS
-from slime_like.config import ConfigError, Problem
-from tests.unit.command_lines import HF_CONFIG, complete
+from tests.unit.command_lines import HF_CONFIG
+from tests.unit.command_lines import parse_flags as parse
+from tests.unit.command_lines import problems_of_flags as problems_of
 
 PPO = "--advantage-estimator ppo --num-steps-per-rollout 2 "
-
-
-def parse(folder: Path, flags: str) -> RunConfig:
-    return parse_args(complete(folder, *flags.replace("{folder}", str(folder)).split()), 1)
-
-
-def problems_of(folder: Path, flags: str) -> tuple[Problem, ...]:
-    with pytest.raises(ConfigError) as caught:
-        parse(folder, flags)
-    return caught.value.problems
 
 
 def write_critic(folder: Path, **changes: object) -> None:
@@ -123,6 +112,8 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 
 def test_supervised_training_has_no_critic(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_args(complete(tmp_path, "--loss-type", "sft_loss", *PPO.split(), "--critic-lr", "1e-4", "--lambd", "0.9"), 1)
-    assert {p.flag for p in caught.value.problems} == {"--advantage-estimator", "--critic-lr", "--lambd"}
+    assert {p.flag for p in problems_of(tmp_path, f"--loss-type sft_loss {PPO} --critic-lr 1e-4 --lambd 0.9")} == {
+        "--advantage-estimator",
+        "--critic-lr",
+        "--lambd",
+    }

@@ -7,25 +7,20 @@ from typing import Any
 
 import pytest
 
-from arguments.parse import parse_args
 from arguments.run_config import RunConfig
 from arguments.validate_algorithm import CORRECTION_RULES
-from slime_like.config import ConfigError, Problem
+from slime_like.config import Problem
 from slime_like.losses.off_policy import OffPolicyConfig
 from slime_like.losses.registry import policy_losses
-from tests.unit.command_lines import complete, write_files
-
-STEPS = ("--num-steps-per-rollout", "2")  # without this, a warning of its own
+from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags, write_files
 
 
 def parse(folder: Path, flags: str) -> RunConfig:
-    return parse_args(complete(folder, *STEPS, *flags.replace("{folder}", str(folder)).split()), 1)
+    return parse_flags(folder, TWO_STEPS + flags)
 
 
 def problems_of(folder: Path, flags: str) -> tuple[Problem, ...]:
-    with pytest.raises(ConfigError) as caught:
-        parse(folder, flags)
-    return caught.value.problems
+    return problems_of_flags(folder, TWO_STEPS + flags)
 
 
 def test_off_by_default(tmp_path: Path) -> None:
