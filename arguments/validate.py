@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from arguments.groups import (
     AlgorithmConfig,
@@ -88,6 +88,19 @@ class Settings:
         return None if rest else whole
 
 
+class LayoutSettings(Protocol):
+    """What the rules about parallel sizes look at: of a run, or of a conversion between formats."""
+
+    @property
+    def parallel(self) -> ParallelConfig: ...
+
+    @property
+    def core(self) -> Mapping[str, Any]: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
 Rule = Callable[[Settings], list[Problem]]
 
 
@@ -99,7 +112,7 @@ def problem(field: str, value: Any, message: str) -> list[Problem]:
 # --- parallel layout -------------------------------------------------------------------------------------------------
 
 
-def world_is_divisible(s: Settings) -> list[Problem]:
+def world_is_divisible(s: LayoutSettings) -> list[Problem]:
     size = s.parallel.model_parallel_size
     if s.world_size % size == 0:
         return []
@@ -120,7 +133,7 @@ def sequence_parallel_needs_tensor_parallel(s: Settings) -> list[Problem]:
     return []
 
 
-def tensor_parallel_divides_the_network(s: Settings) -> list[Problem]:
+def tensor_parallel_divides_the_network(s: LayoutSettings) -> list[Problem]:
     size = s.parallel.tensor_model_parallel_size
     found = []
     for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
@@ -180,7 +193,7 @@ def interleaved_flags(s: Settings) -> list[Problem]:
     return []
 
 
-def pipeline_divides_the_layers(s: Settings) -> list[Problem]:
+def pipeline_divides_the_layers(s: LayoutSettings) -> list[Problem]:
     pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core.get("num_layers")
     if not layers:
         return []

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from arguments.megatron_configs import resolve_transformer_impl
-from arguments.validate import Rule, Settings, problem, virtual_stages_of
+from arguments.validate import LayoutSettings, Rule, Settings, problem, virtual_stages_of
 from slime_like.config import Problem, flag_name
 
 NEEDS_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
-def experts_of(s: Settings) -> int:
+def experts_of(s: LayoutSettings) -> int:
     """Experts of each expert layer; 0 for a dense network."""
     return int(s.core.get("num_moe_experts") or 0)
 
@@ -39,7 +39,7 @@ def experts_are_there(s: Settings) -> list[Problem]:
     return found
 
 
-def expert_parallel_sizes(s: Settings) -> list[Problem]:
+def expert_parallel_sizes(s: LayoutSettings) -> list[Problem]:
     experts, parallel = experts_of(s), s.parallel
     if not experts:
         return []

@@ -7,12 +7,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from slime_like.config import ConfigError
 from slime_like.errors import RunError
 
+if TYPE_CHECKING:
+    from slime_like.convert.to_hf import NetworkSource
+
 USAGE, DAMAGE = 2, 1
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+VERIFY: dict[str, Any] = {
+    "choices": ("checksums", "logits"),
+    "nargs": "+",
+    "default": [],
+    "help": "afterwards, of the two formats: checksums: compare every parameter bit by bit; logits: those of transformers' model and of "
+    "megatron-core's on fixed tokens, in float32, where rank 0 needs memory for the whole model",
+}
 _WAIT_FOR_RANK_0_S = 5.0
 
 
@@ -47,6 +58,21 @@ def exit_status(body: Callable[[], int]) -> int:
 def on_the_cpu() -> None:
     """To be called before torch is imported: conversion needs no accelerator, and takes no memory on one."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def verify(kinds: list[str], source: NetworkSource, folder: str, *, share: int, show: bool) -> list[str]:
+    """Collective. What was found to be right, as lines for the user. share: bytes that this rank compares. Raises ValueError."""
+    from slime_like.convert.verify import TOKENS, compare_bits, compare_logits
+
+    lines = []
+    if "checksums" in kinds:
+        with progress("comparing", share, show=show) as bar:
+            number = compare_bits(source, folder, bar)
+        lines.append(f"verified: all {number} parameters of {source.stored.folder} and {folder} have the same bits")
+    if "logits" in kinds:
+        difference = compare_logits(source, folder)
+        lines.append(f"verified: logits of {TOKENS} tokens in both formats differ by at most {difference:.2g} standard deviations")
+    return lines
 
 
 @contextmanager

@@ -16,14 +16,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.convert_common import DTYPES, UsageError, exit_status, on_the_cpu, progress, rank_and_world
+from scripts.convert_common import DTYPES, VERIFY, UsageError, exit_status, on_the_cpu, progress, rank_and_world, verify
 
 if TYPE_CHECKING:
-    from arguments.groups import ParallelConfig
+    import torch
+
+    from arguments.hf_model import HfModel
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers", type=int, default=min(4, os.cpu_count() or 1), help="threads of each process; each holds one parameter"
     )
+    parser.add_argument("--verify", **VERIFY)
     parser.add_argument("--no-progress", action="store_true")
     return parser
 
@@ -50,79 +53,66 @@ def convert(chosen: argparse.Namespace) -> int:
     import torch
 
     import megatron_patches
-    from arguments.groups import ParallelConfig
     from arguments.hf_model import read_hf_model
+    from arguments.validate_layout import CutNetwork, layout_problems
+    from slime_like.config import ConfigError
     from slime_like.launcher import quiet_dependencies
 
     quiet_dependencies()
+    megatron_patches.apply()
+    from slime_like.convert.blueprint import conversion_layout, make_blueprint
+
     rank, world = rank_and_world()
     value_head = chosen.network == "critic"
     hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=chosen.tensor_model_parallel_size,
-        pipeline_model_parallel_size=chosen.pipeline_model_parallel_size,
-        expert_model_parallel_size=chosen.expert_model_parallel_size,
-        expert_tensor_parallel_size=chosen.expert_tensor_parallel_size,
-        # megatron-core wants it for experts; weights do not depend on it
-        sequence_parallel=chosen.tensor_model_parallel_size > 1 and bool(hf.transformer.get("num_moe_experts")),
-        distributed_backend="gloo",
+    parallel = conversion_layout(
+        hf,
+        tensor=chosen.tensor_model_parallel_size,
+        pipeline=chosen.pipeline_model_parallel_size,
+        expert=chosen.expert_model_parallel_size,
+        expert_tensor=chosen.expert_tensor_parallel_size,
     )
-    check_layout(parallel, hf.transformer, world, chosen.workers)
+    if problems := layout_problems(CutNetwork(parallel, hf.transformer, world)):
+        raise ConfigError(problems)
+    if chosen.workers < 1:
+        raise UsageError(f"--workers {chosen.workers}: must be >= 1")
     dtype = getattr(torch, DTYPES[chosen.dtype] if chosen.dtype else hf.dtype or "float32")
-    megatron_patches.apply()
-    from slime_like.convert.blueprint import make_blueprint
     from slime_like.convert.to_megatron import convert_to_megatron
-    from slime_like.megatron_backend.init import process_groups
+    from slime_like.megatron_backend.init import model_parallel_groups, world_of_processes
 
     started = time.perf_counter()
-    with process_groups(parallel, virtual_stages=None, seed=1) as layout:
-        blueprint = make_blueprint(hf, parallel, layout, dtype, value_head=value_head)
-        total = sum(p.numel() * p.element_size() for p in blueprint.parameters.values())
-        title = "to Megatron" if world == 1 else f"to Megatron, rank 0 of {world}"
-        with progress(title, total, show=rank == 0 and not chosen.no_progress) as bar:
-            done = convert_to_megatron(
-                blueprint, chosen.hf_checkpoint, chosen.save, network=chosen.network, workers=chosen.workers, advance=bar
-            )
+    show = rank == 0 and not chosen.no_progress
+    with world_of_processes(parallel):
+        with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
+            blueprint = make_blueprint(hf, parallel, layout, dtype, value_head=value_head)
+            total = sum(p.numel() * p.element_size() for p in blueprint.parameters.values())
+            with progress("to Megatron" if world == 1 else f"to Megatron, rank 0 of {world}", total, show=show) as bar:
+                done = convert_to_megatron(
+                    blueprint, chosen.hf_checkpoint, chosen.save, network=chosen.network, workers=chosen.workers, advance=bar
+                )
         if rank == 0:
             seconds = time.perf_counter() - started
             kept = f", {done.kept} of {done.files} files kept from an interrupted conversion" if done.kept else ""
             print(f"{done.folder}: {done.bytes / 1e9:.3f} GB in {seconds:.1f} s ({layout.describe()}, weights only, step 0){kept}")
+        lines = verified(chosen, hf, done.folder, done.bytes, dtype) if chosen.verify else []
+        if rank == 0:
             flag = "--critic-load" if value_head else "--load or --ref-load"
-            print(f"to use it: train.py --hf-checkpoint {chosen.hf_checkpoint} {flag} {chosen.save}")
+            print("\n".join([*lines, f"to use it: train.py --hf-checkpoint {chosen.hf_checkpoint} {flag} {chosen.save}"]))
     return 0
 
 
-def check_layout(parallel: ParallelConfig, network: dict[str, Any], world: int, workers: int) -> None:
-    """Raises UsageError for the first size that does not fit."""
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
-    sizes = {name: 1 if getattr(parallel, name) is None else getattr(parallel, name) for name in names}
-    for name, size in sizes.items():
-        if size < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {size}: must be >= 1")
-    if workers < 1:
-        raise UsageError(f"--workers {workers}: must be >= 1")
-    tensor, pipeline = sizes["tensor_model_parallel_size"], sizes["pipeline_model_parallel_size"]
-    if world % (tensor * pipeline):
-        raise UsageError(
-            f"--tensor-model-parallel-size {tensor} times --pipeline-model-parallel-size {pipeline} does not divide the {world} process(es); "
-            "start a multiple of it with torchrun --nproc-per-node"
-        )
-    experts = network.get("num_moe_experts") or 1
-    expert = sizes["expert_model_parallel_size"]
-    if experts % expert:
-        raise UsageError(f"--expert-model-parallel-size {expert}: does not divide the {experts} expert(s); choose a divisor")
-    grid = expert * (parallel.expert_tensor_parallel_size or tensor) * pipeline
-    if world % grid:
-        words = f"the experts' layout takes {grid} ranks, which does not divide the {world} process(es); start a multiple of it"
-        raise UsageError(f"--expert-model-parallel-size {expert}: {words}")
-    for name, flag, size in (
-        ("num_attention_heads", "tensor", tensor),
-        ("ffn_hidden_size", "tensor", tensor),
-        ("num_layers", "pipeline", pipeline),
-    ):
-        whole = network[name]
-        if whole % size:
-            raise UsageError(f"--{flag}-model-parallel-size {size}: does not divide {name} {whole}; choose a divisor of it")
+def verified(chosen: argparse.Namespace, hf: HfModel, folder: Path, size: int, dtype: torch.dtype) -> list[str]:
+    """What --verify found to be right, as lines. size: bytes of the checkpoint `folder`. Raises ValueError."""
+    from slime_like.convert.blueprint import conversion_layout, make_blueprint
+    from slime_like.convert.to_hf import NetworkSource
+    from slime_like.megatron_backend.init import model_parallel_groups
+
+    rank, world = rank_and_world()
+    parallel = conversion_layout(hf)
+    with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
+        blueprint = make_blueprint(hf, parallel, layout, dtype, value_head=chosen.network == "critic")
+        source = NetworkSource(blueprint, folder / chosen.network, chosen.hf_checkpoint, None)
+        return verify(chosen.verify, source, chosen.hf_checkpoint, share=-(-size // world), show=rank == 0 and not chosen.no_progress)
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.convert_common import DTYPES, UsageError, exit_status, on_the_cpu, progress, rank_and_world
+from scripts.convert_common import DTYPES, VERIFY, UsageError, exit_status, on_the_cpu, progress, rank_and_world, verify
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as in the checkpoint")
     parser.add_argument("--max-shard-size", default="5GB", help="largest file, such as 5GB, 500MB or 2GiB")
-    parser.add_argument("--verify", choices=("checksums",), help="read the output back and compare every parameter bit by bit")
+    parser.add_argument("--verify", **VERIFY)
     parser.add_argument("--no-verify-checkpoint", action="store_true", help="do not compare the checkpoint with its manifest first")
     parser.add_argument("--no-progress", action="store_true")
     return parser
@@ -45,7 +45,6 @@ def convert(chosen: argparse.Namespace) -> int:
     import torch
 
     import megatron_patches
-    from arguments.groups import ParallelConfig
     from arguments.hf_model import read_hf_model
     from slime_like.checkpoints.folders import checkpoint_folder
     from slime_like.launcher import quiet_dependencies
@@ -57,8 +56,8 @@ def convert(chosen: argparse.Namespace) -> int:
     hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
     folder = checkpoint_folder(chosen.load, step_of(chosen, tell=rank == 0))
     megatron_patches.apply()
-    from slime_like.convert.blueprint import make_blueprint
-    from slime_like.convert.to_hf import NetworkSource, convert_to_hf, verify_round_trip
+    from slime_like.convert.blueprint import conversion_layout, make_blueprint
+    from slime_like.convert.to_hf import NetworkSource, convert_to_hf
     from slime_like.megatron_backend.checkpoint.load import open_checkpoint
     from slime_like.megatron_backend.init import process_groups
 
@@ -67,7 +66,7 @@ def convert(chosen: argparse.Namespace) -> int:
             print(text, flush=True)
 
     started = time.perf_counter()
-    parallel = ParallelConfig(distributed_backend="gloo")
+    parallel = conversion_layout(hf)
     with process_groups(parallel, virtual_stages=None, seed=1) as layout:
         state = open_checkpoint(folder, verify=not chosen.no_verify_checkpoint, tell=tell)
         if chosen.network not in state["networks"]:
@@ -83,10 +82,8 @@ def convert(chosen: argparse.Namespace) -> int:
             done = convert_to_hf(source, chosen.hf_checkpoint, chosen.output, checkpoint=folder, max_shard_bytes=size, advance=bar)
         kept = f", {done.kept} of them kept from an interrupted conversion" if done.kept else ""
         tell(f"{chosen.output}: {done.bytes / 1e9:.3f} GB in {done.files} file(s){kept}, {time.perf_counter() - started:.1f} s")
-        if chosen.verify == "checksums":
-            with progress("comparing", -(-total // world), show=show) as bar:
-                number = verify_round_trip(source, chosen.output, bar)
-            tell(f"verified: {number} parameters read back from {chosen.output} have the checkpoint's bits")
+        for line in verify(chosen.verify, source, chosen.output, share=-(-total // world), show=show):
+            tell(line)
     return 0
 
 

@@ -41,6 +41,9 @@ class ConfigError(ValueError):
         head = "1 problem" if count == 1 else f"{count} problems"
         super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)  # one rank finds it and all raise it
+
 
 @dataclass(frozen=True, slots=True)
 class Range:

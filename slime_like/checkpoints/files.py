@@ -69,11 +69,11 @@ def replace_file(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     write_file(temporary, text)
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk."""
+def sync_path(path: Path) -> None:
+    """Have a file's bytes, or the names in a folder, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from slime_like.checkpoints.files import remove_folder, replace_file, sync_folder
+from slime_like.checkpoints.files import remove_folder, replace_file, sync_path
 from slime_like.checkpoints.manifest import MANIFEST
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -83,7 +83,7 @@ def publish(root: str | Path, step: int) -> Path:
         remove_folder(aside)
         os.rename(final, aside)
     os.rename(temporary, final)
-    sync_folder(final.parent)
+    sync_path(final.parent)
     replace_file(Path(root) / TRACKER, str(step))
     remove_folder(aside)
     return final
@@ -105,7 +105,7 @@ def remove_checkpoint(root: str | Path, step: int) -> None:
     going = folder.with_name(folder.name + REMOVED)
     remove_folder(going)
     os.rename(folder, going)
-    sync_folder(folder.parent)
+    sync_path(folder.parent)
     remove_folder(going)
 
 

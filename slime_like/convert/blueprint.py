@@ -25,6 +25,7 @@ from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, sharde
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.model import build_chunks, model_shape
 
+TIMEOUT_MINUTES = 24 * 60.0  # a rank may write for long while the others have done their part
 NO_ACCELERATOR = Machine(cuda=False, transformer_engine=False, gradient_fusion=False)
 
 
@@ -46,11 +47,28 @@ class Blueprint:
         """What a checkpoint holds of a parameter: one tensor, or several (gate and up projection). data: views of it are the pieces' data;
         None: of the parameter on the meta device."""
         entry = self._entries[name]
-        return list(_built(entry if data is None else dataclasses.replace(entry, data=data)))
+        if data is not None:  # of any dtype; a factory takes that of its data
+            entry = dataclasses.replace(entry, data=data, **({"dtype": data.dtype} if isinstance(entry, ShardedTensor) else {}))
+        return list(_built(entry))
 
     def shape(self) -> dict[str, int | bool | None]:
         """Settings that tell one model from another."""
         return model_shape(self.chunks[0].config, self.gpt)
+
+
+def conversion_layout(
+    hf: HfModel, *, tensor: int = 1, pipeline: int = 1, expert: int = 1, expert_tensor: int | None = None
+) -> ParallelConfig:
+    """The layout in which a model is converted; the default is one rank's, which every process has for itself."""
+    return ParallelConfig(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+        sequence_parallel=tensor > 1 and bool(hf.transformer.get("num_moe_experts")),  # megatron-core wants it; weights do not depend on it
+        distributed_backend="gloo",
+        distributed_timeout_minutes=TIMEOUT_MINUTES,
+    )
 
 
 def make_blueprint(hf: HfModel, parallel: ParallelConfig, layout: ParallelLayout, dtype: torch.dtype, *, value_head: bool) -> Blueprint:

@@ -2,140 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as MappingOf
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from arguments.groups import GPTModelConfig
 from arguments.hf_model import HfModel
 from slime_like.convert.families import VALUE_HEAD, expert_number, family_map, global_parameters, model_sizes, unwrap
 from slime_like.convert.mappings import Mapping, Part, Sizes
+from slime_like.convert.weight_files import DTYPES, MAX_NAMED, WeightFiles, listed
 from slime_like.megatron_backend.layout import ParallelLayout
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # by safetensors' names
-DTYPES = tuple(TORCH_DTYPES)
-READ_BYTES = 16 * 2**20  # at a time
-MAX_NAMED = 8  # names in one error message
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies. start: byte in the file. dtype: safetensors' name."""
-
-    file: int  # descriptor
-    start: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class WeightFiles:
-    """The tensors of a Hugging Face folder, opened lazily. A context manager; raises ValueError naming what is wrong.
-
-    Files are read, not mapped: pages of a mapped file count as this process's memory for as long as it is open, which for the whole of a
-    model are as many bytes as it has."""
-
-    def __init__(self, folder: str) -> None:
-        self._files: list[int] = []
-        self._where: dict[str, StoredTensor] = {}
-        for path in weight_files(Path(folder)):
-            try:
-                with safe_open(path, framework="pt", device="cpu"):  # checks the header against the file's size
-                    pass
-                self._files.append(os.open(path, os.O_RDONLY))
-            except (SafetensorError, OSError) as error:
-                self.close()
-                raise ValueError(f"{path} cannot be read, it may be truncated or no safetensors file: {error}") from error
-            self._where |= _stored_tensors(self._files[-1])
-
-    def __enter__(self) -> WeightFiles:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._where)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._where[name].shape
-
-    def dtype(self, name: str) -> str:
-        return self._where[name].dtype
-
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) along `dim` (0 or 1), in the file's dtype. Along dimension 1 whole rows are read, some at a time."""
-        stored = self._where[name]
-        dtype = TORCH_DTYPES[stored.dtype]
-        row = math.prod(stored.shape[1:]) * dtype.itemsize
-        if dim == 0:
-            out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
-            _read_into(out, stored.file, stored.start + start * row)
-            return out
-        out = torch.empty((stored.shape[0], stop - start, *stored.shape[2:]), dtype=dtype)
-        many = max(1, READ_BYTES // max(1, row))
-        for first in range(0, stored.shape[0], many):
-            rows = torch.empty((min(many, stored.shape[0] - first), *stored.shape[1:]), dtype=dtype)
-            _read_into(rows, stored.file, stored.start + first * row)
-            out[first : first + len(rows)] = rows[:, start:stop]
-        return out
-
-
-def _stored_tensors(file: int) -> dict[str, StoredTensor]:
-    """The header of a safetensors file that the library has checked: 8 bytes of length, then JSON."""
-    length = int.from_bytes(os.pread(file, 8, 0), "little")
-    header = json.loads(os.pread(file, length, 8))
-    return {
-        name: StoredTensor(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-
-
-def _read_into(tensor: Tensor, file: int, position: int) -> None:
-    """Fill a contiguous tensor with a file's bytes from `position` on. Raises ValueError when the file ends early."""
-    if not tensor.numel():
-        return
-    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    done = 0
-    while done < len(view):
-        count = os.preadv(file, [view[done : done + READ_BYTES]], position + done)
-        if count == 0:
-            raise ValueError("a file of weights became shorter while it was read; copy it again")
-        done += count
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder: the ones its index names, else model.safetensors."""
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            paths = [folder / name for name in sorted(set(weight_map.values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
-        absent = [path.name for path in paths if not path.is_file()]
-        if absent:
-            raise ValueError(f"{index} names files that are not there: {_listed(absent)}")
-        return paths
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    raise ValueError(f"{folder}: no {SINGLE} and no {INDEX} in this folder; other formats are not read (save the model with safetensors)")
 
 
 def load_hf_weights(
@@ -239,18 +118,18 @@ def _check_model(local: dict[str, Tensor], family: dict[str, Mapping], architect
     strange = local.keys() - family.keys()
     for words, names in (("lacks", absent), ("has, beyond those of the architecture,", strange)):
         if names:
-            raise ValueError(f"the model was not built as {architecture}: it {words} the parameters {_listed(names)}")
+            raise ValueError(f"the model was not built as {architecture}: it {words} the parameters {listed(names)}")
 
 
 def _check_names(files: WeightFiles, family: dict[str, Mapping], folder: str, sizes: Sizes) -> None:
     wanted = {name for mapping in family.values() for name in mapping.hf_shapes(sizes)}
     problems = []
     if missing := wanted - files.names:
-        problems.append(f"missing tensors: {_listed(missing)}")
+        problems.append(f"missing tensors: {listed(missing)}")
     # A tied model's file may repeat the embedding as lm_head, and old files hold rotary tables: transformers ignores both.
     surplus = {name for name in files.names - wanted if name != "lm_head.weight" and not name.endswith(".rotary_emb.inv_freq")}
     if surplus:
-        problems.append(f"tensors that the model has no place for: {_listed(surplus)}")
+        problems.append(f"tensors that the model has no place for: {listed(surplus)}")
     if problems:
         raise ValueError(f"weights in {folder}: " + "; ".join(problems))
 
@@ -267,9 +146,3 @@ def _check_tensors(files: WeightFiles, family: dict[str, Mapping], folder: str, 
         problems = list(dict.fromkeys(problems))
         more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
         raise ValueError(f"weights in {folder}: " + "; ".join(problems[:MAX_NAMED]) + more)
-
-
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""
-    return ", ".join(ordered[:MAX_NAMED]) + more

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slime_like.checkpoints.files import sync_path
+from slime_like.convert.shards import ShardPlan, TensorPlan, main_dtype, write_index
+from slime_like.convert.weight_files import file_names
 from slime_like.errors import RunError
 
 # What a folder needs besides weights and config.json: tokenizer, chat template, generation settings.
@@ -66,8 +69,8 @@ def _write(folder: Path, stream: Iterator[tuple[str, Tensor]], source: Path, max
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     temporary.mkdir(parents=True)
     try:
-        dtypes = _write_weights(temporary, stream, max_shard_bytes)
-        finish_folder(temporary, folder, source, dtype=max(dtypes, key=lambda name: dtypes[name]))
+        shards = _write_weights(temporary, stream, max_shard_bytes)
+        finish_folder(temporary, folder, source, dtype=main_dtype(shards))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -86,7 +89,7 @@ def finish_folder(temporary: Path, folder: Path, source: Path, *, dtype: str, va
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in [*temporary.iterdir(), temporary]:
-        _flush_to_disk(path)
+        sync_path(path)
     _put_in_place(temporary, folder)
 
 
@@ -99,43 +102,26 @@ def check_folders(folder: Path, source: Path) -> None:
         raise ValueError(f"{folder} exists and holds no Hugging Face model; it is not replaced. Remove it or save elsewhere")
 
 
-def _write_weights(folder: Path, stream: Iterator[tuple[str, Tensor]], max_shard_bytes: int) -> dict[str, int]:
-    """Write all tensors and the index; return the bytes of each dtype, by its name ("bfloat16")."""
-    shards: list[list[str]] = []
+def _write_weights(folder: Path, stream: Iterator[tuple[str, Tensor]], max_shard_bytes: int) -> list[ShardPlan]:
+    """Write all tensors and the index. How many files there will be, and so their names, is known at the end."""
+    groups: list[tuple[TensorPlan, ...]] = []
     pending: dict[str, Tensor] = {}
-    dtypes: dict[str, int] = {}
 
     def flush() -> None:
-        shards.append(list(pending))
-        save_file(pending, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        groups.append(tuple(TensorPlan.of(name, tensor) for name, tensor in pending.items()))
+        save_file(pending, folder / f"{len(groups)}.part", metadata={"format": "pt"})
         pending.clear()
 
     for name, tensor in stream:
         if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > max_shard_bytes:
             flush()
         pending[name] = tensor.detach().cpu().contiguous()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        dtypes[dtype] = dtypes.get(dtype, 0) + tensor.nbytes
     flush()
-    if len(shards) == 1:
-        (folder / "1.part").rename(folder / "model.safetensors")
-        return dtypes
-    weight_map = {}
-    for number, names in enumerate(shards, start=1):
-        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"{number}.part").rename(folder / file_name)
-        weight_map.update(dict.fromkeys(names, file_name))
-    index = {"metadata": {"total_size": sum(dtypes.values())}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return dtypes
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    shards = [ShardPlan(name, group) for name, group in zip(file_names(len(groups)), groups, strict=True)]
+    for number, shard in enumerate(shards, start=1):
+        (folder / f"{number}.part").rename(folder / shard.file_name)
+    write_index(folder, shards)
+    return shards
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
@@ -144,5 +130,5 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)
-    _flush_to_disk(folder.parent)
+    sync_path(folder.parent)
     shutil.rmtree(old, ignore_errors=True)

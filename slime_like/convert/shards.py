@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,10 +14,9 @@ import torch
 from torch import Tensor
 
 from slime_like.checkpoints.files import FileRecord, hash_file, hashed_file, replace_file
-from slime_like.convert.load import INDEX, SINGLE, TORCH_DTYPES
+from slime_like.convert.weight_files import DTYPE_NAMES, INDEX, file_names
 
 NOTE = ".done.json"
-NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,10 @@ class TensorPlan:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorPlan:
+        return cls(name, tuple(tensor.shape), tensor.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +49,7 @@ class ShardPlan:
 
 
 def plan_shards(tensors: Iterable[TensorPlan], max_shard_bytes: int) -> list[ShardPlan]:
-    """Cut a model into files of at most `max_shard_bytes` (or one tensor), named as transformers names them."""
+    """Cut a model into files of at most `max_shard_bytes` (or one tensor)."""
     groups: list[list[TensorPlan]] = []
     size = 0
     for tensor in tensors:
@@ -54,9 +58,16 @@ def plan_shards(tensors: Iterable[TensorPlan], max_shard_bytes: int) -> list[Sha
             size = 0
         groups[-1].append(tensor)
         size += tensor.nbytes
-    if len(groups) == 1:
-        return [ShardPlan(SINGLE, tuple(groups[0]))]
-    return [ShardPlan(f"model-{n:05d}-of-{len(groups):05d}.safetensors", tuple(group)) for n, group in enumerate(groups, start=1)]
+    return [ShardPlan(name, tuple(group)) for name, group in zip(file_names(len(groups)), groups, strict=True)]
+
+
+def main_dtype(shards: Sequence[ShardPlan]) -> str:
+    """That of most bytes, as config.json calls it."""
+    by_dtype: Counter[torch.dtype] = Counter()
+    for shard in shards:
+        for tensor in shard.tensors:
+            by_dtype[tensor.dtype] += tensor.nbytes
+    return str(by_dtype.most_common(1)[0][0]).removeprefix("torch.")
 
 
 def write_index(folder: Path, shards: Sequence[ShardPlan]) -> None:
@@ -101,7 +112,7 @@ def header(tensors: Sequence[TensorPlan]) -> bytes:
     position = 0
     for tensor in tensors:
         end = position + tensor.nbytes
-        entries[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        entries[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

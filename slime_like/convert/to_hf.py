@@ -25,12 +25,10 @@ from slime_like.config import ConfigError, Problem
 from slime_like.convert.blueprint import Blueprint
 from slime_like.convert.export import whole_tensors
 from slime_like.convert.families import family_map, model_sizes
-from slime_like.convert.load import WeightFiles, plan_loading
 from slime_like.convert.mappings import Mapping
 from slime_like.convert.save import check_folders, finish_folder
-from slime_like.convert.shards import NOTE, ShardPlan, TensorPlan, kept_shard, plan_shards, write_index, write_shard
-from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, gather, together
-from slime_like.megatron_backend.checkpoint.fingerprint import bit_sums
+from slime_like.convert.shards import NOTE, ShardPlan, TensorPlan, kept_shard, main_dtype, plan_shards, write_index, write_shard
+from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, together
 from slime_like.megatron_backend.checkpoint.networks import available_name
 from slime_like.megatron_backend.checkpoint.tensors import CheckpointTensors
 
@@ -154,54 +152,10 @@ def convert_to_hf(
         write_index(partial, shards)
         for shard in shards:
             (partial / (shard.file_name + NOTE)).unlink()
-        by_dtype: dict[str, int] = {}
-        for _, planned in source.tensors.values():
-            dtype = str(planned.dtype).removeprefix("torch.")
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + planned.nbytes
-        finish_folder(partial, folder, Path(template), dtype=max(by_dtype, key=lambda name: by_dtype[name]), value_head=value_head)
+        finish_folder(partial, folder, Path(template), dtype=main_dtype(shards), value_head=value_head)
 
     from_rank_zero(complete)
     return Exported(sum(shard.nbytes for shard in shards), len(shards), len(kept))
-
-
-def verify_round_trip(source: NetworkSource, output: str, advance: Advance = lambda size: None) -> int:
-    """Read the folder back as a run would, and compare every parameter with the checkpoint's, bit by bit in the output's dtype. Collective.
-    Returns the number of parameters. Raises ValueError naming those that differ."""
-    blueprint, rank, world = source.blueprint, dist.get_rank(), dist.get_world_size()
-    names = [name for name in source.family if name in blueprint.parameters]
-
-    def compare_mine() -> list[str]:
-        different = []
-        with WeightFiles(output) as files:
-            plan = plan_loading(
-                blueprint.parameters, files, output, blueprint.chunks[0], hf=blueprint.hf, gpt=blueprint.gpt, layout=blueprint.layout,
-                value_head=blueprint.value_head,
-            )  # fmt: skip
-            for name in names[rank::world]:
-                saved = source.parameter(name)
-                _without_padding(saved, source, name)
-                written = torch.empty_like(saved)
-                plan.fill(name, written, files)
-                if bit_sums(saved) != bit_sums(written):
-                    different.append(name)
-                advance(saved.nbytes)
-        return different
-
-    if different := [name for part in gather(together(compare_mine)) for name in part]:
-        raise ValueError(
-            f"--verify checksums: {output} differs from the checkpoint in {', '.join(different[:3])} ({len(different)} in all)"
-        )
-    return len(names)
-
-
-def _without_padding(parameter: Tensor, source: NetworkSource, name: str) -> None:
-    """Loading makes the padding of the vocabulary zero; a trained checkpoint may have other numbers there."""
-    mapping = source.family[name]
-    position = 0
-    for part in mapping.parts(source.sizes, 0, 1, rows=parameter.shape[mapping.dim]):
-        if part.hf is None:
-            parameter.narrow(mapping.dim, position, len(part)).zero_()
-        position += len(part)
 
 
 def _identity(checkpoint: Path, shards: list[ShardPlan]) -> str:

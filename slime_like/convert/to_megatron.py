@@ -23,11 +23,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_like import __version__
-from slime_like.checkpoints.files import FileRecord, hash_file, remove_folder, replace_file, sync_folder, write_file
+from slime_like.checkpoints.files import FileRecord, hash_file, remove_folder, replace_file, sync_path, write_file
 from slime_like.checkpoints.folders import checkpoint_folder, complete_steps, free_bytes, publish, writing_folder
 from slime_like.checkpoints.manifest import total_bytes, write_manifest
+from slime_like.config import ConfigError, Problem
 from slime_like.convert.blueprint import Blueprint
-from slime_like.convert.load import LoadPlan, WeightFiles, plan_loading, weight_files
+from slime_like.convert.load import LoadPlan, plan_loading
+from slime_like.convert.weight_files import WeightFiles, weight_files
 from slime_like.errors import RunError
 from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, gather, together
 from slime_like.megatron_backend.checkpoint.save import MIB, TRAINER_FILE
@@ -62,7 +64,7 @@ def convert_to_megatron(
     """Write the model in `source` as checkpoint 0 in `root`, under the name `network` ("policy" or "critic"). Collective.
 
     Each of `workers` threads holds one parameter of this rank. Raises, on every rank: ValueError when the model's files are not as its
-    config.json says, or `root` has checkpoints already; RunError when writing fails.
+    config.json says; ConfigError when `root` has checkpoints already; RunError when writing fails.
     """
     folder = writing_folder(root, STEP)
     from_rank_zero(lambda: _check_root(Path(root)))
@@ -98,9 +100,9 @@ def convert_to_megatron(
         for path in plan_folder.iterdir():
             if f"{network}/{path.name}" not in records:  # notes, and files of an interrupted conversion of something else
                 path.unlink()
-        sync_folder(plan_folder)
+        sync_path(plan_folder)
         write_manifest(folder, records)
-        sync_folder(folder)
+        sync_path(folder)
         publish(root, STEP)
         return total_bytes(records)
 
@@ -218,9 +220,9 @@ def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
 
 def _check_root(root: Path) -> None:
     if steps := complete_steps(root):
-        raise ValueError(f"--save {root}: has checkpoints already (steps {', '.join(map(str, steps))}); name another folder")
+        raise ConfigError([Problem("--save", root, f"has checkpoints already (steps {', '.join(map(str, steps))}); name another folder")])
     if root.exists() and not root.is_dir():
-        raise ValueError(f"--save {root}: is a file; name a folder")
+        raise ConfigError([Problem("--save", root, "is a file; name a folder")])
 
 
 def _check_space(root: str, needed: int) -> None:

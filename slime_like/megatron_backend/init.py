@@ -24,12 +24,17 @@ def device_of_this_process() -> torch.device:
 
 @contextmanager
 def process_groups(parallel: ParallelConfig, *, virtual_stages: int | None, seed: int) -> Iterator[ParallelLayout]:
-    """Make the world and megatron-core's groups, and take both down at the end. Without torchrun the world is one process.
+    """Make the world and megatron-core's groups, and take both down at the end. Raises as `world_of_processes`."""
+    with world_of_processes(parallel), model_parallel_groups(parallel, virtual_stages=virtual_stages, seed=seed) as layout:
+        yield layout
+
+
+@contextmanager
+def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
+    """The default process group. Without torchrun the world is one process.
 
     Raises RunError naming host, port and rank when the ranks cannot meet.
     """
-    from megatron.core import parallel_state, tensor_parallel
-
     device = device_of_this_process()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -45,6 +50,17 @@ def process_groups(parallel: ParallelConfig, *, virtual_stages: int | None, seed
             raise RunError(f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')} could not join {where}: {error}") from error
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def model_parallel_groups(parallel: ParallelConfig, *, virtual_stages: int | None, seed: int) -> Iterator[ParallelLayout]:
+    """megatron-core's groups out of all processes, and its random states."""
+    from megatron.core import parallel_state, tensor_parallel
+
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -63,4 +79,3 @@ def process_groups(parallel: ParallelConfig, *, virtual_stages: int | None, seed
         yield layout
     finally:
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()

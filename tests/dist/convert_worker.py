@@ -31,9 +31,11 @@ from slime_like.ops.attention import packed_rows  # noqa: E402
 TOLERANCE = 1e-5
 
 
-def build(folder: str, layout: ParallelLayout, dtype: torch.dtype = torch.float32) -> tuple[list[Any], HfModel, GPTModelConfig]:
+def build(
+    folder: str, layout: ParallelLayout, dtype: torch.dtype = torch.float32, *, value_head: bool = False
+) -> tuple[list[Any], HfModel, GPTModelConfig]:
     """This rank's chunks for the model in `folder`, with random weights. The padding fits no vocabulary used here."""
-    hf = read_hf_model(folder)
+    hf = read_hf_model(folder, value_head=value_head)
     gpt = GPTModelConfig(**hf.gpt, make_vocab_size_divisible_by=32)
     config = TransformerConfig(
         **{**hf.transformer, "activation_func": F.silu},
@@ -46,7 +48,7 @@ def build(folder: str, layout: ParallelLayout, dtype: torch.dtype = torch.float3
         pipeline_dtype=dtype,
         params_dtype=dtype,
     )
-    return [chunk.to(dtype).eval() for chunk in build_chunks(config, gpt, "local", layout)], hf, gpt
+    return [chunk.to(dtype).eval() for chunk in build_chunks(config, gpt, "local", layout, value_head=value_head)], hf, gpt
 
 
 @torch.no_grad()

@@ -134,3 +134,35 @@ def flip_a_moment_after_load(rank: int) -> None:
         bits[3] ^= 1
 
     load._load_network = flipped
+
+
+def kill_in_shard(rank: int, number: str) -> None:
+    """A conversion dies when it begins to write the `number`th file, with half of it there."""
+    from slime_like.convert import shards
+
+    real, seen = shards.hashed_file, [0]
+
+    def counted(path: Any) -> Any:
+        seen[0] += 1
+        if seen[0] == int(number):
+            path.write_bytes(b"half")
+            os._exit(9)
+        return real(path)
+
+    shards.hashed_file = counted
+
+
+def exchange_gate_and_up(rank: int, layer: str) -> None:
+    """A map that is wrong while the files are written, and right afterwards: the gate and the up projection of one expert change places."""
+    from slime_like.convert import to_hf
+
+    whole = to_hf.whole_tensors
+
+    def exchanged(mapping: Any, shards: Any, sizes: Any) -> Any:
+        made = whole(mapping, shards, sizes)
+        names = [
+            name for name in made if f"layers.{layer}." in name and "experts.0." in name and ("gate_proj" in name or "up_proj" in name)
+        ]
+        return made | dict(zip(names, [made[name] for name in reversed(names)], strict=True))
+
+    to_hf.whole_tensors = exchanged

@@ -1,10 +1,10 @@
-"""Whole runs of train.py for tests.
+"""Whole runs of train.py, and of other programs of ours, for tests.
 
     with TrainServer() as server:
         done = server.train(["--lr", "1e-3", ...], ranks=2)
 
 Importing torch, transformers and megatron-core costs seconds for each process, so a server imports them once and forks the ranks of every
-run. A rank calls `train.main()` with a command line, an environment and files for its output of its own. As under torchrun, the others are
+run. A rank calls `train.main()`, or another program's, with a command line, an environment and files for its output of its own. As under torchrun, the others are
 ended when one fails. Every process ends with the server. Runs that test the launching itself use `torchrun` below.
 """
 
@@ -33,6 +33,7 @@ PRELOADED = (
     "torch.utils.tensorboard",
     "megatron.core.dist_checkpointing.strategies.torch",
     "transformers.models.qwen3.modeling_qwen3",
+    "slime_like.convert.verify",
 )
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
@@ -83,11 +84,17 @@ class TrainServer:
     def pid(self) -> int:
         return self._process.pid
 
-    def train(self, argv: Sequence[str], folder: Path, *, ranks: int = 1, timeout_s: float = 120, hook: str = "") -> Done:
-        """Run train.py; its output is kept in `folder`. hook: "module:function word ...", called by each rank with its number and the words
-        before it starts; see tests/e2e/faults.py."""
+    def train(self, argv: Sequence[str], folder: Path, **settings: Any) -> Done:
+        """Run train.py; settings: see `run`."""
+        return self.run("train", argv, folder, **settings)
+
+    def run(self, program: str, argv: Sequence[Any], folder: Path, *, ranks: int = 1, timeout_s: float = 120, hook: str = "") -> Done:
+        """Run main() of the module `program`; its output is kept in `folder`. hook: "module:function word ...", called by each rank with its
+        number and the words before it starts; see tests/e2e/faults.py."""
         folder.mkdir(parents=True, exist_ok=True)
-        request = {"argv": list(argv), "folder": str(folder), "ranks": ranks, "port": free_port(), "timeout_s": timeout_s, "hook": hook}
+        words = [str(word) for word in argv]
+        request = {"program": program, "argv": words, "folder": str(folder), "ranks": ranks, "port": free_port(), "timeout_s": timeout_s}
+        request["hook"] = hook
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -136,15 +143,15 @@ def _rank_main(request: dict[str, Any], rank: int) -> int:
     if request["ranks"] > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["ranks"]))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(request["port"]))
-    sys.argv = ["train.py", *request["argv"]]
-    import train
+    sys.argv = [f"{request['program']}.py", *request["argv"]]
+    program = importlib.import_module(request["program"])
 
     if request["hook"]:
         target, *words = request["hook"].split()
         module, _, name = target.partition(":")
         getattr(importlib.import_module(module), name)(rank, *words)
     try:
-        return train.main()
+        return int(program.main())
     except SystemExit as ended:
         return int(ended.code or 0)
     except BaseException:

@@ -16,23 +16,12 @@ import torch
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights_of
 from tests.e2e.programs import ENVIRONMENT, ROOT, TrainServer, clean_environment
 
-# layout flags, ranks
-LAYOUTS = {
-    "one process": ("", 1),
-    "DP2 distributed optimizer": ("--use-distributed-optimizer", 2),
-    "DP2 overlap": ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
-    "DP2": ("", 2),
-    "TP2": ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
-    "PP2": ("--pipeline-model-parallel-size 2", 2),
-    "CP2": ("--context-parallel-size 2 --use-distributed-optimizer", 2),
-}
-SLOW = ("DP2 overlap", "DP2", "TP2", "PP2")
 SCHEDULE = dict(lr_decay_style="linear", lr_decay_iters=8, lr_warmup_iters=1, weight_decay=0.1)
 
 
-def flags(work: Workspace, out: Path, layout: str = "one process", **changes: str | int | float | None) -> list[str]:
+def flags(work: Workspace, out: Path, **changes: str | int | float | None) -> list[str]:
     saved = {"save_debug_rollout_data": out / "rollout_{rollout_id}", "save_hf": out / "hf"}
-    return [*work.flags(out, **{**SCHEDULE, **saved, **changes}), *LAYOUTS[layout][0].split()]
+    return work.flags(out, **{**SCHEDULE, **saved, **changes})
 
 
 def check_same(whole: Path, parts: Path) -> None:
@@ -55,16 +44,6 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
     out = tmp_path_factory.mktemp("whole")
     server.train(flags(work, out, num_rollout=4, save=out / "checkpoints", save_interval=2), out / "log").ok()
     return out
-
-
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in list(LAYOUTS)[1:]])
-def test_two_and_two_are_four(server: TrainServer, work: Workspace, tmp_path: Path, layout: str) -> None:
-    ranks = LAYOUTS[layout][1]
-    one, two, root = tmp_path / "one", tmp_path / "two", tmp_path / "checkpoints"
-    server.train(flags(work, one, layout, num_rollout=4), tmp_path / "log1", ranks=ranks).ok()
-    server.train(flags(work, two, layout, num_rollout=2, save=root), tmp_path / "log2", ranks=ranks).ok()
-    server.train(flags(work, two, layout, num_rollout=4, load=root), tmp_path / "log3", ranks=ranks).ok()
-    check_same(one, two)
 
 
 def test_the_same_command_line_after_a_kill(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""A run that is killed and taken up ends as one that was not: bit by bit in the same layout, up to the order of sums in another one.
-
-A new layout is one line of LAYOUTS."""
+"""A run that is killed and taken up ends as one that was not: bit by bit in the same layout, up to the order of sums in another one."""
 
 from __future__ import annotations
 
@@ -11,18 +9,9 @@ import pytest
 import torch
 
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights_of
+from tests.e2e.layouts import LAYOUTS
 from tests.e2e.programs import TrainServer
 
-# name: flags, ranks
-LAYOUTS = {
-    "one process": ("", 1),
-    "DP2 distributed optimizer": ("--use-distributed-optimizer", 2),
-    "DP2 overlap": ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
-    "TP2": ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
-    "PP2": ("--pipeline-model-parallel-size 2", 2),
-    "DP2": ("", 2),
-    "TP2 PP2": ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer", 4),
-}
 FAST = ("one process", "DP2 distributed optimizer")
 FAST_CHANGES = (("one process", "TP2"), ("TP2", "DP2 distributed optimizer"), ("DP2 distributed optimizer", "PP2"), ("PP2", "one process"))
 SCHEDULE = dict(lr_decay_style="linear", lr_decay_iters=14, lr_warmup_iters=1, weight_decay=0.1)

@@ -33,9 +33,9 @@ def write_checkpoint(root: Path, step: int, content: str = "") -> None:
     files.remove_folder(folder)
     (folder / "policy").mkdir(parents=True)
     records = {name: write_file(folder / name, f"{name} {step} {content}") for name in ("policy/a.distcp", "policy/b", "trainer.json")}
-    files.sync_folder(folder / "policy")
+    files.sync_path(folder / "policy")
     write_manifest(folder, records)
-    files.sync_folder(folder)
+    files.sync_path(folder)
     publish(root, step)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slime_like.checkpoints.files import remove_folder, sync_folder, write_file
+from slime_like.checkpoints.files import remove_folder, sync_path, write_file
 from slime_like.checkpoints.folders import (
     checkpoint_folder,
     clean_up,
@@ -176,9 +176,9 @@ class CheckpointSaver:
             records |= {f"{name}/{file}": record for file, record in files.items()}
         records[TRAINER_FILE] = write_file(folder / TRAINER_FILE, json.dumps(pending.state, indent=1, allow_nan=False))
         for inner in (path for path in folder.iterdir() if path.is_dir()):
-            sync_folder(inner)
+            sync_path(inner)
         write_manifest(folder, records)
-        sync_folder(folder)
+        sync_path(folder)
         publish(self.root, pending.step)
         return total_bytes(records), tuple(self._remove_old(pending.step))
 

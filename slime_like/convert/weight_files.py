@@ -1,0 +1,142 @@
+"""The safetensors files of a Hugging Face folder: what they are called, and tensors or parts of them, read when they are wanted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # by safetensors' names
+DTYPES = tuple(TORCH_DTYPES)
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+READ_BYTES = 16 * 2**20  # at a time
+MAX_NAMED = 8  # names in one error message
+
+
+def file_names(number: int) -> list[str]:
+    """What transformers calls the files of a model that is in so many of them."""
+    return [SINGLE] if number == 1 else [f"model-{n:05d}-of-{number:05d}.safetensors" for n in range(1, number + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies. start: byte in the file. dtype: safetensors' name."""
+
+    file: int  # descriptor
+    start: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class WeightFiles:
+    """The tensors of a Hugging Face folder, opened lazily. A context manager; raises ValueError naming what is wrong.
+
+    Files are read, not mapped: pages of a mapped file count as this process's memory for as long as it is open, which for the whole of a
+    model are as many bytes as it has."""
+
+    def __init__(self, folder: str) -> None:
+        self._files: list[int] = []
+        self._where: dict[str, StoredTensor] = {}
+        for path in weight_files(Path(folder)):
+            try:
+                with safe_open(path, framework="pt", device="cpu"):  # checks the header against the file's size
+                    pass
+                self._files.append(os.open(path, os.O_RDONLY))
+            except (SafetensorError, OSError) as error:
+                self.close()
+                raise ValueError(f"{path} cannot be read, it may be truncated or no safetensors file: {error}") from error
+            self._where |= _stored_tensors(self._files[-1])
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._where[name].shape
+
+    def dtype(self, name: str) -> str:
+        return self._where[name].dtype
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) along `dim` (0 or 1), in the file's dtype. Along dimension 1 whole rows are read, some at a time."""
+        stored = self._where[name]
+        dtype = TORCH_DTYPES[stored.dtype]
+        row = math.prod(stored.shape[1:]) * dtype.itemsize
+        if dim == 0:
+            out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
+            _read_into(out, stored.file, stored.start + start * row)
+            return out
+        out = torch.empty((stored.shape[0], stop - start, *stored.shape[2:]), dtype=dtype)
+        many = max(1, READ_BYTES // max(1, row))
+        for first in range(0, stored.shape[0], many):
+            rows = torch.empty((min(many, stored.shape[0] - first), *stored.shape[1:]), dtype=dtype)
+            _read_into(rows, stored.file, stored.start + first * row)
+            out[first : first + len(rows)] = rows[:, start:stop]
+        return out
+
+
+def _stored_tensors(file: int) -> dict[str, StoredTensor]:
+    """The header of a safetensors file that the library has checked: 8 bytes of length, then JSON."""
+    length = int.from_bytes(os.pread(file, 8, 0), "little")
+    header = json.loads(os.pread(file, length, 8))
+    return {
+        name: StoredTensor(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _read_into(tensor: Tensor, file: int, position: int) -> None:
+    """Fill a contiguous tensor with a file's bytes from `position` on. Raises ValueError when the file ends early."""
+    if not tensor.numel():
+        return
+    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    done = 0
+    while done < len(view):
+        count = os.preadv(file, [view[done : done + READ_BYTES]], position + done)
+        if count == 0:
+            raise ValueError("a file of weights became shorter while it was read; copy it again")
+        done += count
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder: the ones its index names, else model.safetensors."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            paths = [folder / name for name in sorted(set(weight_map.values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
+        absent = [path.name for path in paths if not path.is_file()]
+        if absent:
+            raise ValueError(f"{index} names files that are not there: {listed(absent)}")
+        return paths
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    raise ValueError(f"{folder}: no {SINGLE} and no {INDEX} in this folder; other formats are not read (save the model with safetensors)")
+
+
+def listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""
+    return ", ".join(ordered[:MAX_NAMED]) + more
