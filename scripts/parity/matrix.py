@@ -3,12 +3,17 @@
     python scripts/parity/matrix.py                                        # everything: `make parity-full`
     python scripts/parity/matrix.py --layouts CP2 "TP2 PP2" --losses gspo  # some
     python scripts/parity/matrix.py --json matrix.json                     # every figure of every cell
+    python scripts/parity/matrix.py --from-json a.json b.json --docs       # of earlier runs, into the pages on parity
 
 A cell is one loss in one layout, with rows that are packed, padded (--qkv-format bshd) or cut by token budgets, with or without full
 recompute: three optimizer steps (Adam, weight decay, clipping, KL and entropy terms) on samples of uneven lengths with holes in their masks,
-other samples on every data-parallel rank. Compared with one process in float32 that takes one packed sample at a time: the loss and all
+other samples on every data-parallel rank. Compared with one process that takes one packed sample at a time: the loss and all
 gradients of each step, log-probs before the first and parameters after the third. A gradient or parameter counts by tensor: norm of the
-difference over norm. The figure of a cell is its largest, and its limit 1e-5.
+difference over norm. The figure of a cell is its largest.
+
+float32: limit 1e-5. float64: against one process in float64, limit 1e-12; here nothing but an error can differ, however badly a network is
+conditioned. bfloat16: against one process in float32, all gradients and all parameters taken as one, in multiples of what one process in
+bfloat16 is off from it (in the worst loss); limit 2.
 
 The layouts of the experts run a Qwen3-MoE with auxiliary coefficients 0 (no token is ever dropped), the others a Qwen3 model. One set of
 processes serves all cells of one world size.
@@ -19,13 +24,11 @@ Exit status 1 when a cell is over its limit.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,114 +37,39 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from scripts.parity.cells import LAYOUTS, LOSSES, MODELS, PRECISIONS, RECOMPUTE, ROWS, Cell, matrix  # noqa: E402
 from scripts.parity.ranks import run_ranks  # noqa: E402
+from scripts.parity.report import WORDS, Found, load, over_limit, save, summary, table, write_docs  # noqa: E402
 from scripts.parity.steps import differences, parallel, sizes_of, train  # noqa: E402
-from scripts.parity_table import make_model  # noqa: E402
 from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
 
-LIMIT = 1e-5
-WORDS = ("loss", "gradients", "weights", "log_probs")  # what is compared
-
-SEQUENCES = "--loss-reduction sequence_mean"
-LOSSES = {
-    "ppo": "--policy-loss-type ppo",
-    "sapo": "--policy-loss-type sapo",
-    "gspo": f"--policy-loss-type gspo --eps-clip 0.05 {SEQUENCES}",
-    "gmpo": f"--policy-loss-type gmpo {SEQUENCES}",
-    "cispo": "--policy-loss-type cispo",
-}
-ROWS = {
-    "packed": "--micro-batch-size 2",
-    "padded": "--micro-batch-size 2 --qkv-format bshd",
-    "budgets": "--use-dynamic-batch-size --max-tokens-per-gpu 30",
-}
-RECOMPUTE = {"": "", "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"}
-TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
-SP, VP2, EP2 = "--sequence-parallel", "--num-virtual-stages-per-pipeline-rank 2", "--expert-model-parallel-size 2"
-SHARDED = "--use-distributed-optimizer"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """flags: added to the run's. ranks: processes. model: "dense", or "experts"."""
-
-    ranks: int
-    flags: str
-    model: str = "dense"
-
-
-LAYOUTS = {
-    "1": Layout(1, ""),
-    "TP2": Layout(2, TP2),
-    "TP2 SP": Layout(2, f"{TP2} {SP}"),
-    "PP2": Layout(2, PP2),
-    "PP2 VP2": Layout(2, f"{PP2} {VP2}"),
-    "DP2": Layout(2, ""),
-    "DP2 distributed optimizer": Layout(2, SHARDED),
-    "DP2 overlap": Layout(2, f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"),
-    "CP2": Layout(2, CP2),
-    "CP4": Layout(4, "--context-parallel-size 4"),
-    "TP2 CP2": Layout(4, f"{TP2} {CP2}"),
-    "TP2 SP CP2": Layout(4, f"{TP2} {SP} {CP2}"),
-    "TP2 PP2": Layout(4, f"{TP2} {PP2}"),
-    "PP2 CP2": Layout(4, f"{PP2} {CP2}"),
-    "DP2 CP2": Layout(4, f"{CP2} {SHARDED}"),
-    "TP2 PP2 DP2": Layout(8, f"{TP2} {SP} {PP2} {SHARDED}"),
-    "experts 1": Layout(1, "", "experts"),
-    "experts EP2": Layout(2, EP2, "experts"),
-    "experts ETP2": Layout(2, f"{TP2} {SP}", "experts"),
-    "experts TP2 EP2": Layout(2, f"{TP2} {SP} {EP2} --expert-tensor-parallel-size 1", "experts"),
-    "experts CP2 EP2": Layout(2, f"{EP2} {CP2}", "experts"),
-    "experts EP2 ETP2": Layout(4, f"{TP2} {SP} {EP2}", "experts"),
-    "experts PP2 EP2": Layout(4, f"{PP2} {EP2} {SHARDED}", "experts"),
-}
-
-
-@dataclass(frozen=True)
-class Cell:
-    layout: str
-    loss: str
-    rows: str
-    recompute: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.layout} | {self.line} | {self.loss}"
-
-    @property
-    def line(self) -> str:
-        return f"{self.rows} {self.recompute}".strip()
-
-    @property
-    def flags(self) -> str:
-        return f"{LOSSES[self.loss]} {ROWS[self.rows]} {RECOMPUTE[self.recompute]} {LAYOUTS[self.layout].flags}"
-
-
-@dataclass(frozen=True)
-class Found:
-    """A cell's largest differences, by what is compared, and the tensor of the largest gradient difference; seconds that it took."""
-
-    cell: Cell
-    apart: dict[str, float]
-    tensor: str
-    seconds: float
-
-    @property
-    def worst(self) -> float:
-        return max(self.apart.values())
+OVERALL = {"gradients": "all_gradients", "weights": "all_weights"}  # in bfloat16, in whose small tensors rounding is a matter of luck
 
 
 # --- on the ranks ------------------------------------------------------------------------------------------------------
 
 
 def base_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-    """What everything is compared with, into arguments["base"]: by model and loss, one process that takes one packed sample at a time."""
+    """What everything is compared with, into arguments["base"]: by precision, model and loss, one process that takes one packed sample at
+    a time. And under "rounding", by model, how far that of bfloat16 is from that of float32."""
+    base: dict[str, Any] = {}
     with parallel() as layout:
-        runs = {
-            model: {loss: train(folder, layout, f"{LOSSES[loss]} --micro-batch-size 1") for loss in arguments["losses"]}
-            for model, folder in arguments["models"].items()
+        for precision in arguments["precisions"]:
+            common = f"--micro-batch-size 1 {PRECISIONS[precision].flags}"
+            base[precision] = {
+                model: {loss: train(folder, layout, f"{LOSSES[loss]} {common}", precision) for loss in arguments["losses"]}
+                for model, folder in arguments["models"].items()
+            }
+    if "bfloat16" in base:
+        base["rounding"] = {
+            model: largest_differences([differences(run, base["float32"][model][loss]) for loss, run in runs.items()])
+            for model, runs in base["bfloat16"].items()
         }
-    torch.save(runs, arguments["base"])
+    torch.save(base, arguments["base"])
+
+
+def largest_differences(seen: Sequence[dict[str, Any]]) -> dict[str, float]:
+    return {word: max(each[OVERALL.get(word, word)] for each in seen) for word in WORDS}
 
 
 def run_cells(rank: int, world_size: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
@@ -164,7 +92,9 @@ def run_cells(rank: int, world_size: int, arguments: dict[str, Any]) -> list[dic
 def run_cell(cell: Cell, layout: ParallelLayout, models: dict[str, str], base: dict[str, Any]) -> dict[str, Any]:
     model = LAYOUTS[cell.layout].model
     start = time.perf_counter()
-    seen = differences(train(models[model], layout, cell.flags), base[model][cell.loss])
+    seen = differences(train(models[model], layout, cell.flags, cell.precision), base[PRECISIONS[cell.precision].base][model][cell.loss])
+    if cell.precision == "bfloat16":
+        seen |= {word: seen[OVERALL.get(word, word)] / base["rounding"][model][word] for word in WORDS}
     apart = torch.tensor([seen[word] for word in WORDS], dtype=torch.float64)
     torch.distributed.all_reduce(apart, op=torch.distributed.ReduceOp.MAX)
     return dict(
@@ -175,49 +105,16 @@ def run_cell(cell: Cell, layout: ParallelLayout, models: dict[str, str], base: d
 # --- the command -------------------------------------------------------------------------------------------------------
 
 
-def make_moe_model(folder: Path) -> None:
-    """A tiny Qwen3-MoE whose router's scores are far apart, so that rounding does not change who is chosen."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(5)
-    config = Qwen3MoeConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        router_aux_loss_coef=0.0,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-    )
-    model = Qwen3MoeForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("gate.weight"):
-                parameter.copy_(torch.randn_like(parameter))
-    model.save_pretrained(folder)
-
-
-def matrix(layouts: Sequence[str], losses: Sequence[str], rows: Sequence[str], recompute: Sequence[str]) -> list[Cell]:
-    """All combinations."""
-    return [Cell(*words) for words in product(layouts, losses, rows, recompute)]
-
-
 def run_matrix(cells: Sequence[Cell], folder: Path, *, show: bool = False) -> list[Found]:
     """Run them, one launch for each number of processes."""
-    losses = list(dict.fromkeys(cell.loss for cell in cells))
     models = {}
-    for name, make in (("dense", lambda path: make_model(path, seed=3)), ("experts", make_moe_model)):
+    for name, make in MODELS.items():
         if any(LAYOUTS[cell.layout].model == name for cell in cells):
             make(folder / name)
             models[name] = str(folder / name)
-    arguments = {"models": models, "losses": losses, "base": str(folder / "base.pt")}
+    used = {cell.precision for cell in cells} | {PRECISIONS[cell.precision].base for cell in cells}
+    losses = list(LOSSES) if "bfloat16" in used else list(dict.fromkeys(cell.loss for cell in cells))
+    arguments = {"models": models, "losses": losses, "precisions": [p for p in PRECISIONS if p in used], "base": str(folder / "base.pt")}
     run_ranks("scripts.parity.matrix:base_runs", 1, folder / "one", arguments, timeout_s=300, show=show)
     found: dict[Cell, Found] = {}
     for ranks in sorted({LAYOUTS[cell.layout].ranks for cell in cells}):
@@ -229,43 +126,30 @@ def run_matrix(cells: Sequence[Cell], folder: Path, *, show: bool = False) -> li
     return [found[cell] for cell in cells]
 
 
-def over_limit(found: Sequence[Found]) -> list[Found]:
-    """The cells that fail. A figure that is not a number fails."""
-    return [f for f in found if not all(value <= LIMIT for value in f.apart.values())]
-
-
-def table(found: Sequence[Found]) -> Iterator[str]:
-    """A line for each layout and way of its rows, a column for each loss; then the largest of each thing compared."""
-    losses = list(dict.fromkeys(f.cell.loss for f in found))
-    lines: dict[tuple[str, str], dict[str, Found]] = {}
-    for f in found:
-        lines.setdefault((f.cell.layout, f.cell.line), {})[f.cell.loss] = f
-    wrong = set(map(id, over_limit(found)))
-    yield f"{'layout':30} {'rows':18}" + "".join(f"{loss:>9}" for loss in losses)
-    for (layout, line), by_loss in lines.items():
-        figures = "".join(f"{by_loss[loss].worst:9.1e}" for loss in losses)
-        yield f"{layout:30} {line:18}{figures}" + ("   OVER THE LIMIT" if any(id(f) in wrong for f in by_loss.values()) else "")
-    for word in WORDS:
-        worst = max(found, key=lambda f: f.apart[word])
-        yield f"largest difference of {word}: {worst.apart[word]:.1e} ({worst.cell.name})"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, choices in (("layouts", LAYOUTS), ("losses", LOSSES), ("rows", ROWS)):
+    for name, choices in (("layouts", LAYOUTS), ("losses", LOSSES), ("rows", ROWS), ("precisions", PRECISIONS)):
         parser.add_argument(f"--{name}", nargs="+", choices=list(choices), default=list(choices), metavar="NAME", help=", ".join(choices))
     parser.add_argument("--recompute", choices=("with", "without", "both"), default="both", help="full recompute (default: both)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure here")
+    parser.add_argument("--from-json", type=Path, nargs="+", metavar="FILE", help="run nothing; show what these hold")
+    parser.add_argument("--docs", action="store_true", help="write the summary into docs/*/parity.md")
     options = parser.parse_args()
-    recompute = {"with": ["recompute"], "without": [""], "both": list(RECOMPUTE)}[options.recompute]
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        found = run_matrix(matrix(options.layouts, options.losses, options.rows, recompute), Path(folder), show=True)
+    if options.from_json:
+        found = [f for path in options.from_json for f in load(path)]
+    else:
+        recompute = {"with": ["recompute"], "without": [""], "both": list(RECOMPUTE)}[options.recompute]
+        cells = matrix(options.layouts, options.losses, options.rows, recompute, options.precisions)
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            found = run_matrix(cells, Path(folder), show=True)
+        print(f"{time.perf_counter() - start:.0f} s")
     if options.json:
-        options.json.write_text(json.dumps([asdict(f) for f in found], indent=1))
-    print("\n".join(table(found)))
+        save(found, options.json)
+    if options.docs:
+        write_docs(found)
+    print("\n".join([*table(found), *summary(found)]))
     wrong = over_limit(found)
-    print(f"{len(found)} cells in {time.perf_counter() - start:.0f} s, {len(wrong)} over the limit")
     for f in wrong:
         print(f"OVER THE LIMIT {f.cell.name}: {f.apart}, gradient of {f.tensor}")
     return 1 if wrong else 0

@@ -107,7 +107,12 @@ def share(samples: Sequence[TrainSample], layout: ParallelLayout) -> TrainBatch:
 
 def weights(backend: MegatronBackend) -> dict[str, Tensor]:
     """Of the policy, whole, by Hugging Face name."""
-    return {name: tensor.float().clone() for name, tensor in backend.export_weights()}
+    return {name: _wide(tensor) for name, tensor in backend.export_weights()}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A copy in float32, or in float64 where it is that."""
+    return tensor.to(torch.promote_types(torch.float32, tensor.dtype), copy=True)
 
 
 def train_samples(seed: int) -> list[TrainSample]:
@@ -134,17 +139,26 @@ def gradients(built: MegatronBackend) -> dict[str, Tensor]:
     """The reduced gradients of all parameters, whole, by Hugging Face name: exported in place of the weights."""
     for module in built.trained.modules:
         whole_gradients(module)
-    parameters = [p for chunk in built.policy.chunks for p in chunk.parameters()]
-    kept = [p.data for p in parameters]
-    for p in parameters:
-        p.data = p.main_grad.detach()
     # not `export_weights`, which makes Megatron believe that the next step's parameters are gathered already (--overlap-param-gather)
     assert built.hf is not None
-    exported = export_hf_weights(built.policy.chunks, hf=built.hf, gpt=built.gpt, layout=built.layout)
-    found = {name: tensor.float().clone() for name, tensor in exported}
-    for p, data in zip(parameters, kept, strict=True):
-        p.data = data
-    return found
+    with gradients_as_parameters(built.policy.chunks):
+        exported = export_hf_weights(built.policy.chunks, hf=built.hf, gpt=built.gpt, layout=built.layout)
+        return {name: _wide(tensor) for name, tensor in exported}
+
+
+@contextmanager
+def gradients_as_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Put other parameters, the gradients, in place of the parameters. Writing to the data of these would do only in float32: torch forgets
+    a parameter's gradient hooks, Megatron's among them, when its data change their type."""
+    places = [(m, name, p) for chunk in chunks for m in chunk.modules() for name, p in m._parameters.items() if p is not None]
+    of_parameter = {p: torch.nn.Parameter(p.main_grad.detach(), requires_grad=False) for _, _, p in places}  # type: ignore[attr-defined]
+    for module, name, p in places:
+        module._parameters[name] = of_parameter[p]
+    try:
+        yield
+    finally:
+        for module, name, p in places:
+            module._parameters[name] = p
 
 
 def whole_gradients(module: Any) -> None:
@@ -158,10 +172,20 @@ def whole_gradients(module: Any) -> None:
             dist.all_gather(shards, shards[dist.get_rank(group)].clone(), group=group)
 
 
-def train(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
+def in_float64(run: RunConfig) -> None:
+    """Make the networks of this run compute in float64, which no flag asks for: training gains nothing by it."""
+    transformer = run.megatron.transformer
+    transformer.params_dtype = transformer.pipeline_dtype = torch.float64
+    if transformer.num_moe_experts is not None:
+        transformer.moe_router_dtype = "fp64"
+
+
+def train(folder: str, layout: ParallelLayout, flags: str, precision: str = "float32") -> dict[str, Any]:
     """Losses and gradients of every step, log-probs before and weights after."""
     common = "--lr 3e-4 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 --use-kl-loss --kl-loss-coef 0.3"
     run = settings(folder, f"{common} --ref-load {folder} {flags}")
+    if precision == "float64":
+        in_float64(run)
     built = MegatronBackend(run, layout, total_steps=STEPS)
     first = share(train_samples(1), layout)
     log_probs = [s.log_probs for s in built.compute_log_probs(first.samples)]
@@ -187,6 +211,11 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm().clamp(min=1e-12))
 
 
+def overall(found: dict[str, Tensor], base: dict[str, Tensor]) -> float:
+    """As `relative`, of all tensors as one."""
+    return float(sum((found[n] - b).norm() ** 2 for n, b in base.items()) ** 0.5 / sum(b.norm() ** 2 for b in base.values()) ** 0.5)
+
+
 def differences(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """From one process, the largest over tensors and steps. Losses are sums that nearly cancel in some steps: their scale is the largest."""
     rank, ranks = found["dp"]
@@ -198,7 +227,9 @@ def differences(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
         loss=largest(abs(a - b) for a, b in zip(found["losses"], base["losses"], strict=True)) / max(map(abs, base["losses"])),
         gradients=largest(gradient.values()),
         worst_gradient=max(gradient, key=lambda n: gradient[n]),
+        all_gradients=overall(found["gradients"], base["gradients"]),
         weights=largest(relative(found["weights"][n], w) for n, w in base["weights"].items()),
+        all_weights=overall(found["weights"], base["weights"]),
         log_probs=largest(float((a - b).abs().max()) for a, b in zip(found["log_probs"], mine, strict=True)),
         metrics={
             name: abs(a[name] - value) for a, b in zip(found["metrics"], base["metrics"], strict=True) for name, value in b.items() if not name.startswith("perf/")

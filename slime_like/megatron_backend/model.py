@@ -99,9 +99,11 @@ def build_chunks(
 
 
 def to_model_precision(chunks: Sequence[GPTModel], config: TransformerConfig) -> list[MegatronModule]:
-    """bf16 modules; in fp32 the chunks themselves."""
+    """bf16 modules; in fp32 the chunks themselves, and in fp64, which only the parity matrix asks for."""
     if config.bf16:
         return [HalfPrecisionModule(config, chunk) for chunk in chunks]
+    if config.params_dtype == torch.float64:  # which megatron-core's norms and routers do not read
+        return [chunk.double() for chunk in chunks]
     return list(chunks)
 
 

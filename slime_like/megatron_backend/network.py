@@ -127,7 +127,8 @@ class Network:
         size = torch.tensor([0 if table is None else table.size(0)], device=self.device)
         dist.broadcast(size, source, group=self.layout.pp_group)
         if table is None:
-            table = torch.zeros(int(size), tokens, device=self.device)
+            wide = torch.promote_types(torch.float32, self.config.params_dtype)  # as the head's results
+            table = torch.zeros(int(size), tokens, dtype=wide, device=self.device)
         dist.broadcast(table, source, group=self.layout.pp_group)
         return table
 

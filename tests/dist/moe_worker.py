@@ -9,37 +9,32 @@ import torch
 import torch.distributed as dist
 
 from arguments.parse import parse_args
-from scripts.parity.steps import parallel, random_samples, settings, share, sizes_of, weights
+from scripts.parity.steps import gradients, parallel, random_samples, settings, share, sizes_of, weights
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.ops.router import routers_of
 from slime_like.types import TrainBatch
 from tests.dist.backend_worker import poison_one_rank
 
-GRADIENTS = "--optimizer sgd --sgd-momentum 0 --clip-grad 0 --weight-decay 0 --lr 1"  # one step moves every weight by its gradient
-ADAM_ONLY = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 ADAM = "--adam-eps 1e-6 --lr 3e-4"
 
 
-def gradients(folder: str, layout: ParallelLayout, flags: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss, gradient of every Hugging Face tensor) of one optimizer step, which is one of plain gradient descent."""
-    own = " ".join(word for word in flags.split() if word not in ADAM_ONLY)
-    backend = MegatronBackend(settings(folder, f"{own} {GRADIENTS}"), layout, total_steps=8)
-    before = weights(backend)
-    result = backend.update(share(random_samples(1), layout))
-    return result.metrics["loss"], {name: before[name] - after for name, after in weights(backend).items()}
-
-
 def three_steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
-    """With --use-routing-replay the routes of all three steps are those of the first weights, and the steps are large."""
+    """Losses, gradients, gradient norms and router metrics of three steps, and the weights after them. With --use-routing-replay the routes
+    of all three steps are those of the first weights, and the steps are large."""
     replay = "--use-routing-replay" in flags
     backend = MegatronBackend(settings(folder, f"{flags} {ADAM}{' --lr 2e-3' if replay else ''}"), layout, total_steps=8)
     batches = [share(random_samples(seed), layout) for seed in (1, 2, 3)]
     if replay:
         batches = [with_routes(backend, batch) for batch in batches]
-    steps = [backend.update(batch) for batch in batches]
+    steps, grads = [], {}
+    for number, batch in enumerate(batches, start=1):
+        pending = backend.accumulate(batch)
+        grads |= {f"step {number} {name}": gradient for name, gradient in gradients(backend).items()}
+        steps.append(backend.apply_gradients(pending))
     return dict(
         losses=[s.metrics["loss"] for s in steps],
+        gradients=grads,
         grad_norms=[s.grad_norm for s in steps],
         moe=[{name: value for name, value in s.metrics.items() if name.startswith("moe_")} for s in steps],
         weights=weights(backend),
@@ -52,12 +47,11 @@ def with_routes(backend: MegatronBackend, batch: TrainBatch) -> TrainBatch:
 
 
 def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-    """For every case, by name: loss and gradients of a step; losses, gradient norms and weights of three. Rank 0 writes them to `out`."""
+    """For every case, by name, what `three_steps` tells. Rank 0 writes it to `out`."""
     results: dict[str, Any] = {}
     for name, (folder, flags) in arguments["cases"].items():
         with parallel(**sizes_of(flags)) as layout:
-            loss, grads = gradients(folder, layout, flags)
-            results[name] = dict(loss=loss, gradients=grads, **three_steps(folder, layout, flags))
+            results[name] = three_steps(folder, layout, flags)
     if rank == 0:
         torch.save(results, arguments["out"])
 
@@ -107,10 +101,9 @@ def auxiliary_gradients(rank: int, arguments: dict[str, Any]) -> None:
     results: dict[str, Any] = {}
     for name, flags in arguments["cases"].items():
         with parallel(**sizes_of(flags)) as layout:
-            backend = MegatronBackend(settings(arguments["model"], f"{flags} {GRADIENTS}"), layout, total_steps=8)
-            before = weights(backend)
+            backend = MegatronBackend(settings(arguments["model"], flags), layout, total_steps=8)
             silent = [dataclasses.replace(s, loss_weights=0 * s.loss_weights) for s in random_samples(1)]
-            result = backend.update(share(silent, layout))
-            results[name] = {n: before[n] - after for n, after in weights(backend).items()}, dict(result.metrics)
+            pending = backend.accumulate(share(silent, layout))
+            results[name] = gradients(backend), dict(pending.metrics)
     if rank == 0:
         torch.save(results, arguments["out"])

@@ -54,7 +54,7 @@ def make_models(folder: Path, names: list[str]) -> dict[str, str]:
                 if parameter.dim() == 1:  # norms are born as ones and biases as zeros: they could be swapped unseen
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 elif parameter_name.endswith("gate.weight"):
-                    parameter.copy_(torch.randn_like(parameter))  # far apart, so that rounding does not change who is chosen
+                    parameter.copy_(0.3 * torch.randn_like(parameter))  # see scripts/parity/cells.py
             tokens = torch.randint(0, SIZES["vocab_size"], (24,))
             logits = model(tokens[None]).logits[0]
         model.save_pretrained(folder / name)

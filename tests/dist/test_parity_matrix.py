@@ -7,15 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from scripts.parity.matrix import LIMIT, WORDS, Cell, Found, over_limit, run_matrix, table
+from scripts.parity.cells import PRECISIONS, Cell
+from scripts.parity.matrix import run_matrix
+from scripts.parity.report import WORDS, Found, over_limit, table
 
-# gradients in what the other tests of layouts leave out: padded rows, budgets and full recompute beyond context parallelism
+LIMIT = PRECISIONS["float32"].limit
+
+# every precision; gradients in what the other tests of layouts leave out: padded rows, budgets and full recompute beyond context parallelism
 IN_MAKE_TEST = (
     Cell("PP2", "ppo", "padded", "recompute"),
     Cell("DP2 distributed optimizer", "cispo", "budgets", "recompute"),
     Cell("TP2 SP", "sapo", "padded", ""),
     Cell("PP2 VP2", "gspo", "budgets", "recompute"),
     Cell("experts EP2", "sapo", "budgets", "recompute"),
+    Cell("experts TP2 EP2", "gspo", "packed", "", "float64"),
+    Cell("TP2", "gmpo", "packed", "", "bfloat16"),
 )
 
 

@@ -1,0 +1,88 @@
+"""What the parity matrix found, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scripts.parity.cells import PRECISIONS, Cell
+
+WORDS = ("loss", "gradients", "weights", "log_probs")  # what is compared
+DOCS = tuple(Path(__file__).parents[2] / "docs" / language / "parity.md" for language in ("en", "zh"))
+BEGIN, END = "<!-- parity matrix: begin -->\n", "<!-- parity matrix: end -->\n"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cell's largest differences, by what is compared (in bfloat16 their ratios), and the tensor of the largest gradient difference;
+    seconds that it took."""
+
+    cell: Cell
+    apart: dict[str, float]
+    tensor: str
+    seconds: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.apart.values())
+
+
+def save(found: Sequence[Found], path: Path) -> None:
+    path.write_text(json.dumps([asdict(f) for f in found], indent=1))
+
+
+def load(path: Path) -> list[Found]:
+    return [Found(**{**entry, "cell": Cell(**entry["cell"])}) for entry in json.loads(path.read_text())]
+
+
+def over_limit(found: Sequence[Found]) -> list[Found]:
+    """The cells that fail. A figure that is not a number fails."""
+    return [f for f in found if not all(value <= PRECISIONS[f.cell.precision].limit for value in f.apart.values())]
+
+
+def table(found: Sequence[Found]) -> Iterator[str]:
+    """A line for each layout and way of its rows, a column for each loss; then, by precision, the largest of each thing compared."""
+    losses = list(dict.fromkeys(f.cell.loss for f in found))
+    lines: dict[tuple[str, str], dict[str, Found]] = {}
+    for f in found:
+        lines.setdefault((f.cell.layout, f.cell.line), {})[f.cell.loss] = f
+    wrong = set(map(id, over_limit(found)))
+    yield f"{'layout':26} {'rows':18}" + "".join(f"{loss:>9}" for loss in losses)
+    for (layout, line), by_loss in lines.items():
+        figures = "".join(f"{by_loss[loss].worst:9.1e}" if loss in by_loss else " " * 9 for loss in losses)
+        yield f"{layout:26} {line:18}{figures}" + ("   OVER THE LIMIT" if any(id(f) in wrong for f in by_loss.values()) else "")
+    for precision in dict.fromkeys(f.cell.precision for f in found):
+        own = [f for f in found if f.cell.precision == precision]
+        yield f"{precision}: {len(own)} cells, limit {PRECISIONS[precision].limit:g}"
+        for word in WORDS:
+            worst = max(own, key=lambda f: f.apart[word])
+            yield f"  largest of {word}: {worst.apart[word]:.1e} ({worst.cell.name})"
+
+
+def summary(found: Sequence[Found]) -> Iterator[str]:
+    """A line for each layout: by loss the largest figure in float32 over all ways of its rows; over all losses that of the other precisions."""
+    losses = list(dict.fromkeys(f.cell.loss for f in found))
+    others = [precision for precision in PRECISIONS if precision != "float32"]
+
+    def largest(layout: str, precision: str, loss: str | None = None) -> str:
+        own = [f.worst for f in found if f.cell.layout == layout and f.cell.precision == precision and loss in (None, f.cell.loss)]
+        if not own:
+            return "-"
+        return f"{max(own):.2f}" if precision == "bfloat16" else f"{max(own):.1e}"
+
+    yield f"{'layout':26}{'cells':>6}" + "".join(f"{name:>10}" for name in (*losses, *others))
+    for layout in dict.fromkeys(f.cell.layout for f in found):
+        figures = [largest(layout, "float32", loss) for loss in losses] + [largest(layout, precision) for precision in others]
+        yield f"{layout:26}{sum(f.cell.layout == layout for f in found):6}" + "".join(f"{figure:>10}" for figure in figures)
+    limits = ", ".join(f"{name} {precision.limit:g}" for name, precision in PRECISIONS.items())
+    yield f"{len(found)} cells, {len(over_limit(found))} over the limits: {limits}"
+
+
+def write_docs(found: Sequence[Found]) -> None:
+    """Put the summary into the pages on parity, between their marks."""
+    block = "```text\n" + "\n".join(summary(found)) + "\n```\n"
+    for path in DOCS:
+        before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        path.write_text(before + BEGIN + block + END + rest.partition(END)[2], encoding="utf-8")
