@@ -67,8 +67,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
         custom-pg-loss-reducer-function-path custom-advantage-function-path custom-reward-post-process-path
         custom-convert-samples-to-train-data-path custom-rollout-log-function-path custom-eval-rollout-log-function-path
         custom-megatron-init-path custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
-        custom-model-provider-path custom-update-weight-post-write-path custom-config-path data-source-path buffer-filter-path
-        dynamic-sampling-filter-path rollout-sample-filter-path rollout-sample-hook-path rollout-all-samples-process-path
+        custom-model-provider-path custom-update-weight-post-write-path custom-config-path data-source-path rollout-sample-hook-path rollout-all-samples-process-path
         rollout-data-postprocess-path megatron-config-path spec""",
     _WANDB: """use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team wandb-group wandb-project wandb-run-id
         wandb-always-use-train-step disable-wandb-random-suffix tb-project-name tb-experiment-name log-multi-turn log-passrate
@@ -88,8 +87,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
         profile-step-start profile-step-end ci-test ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm
         ci-train-rollout-logprob-abs-diff-threshold""",
     "LoRA": "lora-rank lora-alpha lora-dropout lora-adapter-path lora-target-modules target-modules exclude-modules",
-    "partial rollouts and over-sampling": """over-sampling-batch-size partial-rollout mask-offpolicy-in-partial-rollout
-        min-batch-collection-ratio start-rollout-id disable-rollout-global-dataset rollout-task-type rollout-buffer-url
+    "this way to collect rollouts": """min-batch-collection-ratio start-rollout-id disable-rollout-global-dataset rollout-task-type rollout-buffer-url
         fetch-trajectory-retry-times""",
     "tools, several turns and images": "tool-key eval-tool-key multimodal-keys loss-mask-type",
     "rewards over groups or by HTTP": "group-rm rm-url eval-reward-key disable-rewards-normalization",

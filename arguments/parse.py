@@ -241,6 +241,7 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
         data=s.data,
         eval=s.eval,
         rollout=s.rollout,
+        scheduling=s.scheduling,
         reward=s.reward,
         algorithm=algorithm,
         distillation=s.distillation,

@@ -21,6 +21,7 @@ from arguments.groups import (
     RewardConfig,
     RolloutConfig,
     ScheduleConfig,
+    SchedulingConfig,
 )
 from arguments.megatron_configs import MegatronConfigs
 from slime_like.advantages.registry import advantage_estimators, needs_critic
@@ -54,6 +55,7 @@ class RunConfig:
     data: DataConfig
     eval: EvalConfig
     rollout: RolloutConfig
+    scheduling: SchedulingConfig
     reward: RewardConfig
     algorithm: AlgorithmConfig
     distillation: DistillationConfig

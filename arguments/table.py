@@ -30,6 +30,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "data": ("data", groups.DataConfig),
     "eval": ("eval", groups.EvalConfig),
     "rollout": ("rollout", groups.RolloutConfig),
+    "scheduling": ("scheduling of rollouts", groups.SchedulingConfig),
     "reward": ("reward", groups.RewardConfig),
     "algorithm": ("algorithm", groups.AlgorithmConfig),
     "distillation": ("on-policy distillation", groups.DistillationConfig),

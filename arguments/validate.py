@@ -23,6 +23,7 @@ from arguments.groups import (
     RewardConfig,
     RolloutConfig,
     ScheduleConfig,
+    SchedulingConfig,
 )
 from arguments.megatron import required_without_checkpoint
 from arguments.megatron_configs import Machine, resolve_transformer_impl
@@ -45,6 +46,7 @@ class Settings:
     data: DataConfig
     eval: EvalConfig
     rollout: RolloutConfig
+    scheduling: SchedulingConfig
     reward: RewardConfig
     algorithm: AlgorithmConfig
     distillation: DistillationConfig

@@ -16,6 +16,7 @@ from arguments.validate_distillation import DISTILLATION_RULES, nothing_to_learn
 from arguments.validate_files import FILE_RULES
 from arguments.validate_losses import LOSS_RULES, gmpo_needs_one_advantage, wide_gspo_range
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
+from arguments.validate_scheduling import SCHEDULING_RULES
 from arguments.validate_supervised import SUPERVISED_RULES
 from slime_like.advantages.registry import advantage_estimators, compares_samples
 from slime_like.config import Problem, flag_name
@@ -169,6 +170,9 @@ def missing_data(name: str, spec: str) -> list[Problem]:
     return problem(name, spec, "is a folder; name a .jsonl or .parquet file in it" if path.is_dir() else "no such file")
 
 
+WITHOUT_LABEL = ("task", "zero", "code")  # zero compares with nothing, the others with what is in the metadata
+
+
 def reward_is_chosen(s: Settings) -> list[Problem]:
     reward = s.reward
     sources = [s.data.prompt_data or ""] if s.generates else []
@@ -177,7 +181,7 @@ def reward_is_chosen(s: Settings) -> list[Problem]:
         return []
     if reward.rm_type is None:
         return problem("rm_type", None, f"is missing: give --rm-type, --custom-rm-path, or a {TASK_PREFIX} source, which scores itself")
-    if reward.rm_type not in ("task", "zero") and s.data.label_key is None:  # zero compares with nothing
+    if reward.rm_type not in WITHOUT_LABEL and s.data.label_key is None:
         return problem("label_key", None, f"is missing: the field with the reference answer, for --rm-type {reward.rm_type}")
     return []
 
@@ -229,7 +233,7 @@ RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
     kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, offloading_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
     *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, *DISTILLATION_RULES, learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
-    prompts, renormalization_needs_truncation, reward_is_chosen, reward_is_usable, evaluation, *FILE_RULES,
+    prompts, renormalization_needs_truncation, reward_is_chosen, reward_is_usable, evaluation, *SCHEDULING_RULES, *FILE_RULES,
 )  # fmt: skip
 
 

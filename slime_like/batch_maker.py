@@ -20,7 +20,7 @@ from slime_like.megatron_backend.micro_batches import work_per_token
 from slime_like.metrics.progress import Progress
 from slime_like.rollout.batch import StepPlan, map_steps, outcomes_of, train_samples
 from slime_like.rollout.correction import SampleCorrection, correct_steps, require_sampler_log_probs, sampler_told
-from slime_like.rollout.metrics import train_rollout_difference
+from slime_like.rollout.metrics import fresh_tokens, train_rollout_difference
 from slime_like.types import Sample, TrainBatch, TrainSample
 
 
@@ -72,7 +72,9 @@ class BatchMaker:
             return map_steps(steps, lambda i, sample: sample), metrics
         local = [sample for step in steps for sample in step]
         with self.progress.phase("log_probs"):
-            old = self._old_log_probs(local, metrics, weight_version)
+            recorded = self.run.debug.load_debug_rollout_data is not None  # their versions are of another run
+            fresh = [s.loss_mask if recorded else fresh_tokens(samples[i], weight_version) for i, s in zip(shares.local_indices, local)]
+            old = self._old_log_probs(local, fresh, metrics, weight_version)
             reference = self.backend.reference
             ref = None if reference is None else self.backend.compute_log_probs(local, reference)
             teacher = None if self.backend.teacher is None else self.backend.compute_log_probs(local, self.backend.teacher)
@@ -114,8 +116,10 @@ class BatchMaker:
                 "sequence gets a micro-batch of its own"
             )
 
-    def _old_log_probs(self, local: Sequence[TrainSample], metrics: dict[str, float], weight_version: int) -> list[TokenStatistics]:
-        """Old log-probs of this rank's samples, compared with the sampler's where it reported them."""
+    def _old_log_probs(
+        self, local: Sequence[TrainSample], fresh: Sequence[Tensor], metrics: dict[str, float], weight_version: int
+    ) -> list[TokenStatistics]:
+        """Old log-probs of this rank's samples, compared with the sampler's where it reported them and had the same weights (`fresh`)."""
         run = self.run
         if run.algorithm.use_rollout_logprobs:
             return [TokenStatistics(require_rollout_log_probs(s), s.loss_weights * 0) for s in local]
@@ -124,7 +128,7 @@ class BatchMaker:
             metrics |= train_rollout_difference(
                 [s.log_probs for s in old],
                 [require_rollout_log_probs(s) for s in local],
-                [s.loss_mask for s in local],
+                [s.loss_mask & same for s, same in zip(local, fresh)],
                 self.layout.dp_group,
             )
             average, p99 = (metrics.get(f"rollout/train_rollout_log_prob_diff_{name}", 0.0) for name in ("mean", "p99"))

@@ -26,6 +26,8 @@ from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
 from slime_like.rollout.batch import check_token_sets, flatten, usable
+from slime_like.rollout.buffer import GroupBuffer
+from slime_like.rollout.collect import Collector
 from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.evaluate import evaluate
 from slime_like.rollout.greedy import with_greedy_rewards
@@ -60,6 +62,7 @@ class Trainer:
         total_steps = self.num_rollouts * steps_per_rollout(run)
         self.backend = MegatronBackend(run, layout, total_steps=total_steps, tell=self.progress.message)
         self.rollouter = self._make_rollouter()
+        self.collector = self._make_collector()
         self.eval_sets: dict[str, list[Prompt]] = {}
         if run.eval.eval_interval is not None and self.rollouter is not None:
             self.eval_sets, eval_notes = load_eval_sets(run.eval, run.data, self.tokenizer, answer_check=gradable)
@@ -133,10 +136,11 @@ class Trainer:
         if not self.is_sft:
             self._sync_weights()
         with self.progress.phase("generate"):
-            groups = self._next_groups(step)
+            groups, collected = self._next_groups(step)
         samples = [usable(sample) for sample in flatten(groups)]
         check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
-        metrics = {} if self.is_sft else rollout_metrics(samples)
+        recorded = run.debug.load_debug_rollout_data is not None  # under weight versions of another run
+        metrics = {} if self.is_sft else rollout_metrics(samples, None if recorded else self.weight_version) | collected
         if run.debug.save_debug_rollout_data and self.layout.rank == 0:
             save_rollout(run.debug.save_debug_rollout_data, step, groups)
         failed = 0.0 if self.is_sft else failed_fraction(samples)
@@ -156,27 +160,28 @@ class Trainer:
         if self.backend.critic is not None:
             metrics |= self._train_critic(batches, values_abs=metrics.get("rollout/values_abs", 0.0))
         if step >= run.critic.num_critic_only_steps:
-            metrics |= self._train(step, batches)
+            on_policy = metrics.get("rollout/staleness_max", 0.0) == 0
+            metrics |= self._train(step, batches, on_policy=on_policy)
             self.weight_version += 1
         return metrics
 
-    def _next_groups(self, step: int) -> list[SampleGroup]:
-        """Graded samples: recorded, supervised, or generated."""
+    def _next_groups(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+        """Graded samples: recorded, supervised, or generated; and numbers about how they were collected."""
         run = self.run_config
         if run.debug.load_debug_rollout_data:
-            return self._recorded_groups(run.debug.load_debug_rollout_data, step)
-        assert self.source is not None
-        prompts = self.source.next_prompts(run.rollout.rollout_batch_size)
+            return self._recorded_groups(run.debug.load_debug_rollout_data, step), {}
         if self.is_sft:
+            assert self.source is not None
+            prompts = self.source.next_prompts(run.rollout.rollout_batch_size)
             made = sft_samples(prompts, self.tokenizer, max_response_len=run.rollout.rollout_max_response_len)
-            return [SampleGroup(s.group_id, (s,)) for s in made]
-        assert self.rollouter is not None
-        sampling = training_sampling(run.rollout)
-        groups = self.rollouter.generate(prompts, run.rollout.n_samples_per_prompt, sampling)
+            return [SampleGroup(s.group_id, (s,)) for s in made], {}
+        assert self.rollouter is not None and self.collector is not None
+        collected = self.collector.collect(step)
         estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
         if isinstance(estimator, TokenEstimator) and estimator.needs_greedy:
-            return with_greedy_rewards(self.rollouter, prompts, groups, sampling)
-        return groups
+            groups = with_greedy_rewards(self.rollouter, collected.prompts, collected.groups, self.collector.sampling)
+            return groups, collected.metrics
+        return collected.groups, collected.metrics
 
     def _recorded_groups(self, template: str, step: int) -> list[SampleGroup]:
         rollout = self.run_config.rollout
@@ -189,14 +194,14 @@ class Trainer:
             )
         return groups
 
-    def _train(self, step: int, batches: Sequence[TrainBatch]) -> dict[str, float]:
-        """The optimizer steps of one rollout; metrics are averaged over them."""
+    def _train(self, step: int, batches: Sequence[TrainBatch], *, on_policy: bool) -> dict[str, float]:
+        """The optimizer steps of one rollout; metrics are averaged over them. on_policy: all tokens are of the current weights."""
         results = []
         with self.progress.phase("train"):
             for index, batch in enumerate(batches):
                 pending = self.backend.accumulate(batch)
                 if index == 0:
-                    self._check_first_update(step, pending.metrics)
+                    self._check_first_update(step, pending.metrics, on_policy=on_policy)
                 result = self.backend.apply_gradients(pending)
                 self._warn(self.skip_gate.check(result.skipped, result.grad_norm))
                 results.append(result)
@@ -235,13 +240,13 @@ class Trainer:
         same_size = same_size and not algorithm.use_dynamic_batch_size  # a pass over a whole rollout is filled otherwise than a step
         return same_size and self.layout.vp_size == 1  # interleaved stages pad to the longest of the step, or of the rollout
 
-    def _check_first_update(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _check_first_update(self, step: int, metrics: Mapping[str, float], *, on_policy: bool) -> None:
         """Gates on the forward pass of a rollout's first optimizer step, before the weights change."""
         run = self.run_config
         if self.is_sft or self._has_dropout:
             return
         if run.algorithm.use_rollout_logprobs:
-            if not run.debug.load_debug_rollout_data:  # recorded rollouts may come from other weights
+            if on_policy and not run.debug.load_debug_rollout_data:  # recorded rollouts may come from other weights
                 gap = metrics.get("log_ratio_abs", 0.0)  # the old log-probs are the sampler's: this is the difference to it
                 self._warn(self.batches.rollout_gate.check(gap, gap, 1.0, self.weight_version))
             return
@@ -273,6 +278,7 @@ class Trainer:
         """What a checkpoint holds beside the networks; plain JSON."""
         return {
             "data": None if self.source is None else self.source.state_dict(),
+            "waiting_groups": None if self.collector is None else self.collector.buffer.state_dict(),
             "weight_version": self.weight_version,
             "skipped_steps": self.skip_gate.total,
             "skipped_in_a_row": self.skip_gate.in_a_row,
@@ -293,6 +299,8 @@ class Trainer:
             if state["data"] is None:
                 raise ValueError("the checkpoint has no data position; --finetune starts at the first prompt")
             self.source.load_state_dict(state["data"])
+        if self.collector is not None:
+            self.collector.buffer.load_state_dict(state.get("waiting_groups") or [])
 
     def _make_rollouter(self) -> Rollouter | None:
         """The engine and the grader, unless this run never samples."""
@@ -310,6 +318,13 @@ class Trainer:
             trust_remote_code=run.model.trust_remote_code,
         )
         return Rollouter(engine, Grader(**dataclasses.asdict(run.reward)), self.tokenizer, seed=run.data.rollout_seed)
+
+    def _make_collector(self) -> Collector | None:
+        """What collects the groups of each rollout, in a run that samples them."""
+        if self.rollouter is None or self.source is None or self.is_sft or self.run_config.debug.load_debug_rollout_data:
+            return None
+        buffer = GroupBuffer(self.source, self.run_config.rollout.n_samples_per_prompt)
+        return Collector(self.run_config, self.rollouter, buffer, training_sampling(self.run_config.rollout))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.logger is not None:

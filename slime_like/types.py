@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+NOT_SAMPLED = -1  # in place of the weight version of a token that the model did not write
+
 
 class SampleStatus(StrEnum):
     """How generation ended."""
@@ -22,6 +24,7 @@ class SampleStatus(StrEnum):
     TRUNCATED = "truncated"  # the length limit was reached
     ABORTED = "aborted"  # the engine gave up; the sample is not trained on
     FAILED = "failed"  # generation or reward raised; the sample is not trained on
+    PARTIAL = "partial"  # not ended: it goes on, in this rollout or in a later one
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class Sample:
     rollout_log_probs: Tensor | None = None  # [R] float32, by the sampler, at the sampling temperature
     reward: float | None = None
     status: SampleStatus = SampleStatus.COMPLETED
-    weight_versions: tuple[int, ...] = ()  # version of the weights of each response token, or () when not generated here
+    weight_versions: tuple[int, ...] = ()  # of the weights that wrote each response token (NOT_SAMPLED: none); () when not generated here
     text: str = ""  # prompt text
     response: str = ""  # response text
     label: Any = None
@@ -65,6 +68,10 @@ class Sample:
     @property
     def prompt_length(self) -> int:
         return self.total_length - self.response_length
+
+    @property
+    def ended(self) -> bool:
+        return self.status != SampleStatus.PARTIAL
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from arguments.groups.model import GPTModelConfig, ModelConfig
 from arguments.groups.optimizer import ScheduleConfig
 from arguments.groups.parallel import ParallelConfig
 from arguments.groups.rollout import RewardConfig, RolloutConfig
+from arguments.groups.scheduling import SchedulingConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -27,4 +28,5 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "ScheduleConfig",
+    "SchedulingConfig",
 ]

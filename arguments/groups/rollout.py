@@ -35,8 +35,8 @@ class RolloutConfig:
 class RewardConfig:
     rm_type: str | None = arg(
         None,
-        "Reward: exact_match, math, gsm8k, task (the data source's own scorer), zero (0 for everything: distillation). A row's metadata key rm_type overrides it.",
-        choices=("zero", "exact_match", "math", "gsm8k", "task"),
+        "Reward: exact_match, math, gsm8k, code (the metadata's tests, in a sandbox), task (the data source's own scorer), zero (0 for everything: distillation). A row's metadata key rm_type overrides it.",
+        choices=("zero", "exact_match", "math", "gsm8k", "code", "task"),
     )
     custom_rm_path: str | None = arg(
         None, "module.function or file.py:function of your own reward, called as function(args, sample), sync or async."

@@ -21,7 +21,7 @@ from slime_like.rewards.worker import Answer, Job, Setup, raised, to_answer
 from slime_like.types import Sample, SampleStatus
 
 _MOST_WORKERS = 4  # of the automatic choice
-_UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED)
+_UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED, SampleStatus.PARTIAL)
 
 
 class Grader:

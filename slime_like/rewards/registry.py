@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.registry import Registry
-from slime_like.rewards import exact_match, gsm8k, math, task
+from slime_like.rewards import code, exact_match, gsm8k, math, task
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ rewards.add("zero", Reward(lambda response, label, metadata: 0.0, lambda label, 
 rewards.add("exact_match", Reward(exact_match.score, exact_match.problem, bounded=True))
 rewards.add("gsm8k", Reward(gsm8k.score, gsm8k.problem, bounded=True))
 rewards.add("math", Reward(math.score, math.problem, prepare=math.prepare, library=("math_verify", "math-verify")))
+rewards.add("code", Reward(code.score, code.problem, prepare=code.prepare))
 rewards.add("task", Reward(task.score, task.problem, prepare=task.prepare, library=("reasoning_gym", "reasoning-gym")))
 
 

@@ -80,8 +80,8 @@ def _to_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
         if tensor is not None:
             tensors[f"{sample.sample_id}.{name}"] = tensor.detach().cpu().contiguous().clone()  # safetensors refuses shared memory
     tensors[f"{sample.sample_id}.weight_versions"] = torch.tensor(sample.weight_versions, dtype=torch.int64)
-    row = {name: _encode(getattr(sample, name), f"sample {sample.sample_id}: {name}") for name in _PLAIN if name != "metadata"}
-    return row | {"metadata": _encode(dict(sample.metadata), f"sample {sample.sample_id}: metadata"), "status": str(sample.status)}
+    row = {name: encode(getattr(sample, name), f"sample {sample.sample_id}: {name}") for name in _PLAIN if name != "metadata"}
+    return row | {"metadata": encode(dict(sample.metadata), f"sample {sample.sample_id}: metadata"), "status": str(sample.status)}
 
 
 def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
@@ -90,7 +90,7 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
     if tokens is None or loss_mask is None or not loss_mask.numel() == row["response_length"] <= tokens.numel():
         raise ValueError(f"sample {row['sample_id']}: tokens or loss mask absent or of the wrong length")
     return Sample(
-        **{name: _decode(row[name]) for name in _PLAIN},
+        **{name: decode(row[name]) for name in _PLAIN},
         tokens=tokens,
         loss_mask=loss_mask,
         rollout_log_probs=found["rollout_log_probs"],
@@ -100,30 +100,30 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
     )
 
 
-def _encode(value: Any, where: str) -> Any:
+def encode(value: Any, where: str) -> Any:
     """`value` in types that JSON keeps: it would turn a tuple into a list, and a key that is a number into text, without a word."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if type(value) is list:
-        return [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if type(value) is tuple:
-        return {_TUPLE: [_encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+        return {_TUPLE: [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
     if type(value) is dict:
-        items = [(_encode(key, where), _encode(item, f"{where}[{key!r}]")) for key, item in value.items()]
+        items = [(encode(key, where), encode(item, f"{where}[{key!r}]")) for key, item in value.items()]
         plain = all(type(key) is str and key not in (_TUPLE, _ITEMS) for key in value)
         return dict(items) if plain else {_ITEMS: items}
     raise ValueError(f"{where} is a {type(value).__name__}; a saved rollout holds text, numbers, None, lists, tuples and dicts")
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [decode(item) for item in value]
     if isinstance(value, dict):
         if value.keys() == {_TUPLE}:
-            return tuple(_decode(item) for item in value[_TUPLE])
+            return tuple(decode(item) for item in value[_TUPLE])
         if value.keys() == {_ITEMS}:
-            return {_decode(key): _decode(item) for key, item in value[_ITEMS]}
-        return {key: _decode(item) for key, item in value.items()}
+            return {decode(key): decode(item) for key, item in value[_ITEMS]}
+        return {key: decode(item) for key, item in value.items()}
     return value
 
 

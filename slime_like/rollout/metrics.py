@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from slime_like.metrics.typed import MetricAccumulator, masked_max, masked_mean
-from slime_like.types import Sample, SampleStatus
+from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 
 def is_unusable(sample: Sample) -> bool:
@@ -31,8 +32,9 @@ def first_failure(samples: Sequence[Sample]) -> str:
     return f"sample {sample.sample_id}: {sample.metadata.get('failure', f'its reward is {sample.reward}')}"
 
 
-def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Over all samples of a rollout; rewards that are not finite are left out of mean and deviation, and counted."""
+def rollout_metrics(samples: Sequence[Sample], weight_version: int | None = None) -> dict[str, float]:
+    """Over all samples of a rollout; rewards that are not finite are left out of mean and deviation, and counted. weight_version: of the
+    policy that is about to be trained, from which staleness counts."""
     rewards = [s.reward for s in samples if s.reward is not None and math.isfinite(s.reward)]
     lengths = torch.tensor([s.response_length for s in samples], dtype=torch.float64)
     metrics = {
@@ -47,10 +49,26 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         values = torch.tensor(rewards, dtype=torch.float64)
         metrics["rollout/reward_mean"] = float(values.mean())
         metrics["rollout/reward_std"] = float(values.std(correction=0))
-    versions = [v for s in samples for v in s.weight_versions]
+    versions = [v for s in samples for v in s.weight_versions if v != NOT_SAMPLED]
     if versions:
         metrics["rollout/weight_version_min"] = float(min(versions))
+        if weight_version is not None:
+            metrics |= staleness_metrics([weight_version - v for v in versions])
     return metrics
+
+
+def staleness_metrics(staleness: Sequence[int]) -> dict[str, float]:
+    """How many weight versions the tokens that were sampled are behind the policy that trains on them: mean, largest, and the share of each."""
+    counts = Counter(staleness)
+    metrics = {"rollout/staleness_mean": sum(staleness) / len(staleness), "rollout/staleness_max": float(max(staleness))}
+    return metrics | {f"rollout/staleness_frac_{behind}": count / len(staleness) for behind, count in sorted(counts.items())}
+
+
+def fresh_tokens(sample: Sample, weight_version: int) -> Tensor:
+    """[R] bool: tokens that these weights sampled; all of them where it is not known."""
+    if not sample.weight_versions:
+        return torch.ones(sample.response_length, dtype=torch.bool)
+    return torch.tensor(sample.weight_versions) == weight_version
 
 
 def train_rollout_difference(old: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor], group: object) -> dict[str, float]:

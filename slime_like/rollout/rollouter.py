@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from arguments.groups import EvalConfig, RolloutConfig
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams, asking_ranks
+from slime_like.rollout.slime_samples import unwritten
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
 
 
@@ -61,39 +62,89 @@ class Rollouter:
     def generate(self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, *, purpose: str = "train") -> list[SampleGroup]:
         """`n_samples` graded samples for each prompt, equal on all ranks. purpose: "train", or the name of an evaluation, so that
         the same ids draw different randomness."""
-        wanted = [(prompt, prompt.group_id * n_samples + j) for prompt in prompts for j in range(n_samples)]
+        samples = [unwritten(prompt, prompt.group_id * n_samples + j) for prompt in prompts for j in range(n_samples)]
+        groups: dict[int, list[Sample]] = {prompt.group_id: [] for prompt in prompts}
+        for sample in self.extend(samples, sampling, purpose=purpose):
+            groups[sample.group_id].append(sample)
+        return [SampleGroup(group_id, tuple(members)) for group_id, members in groups.items()]
+
+    def extend(
+        self, samples: Sequence[Sample], sampling: SamplingParams, *, purpose: str = "train", limit: int | None = None
+    ) -> list[Sample]:
+        """Unfinished samples go on, to their end or by at most `limit` tokens, which leaves them PARTIAL; those that end are graded. Equal on
+        all ranks, in the order of `samples`."""
         rank, world = dist.get_rank(), dist.get_world_size()
         asking = asking_ranks(self.engine, world)
-        mine = wanted[rank::asking] if rank < asking else []
-        requests = [GenerateRequest(sample_id, prompt.tokens, sample_seed(self.seed, purpose, sample_id)) for prompt, sample_id in mine]
-        outputs = self.engine.generate(requests, sampling) if requests else []
-        samples = [self._sample(prompt, output) for (prompt, _), output in zip(mine, outputs)]
-        graded = self.grader.grade(samples)
+        mine = list(samples[rank::asking]) if rank < asking else []
+        graded = self.grader.grade(self._write(mine, sampling, purpose, limit))
         shares: list[list[dict[str, Any]]] = [[] for _ in range(world)]
         dist.all_gather_object(shares, [_to_plain(s) for s in graded])
         by_id = {record["sample_id"]: record for share in shares for record in share}
-        groups: dict[int, list[Sample]] = {}
-        for prompt, sample_id in wanted:
-            groups.setdefault(prompt.group_id, []).append(_from_plain(by_id[sample_id], prompt))
-        return [SampleGroup(group_id, tuple(members)) for group_id, members in groups.items()]
+        return [_from_plain(by_id[sample.sample_id], sample) for sample in samples]
 
-    def _sample(self, prompt: Prompt, output: GenerateOutput) -> Sample:
-        status = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}[output.finish_reason]
-        return Sample(
-            group_id=prompt.group_id,
-            sample_id=output.sample_id,
-            tokens=torch.tensor([*prompt.tokens, *output.tokens], dtype=torch.int64),
-            response_length=len(output.tokens),
-            loss_mask=torch.full((len(output.tokens),), status != SampleStatus.ABORTED, dtype=torch.bool),
-            rollout_log_probs=torch.tensor(output.log_probs, dtype=torch.float32),
-            token_sets=None if output.token_sets is None else side_by_side(output.token_sets),
+    def _write(self, samples: Sequence[Sample], sampling: SamplingParams, purpose: str, limit: int | None) -> list[Sample]:
+        """What this rank's engine adds. Requests that may grow alike are asked for together."""
+        room = {s.sample_id: min(limit or sampling.max_new_tokens, sampling.max_new_tokens - s.response_length) for s in samples}
+        written: dict[int, Sample] = {}
+        for length in sorted(set(room.values())):
+            part = [s for s in samples if room[s.sample_id] == length]
+            requests = [GenerateRequest(s.sample_id, tuple(s.tokens.tolist()), sample_seed(self.seed, purpose, s)) for s in part]
+            outputs = self.engine.generate(requests, replace(sampling, max_new_tokens=length))
+            written |= {s.sample_id: self.written(s, output, sampling) for s, output in zip(part, outputs, strict=True)}
+        return [written[s.sample_id] for s in samples]
+
+    def written(self, sample: Sample, output: GenerateOutput, sampling: SamplingParams) -> Sample:
+        """The sample with what the engine added to it."""
+        output = cut_at_stop(self.tokenizer, sample, output, sampling.stop)
+        assert sample.rollout_log_probs is not None
+        length = sample.response_length + len(output.tokens)
+        asked = output.finish_reason == "abort" and output.failure is None
+        partial = length < sampling.max_new_tokens and (asked or output.finish_reason == "length")
+        status = SampleStatus.PARTIAL if partial else _STATUS[output.finish_reason]
+        new = torch.full((len(output.tokens),), status != SampleStatus.ABORTED, dtype=torch.bool)
+        tokens = torch.cat([sample.tokens, torch.tensor(output.tokens, dtype=torch.int64)])
+        sets = None if output.token_sets is None else side_by_side([*rows_of(sample.token_sets), *output.token_sets])
+        return replace(
+            sample,
+            tokens=tokens,
+            response_length=length,
+            loss_mask=torch.cat([sample.loss_mask, new]),
+            rollout_log_probs=torch.cat([sample.rollout_log_probs, torch.tensor(output.log_probs, dtype=torch.float32)]),
+            token_sets=sets,
             status=status,
-            weight_versions=output.weight_versions,
-            text=prompt.text,
-            response=self.tokenizer.decode(output.tokens, skip_special_tokens=True),
-            label=prompt.label,
-            metadata=prompt.metadata if output.failure is None else {**prompt.metadata, "failure": output.failure},
+            weight_versions=(*sample.weight_versions, *output.weight_versions),
+            response=self.tokenizer.decode(tokens[tokens.numel() - length :], skip_special_tokens=True),
+            metadata=sample.metadata if output.failure is None else {**sample.metadata, "failure": output.failure},
         )
+
+
+_STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
+
+
+def cut_at_stop(tokenizer: Any, sample: Sample, output: GenerateOutput, stop: Sequence[str]) -> GenerateOutput:
+    """The output up to where a stop string is complete that began in what the sample had already, which the engine cannot see."""
+    if not stop or not sample.response_length or not output.tokens:
+        return output
+    reach = max(len(s.encode()) for s in stop) + 4  # every token is at least a byte of text
+    before = sample.tokens[max(sample.prompt_length, sample.total_length - reach) :].tolist()
+    for count in range(1, min(reach, len(output.tokens)) + 1):
+        text = tokenizer.decode([*before, *output.tokens[:count]], skip_special_tokens=False)
+        if any(s in text for s in stop):
+            sets = None if output.token_sets is None else output.token_sets[:count]
+            return replace(
+                output,
+                tokens=output.tokens[:count],
+                log_probs=output.log_probs[:count],
+                weight_versions=output.weight_versions[:count],
+                token_sets=sets,
+                finish_reason="stop",
+            )
+    return output
+
+
+def rows_of(token_sets: Tensor | None) -> list[Tensor]:
+    """The sets of `side_by_side`, without what fills them up."""
+    return [] if token_sets is None else [row[row >= 0] for row in token_sets]
 
 
 def side_by_side(sets: Sequence[Tensor]) -> Tensor:
@@ -101,9 +152,10 @@ def side_by_side(sets: Sequence[Tensor]) -> Tensor:
     return pad_sequence(list(sets), batch_first=True, padding_value=-1) if sets else torch.empty((0, 0), dtype=torch.int32)
 
 
-def sample_seed(seed: int, purpose: str, sample_id: int) -> int:
-    """A 63-bit seed that depends on its arguments alone."""
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{sample_id}".encode(), digest_size=8).digest()
+def sample_seed(seed: int, purpose: str, sample: Sample) -> int:
+    """A 63-bit seed that depends on the run's seed, the purpose, the sample's id and how long it is already."""
+    position = f"@{sample.response_length}" if sample.response_length else ""
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{sample.sample_id}{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
@@ -124,11 +176,12 @@ def _to_plain(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _from_plain(record: dict[str, Any], prompt: Prompt) -> Sample:
-    return Sample(
-        group_id=prompt.group_id,
-        sample_id=record["sample_id"],
-        tokens=torch.tensor([*prompt.tokens, *record["response_tokens"]], dtype=torch.int64),
+def _from_plain(record: dict[str, Any], before: Sample) -> Sample:
+    """before: the sample as all ranks have it."""
+    prompt_tokens = before.tokens[: before.prompt_length]
+    return replace(
+        before,
+        tokens=torch.cat([prompt_tokens, torch.tensor(record["response_tokens"], dtype=torch.int64)]),
         response_length=len(record["response_tokens"]),
         loss_mask=torch.tensor(record["loss_mask"], dtype=torch.bool),
         rollout_log_probs=torch.tensor(record["rollout_log_probs"], dtype=torch.float32),
@@ -136,8 +189,6 @@ def _from_plain(record: dict[str, Any], prompt: Prompt) -> Sample:
         reward=record["reward"],
         status=SampleStatus(record["status"]),
         weight_versions=tuple(record["weight_versions"]),
-        text=prompt.text,
         response=record["response"],
-        label=prompt.label,
         metadata=record["metadata"],
     )

@@ -1,0 +1,49 @@
+"""Which prompts are sampled for a rollout, which of the groups are kept, and what becomes of those that are not finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config import AT_LEAST_ONE, arg
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingConfig:
+    over_sampling_batch_size: int | None = arg(
+        None,
+        "Prompts that are drawn at a time; above --rollout-batch-size, the first groups to end are kept. Default: --rollout-batch-size.",
+        legal=AT_LEAST_ONE,
+    )
+    dynamic_sampling_filter_path: str | None = arg(
+        None,
+        "module.function or file.py:function that decides whether a graded group is kept, called as function(args, samples); more prompts are "
+        "drawn for those that are not. slime's slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std (DAPO) and its "
+        "check_reward_nonzero_std_with_fallback are built in.",
+    )
+    max_num_gen_batches: int = arg(
+        20,
+        "Draws of prompts for one rollout after which the run stops, because the dynamic filter keeps too few groups.",
+        legal=AT_LEAST_ONE,
+    )
+    partial_rollout: bool = arg(
+        False, "Groups that are not finished when a rollout has enough go on in the next one, in place of being lost."
+    )
+    mask_offpolicy_in_partial_rollout: bool = arg(
+        False, "Do not train on the tokens that a partial rollout wrote before this rollout, under older weights."
+    )
+    rollout_slice_len: int | None = arg(
+        None,
+        "Local engine: tokens by which all responses grow before it is looked whether enough groups have ended; a response depends on where it "
+        "was cut. Default: to the end, and an eighth of --rollout-max-response-len with --partial-rollout.",
+        legal=AT_LEAST_ONE,
+    )
+    buffer_filter_path: str | None = arg(
+        None,
+        "module.function or file.py:function that takes groups out of the buffer of unfinished ones, called as "
+        "function(args, rollout_id, buffer, num_samples); default: the oldest first.",
+    )
+    rollout_sample_filter_path: str | None = arg(
+        None,
+        "module.function or file.py:function called as function(args, groups) with the groups of a rollout; a sample whose remove_sample it "
+        "sets counts in its group's advantages and is not trained on.",
+    )

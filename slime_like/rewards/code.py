@@ -1,0 +1,71 @@
+"""Programs: 1 when the response's program passes every test of the sample, else 0. It runs in `sandbox.py`.
+
+Tests stand in the row's metadata (--metadata-key) under ``tests``, a list, each one either ``{"stdin": text, "stdout": text}`` (standard output
+is compared line by line, white space at the ends of lines and of the text left out) or ``{"code": text}``, statements that run after the
+program in the same names and raise where it is wrong. Metadata may set ``timeout_s`` (of each test, default 5) and ``memory_mb`` (default
+512). All tests of a sample have to end within --rm-timeout-s.
+
+The output that is expected of ``stdin`` tests never enters the sandbox. The statements of ``code`` tests do: a program that looks for them there
+can read them, and forge their success; use the first kind where that matters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from slime_like.rewards import sandbox
+
+_FENCED = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+MOST_SECONDS, MOST_MEMORY_MB = 600.0, 4096  # a worker that grades has no more memory itself
+DEFAULT = sandbox.Limits()
+
+
+def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    """Why no response to this row can be scored, or None."""
+    tests = metadata.get("tests")
+    if not isinstance(tests, list) or not tests:
+        return "the reward code needs 'tests' in the row's metadata (--metadata-key): a list of {stdin, stdout} or {code}"
+    for number, test in enumerate(tests):
+        kinds = ({"stdin", "stdout"}, {"code"})
+        if not isinstance(test, Mapping) or set(test) not in kinds or not all(isinstance(text, str) for text in test.values()):
+            return f"test {number} of the row's metadata must hold strings under 'stdin' and 'stdout', or under 'code'"
+    for name, most in (("timeout_s", MOST_SECONDS), ("memory_mb", MOST_MEMORY_MB)):
+        value = metadata.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+            return f"{name!r} of the row's metadata is {value!r}, must be a number above 0 and at most {most:g}"
+    return None
+
+
+def prepare() -> None:
+    """Raises RuntimeError where programs cannot be run safely."""
+    if words := sandbox.problem():
+        raise RuntimeError(words)
+
+
+def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    """Raises ValueError when the tests are missing or wrong."""
+    if words := problem(label, metadata):
+        raise ValueError(words)
+    timeout = float(metadata.get("timeout_s", DEFAULT.wall_s))
+    limits = sandbox.Limits(wall_s=timeout, cpu_s=int(timeout) + 1, memory_mb=int(metadata.get("memory_mb", DEFAULT.memory_mb)))
+    program = program_of(response)
+    return float(all(passes(program, test, limits) for test in metadata["tests"]))
+
+
+def passes(program: str, test: Mapping[str, str], limits: sandbox.Limits) -> bool:
+    if "code" in test:
+        return sandbox.run(program, check=test["code"], limits=limits).status == "ok"
+    outcome = sandbox.run(program, stdin=test["stdin"], limits=limits)
+    return outcome.status == "ok" and _lines(outcome.stdout) == _lines(test["stdout"])
+
+
+def program_of(response: str) -> str:
+    """The last fenced block of the response; without one, all of it."""
+    blocks = _FENCED.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

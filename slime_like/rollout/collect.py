@@ -1,0 +1,229 @@
+"""A rollout's groups, collected: prompts are drawn, sampled and filtered until there are enough; the rest waits for the next rollout or is lost.
+
+With the engine inside the ranks everything happens in rounds that all ranks take together: all unfinished responses grow, by a slice or to
+their end, and then it is looked which groups have ended. So what is kept depends on lengths and rewards alone, not on time, ranks or layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from arguments.run_config import RunConfig
+from slime_like.errors import RunError
+from slime_like.rollout.buffer import GroupBuffer, OpenGroup
+from slime_like.rollout.engine import SamplingParams
+from slime_like.rollout.filters import DynamicFilter, samples_to_remove, take_from_buffer
+from slime_like.rollout.rollouter import Rollouter
+from slime_like.rollout.slime_samples import slime_args, to_slime_groups
+from slime_like.types import Prompt, Sample, SampleGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The groups of a rollout by rising id, their prompts, and numbers about how they were found."""
+
+    groups: list[SampleGroup]
+    prompts: list[Prompt]
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counts of one rollout. lost: groups that were not finished when there were enough."""
+
+    drawn: int = 0
+    draws: int = 0
+    resumed: int = 0
+    surplus: int = 0
+    lost: int = 0
+    discarded: int = 0
+    wasted_tokens: int = 0
+    masked_tokens: int = 0
+    kept: list[OpenGroup] = field(default_factory=list)
+
+
+class Collector:
+    """Collects rollouts of a run. All ranks hold the same buffer and make the same calls; functions of the user's run on rank 0 alone."""
+
+    def __init__(self, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer, sampling: SamplingParams) -> None:
+        self.config = run.scheduling
+        self.target = run.rollout.rollout_batch_size
+        self.draw_size = run.scheduling.over_sampling_batch_size or self.target
+        self.slice_len = slice_length(run)
+        self.rollouter = rollouter
+        self.buffer = buffer
+        self.sampling = sampling
+        self.args = slime_args(run)
+
+    def collect(self, rollout_id: int) -> Collected:
+        """As many groups as --rollout-batch-size says. Raises RunError when --max-num-gen-batches draws do not bring them, telling what was
+        dropped, and why."""
+        tally = _Tally()
+        chosen = DynamicFilter(self.config.dynamic_sampling_filter_path, self.args)
+        open_groups: list[OpenGroup] = []
+        under_way = 0  # groups that were drawn for this rollout and not dropped
+        while len(tally.kept) < self.target:
+            while under_way < self.target:
+                if tally.draws == self.config.max_num_gen_batches:
+                    raise RunError(self._too_few(rollout_id, tally, chosen))
+                open_groups += self._draw(rollout_id, tally)
+                under_way += self.draw_size
+            open_groups = self._grow(open_groups)
+            ended = sorted((g for g in open_groups if g.ended), key=lambda g: g.group_id)
+            open_groups = [g for g in open_groups if not g.ended]
+            for group, keep in zip(ended, self._verdicts(chosen, ended, under_way), strict=True):
+                if not keep:
+                    under_way -= 1
+                    tally.wasted_tokens += group.response_tokens
+                elif len(tally.kept) < self.target:
+                    tally.kept.append(group)
+                else:
+                    self._set_aside(group, tally)
+        self._leave(open_groups, rollout_id, tally)
+        groups = [SampleGroup(g.group_id, g.samples) for g in sorted(tally.kept, key=lambda g: g.group_id)]
+        prompts = [g.prompt for g in sorted(tally.kept, key=lambda g: g.group_id)]
+        return Collected(self._without_removed(groups), prompts, self._metrics(tally, chosen))
+
+    def _draw(self, rollout_id: int, tally: _Tally) -> list[OpenGroup]:
+        """The next groups to sample: those that wait, then new prompts."""
+
+        def choose(waiting: list[OpenGroup], count: int) -> tuple[list[int], list[int]]:
+            def ask() -> tuple[list[int], list[int]]:
+                buffer = to_slime_groups(g.samples for g in waiting)
+                taken = take_from_buffer(self.config.buffer_filter_path, self.args, rollout_id, buffer, count)
+                return taken.chosen, taken.discarded
+
+            return on_rank_0(ask)
+
+        groups, discarded = self.buffer.take(self.draw_size, choose)
+        tally.draws += 1
+        tally.drawn += len(groups)
+        tally.resumed += sum(any(s.response_length for s in g.samples) for g in groups)
+        tally.discarded += len(discarded)
+        tally.wasted_tokens += sum(g.response_tokens for g in discarded)
+        if self.config.mask_offpolicy_in_partial_rollout:
+            tally.masked_tokens += sum(int(s.loss_mask.sum()) for g in groups for s in g.samples)
+            groups = [OpenGroup(g.prompt, tuple(replace(s, loss_mask=torch.zeros_like(s.loss_mask)) for s in g.samples)) for g in groups]
+        return groups
+
+    def _grow(self, groups: Sequence[OpenGroup]) -> list[OpenGroup]:
+        """One round: what has not ended goes on."""
+        unfinished = [sample for group in groups for sample in group.samples if not sample.ended]
+        if not unfinished:
+            return list(groups)
+        grown = {s.sample_id: s for s in self.rollouter.extend(unfinished, self.sampling, limit=self.slice_len)}
+        return [OpenGroup(g.prompt, tuple(grown.get(s.sample_id, s) for s in g.samples)) for g in groups]
+
+    def _verdicts(self, chosen: DynamicFilter, ended: Sequence[OpenGroup], under_way: int) -> list[bool]:
+        """What the dynamic filter says of each group, decided on rank 0."""
+        if self.config.dynamic_sampling_filter_path is None:
+            return [True] * len(ended)
+
+        def ask() -> tuple[list[bool], dict[str, int]]:
+            left, verdicts = under_way, []
+            for samples in to_slime_groups(g.samples for g in ended):
+                verdicts.append(chosen.keeps(samples, is_spare=left > self.target))
+                left -= not verdicts[-1]
+            return verdicts, dict(chosen.dropped)
+
+        verdicts, dropped = on_rank_0(ask)
+        chosen.dropped.clear()
+        chosen.dropped.update(dropped)
+        return verdicts
+
+    def _set_aside(self, group: OpenGroup, tally: _Tally) -> None:
+        """A good group that ended when there were enough: it is the next rollout's, as it would be trained on there whole."""
+        if self.config.partial_rollout and not self.config.mask_offpolicy_in_partial_rollout:
+            self.buffer.give_back([group])
+            return
+        tally.surplus += 1
+        tally.wasted_tokens += group.response_tokens
+
+    def _leave(self, groups: Sequence[OpenGroup], rollout_id: int, tally: _Tally) -> None:
+        """What is not finished: kept for the next rollout, or lost."""
+        if not self.config.partial_rollout:
+            tally.lost += len(groups)
+            tally.wasted_tokens += sum(g.response_tokens for g in groups)
+            return
+
+        def marked(sample: Sample) -> Sample:
+            metadata: dict[str, Any] = {"start_rollout_id": rollout_id, **sample.metadata}
+            return replace(sample, metadata=metadata) if sample.response_length else sample
+
+        self.buffer.give_back([OpenGroup(g.prompt, tuple(map(marked, g.samples))) for g in groups])
+
+    def _without_removed(self, groups: list[SampleGroup]) -> list[SampleGroup]:
+        """With an empty mask where --rollout-sample-filter-path removes a sample."""
+        path = self.config.rollout_sample_filter_path
+        if path is None:
+            return groups
+        removed = set(on_rank_0(lambda: samples_to_remove(path, self.args, to_slime_groups(g.samples for g in groups))))
+
+        def masked(sample: Sample) -> Sample:
+            return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) if sample.sample_id in removed else sample
+
+        return [SampleGroup(g.group_id, tuple(map(masked, g.samples))) for g in groups]
+
+    def _metrics(self, tally: _Tally, chosen: DynamicFilter) -> dict[str, float]:
+        """Numbers of groups, and tokens that were sampled for nothing; only where something can become of a group but being kept."""
+        if not schedules(self.config):
+            return {}
+        metrics = {
+            "groups_drawn": tally.drawn,
+            "groups_resumed": tally.resumed,
+            "groups_kept": len(tally.kept),
+            "groups_dropped": sum(chosen.dropped.values()),
+            "groups_surplus": tally.surplus,
+            "groups_lost": tally.lost,
+            "groups_discarded": tally.discarded,
+            "groups_waiting": len(self.buffer.waiting),
+            "draws": tally.draws,
+            "wasted_tokens": tally.wasted_tokens,
+            "off_policy_masked_tokens": tally.masked_tokens,
+        }
+        metrics |= {f"dynamic_filter/drop_{reason}": count for reason, count in sorted(chosen.dropped.items())}
+        return {f"rollout/{name}": float(value) for name, value in metrics.items()}
+
+    def _too_few(self, rollout_id: int, tally: _Tally, chosen: DynamicFilter) -> str:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in chosen.dropped.most_common()) or "none"
+        return (
+            f"rollout {rollout_id}: {tally.draws} draws of {self.draw_size} prompts (--max-num-gen-batches) brought {len(tally.kept)} of the "
+            f"{self.target} groups that --rollout-batch-size asks for; {DROPPED_BY} {self.config.dynamic_sampling_filter_path}, by reason: "
+            f"{reasons}. Give easier or harder prompts, another filter, or a larger --over-sampling-batch-size"
+        )
+
+
+DROPPED_BY = "dropped by --dynamic-sampling-filter-path"
+
+
+def schedules(config: Any) -> bool:
+    """Whether a drawn group may end otherwise than in its rollout."""
+    return config.over_sampling_batch_size is not None or config.dynamic_sampling_filter_path is not None or config.partial_rollout
+
+
+def slice_length(run: RunConfig) -> int | None:
+    """Tokens of a round; None: to the end."""
+    if run.scheduling.rollout_slice_len is not None or not run.scheduling.partial_rollout:
+        return run.scheduling.rollout_slice_len
+    return max(1, run.rollout.rollout_max_response_len // 8)
+
+
+def on_rank_0(function: Callable[[], Any]) -> Any:
+    """The plain value that rank 0 finds, on all ranks. Its error is raised on all of them."""
+    if not dist.is_initialized():
+        return function()
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = function()
+        except ValueError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise ValueError(answer[1])
+    return answer[0]
