@@ -13,6 +13,7 @@ import resource
 import signal
 import struct
 import sys
+from typing import NoReturn
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
@@ -61,7 +62,7 @@ _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
-def main():
+def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     _own_stdin(request["stdin"])
     _die_with(request["parent"])
@@ -74,7 +75,7 @@ def main():
     _run(request["program"], request["check"], request["proof"])
 
 
-def _own_stdin(text):
+def _own_stdin(text: str) -> None:
     """As a file in memory, so that every way to read standard input works."""
     file = os.memfd_create("stdin")
     os.write(file, text.encode())
@@ -84,20 +85,20 @@ def _own_stdin(text):
     sys.stdin = io.TextIOWrapper(io.FileIO(0, "r", closefd=False), encoding="utf-8")
 
 
-def _die_with(parent):
+def _die_with(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _leave_the_network():
+def _leave_the_network() -> None:
     """Into an empty network, and among other users, whose root has no rights outside; where that is allowed. The filter of system calls
     refuses sockets in any case."""
     if _LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
         _LIBC.unshare(_CLONE_NEWNET)
 
 
-def _limit(limits):
+def _limit(limits: dict[str, int]) -> None:
     memory = limits["memory_mb"] * 2**20
     for name, value in (
         (resource.RLIMIT_AS, memory),
@@ -109,7 +110,7 @@ def _limit(limits):
         resource.setrlimit(name, (value, value))
 
 
-def _forbid_files():
+def _forbid_files() -> None:
     """Nothing can be written, executed or read, but for what the interpreter itself may import."""
     abi = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
@@ -128,14 +129,14 @@ def _forbid_files():
     os.close(rules)
 
 
-def _installation():
+def _installation() -> list[str]:
     """Folders of the standard library, without those of a user or of a virtual environment."""
     import sysconfig
 
     return [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_exec_prefix, "lib")]
 
 
-def _forbid_system_calls():
+def _forbid_system_calls() -> None:
     machine = platform.machine()
     refuse = _ERRNO | errno.EPERM
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCH[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
@@ -158,25 +159,25 @@ def _forbid_system_calls():
     _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(header))
 
 
-def _prctl(option, *values):
+def _prctl(option: int, *values: int) -> None:
     arguments = [ctypes.c_ulong(int(v)) for v in (*values, 0, 0, 0, 0)][:4]
     _checked(f"prctl {option}", _LIBC.prctl(option, *arguments))
 
 
-def _checked(name, result):
+def _checked(name: str, result: int) -> int:
     if result < 0:
         _give_up(f"{name}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
-def _give_up(reason):
+def _give_up(reason: str) -> NoReturn:
     sys.stderr.write(f"sandbox: {reason}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
-def _run(program, check, proof):
-    names = {"__name__": "__main__", "__builtins__": __builtins__}
+def _run(program: str, check: str | None, proof: str) -> None:
+    names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
     exec(compile(program, "program.py", "exec"), names)
     if check is not None:
         exec(compile(check, "check.py", "exec"), names)

@@ -15,6 +15,7 @@ from arguments.validate_distillation import DISTILLATION_RULES
 from arguments.validate_losses import LOSS_RULES
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_run import RULES, WARNINGS
+from arguments.validate_scheduling import SCHEDULING_RULES
 from slime_like.rewards.registry import reward_of
 from tests.unit.command_lines import complete, problems_of
 
@@ -156,8 +157,12 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
 ]  # fmt: skip
 NEEDS_A_DEVICE = {"backend_is_there", "transformer_engine_is_there", "local_layers_have_limits", "attention_backend_is_there"}
 # Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of validate_critic.py: test_arguments_critic.py;
-# of validate_moe.py: test_arguments_moe.py.
-ELSEWHERE = {rule.__name__ for rule in (*CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, *DISTILLATION_RULES, *LOSS_RULES, *MOE_RULES)}
+# of validate_moe.py: test_arguments_moe.py; of validate_scheduling.py: test_arguments_rollouts.py.
+ELSEWHERE = {
+    rule.__name__
+    for rules in (CORRECTION_RULES, ADVANTAGE_RULES, CRITIC_RULES, DISTILLATION_RULES, LOSS_RULES, MOE_RULES, SCHEDULING_RULES)
+    for rule in rules
+}
 
 
 @pytest.mark.parametrize(
