@@ -10,7 +10,7 @@ SLOW ?= tests
 TEST_WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: install demo test test-slow lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-slow test-slurm lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -26,10 +26,14 @@ demo: install
 	bash scripts/demo.sh
 
 test: install
-	$(PYTEST) -m "not slow and not gpu" tests
+	$(PYTEST) -m "not slow and not gpu and not slurm" tests
 
 test-slow: install
 	$(PYTEST) -m "slow" $(SLOW)
+
+# -rs prints why tests are skipped, where SLURM is not installed
+test-slurm: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "slurm" tests/slurm
 
 lint: install
 	$(BIN)/ruff check .

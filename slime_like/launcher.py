@@ -17,6 +17,7 @@ import megatron_patches
 from arguments.run_config import RunConfig
 from slime_like.errors import RunError
 from slime_like.lost_ranks import explain, leave_address, say_failed
+from slime_like.stopping import STATUS_FILE, end_at_once_on_sigterm, leave_status
 
 if TYPE_CHECKING:
     from slime_like.megatron_backend.layout import ParallelLayout
@@ -25,14 +26,24 @@ FAILED, INTERRUPTED = 1, 130
 
 
 def run(config: RunConfig, rank: int) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 when interrupted. An error that has a user's remedy is printed once, without a
-    traceback."""
+    """Returns the exit status: 0, 1 for an error, 75 when SIGTERM ended the run and it may go on, 130 when interrupted. An error that has
+    a user's remedy is printed once, without a traceback."""
+    end_at_once_on_sigterm(rank, resumable=config.checkpoint.save is not None)
+    status = run_ranks(config, rank)
+    leave_status(status, rank)
+    return status
+
+
+def run_ranks(config: RunConfig, rank: int) -> int:
+    """The run without what it leaves for a script that started it."""
     die_with_the_launcher()
     quiet_dependencies()
     report = megatron_patches.apply()
     if rank == 0:
         for text in config.warnings:
             print(f"warning: {text}", flush=True)
+        if os.environ.get(STATUS_FILE) and config.checkpoint.load != config.checkpoint.save:
+            print("warning: this job may be requeued, and would start over: give --load the folder of --save", flush=True)
         if config.debug.print_megatron_patches:
             print(report, flush=True)
     # megatron-core reads its globals on import, so this comes after the patches

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the recipes beside it: the settings that they share.
 #
 # Without variables a recipe trains the demo's tiny model on the CPU, from a supervised warm start that the first call makes (a minute). With

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from arguments.groups import ParallelConfig
-from slime_like.errors import RunError
 from slime_like.megatron_backend.layout import ParallelLayout, read_layout
+from slime_like.rendezvous import environment_meeting, meet
 
 
 def device_of_this_process() -> torch.device:
@@ -42,14 +42,15 @@ def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
     if backend == "auto":
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    if "RANK" in os.environ:
-        try:
-            dist.init_process_group(backend, timeout=timeout)
-        except (RuntimeError, ValueError) as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise RunError(f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')} could not join {where}: {error}") from error
-    else:
+    meeting = environment_meeting()
+    if meeting is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        store = meet(meeting, timeout)
+        try:
+            dist.init_process_group(backend, store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=timeout)
+        except (RuntimeError, ValueError) as error:  # the ranks know each other, and cannot connect to each other
+            raise meeting.failed(f"{backend}: {str(error).splitlines()[0]}") from error
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +23,10 @@ import json, os, pathlib, signal, sys, time
 out = pathlib.Path(os.environ["RECORD"])
 def stop(*_):
     out.with_suffix(".stopped").write_text("TERM")
+    pathlib.Path(os.environ["SLIME_LIKE_STATUS_FILE"]).write_text(os.environ["RECORD_STATUS"])
     sys.exit(1)
 signal.signal(signal.SIGTERM, stop)
-out.with_suffix(".tmp").write_text(json.dumps({{"argv": sys.argv[1:], "folder": os.getcwd()}}))
+out.with_suffix(".tmp").write_text(json.dumps({{"argv": sys.argv[1:], "folder": os.getcwd(), "pid": os.getpid()}}))
 out.with_suffix(".tmp").rename(out)
 time.sleep(float(os.environ.get("RECORD_WAIT_S", "0")))
 """
@@ -61,21 +63,32 @@ def test_a_missing_setting_for_one_gpu_is_named() -> None:
     assert done.returncode != 0 and "MODEL" in done.stderr
 
 
-def slurm(folder: Path) -> dict[str, str]:
-    """The variables of a job of two nodes of which this is the second, and commands that run here what SLURM would run on it."""
+# What SLURM's commands do, here: srun runs this node's task, scontrol and scancel write down that they were called.
+COMMANDS = {
+    "srun": 'echo "$@" > "$RECORD.srun"; while [[ $1 != bash ]]; do shift; done; SLURM_STEP_ID=7 SLURM_STEP_NUM_NODES=2 exec "$@"',
+    # a reader that leaves after the first line would end this by SIGPIPE
+    "scontrol": 'if [[ $1 == requeue ]]; then echo "$2" > "$RECORD.requeued"; exit "$REQUEUE"; fi; echo alpha; sleep 0.1; echo beta',
+    "scancel": 'echo "$@" > "$RECORD.scancel"; kill -TERM "$(grep -o "pid\\": [0-9]*" "$RECORD" | grep -o "[0-9]*$")"',
+    "timeout": "exit $((SLURM_NODEID == 0))",  # somebody listens on the first node when the second asks
+    "sleep": "",  # the script that waits for SLURM to end it
+}
+
+
+def slurm(folder: Path, node: int) -> dict[str, str]:
+    """The variables of a job of two nodes, and commands that run here what SLURM would run on that node."""
     commands = folder / "bin"
     commands.mkdir()
-    hosts = "echo alpha; sleep 0.1; echo beta"  # a reader that leaves after the first line would end this by SIGPIPE
-    for name, script in {"srun": 'shift; SLURM_NODEID=1 exec "$@"', "scontrol": hosts}.items():
+    for name, script in COMMANDS.items():
         (commands / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (commands / name).chmod(0o755)
     variables = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "alpha,beta", "SLURM_NNODES": "2"}
-    return recorder(folder) | variables | {"SLURM_GPUS_ON_NODE": "8", "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
+    variables |= {"SLURM_NODEID": str(node), "SLURM_GPUS_ON_NODE": "8", "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
+    return recorder(folder) | variables
 
 
 def test_slurm_starts_torchrun_on_each_node(tmp_path: Path) -> None:
     script = ["bash", str(ROOT / "scripts/slurm/train.sbatch"), "--lr", "1e-6", "--rollout-stop", "a b"]
-    subprocess.run(script, env=slurm(tmp_path), check=True, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run(script, env=slurm(tmp_path, node=1), check=True, timeout=60, stdout=subprocess.DEVNULL)
     argv, folder = recorded(tmp_path)
     assert argv[:2] == ["-m", "torch.distributed.run"] and Path(folder) == ROOT
     place = argv.index("train.py")
@@ -88,22 +101,47 @@ def test_slurm_starts_torchrun_on_each_node(tmp_path: Path) -> None:
         "--master-port": "23456",
     }
     assert argv[place + 1 :] == ["--lr", "1e-6", "--rollout-stop", "a b"], "arguments arrive as they were given"
+    assert (
+        (tmp_path / "record.json.srun").read_text().startswith("--nodes 2 --ntasks 2 --ntasks-per-node 1 --relative 0 --kill-on-bad-exit=1")
+    )
 
 
-def test_slurm_passes_sigterm_on_and_reports_the_failure(tmp_path: Path) -> None:
-    environment = slurm(tmp_path) | {"RECORD_WAIT_S": "60"}
-    job = subprocess.Popen(["bash", str(ROOT / "scripts/slurm/train.sbatch")], env=environment, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "record.json").exists():
-            assert job.poll() is None and time.monotonic() < deadline, "the job did not start"
-            time.sleep(0.05)
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=30) != 0
-    finally:
-        job.kill()
-        job.wait()
+@pytest.mark.parametrize(
+    ("left", "requeue", "restarts", "status", "words"),
+    [
+        ("75", "0", "0", 75, "stopped by SIGTERM: requeued"),
+        ("75", "1", "0", 75, "SLURM does not requeue this job: submit it again"),
+        ("75", "0", "100", 75, "after 100 requeues"),
+        ("1", "0", "0", 1, "the trainer ended with status 1"),
+        ("143", "0", "0", 1, "the trainer ended with status 143"),
+    ],
+)
+def test_slurm_passes_sigterm_on_and_requeues_what_can_go_on(
+    tmp_path: Path, left: str, requeue: str, restarts: str, status: int, words: str
+) -> None:
+    """left: the status that rank 0 leaves. 143: it had no --save."""
+    environment = slurm(tmp_path, node=0) | {
+        "RECORD_WAIT_S": "60",
+        "RECORD_STATUS": left,
+        "REQUEUE": requeue,
+        "SLURM_RESTART_COUNT": restarts,
+    }
+    script = ["bash", str(ROOT / "scripts/slurm/train.sbatch")]
+    with subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            deadline = time.monotonic() + 30
+            while not (tmp_path / "record.json").exists():
+                assert job.poll() is None and time.monotonic() < deadline, "the job did not start"
+                time.sleep(0.05)
+            job.send_signal(signal.SIGTERM)
+            out, _ = job.communicate(timeout=30)
+        finally:
+            job.kill()
+    assert job.returncode == status and words in out
     assert (tmp_path / "record.stopped").read_text() == "TERM"
+    assert (tmp_path / "record.json.scancel").read_text() == "--signal=TERM 123456.7\n", "the trainer's step, not srun and not the engines"
+    asked = (tmp_path / "record.json.requeued").exists()
+    assert asked == (left == "75" and restarts == "0")
 
 
 @pytest.mark.parametrize(
@@ -111,3 +149,11 @@ def test_slurm_passes_sigterm_on_and_reports_the_failure(tmp_path: Path) -> None
 )
 def test_shell_scripts_are_well_formed(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=30)
+
+
+def test_shell_scripts_pass_shellcheck() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    scripts = [str(path) for path in ROOT.glob("scripts/**/*") if path.suffix in (".sh", ".sbatch")]
+    done = subprocess.run(["shellcheck", "-x", "-P", "SCRIPTDIR", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout

@@ -22,6 +22,7 @@ LAYERS = (
         "slime_like.errors",
         "slime_like.stopping",
         "slime_like.lost_ranks",
+        "slime_like.rendezvous",
     ),
     ("slime_like.losses", "slime_like.advantages", "slime_like.ops", "slime_like.rewards", "megatron_patches"),
     ("arguments",),

@@ -1,0 +1,65 @@
+# shellcheck shell=bash
+# What the batch scripts here share; sourced by them. They run on the first node of the job, where rank 0 runs too.
+#
+# How a job is preempted. SLURM sends SIGTERM to the trainer (preemption, scancel --signal=TERM, scontrol requeue) or to the batch script
+# (two minutes before the time limit, see --signal below). The ranks finish their rollout, save, and end with status 75, which rank 0 writes
+# into $STATE/status, since torchrun has one status for every failure. The job then puts itself back into the queue under its own number, and
+# goes on from its checkpoint. Where requeueing is off it ends with status 75 instead: submit it again.
+
+: "${SLURM_JOB_ID:?run this with sbatch}"
+export REPOSITORY=${REPOSITORY:-$SLURM_SUBMIT_DIR}
+export PYTHON=${PYTHON:-$REPOSITORY/.venv/bin/python}
+export PROCESSES_PER_NODE=${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
+export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SAVE_GRACE_S:-1800} # torchrun kills its ranks after this; SLURM's own limit comes first
+export MEETING_TIMEOUT_S=${MEETING_TIMEOUT_S:-600}
+MAX_REQUEUES=${MAX_REQUEUES:-100}
+TERMINATED=
+HOSTS=() # one a node of the job, in SLURM's order
+while read -r host; do HOSTS+=("$host"); done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${MASTER_ADDR:-${HOSTS[0]}}
+STATE=$(mktemp -d)
+export STATE
+export SLIME_LIKE_STATUS_FILE=$STATE/status
+trap 'rm -rf "$STATE"' EXIT
+cd "$REPOSITORY" || exit
+
+# run_trainer NODES FLAG...: train on the first NODES nodes, until it ends; sets STATUS.
+run_trainer() {
+  local nodes=$1
+  shift
+  echo "$nodes node(s) x $PROCESSES_PER_NODE process(es), meeting at $MASTER_ADDR:$MASTER_PORT, start ${SLURM_RESTART_COUNT:-0}"
+  srun --nodes "$nodes" --ntasks "$nodes" --ntasks-per-node 1 --relative 0 --kill-on-bad-exit=1 \
+    bash "$REPOSITORY/scripts/slurm/node.sh" "$@" &
+  local srun=$!
+  # not to srun itself, which would kill the ranks at once
+  trap 'TERMINATED=1; echo "SIGTERM: the ranks save after this rollout"; scancel --signal=TERM "$SLURM_JOB_ID.$(cat "$STATE/step")" || true' TERM
+  STATUS=0
+  wait "$srun" || STATUS=$?
+  while kill -0 "$srun" 2>/dev/null; do # a signal ends wait before srun ends
+    STATUS=0
+    wait "$srun" || STATUS=$?
+  done
+}
+
+# finish: end the job as the trainer ended, or put it back into the queue.
+finish() {
+  local left
+  left=$(cat "$STATE/status" 2>/dev/null || true)
+  if ((STATUS == 0)); then exit 0; fi
+  if [[ $left == 75 || (-n $TERMINATED && -z $left) ]]; then
+    if ((${SLURM_RESTART_COUNT:-0} >= MAX_REQUEUES)); then
+      echo "stopped by SIGTERM after $MAX_REQUEUES requeues (MAX_REQUEUES): not requeued again"
+    elif scontrol requeue "$SLURM_JOB_ID"; then
+      echo "stopped by SIGTERM: requeued"
+      sleep 60 & # SLURM ends this script
+      wait $!
+    else
+      echo "stopped by SIGTERM, and SLURM does not requeue this job: submit it again"
+    fi
+    exit 75
+  fi
+  echo "the trainer ended with status ${left:-$STATUS}"
+  exit "$STATUS"
+}

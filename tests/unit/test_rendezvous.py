@@ -1,0 +1,114 @@
+"""How ranks meet, and what they say when they cannot: bounded, and by host, port and rank."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from slime_like.errors import RunError
+from slime_like.rendezvous import Meeting, meet, meeting_of
+from tests.e2e.programs import free_port
+
+HERE = socket.gethostname()
+SHORT = timedelta(seconds=1.5)
+ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "alpha", "MASTER_PORT": "29500"}
+
+
+def cannot_meet(meeting: Meeting, timeout: timedelta = SHORT, most_s: float = 6.0) -> str:
+    """The message; the wait must be bounded."""
+    start = time.monotonic()
+    with pytest.raises(RunError) as raised:
+        meet(meeting, timeout)
+    assert time.monotonic() - start < most_s
+    where = f"rank {meeting.rank} of {meeting.world_size} on host {HERE} could not meet the others at {meeting.host}:{meeting.port} "
+    assert str(raised.value).startswith(where)
+    return str(raised.value).removeprefix(where)
+
+
+@pytest.fixture
+def web_server() -> Iterator[int]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+def test_ranks_that_all_come_share_a_store() -> None:
+    port = free_port()
+    stores: dict[int, object] = {}
+
+    def come(rank: int) -> None:
+        stores[rank] = meet(Meeting("127.0.0.1", port, rank, 3, hosts=rank == 0), timedelta(seconds=20))
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (2, 1, 0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(timeout=20)
+    assert sorted(stores) == [0, 1, 2]
+    stores[0].set("word", "seen by all")  # type: ignore[attr-defined]
+    assert stores[2].get("word") == b"seen by all"  # type: ignore[attr-defined]
+
+
+def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime_like.rendezvous.NAME_S", 0.5)
+    message = cannot_meet(Meeting("no-such-host.invalid", 29500, 1, 2, hosts=False), timedelta(minutes=10))
+    assert "this host does not know the name no-such-host.invalid" in message
+
+
+def test_nobody_listens() -> None:
+    message = cannot_meet(Meeting("127.0.0.1", free_port(), 1, 2, hosts=False))
+    assert "nobody listened there for 1.5 s (Connection refused)" in message
+
+
+def test_a_port_in_use_on_the_host_of_rank_0(web_server: int) -> None:
+    message = cannot_meet(Meeting("127.0.0.1", web_server, 0, 2, hosts=True), timedelta(minutes=10))
+    assert f"port {web_server} of this host is in use by another program" in message
+
+
+def test_another_program_answers_at_the_port(web_server: int) -> None:
+    message = cannot_meet(Meeting("127.0.0.1", web_server, 1, 2, hosts=False))
+    assert "what listens there does not answer as rank 0 of a run would" in message
+
+
+def test_missing_ranks_are_named() -> None:
+    message = cannot_meet(Meeting("127.0.0.1", free_port(), 0, 40, hosts=True), timedelta(seconds=1))
+    assert f"ranks {', '.join(map(str, range(1, 17)))} and 23 more of 40 did not come within 1 s" in message
+
+
+def test_two_processes_of_one_rank() -> None:
+    port = free_port()
+    first = threading.Thread(target=lambda: cannot_meet(Meeting("127.0.0.1", port, 0, 2, hosts=True), timedelta(seconds=3)))
+    first.start()
+    message = cannot_meet(Meeting("127.0.0.1", port, 0, 2, hosts=False), timedelta(seconds=3))
+    first.join(timeout=20)
+    assert "another process says that it is rank 0 too" in message
+
+
+def test_the_environment_says_where_to_meet() -> None:
+    assert meeting_of(ENVIRONMENT) == Meeting("alpha", 29500, 1, 2, hosts=False)
+    assert meeting_of(ENVIRONMENT | {"RANK": "0"}).hosts
+    assert not meeting_of(ENVIRONMENT | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts, "torchrun's agent does"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR must be set too"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT must be set too"),
+        ({"MASTER_PORT": "port"}, "MASTER_PORT=port in the environment is not a number"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 in the environment is no port"),
+        ({"RANK": "2"}, "RANK=2 in the environment must be below WORLD_SIZE=2"),
+    ],
+)
+def test_a_wrong_environment_is_named(changes: dict[str, str], words: str) -> None:
+    with pytest.raises(RunError, match=words):
+        meeting_of(ENVIRONMENT | changes)
