@@ -27,7 +27,10 @@ PAIRS = [(ROOT / "README.md", ROOT / "README_zh.md"), *((page, CHINESE / page.re
 FOREIGN = {
     "pip": "--constraint --no-build-isolation --editable --quiet --upgrade",
     "torchrun": "--nproc-per-node --nnodes --node-rank --master-addr --master-port --standalone",
-    "slurm": "--nodes --gpus-per-node --ntasks-per-node --signal --job-name --output --kill-on-bad-exit --export",
+    "slurm": "--nodes --gpus-per-node --ntasks-per-node --signal --job-name --output --kill-on-bad-exit --export --ntasks --relative --requeue --open-mode"
+    " --batch --rdzv-conf",
+    "sglang.launch_server": "--model-path --host --port --tp-size",
+    "until the SGLang engine is here": "--rollout-external-engine-addrs",
     "tensorboard": "--logdir",
 }
 OTHERS = {flag for flags in FOREIGN.values() for flag in flags.split()}
