@@ -52,7 +52,9 @@ _ENGINES = "the rollout engine is local, inside the training ranks"
 _HOOKS = "custom functions at this place"
 _WANDB = "metrics go to metrics.jsonl and TensorBoard"
 _OPD = "a teacher in Megatron's format"
-_CRITIC = "the critic has the layout of the policy, on the same processes"
+_CRITIC = (
+    "the critic is on the processes of the policy; its layout there is chosen with --critic-tensor-model-parallel-size and its siblings"
+)
 _MICRO = "micro-batches are cut by --micro-batch-size or --max-tokens-per-gpu"
 _CLUSTER = "the layout is given by torchrun (or SLURM) and the parallel sizes"
 _SYNC = "weights are handed over in memory"
@@ -110,7 +112,6 @@ _PREFIXES = {
     "--router-": _ENGINES,
     "--vllm-": _ENGINES,
     "--wandb-": _WANDB,
-    "--critic-": _CRITIC,
 }
 _PREFIXES |= {"--megatron-deepgemm-": "fp8 and fp4 training", "--lora-": "LoRA"}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import slime_like
+from arguments.critic_layout import build_critic
 from arguments.groups import ModelConfig
 from arguments.help import help_text
 from arguments.hf_model import HfModel, read_hf_model
@@ -20,7 +21,7 @@ from arguments.megatron_configs import Machine, build_megatron_configs, resolve_
 from arguments.run_config import RunConfig, TeacherModel
 from arguments.table import GROUPS, FlagTable, flag_table, normalise
 from arguments.validate import Settings, global_batch_of, virtual_stages_of
-from arguments.validate_critic import completed_critic
+from arguments.validate_critic import completed_critic, has_critic
 from arguments.validate_run import check, settings_of_other_losses, warnings_of
 from arguments.words import Given, merge, read_command_line, read_run_file
 from slime_like.advantages.registry import advantage_estimators
@@ -227,8 +228,9 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
     if megatron is None:
         raise ConfigError(_in_order(problems, table))
     teacher, problems = _teacher(s, draft.checkpoint, stages)
-    if problems:
-        raise ConfigError(_in_order(problems, table))
+    critic, more = build_critic(s) if has_critic(s) else (None, [])
+    if problems + more:
+        raise ConfigError(_in_order(problems + more, table))
     size = global_batch_of(s) or s.samples_per_rollout
     balance = s.algorithm.use_dynamic_batch_size if s.algorithm.balance_data is None else s.algorithm.balance_data
     algorithm = dataclasses.replace(
@@ -256,6 +258,7 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
         debug=s.debug,
         megatron=megatron,
         teacher=teacher,
+        critic_model=critic,
         argv=tuple(argv),
         warnings=tuple([*warnings, *warnings_of(s), *settings_of_other_losses(s, table.by_dest)]),
         world_size=s.world_size,

@@ -38,13 +38,21 @@ class TeacherModel:
 
 
 @dataclass(frozen=True)
+class CriticModel:
+    """How the critic is cut and built. parallel: complete, as the policy's in `RunConfig`."""
+
+    parallel: ParallelConfig
+    megatron: MegatronConfigs
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Complete: `gpt` is filled from the checkpoint; `model.transformer_impl` is "local" or "transformer_engine";
     `algorithm.num_steps_per_rollout` and `algorithm.global_batch_size` are set and agree with the rollout's size, `balance_data` is set;
     `algorithm.policy_loss_type` and `advantage_estimator` are registered names, not aliases;
     `parallel.num_virtual_stages_per_pipeline_rank` is set for the interleaved schedule however that was asked for.
 
-    with a critic, `critic.critic_lr` and `critic_min_lr` are set.
+    with a critic, `critic.critic_lr` and `critic_min_lr` are set, and critic_model tells its layout; without one that is None.
 
     teacher: of on-policy distillation on Megatron, else None. policy_loss: the chosen loss's own configuration. argv: the command line. warnings: to be printed once by the launcher.
     """
@@ -70,6 +78,7 @@ class RunConfig:
     debug: DebugConfig
     megatron: MegatronConfigs
     teacher: TeacherModel | None
+    critic_model: CriticModel | None
     argv: tuple[str, ...]
     warnings: tuple[str, ...]
     world_size: int

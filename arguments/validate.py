@@ -149,7 +149,8 @@ def context_parallel_has_limits(s: Settings) -> list[Problem]:
     """What ranks that share sequences cannot do, and which of them exchanges keys and values how."""
     size, how = s.parallel.context_parallel_size, s.core.get("cp_comm_type")
     if size == 1:
-        return problem("cp_comm_type", how, "needs --context-parallel-size above 1; leave it out") if how is not None else []
+        used = how is None or (s.critic.critic_context_parallel_size or 1) > 1
+        return [] if used else problem("cp_comm_type", how, "needs --context-parallel-size above 1; leave it out")
     found = []
     for name in ("attention_dropout", "hidden_dropout"):
         if s.core.get(name):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from arguments.critic_layout import critic_layout_is_possible
 from arguments.from_dataclass import Flag
 from arguments.loss_choice import loss_fields
 from arguments.validate import BATCH_RULES, NETWORK_RULES, PARALLEL_RULES, TASK_PREFIX, Rule, Settings, global_batch_of, problem
@@ -232,7 +233,7 @@ def renormalization_needs_truncation(s: Settings) -> list[Problem]:
 RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
     kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, offloading_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
-    *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, *DISTILLATION_RULES, learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
+    *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *DISTILLATION_RULES, learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
     prompts, renormalization_needs_truncation, reward_is_chosen, reward_is_usable, evaluation, *SCHEDULING_RULES, *FILE_RULES,
 )  # fmt: skip
 

@@ -1,10 +1,12 @@
-"""A rollout becomes what the backend trains on: old and reference log-probs, the off-policy correction, advantages and token weights."""
+"""A rollout becomes what the backend trains on: old and reference log-probs, the off-policy correction, advantages and token weights; and,
+where there is a critic, what that is trained on (critic_batches.py)."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +15,24 @@ from torch import Tensor
 from arguments.run_config import RunConfig
 from slime_like.advantages import AdvantageSettings, KLController, TokenAdvantages, estimate_advantages, teacher_gaps, token_kl
 from slime_like.advantages.values import value_metrics
+from slime_like.critic_batches import CriticPart, plan_of_critic
 from slime_like.megatron_backend.backend import MegatronBackend, TokenStatistics
 from slime_like.megatron_backend.gates import TrainRolloutGate, check_values
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.micro_batches import work_per_token
 from slime_like.metrics.progress import Progress
-from slime_like.rollout.batch import StepPlan, map_steps, outcomes_of, train_samples
+from slime_like.rollout.batch import Shares, StepPlan, map_steps, outcomes_of, train_samples
 from slime_like.rollout.correction import SampleCorrection, correct_steps, require_sampler_log_probs, sampler_told
 from slime_like.rollout.metrics import fresh_tokens, train_rollout_difference
 from slime_like.types import Sample, TrainBatch, TrainSample
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The optimizer steps of a rollout: this rank's samples of each. critic: empty without one; it may share the samples otherwise."""
+
+    policy: list[TrainBatch]
+    critic: list[TrainBatch]
 
 
 class BatchMaker:
@@ -52,24 +63,15 @@ class BatchMaker:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.rollout_gate.breaches = int(state["rollout_gate_breaches"])
 
-    def make(self, samples: Sequence[Sample], weight_version: int) -> tuple[list[TrainBatch], dict[str, float]]:
-        """The optimizer steps of a rollout. weight_version: of the policy that is about to be trained."""
-        algorithm = self.run.algorithm
+    def make(self, samples: Sequence[Sample], weight_version: int) -> tuple[Batches, dict[str, float]]:
+        """What a rollout is trained on, and metrics. weight_version: of the policy that is about to be trained."""
         self._warn_of_long_sequences(samples)
         with self.progress.phase("balance") if self.plan.linear_cost is not None else nullcontext():
             shares = self.plan.share(samples)
-        steps = train_samples(
-            self.plan,
-            samples,
-            reduction=algorithm.loss_reduction,
-            loss_norm_length=algorithm.loss_norm_length,
-            micro_batch_size=algorithm.micro_batch_size,
-            positive_nll=algorithm.positive_nll_coef > 0,
-            shares=shares,
-        )
+        steps = self._steps(self.plan, samples, shares)
         metrics = dict(shares.metrics)
         if self.is_sft:
-            return map_steps(steps, lambda i, sample: sample), metrics
+            return Batches(map_steps(steps, lambda i, sample: sample), []), metrics
         local = [sample for step in steps for sample in step]
         with self.progress.phase("log_probs"):
             recorded = self.run.debug.load_debug_rollout_data is not None  # their versions are of another run
@@ -78,14 +80,18 @@ class BatchMaker:
             reference = self.backend.reference
             ref = None if reference is None else self.backend.compute_log_probs(local, reference)
             teacher = None if self.backend.teacher is None else self.backend.compute_log_probs(local, self.backend.teacher)
-        values = self._values(local)
+        critic = self._critic_part(samples, shares)
+        values = self._values(critic)
         corrections, more = self._corrections(samples, steps, old)
         metrics |= more
         advantages = self._advantages(samples, shares.local_indices, local, old, ref, teacher, values)
         metrics |= advantages.metrics
-        if values is not None and advantages.returns is not None:
+        of_critic: list[TrainBatch] = []
+        if critic is not None:
+            assert values is not None and advantages.returns is not None, "an estimator with a critic tells what it is to learn"
             masks = [s.loss_mask for s in local]
             metrics |= check_values(value_metrics(values, advantages.returns, masks, self.layout.dp_group))
+            of_critic = critic.batches(advantages.returns)
 
         def complete(i: int, sample: TrainSample) -> TrainSample:
             return dataclasses.replace(
@@ -96,18 +102,29 @@ class BatchMaker:
                 ref_log_probs=None if ref is None else ref[i].log_probs,
                 keep_mask=corrections[i].keep_mask,
                 importance_weights=corrections[i].importance_weights,
-                values=None if values is None else values[i],
-                returns=None if advantages.returns is None else advantages.returns[i],
             )
 
-        return map_steps(steps, complete), metrics
+        return Batches(map_steps(steps, complete), of_critic), metrics
+
+    def _steps(self, plan: StepPlan, samples: Sequence[Sample], shares: Shares) -> list[list[TrainSample]]:
+        algorithm = self.run.algorithm
+        return train_samples(
+            plan,
+            samples,
+            reduction=algorithm.loss_reduction,
+            loss_norm_length=algorithm.loss_norm_length,
+            micro_batch_size=algorithm.micro_batch_size,
+            positive_nll=algorithm.positive_nll_coef > 0,
+            shares=shares,
+        )
 
     def _warn_of_long_sequences(self, samples: Sequence[Sample]) -> None:
         """Once in a run."""
         algorithm = self.run.algorithm
         if algorithm.max_tokens_per_gpu is None or self._warned_of_long_sequences:
             return
-        budget = algorithm.max_tokens_per_gpu * self.layout.cp_size
+        layouts = [self.layout] if self.backend.critic is None else [self.layout, self.backend.critic.layout]
+        budget = algorithm.max_tokens_per_gpu * min(layout.cp_size for layout in layouts)
         longest = max(sample.total_length for sample in samples)
         if longest > budget:
             self._warned_of_long_sequences = True
@@ -137,12 +154,20 @@ class BatchMaker:
                 self.warn(self.rollout_gate.check(average, p99, ratio_error, weight_version))
         return old
 
-    def _values(self, local: Sequence[TrainSample]) -> list[Tensor] | None:
-        """The critic's values of this rank's samples, before its update."""
+    def _critic_part(self, samples: Sequence[Sample], shares: Shares) -> CriticPart | None:
+        """shares: the policy's."""
         if self.backend.critic is None:
             return None
+        plan = plan_of_critic(self.plan, self.backend.critic.layout)
+        own = plan.share(samples)
+        return CriticPart(self.backend, samples, self._steps(plan, samples, own), own, shares)
+
+    def _values(self, critic: CriticPart | None) -> list[Tensor] | None:
+        """The critic's values of this rank's samples, before its update."""
+        if critic is None:
+            return None
         with self.progress.phase("values"):
-            return self.backend.compute_values(local)
+            return critic.compute_values()
 
     def _corrections(
         self, samples: Sequence[Sample], steps: Sequence[Sequence[TrainSample]], old: Sequence[TokenStatistics]

@@ -158,10 +158,10 @@ class Trainer:
         batches, batch_metrics = self.batches.make(samples, self.weight_version)
         metrics |= batch_metrics
         if self.backend.critic is not None:
-            metrics |= self._train_critic(batches, values_abs=metrics.get("rollout/values_abs", 0.0))
+            metrics |= self._train_critic(batches.critic, values_abs=metrics.get("rollout/values_abs", 0.0))
         if step >= run.critic.num_critic_only_steps:
             on_policy = metrics.get("rollout/staleness_max", 0.0) == 0
-            metrics |= self._train(step, batches, on_policy=on_policy)
+            metrics |= self._train(step, batches.policy, on_policy=on_policy)
             self.weight_version += 1
         return metrics
 
@@ -215,9 +215,8 @@ class Trainer:
                 pending = self.backend.accumulate_critic(batch)
                 if index == 0 and not self._has_dropout:
                     difference = pending.metrics.get("value_diff_abs", 0.0)
-                    check_old_values(
-                        difference, values_abs=values_abs, same_packing=self._same_packing, half_precision=self._half_precision
-                    )
+                    same_packing = self._same_packing(pending.network.layout)
+                    check_old_values(difference, values_abs=values_abs, same_packing=same_packing, half_precision=self._half_precision)
                 result = self.backend.apply_gradients(pending)
                 self._warn(self.critic_gate.check(result.skipped, result.grad_norm))
                 results.append(result)
@@ -232,13 +231,12 @@ class Trainer:
         transformer = self.run_config.megatron.transformer
         return bool(transformer.hidden_dropout or transformer.attention_dropout)
 
-    @property
-    def _same_packing(self) -> bool:
-        """Whether forward-only passes and updates pack samples alike."""
+    def _same_packing(self, layout: ParallelLayout) -> bool:
+        """Whether forward-only passes and updates of a network in this layout pack samples alike."""
         algorithm = self.run_config.algorithm
         same_size = algorithm.log_probs_micro_batch_size in (None, algorithm.micro_batch_size)
         same_size = same_size and not algorithm.use_dynamic_batch_size  # a pass over a whole rollout is filled otherwise than a step
-        return same_size and self.layout.vp_size == 1  # interleaved stages pad to the longest of the step, or of the rollout
+        return same_size and layout.vp_size == 1  # interleaved stages pad to the longest of the step, or of the rollout
 
     def _check_first_update(self, step: int, metrics: Mapping[str, float], *, on_policy: bool) -> None:
         """Gates on the forward pass of a rollout's first optimizer step, before the weights change."""
@@ -251,7 +249,7 @@ class Trainer:
                 self._warn(self.batches.rollout_gate.check(gap, gap, 1.0, self.weight_version))
             return
         gap = metrics.get("log_ratio_abs", 0.0)
-        check_old_log_probs(gap, same_packing=self._same_packing, half_precision=self._half_precision)
+        check_old_log_probs(gap, same_packing=self._same_packing(self.layout), half_precision=self._half_precision)
         if step == run.critic.num_critic_only_steps and "kl_k3" in metrics and self._starts_at_the_reference():
             check_initial_kl(metrics["kl_k3"], half_precision=self._half_precision)
 

@@ -29,3 +29,10 @@ class ParallelConfig:
     @property
     def model_parallel_size(self) -> int:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """What decides which rank has which part of a model; equal for layouts that can share their process groups."""
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        experts = (self.expert_model_parallel_size, self.expert_tensor_parallel_size or tensor)
+        return tensor, pipeline, self.num_virtual_stages_per_pipeline_rank or 1, self.context_parallel_size, *experts

@@ -82,7 +82,7 @@ def make_blueprint(hf: HfModel, parallel: ParallelConfig, layout: ParallelLayout
     gpt = GPTModelConfig(**hf.gpt)
     with OnMeta():
         chunks = [chunk.to(dtype) for chunk in build_chunks(built.transformer, gpt, "local", layout, value_head=value_head)]
-    state = sharded_state(SavedNetwork(chunks, None, None), is_loading=False)
+    state = sharded_state(SavedNetwork(chunks, None, None, layout), is_loading=False)
     parameters, entries = {}, {}
     for index, chunk in enumerate(chunks):
         for (own, _), (name, parameter) in zip(chunk.named_parameters(), global_parameters([chunk]), strict=True):

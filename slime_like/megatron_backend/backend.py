@@ -109,7 +109,7 @@ class MegatronBackend:
             self.teacher = frozen(teacher, partial(Network.load_hf, folder=run.distillation.opd_teacher_load))
         self.critic: TrainedNetwork | None = None
         if run.trains_critic:
-            self.critic = make_critic(run, layout, total_steps=total_steps)
+            self.critic = make_critic(run, policy=layout, total_steps=total_steps)
             start_from_policy(self.critic, self.policy)
         self._value_loss = run.value_loss
 
@@ -147,7 +147,7 @@ class MegatronBackend:
         batches = with_selection_seeds(batches, self._seed, self.trained.scheduler.num_steps, self.layout.dp_rank)
         step = training_step(self.head, self.objective, gradient_scale(self.layout, len(batches)))
         packing = packing_metrics(parts, batches, size)
-        metrics = self._reduced(self.trained.accumulate(step, batches), packing)
+        metrics = self._reduced(self.trained.accumulate(step, batches), self.layout, packing)
         metrics |= routing_metrics(self.policy.chunks, self.transformer, self.layout, len(batches))
         return PendingStep(metrics, self.trained)
 
@@ -161,36 +161,38 @@ class MegatronBackend:
         return self.apply_gradients(self.accumulate(batch))
 
     def compute_values(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """The critic's value of every response token [R] float32, for this data-parallel rank's samples; 0 where the loss mask is False.
-        All pipeline stages get the result."""
+        """The critic's value of every response token [R] float32, 0 where the loss mask is False. samples: of this rank's data-parallel rank in
+        the critic's layout. All its pipeline stages get the result."""
         assert self.critic is not None
-        parts = cut(samples, micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True), self.layout)
-        (values,) = self.critic.evaluate(value_step(self.layout), parts.groups, self._pack(parts.groups))
+        layout = self.critic.layout
+        parts = cut(samples, micro_batch_size(self.algorithm, layout.cp_size, forward_only=True), layout)
+        (values,) = self.critic.evaluate(value_step(layout), parts.groups, self._pack(parts.groups, self.critic))
         return parts.in_order(values)
 
     def accumulate_critic(self, batch: TrainBatch) -> PendingStep:
-        """As `accumulate`, for the critic."""
+        """As `accumulate`, for the critic. batch: of this rank's data-parallel rank in the critic's layout."""
         assert self.critic is not None
-        size = micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=False)
+        layout = self.critic.layout
+        size = micro_batch_size(self.algorithm, layout.cp_size, forward_only=False)
         own = [dataclasses.replace(sample, routes=None, token_sets=None) for sample in batch.samples]  # these are the policy's
-        batches = self._pack(cut(own, size, self.layout).groups)
-        step = value_training_step(self.layout, self._value_loss, gradient_scale(self.layout, len(batches)))
-        return PendingStep(self._reduced(self.critic.accumulate(step, batches)), self.critic)
+        batches = self._pack(cut(own, size, layout).groups, self.critic)
+        step = value_training_step(layout, self._value_loss, gradient_scale(layout, len(batches)))
+        return PendingStep(self._reduced(self.critic.accumulate(step, batches), layout), self.critic)
 
     def update_critic(self, batch: TrainBatch) -> StepResult:
         """One optimizer step of the critic."""
         return self.apply_gradients(self.accumulate_critic(batch))
 
-    def _reduced(self, outputs: Sequence[Any], more: Mapping[str, Metric] | None = None) -> dict[str, float]:
-        """Metrics of a whole step out of what the loss closures reported, and `more` of this rank, on all ranks."""
+    def _reduced(self, outputs: Sequence[Any], layout: ParallelLayout, more: Mapping[str, Metric] | None = None) -> dict[str, float]:
+        """Metrics of a whole step out of what the loss closures reported, and `more` of this rank, on all ranks. layout: the network's."""
         metrics: dict[str, float] = {}
-        if self.layout.is_last_stage:
+        if layout.is_last_stage:
             accumulator = MetricAccumulator()
             for output in outputs:
                 accumulator.add(output["metrics"])
             accumulator.add(more or {})
-            metrics = accumulator.reduce(self.layout.dp_cp_group)
-        return self._object_from_last_stage(metrics)
+            metrics = accumulator.reduce(layout.dp_cp_group)
+        return object_from_last_stage(metrics, layout)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) pairs of the policy, on every rank, a layer's worth of memory at a time."""
@@ -207,12 +209,11 @@ class MegatronBackend:
     def save(
         self, saver: CheckpointSaver, step: int, trainer_state: dict[str, Any], *, with_optimizer: bool, with_rng: bool
     ) -> SaveReport | None:
-        """Write a checkpoint; see `CheckpointSaver.save`. Layout and shape of the model join `trainer_state`."""
+        """Write a checkpoint; see `CheckpointSaver.save`. The shape of the model joins `trainer_state`."""
         for network in self.trained_networks.values():
             network.finish_updates()
         networks = {name: saved_network(network, with_optimizer=with_optimizer) for name, network in self.trained_networks.items()}
-        state = {**trainer_state, "layout": self.layout.describe(), "model": self._model_shape()}
-        return saver.save(step, networks, state, with_rng=with_rng)
+        return saver.save(step, networks, {**trainer_state, "model": self._model_shape()}, with_rng=with_rng)
 
     def load(
         self, folder: Path, *, with_optimizer: bool, with_rng: bool, verify: bool, tell: Callable[[str], None], with_critic: bool = True
@@ -223,7 +224,7 @@ class MegatronBackend:
         trained = {name: network for name, network in self.trained_networks.items() if with_critic or name != "critic"}
         networks = {name: saved_network(network, with_optimizer=with_optimizer) for name, network in trained.items()}
         if not trained:  # --debug-rollout-only
-            networks = {"policy": SavedNetwork(self.policy.chunks, None, None)}
+            networks = {"policy": SavedNetwork(self.policy.chunks, None, None, self.layout)}
         with ExitStack() as limits:
             for saved in networks.values():
                 if saved.optimizer is not None:
@@ -233,7 +234,6 @@ class MegatronBackend:
                 networks,
                 load_rng=with_rng,
                 verify=verify,
-                layout=self.layout,
                 seed=self._seed,
                 model=self._model_shape(),
                 tell=tell,
@@ -265,28 +265,33 @@ class MegatronBackend:
     def _model_shape(self) -> dict[str, int | bool | None]:
         return model_shape(self.transformer, self.gpt)
 
-    def _pack(self, groups: Sequence[Sequence[TrainSample]]) -> list[MicroBatch]:
-        """megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages confuse (each is the other's
+    def _pack(self, groups: Sequence[Sequence[TrainSample]], network: Network | None = None) -> list[MicroBatch]:
+        """For a network in its layout; None: the policy's.
+
+        megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages confuse (each is the other's
         neighbour on both sides), so there all micro-batches get one shape."""
+        network = self.policy if network is None else network
+        config, layout = network.config, network.layout
         packed = pack_all(
             groups,
-            multiple=self.layout.tp_size if self.transformer.sequence_parallel else 1,
-            equal_lengths=self.layout.vp_size > 1,
+            multiple=layout.tp_size if config.sequence_parallel else 1,
+            equal_lengths=layout.vp_size > 1,
             device=self.device,
-            cp_size=self.layout.cp_size,
-            cp_rank=self.layout.cp_rank,
-            agree=agreed_lengths(self.transformer, self.layout, self.device),
+            cp_size=layout.cp_size,
+            cp_rank=layout.cp_rank,
+            agree=agreed_lengths(config, layout, self.device),
             equal_sequences=self.algorithm.qkv_format == "bshd",
         )
         return with_active_rows(packed)
 
-    def _object_from_last_stage(self, value: dict[str, float]) -> dict[str, float]:
-        if self.layout.pp_size == 1:
-            return value
-        holder = [value]
-        source = dist.get_global_rank(self.layout.pp_group, self.layout.pp_size - 1)
-        dist.broadcast_object_list(holder, source, group=self.layout.pp_group)
-        return holder[0]
+
+def object_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> dict[str, float]:
+    if layout.pp_size == 1:
+        return value
+    holder = [value]
+    source = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
+    dist.broadcast_object_list(holder, source, group=layout.pp_group)
+    return holder[0]
 
 
 def load_network(
@@ -300,11 +305,12 @@ def load_network(
     found, warning = (step, None) if step is not None else newest_step(root, flag)
     if warning is not None:
         tell(f"warning: {warning}")
-    load_weights(checkpoint_folder(root, found), name, network.chunks, verify=verify, tell=tell)
+    there = checkpoint_folder(root, found)
+    load_weights(there, name, SavedNetwork(network.chunks, None, None, network.layout), verify=verify, tell=tell)
 
 
 def saved_network(network: TrainedNetwork, *, with_optimizer: bool) -> SavedNetwork:
-    return SavedNetwork(network.chunks, network.optimizer if with_optimizer else None, network.scheduler)
+    return SavedNetwork(network.chunks, network.optimizer if with_optimizer else None, network.scheduler, network.layout)
 
 
 def frozen(network: Network, load: Callable[[Network], None]) -> Network:

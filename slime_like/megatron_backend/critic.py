@@ -1,4 +1,4 @@
-"""The critic: how its network is trained, and what Megatron's schedules call for it. Its layout is the policy's."""
+"""The critic: how its network is trained, and what Megatron's schedules call for it."""
 
 from __future__ import annotations
 
@@ -15,39 +15,66 @@ from torch import Tensor
 from arguments.groups import CriticConfig, ScheduleConfig
 from arguments.run_config import RunConfig
 from slime_like.losses.value_loss import ValueInputs, ValueLossConfig, value_loss
+from slime_like.megatron_backend.copy_weights import copy_weights
+from slime_like.megatron_backend.init import make_further_layout
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import ForwardStep, LossFunc, forward
 from slime_like.megatron_backend.network import Network, TrainedNetwork
 from slime_like.types import MicroBatch
 
+HEAD = "output_layer."
 
-def make_critic(run: RunConfig, layout: ParallelLayout, *, total_steps: int) -> TrainedNetwork:
-    """The critic, its weights still random; see `start_from_policy`. total_steps: its optimizer steps in the whole run."""
+
+def make_critic(run: RunConfig, policy: ParallelLayout, *, total_steps: int) -> TrainedNetwork:
+    """The critic, its weights still random; see `start_from_policy`. policy: the layout of that. total_steps: the critic's optimizer steps in
+    the whole run."""
+    model = run.critic_model
+    assert model is not None
     return TrainedNetwork(
-        run.megatron.transformer,
+        model.megatron.transformer,
         run.gpt,
         run.model.transformer_impl,
-        layout,
-        ddp=run.megatron.ddp,
-        optimizer=critic_optimizer(run.megatron.optimizer, run.critic),
+        critic_layout(run, policy),
+        ddp=model.megatron.ddp,
+        optimizer=critic_optimizer(model.megatron.optimizer, run.critic),
         schedule=critic_schedule(run.schedule, run.critic),
         total_steps=total_steps,
         value_head=True,
     )
 
 
-@torch.no_grad()
+def critic_layout(run: RunConfig, policy: ParallelLayout) -> ParallelLayout:
+    """The policy's, where both are cut alike, else one of the critic's own over the same processes."""
+    assert run.critic_model is not None
+    parallel = run.critic_model.parallel
+    if parallel.grid == run.parallel.grid:
+        return policy
+    return make_further_layout(parallel, virtual_stages=parallel.num_virtual_stages_per_pipeline_rank, seed=run.model.seed)
+
+
 def start_from_policy(critic: TrainedNetwork, policy: Network) -> None:
     """Give the critic the policy's transformer as it is now, and a head of zeros."""
     policy.finish_updates()
-    for mine, theirs in zip(critic.chunks, policy.chunks, strict=True):
-        weights = dict(theirs.named_parameters())
-        for name, parameter in mine.named_parameters():
-            if name.startswith("output_layer."):
-                parameter.zero_()
-            else:
-                parameter.copy_(weights[name])
+    if critic.layout is policy.layout:
+        _copy_here(critic, policy)
+    else:
+        copy_weights(policy, critic, wanted=lambda name: not name.startswith(HEAD))
+    with torch.no_grad():
+        for chunk in critic.chunks:
+            for name, parameter in chunk.named_parameters():
+                if name.startswith(HEAD):
+                    parameter.zero_()
     critic.weights_changed()
+
+
+@torch.no_grad()
+def _copy_here(critic: Network, policy: Network) -> None:
+    """Between networks that have the same part of the model on each rank."""
+    for mine, theirs in zip(critic.chunks, policy.chunks, strict=True):
+        weights = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+        for name, tensor in (*mine.named_parameters(), *mine.named_buffers()):
+            if not name.startswith(HEAD):
+                tensor.copy_(weights[name])
 
 
 def critic_optimizer(policy: OptimizerConfig, critic: CriticConfig) -> OptimizerConfig:

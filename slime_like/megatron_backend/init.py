@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from arguments.groups import ParallelConfig
-from slime_like.megatron_backend.layout import ParallelLayout, read_layout
+from slime_like.megatron_backend.layout import ParallelLayout, read_layout, without_layout
 from slime_like.rendezvous import environment_meeting, meet
 
 
@@ -60,23 +60,34 @@ def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
 @contextmanager
 def model_parallel_groups(parallel: ParallelConfig, *, virtual_stages: int | None, seed: int) -> Iterator[ParallelLayout]:
     """megatron-core's groups out of all processes, and its random states."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import parallel_state
 
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=virtual_stages,
-            context_parallel_size=parallel.context_parallel_size,
-            expert_model_parallel_size=parallel.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-            distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
-        )
-        layout = read_layout()
-        # dropout and initialisation differ between pipeline stages; tensor- and expert-parallel ranks are told apart by megatron-core
-        stage_seed = seed + 100 * layout.pp_rank
-        torch.manual_seed(stage_seed)
-        tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
-        yield layout
+        yield make_layout(parallel, virtual_stages=virtual_stages, seed=seed)
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def make_layout(parallel: ParallelConfig, *, virtual_stages: int | None, seed: int) -> ParallelLayout:
+    """megatron-core's groups, and random states, on processes that have met. The layout is in force."""
+    from megatron.core import parallel_state
+
+    from slime_like.megatron_backend.random_states import seed_stage
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_stages,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
+    )
+    seed_stage(seed, parallel_state.get_pipeline_model_parallel_rank())
+    return read_layout()
+
+
+def make_further_layout(parallel: ParallelConfig, *, virtual_stages: int | None, seed: int) -> ParallelLayout:
+    """Another layout of the same processes, beside the one that is in force and stays so. Its groups close with the process group."""
+    with without_layout():
+        return make_layout(parallel, virtual_stages=virtual_stages, seed=seed)

@@ -1,10 +1,62 @@
-"""The one reader of megatron-core's parallel state. Everything else is handed a `ParallelLayout`."""
+"""The one reader of megatron-core's parallel state. Everything else is handed a `ParallelLayout`.
+
+megatron-core keeps groups, sizes and ranks in the globals of one module, and half of what we call reads them there: tensor-parallel layers,
+the optimizer's factory, schedules, random states, names in checkpoints. Networks of different layouts in one process therefore take turns:
+each layout has a set of these globals, and `ParallelLayout.in_force` puts it in their place for as long as its network is at work.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
+
+P = ParamSpec("P")
+R = TypeVar("R")
+STATE_NAME = re.compile(
+    "_[A-Z][A-Z_]*$"
+)  # megatron-core's spelling of the globals that make a layout; the list of all groups is none of them
+
+
+class MegatronState:
+    """What megatron-core and torch hold for one layout while it is in force: the globals of `parallel_state`, and the random states, which
+    differ between the ranks of a layout in its own way. Changed in place: both move on while the layout is at work."""
+
+    def __init__(self) -> None:
+        self.keep()
+
+    def keep(self) -> None:
+        """Take what is in force."""
+        from slime_like.megatron_backend.random_states import RandomStates
+
+        self.globals = parallel_globals()
+        self.random = RandomStates.now()
+
+    def put_in_force(self) -> None:
+        from megatron.core import parallel_state
+
+        vars(parallel_state).update(self.globals)
+        self.random.restore()
+
+    @property
+    def is_in_force(self) -> bool:
+        from megatron.core import parallel_state
+
+        return parallel_state._MODEL_PARALLEL_GROUP is self.globals["_MODEL_PARALLEL_GROUP"]
+
+
+def parallel_globals() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {name: value for name, value in vars(parallel_state).items() if STATE_NAME.match(name)}
+
+
+_taking_turns = False  # whether a layout is in the place of the one that was in force
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +87,24 @@ class ParallelLayout:
     dp_cp_group: dist.ProcessGroup
     ep_group: dist.ProcessGroup
     etp_group: dist.ProcessGroup
+    state: MegatronState = field(repr=False, compare=False)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """For the block this is megatron-core's layout. Such blocks nest only where the layout is the same."""
+        global _taking_turns
+        if self.state.is_in_force:
+            yield
+            return
+        assert not _taking_turns, "a network of one layout is called from within one of another"
+        others, _taking_turns = MegatronState(), True
+        self.state.put_in_force()
+        try:
+            yield
+        finally:
+            self.state.keep()
+            others.put_in_force()
+            _taking_turns = False
 
     @property
     def is_first_stage(self) -> bool:
@@ -52,8 +122,40 @@ class ParallelLayout:
         return f"TP{self.tp_size} PP{self.pp_size}{vp} CP{self.cp_size} DP{self.dp_size}{experts}"
 
 
+class HasLayout(Protocol):
+    @property
+    def layout(self) -> ParallelLayout: ...
+
+
+Self = TypeVar("Self", bound=HasLayout)
+
+
+def in_own_layout(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
+    """A method of something that has a layout, which is in force while the method runs."""
+
+    @wraps(method)
+    def call(self: Self, *positional: P.args, **named: P.kwargs) -> R:
+        with self.layout.in_force():
+            return method(self, *positional, **named)
+
+    return call
+
+
+@contextmanager
+def without_layout() -> Iterator[None]:
+    """megatron-core as if it had no groups yet, to make those of a further layout; afterwards the layout that was in force is so again."""
+    from megatron.core import parallel_state
+
+    others = MegatronState()
+    vars(parallel_state).update({name: {} if isinstance(value, dict) else None for name, value in others.globals.items()})
+    try:
+        yield
+    finally:
+        others.put_in_force()
+
+
 def read_layout() -> ParallelLayout:
-    """The layout after `initialize_model_parallel`."""
+    """The layout after `initialize_model_parallel` and the seeding of random states."""
     from megatron.core import parallel_state as mpu
 
     return ParallelLayout(
@@ -79,4 +181,5 @@ def read_layout() -> ParallelLayout:
         dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
         ep_group=mpu.get_expert_model_parallel_group(),
         etp_group=mpu.get_expert_tensor_parallel_group(),
+        state=MegatronState(),
     )

@@ -1,6 +1,6 @@
 """One model of the run on Megatron: the policy, the reference, any other. Frozen, or trained by an optimizer and a schedule of its own.
 
-Every method is called by all ranks together.
+Every method is called by all ranks together, and works in the network's own layout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slime_like.megatron_backend.experts import (
     routes_of_samples,
 )
 from slime_like.megatron_backend.init import device_of_this_process
-from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.layout import ParallelLayout, in_own_layout
 from slime_like.megatron_backend.loss_closure import ForwardStep
 from slime_like.megatron_backend.model import build_chunks, to_model_precision, wrap_for_training
 from slime_like.megatron_backend.optimizer import build_optimizer, build_scheduler, step_if_finite
@@ -59,9 +59,11 @@ class Network:
         self.gpt = gpt
         self.layout = layout
         self.device = device_of_this_process()
-        self.chunks = build_chunks(self.config, gpt, transformer_impl, layout, value_head=value_head)
-        self.modules: list[Any] = to_model_precision(self.chunks, self.config)
+        with layout.in_force():
+            self.chunks = build_chunks(self.config, gpt, transformer_impl, layout, value_head=value_head)
+            self.modules: list[Any] = to_model_precision(self.chunks, self.config)
 
+    @in_own_layout
     def load_hf(self, folder: str) -> None:
         """Take the weights of a Hugging Face checkpoint. Raises ValueError when it is shaped otherwise."""
         hf = read_hf_model(folder, value_head=self.value_head)
@@ -78,6 +80,7 @@ class Network:
     def finish_updates(self) -> None:
         """Weights are current once this returns; before it, an update may still be on its way."""
 
+    @in_own_layout
     def evaluate(
         self, step: ForwardStep, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch], *, record_routes: bool = False
     ) -> list[list[Tensor]]:
@@ -101,6 +104,7 @@ class Network:
                 column += [value.clone() for value in unpack(row, group, batch.cu_seqlens)]
         return columns
 
+    @in_own_layout
     def recorded_routes(self, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Of the last `evaluate`: the experts that each sample's tokens went to in this stage's layers, [L, expert layers, topk] int16."""
         routers = routers_of(self.chunks)
@@ -151,9 +155,10 @@ class TrainedNetwork(Network):
     ) -> None:
         """total_steps: optimizer steps of the whole run."""
         super().__init__(transformer, gpt, transformer_impl, layout, value_head=value_head)
-        self.modules = list(wrap_for_training(self.modules, self.config, ddp))
-        self.optimizer = build_optimizer(optimizer, self.modules)
-        self.scheduler = build_scheduler(self.optimizer, optimizer, schedule, total_steps=total_steps)
+        with layout.in_force():
+            self.modules = list(wrap_for_training(self.modules, self.config, ddp))
+            self.optimizer = build_optimizer(optimizer, self.modules)
+            self.scheduler = build_scheduler(self.optimizer, optimizer, schedule, total_steps=total_steps)
         self._gathers_late = ddp.overlap_param_gather
         self._expert_biases: list[Tensor] = []  # of before the gradients that are accumulated
         # what Megatron's schedules and gradient finalisation expect to find
@@ -162,6 +167,7 @@ class TrainedNetwork(Network):
             no_sync = [module.no_sync for module in self.modules]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
+    @in_own_layout
     def accumulate(self, step: ForwardStep, batches: Sequence[MicroBatch]) -> list[Any]:
         """Forward and backward over one optimizer step; gradients are reduced, weights not yet changed. Returns what the loss closure
         reported for each micro-batch, on the last pipeline stage (empty elsewhere)."""
@@ -173,6 +179,7 @@ class TrainedNetwork(Network):
         begin_routing(self.chunks, batches, self.layout)
         return run_schedule(self.modules, batches, step, self.layout, forward_only=False)
 
+    @in_own_layout
     def apply_gradients(self) -> tuple[bool, float, float]:
         """One optimizer step: (whether it was taken, global L2 gradient norm before clipping, learning rate). It is skipped on all ranks
         when the norm is not finite."""
@@ -188,10 +195,12 @@ class TrainedNetwork(Network):
         super().load_hf(folder)
         self.weights_changed()
 
+    @in_own_layout
     def weights_changed(self) -> None:
         """Start the optimizer's copies from the model's weights, which were written from outside."""
         self.optimizer.reload_model_params()
 
+    @in_own_layout
     def finish_updates(self) -> None:
         """With --overlap-param-gather a rank's parameters are stale between a step and the next forward pass; whoever reads them
         otherwise must ask for them first."""

@@ -78,10 +78,14 @@ class Shares:
         """Places of this rank's samples within an optimizer step."""
         return self.positions[step][self.dp_rank]
 
+    def indices_of(self, rank: int) -> list[int]:
+        """Places of a data-parallel rank's samples among all samples of the rollout."""
+        return [k * self.global_batch_size + i for k, of_ranks in enumerate(self.positions) for i in of_ranks[rank]]
+
     @property
     def local_indices(self) -> list[int]:
-        """Places of this rank's samples among all samples of the rollout."""
-        return [k * self.global_batch_size + i for k in range(len(self.positions)) for i in self.mine(k)]
+        """Those of this rank."""
+        return self.indices_of(self.dp_rank)
 
 
 def flatten(groups: Sequence[SampleGroup]) -> list[Sample]:

@@ -132,7 +132,7 @@ def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) 
         groups, _ = trainer._next_groups(0)
         samples = [sample for group in groups for sample in group.samples]
         batches, metrics = trainer.batches.make(samples, weight_version=0)
-        mine = [sample for batch in batches for sample in batch.samples]
+        mine = [sample for batch in batches.policy for sample in batch.samples]
         return dict(
             advantages=[[float(v) for v in s.advantages if v != 0][:1] for s in mine if s.advantages is not None],
             penalties=[float(((s.old_log_probs - s.ref_log_probs) * s.loss_mask).sum()) for s in mine],  # type: ignore[operator]

@@ -62,7 +62,7 @@ def make_backend(folder: str, layout: ParallelLayout, flags: str) -> MegatronBac
 def critic_weights(backend: MegatronBackend) -> dict[str, Tensor]:
     assert backend.critic is not None and backend.hf is not None
     backend.critic.finish_updates()
-    stream = export_hf_weights(backend.critic.chunks, hf=backend.hf, gpt=backend.gpt, layout=backend.layout, value_head=True)
+    stream = export_hf_weights(backend.critic.chunks, hf=backend.hf, gpt=backend.gpt, layout=backend.critic.layout, value_head=True)
     return {name: tensor.float().clone() for name, tensor in stream}
 
 

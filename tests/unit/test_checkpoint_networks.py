@@ -105,7 +105,7 @@ def test_the_fingerprint_sees_adam() -> None:
     adam = torch.optim.AdamW(module.parameters(), lr=1e-3)
     module(torch.ones(1, 3)).sum().backward()
     adam.step()
-    network = SavedNetwork([module], SimpleNamespace(optimizer=adam), None)  # type: ignore[arg-type]
+    network = SavedNetwork([module], SimpleNamespace(optimizer=adam), None, None)  # type: ignore[arg-type]
     before = fingerprint(network)
     assert before.keys() == {"weights", "main_params", "exp_avg", "exp_avg_sq", "step"}
     adam.state[module.weight]["step"] += 1

@@ -27,7 +27,7 @@ LAYERS = (
     ("slime_like.losses", "slime_like.advantages", "slime_like.ops", "slime_like.rewards", "megatron_patches"),
     ("arguments",),
     ("slime_like.data", "slime_like.convert", "slime_like.megatron_backend", "slime_like.rollout"),
-    ("slime_like.batch_maker", "slime_like.run_checkpoints"),
+    ("slime_like.batch_maker", "slime_like.critic_batches", "slime_like.run_checkpoints"),
     ("slime_like.trainer",),
     ("slime_like.launcher", "train", "scripts"),
 )

@@ -26,6 +26,7 @@ from slime_like.megatron_backend.checkpoint.networks import (
     OWN_OPTIMIZER,
     SavedNetwork,
     adapt_names,
+    layouts_of,
     optimizer_kind,
     set_step,
     shape_problems,
@@ -34,7 +35,7 @@ from slime_like.megatron_backend.checkpoint.networks import (
 from slime_like.megatron_backend.checkpoint.random_state import new_random_states, random_state_file, restore_random_states
 from slime_like.megatron_backend.checkpoint.save import TRAINER_FILE
 from slime_like.megatron_backend.checkpoint.write import METADATA_FILE
-from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.layout import ParallelLayout, in_own_layout
 
 READERS = 4  # threads of one rank
 Tell = Callable[[str], None]
@@ -46,7 +47,6 @@ def load_checkpoint(
     *,
     load_rng: bool,
     verify: bool,
-    layout: ParallelLayout,
     seed: int,
     model: Mapping[str, Any],
     tell: Tell,
@@ -58,30 +58,36 @@ def load_checkpoint(
     """
     state = open_checkpoint(folder, verify=verify, tell=tell)
     _check_model(folder, state.get("model", {}), model)
-    same_layout = state["layout"] == layout.describe() and state["world_size"] == layout.world_size
+    unchanged = {}  # networks in the layout that they were saved in
     for name, network in networks.items():
         saved = state.get("networks", {}).get(name)
         if saved is None:
             raise ValueError(f"checkpoint {folder} has no network {name!r}; it has: {', '.join(state.get('networks', {})) or 'none'}")
         if network.optimizer is not None and not saved["optimizer"]:
             raise ValueError(f"checkpoint {folder} was saved with --no-save-optim; --no-load-optim starts the optimizer afresh")
+        same_layout = _same_layout(state, saved.get("layout", state["layout"]), network.layout)
         same_optimizer = same_layout and saved["optimizer"] == optimizer_kind(network)
         step = float(saved["optimizer_step"])
-        _load_network(folder / name, network, step=None if same_optimizer and step else step)  # step 0 is not in megatron-core's part
-    if same_layout:
-        _check_fingerprints(folder, networks, state["fingerprints"][layout.rank])
+        _load_network(network, folder / name, step=None if same_optimizer and step else step)  # step 0 is not in megatron-core's part
+        if same_layout:
+            unchanged[name] = network
+    if unchanged:  # the same ones on all ranks
+        _check_fingerprints(folder, unchanged, state["fingerprints"][dist.get_rank()])
     if load_rng:
-        _load_random_states(folder, state, layout, same_layout=same_layout, seed=seed, tell=tell)
+        if not state["has_rng"]:
+            raise ValueError(f"checkpoint {folder} was saved with --no-save-rng; --no-load-rng starts the random states afresh")
+        for owner, layout in layouts_of(networks).items():
+            _load_random_states(folder, state, owner, layout, seed=seed, tell=tell)
     dist.barrier()
     return state
 
 
-def load_weights(folder: Path, name: str, chunks: list[Any], *, verify: bool, tell: Tell) -> None:
-    """The weights of one network, into megatron-core's modules. Raises ValueError."""
+def load_weights(folder: Path, name: str, network: SavedNetwork, *, verify: bool, tell: Tell) -> None:
+    """The weights of the network that is called `name` there, into `network`. Raises ValueError."""
     there = open_checkpoint(folder, verify=verify, tell=tell)["networks"]
     if name not in there:
         raise ValueError(f"checkpoint {folder} has no network {name!r}; it has: {', '.join(there) or 'none'}")
-    _load_network(folder / name, SavedNetwork(chunks, None, None))
+    _load_network(network, folder / name)
     dist.barrier()
 
 
@@ -145,8 +151,9 @@ def _check_model(folder: Path, saved: Mapping[str, Any], model: Mapping[str, Any
         raise ValueError(f"checkpoint {folder} is of another model: {', '.join(different)}")
 
 
-def _load_network(folder: Path, network: SavedNetwork, *, step: float | None = None) -> None:
-    """step: of Adam, when the parts of the optimizer's state that are not tensors are of another layout or kind of optimizer, and this run's
+@in_own_layout
+def _load_network(network: SavedNetwork, folder: Path, *, step: float | None = None) -> None:
+    """In the network's own layout. step: of Adam, when the parts of the optimizer's state that are not tensors are of another layout or kind of optimizer, and this run's
     own stand in for them: its groups of parameters. Their learning rates and weight decay come from the schedule."""
     wanted = sharded_state(network, is_loading=True)
     own = None
@@ -198,19 +205,22 @@ def _check_fingerprints(folder: Path, networks: Mapping[str, SavedNetwork], save
         )
 
 
-def _load_random_states(
-    folder: Path, state: Mapping[str, Any], layout: ParallelLayout, *, same_layout: bool, seed: int, tell: Tell
-) -> None:
-    if not state["has_rng"]:
-        raise ValueError(f"checkpoint {folder} was saved with --no-save-rng; --no-load-rng starts the random states afresh")
-    if not same_layout:
-        tell(
-            f"warning: the checkpoint's random states are for {state['layout']}, this run is {layout.describe()}: dropout draws new numbers, "
-            "from --seed and the step (--no-load-rng says so without a warning)"
-        )
-        new_random_states(seed, int(state["step"]), layout.pp_rank)
+def _same_layout(state: Mapping[str, Any], saved: str, layout: ParallelLayout) -> bool:
+    return saved == layout.describe() and state["world_size"] == layout.world_size
+
+
+def _load_random_states(folder: Path, state: Mapping[str, Any], owner: str, layout: ParallelLayout, *, seed: int, tell: Tell) -> None:
+    """owner: the network whose layout it is, see `layouts_of`."""
+    saved = state.get("random_states", {"policy": state["layout"]}).get(owner)
+    if saved is not None and _same_layout(state, saved, layout):
+        together(lambda: restore_random_states(folder / random_state_file(layout.rank, owner), layout))
         return
-    together(lambda: restore_random_states(folder / random_state_file(layout.rank)))
+    of = "" if owner == "policy" else f" for the {owner}"
+    tell(
+        f"warning: the checkpoint's random states are for {saved or state['layout']}, this run is {layout.describe()}{of}: dropout draws new "
+        "numbers, from --seed and the step (--no-load-rng says so without a warning)"
+    )
+    new_random_states(seed, int(state["step"]), layout)
 
 
 def _reason(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_patches.torch_adam_ckpt import init_adam_state
+from slime_like.megatron_backend.layout import ParallelLayout, in_own_layout
 
 # the format that can be loaded into another layout; megatron-core's default breaks without Transformer Engine
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -32,8 +33,19 @@ class SavedNetwork:
     chunks: Sequence[Any]
     optimizer: MegatronOptimizer | None
     scheduler: OptimizerParamScheduler | None
+    layout: ParallelLayout
 
 
+def layouts_of(networks: Mapping[str, SavedNetwork]) -> dict[str, ParallelLayout]:
+    """Each layout once, under the name of the first network that has it."""
+    layouts: dict[str, ParallelLayout] = {}
+    for name, network in networks.items():
+        if all(network.layout is not layout for layout in layouts.values()):
+            layouts[name] = network.layout
+    return layouts
+
+
+@in_own_layout
 def sharded_state(network: SavedNetwork, *, is_loading: bool) -> dict[str, Any]:
     """Collective while saving with a distributed optimizer, whose parts are gathered."""
     for adam in plain_optimizers(network.optimizer):

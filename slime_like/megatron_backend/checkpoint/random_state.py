@@ -4,42 +4,39 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
+
+from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.random_states import RandomStates, seed_stage
+
+TRACKED = "tracker."
 
 
-def random_state_file(rank: int) -> str:
-    """Its path inside a checkpoint."""
-    return f"rng/rank_{rank:05d}.safetensors"
+def random_state_file(rank: int, owner: str = "policy") -> str:
+    """Its path inside a checkpoint. owner: the network whose layout they are of; "critic" only where it has one of its own."""
+    return f"rng/rank_{rank:05d}.safetensors" if owner == "policy" else f"rng/{owner}_rank_{rank:05d}.safetensors"
 
 
-def random_states() -> bytes:
-    """Of torch's generators, and of megatron-core's, which give dropout."""
-    states: dict[str, Tensor] = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    tracked = get_cuda_rng_tracker().get_states().items()
-    return save(states | {f"tracker.{name}": state.clone() for name, state in tracked})
+def random_states(layout: ParallelLayout) -> bytes:
+    with layout.in_force():
+        states = RandomStates.now()
+    plain = {"torch": states.host} | ({} if states.cuda is None else {"cuda": states.cuda})
+    return save(plain | {TRACKED + name: state for name, state in states.tracked.items()})
 
 
-def restore_random_states(path: Path) -> None:
+def restore_random_states(path: Path, layout: ParallelLayout) -> None:
     """Raises ValueError naming the file."""
     try:
         states = load_file(str(path))
-        torch.set_rng_state(states["torch"])
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(states["cuda"])
-        get_cuda_rng_tracker().set_states({n.removeprefix("tracker."): s for n, s in states.items() if n.startswith("tracker.")})
+        tracked = {name.removeprefix(TRACKED): state for name, state in states.items() if name.startswith(TRACKED)}
+        with layout.in_force():
+            RandomStates(states["torch"], states.get("cuda"), tracked).restore()
     except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{path} is missing or damaged ({error}); --no-load-rng starts the random states afresh") from error
 
 
-def new_random_states(seed: int, step: int, pp_rank: int) -> None:
-    """In a layout that the checkpoint has no states for: fresh ones that no earlier step has used. Constants as where a run starts: stages
-    100 apart, tensor-parallel ranks told apart by megatron-core."""
-    stage_seed = seed + 1_000_003 * step + 100 * pp_rank
-    torch.manual_seed(stage_seed)
-    model_parallel_cuda_manual_seed(stage_seed, force_reset_rng=True)
+def new_random_states(seed: int, step: int, layout: ParallelLayout) -> None:
+    """In a layout that the checkpoint has no states for: fresh ones that no earlier step has used."""
+    with layout.in_force():
+        seed_stage(seed + 1_000_003 * step, layout.pp_rank)

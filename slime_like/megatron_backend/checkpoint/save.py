@@ -31,7 +31,7 @@ from slime_like.checkpoints.manifest import total_bytes, write_manifest
 from slime_like.errors import RunError
 from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, gather
 from slime_like.megatron_backend.checkpoint.fingerprint import fingerprint
-from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, optimizer_kind, optimizer_step, sharded_state
+from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, layouts_of, optimizer_kind, optimizer_step, sharded_state
 from slime_like.megatron_backend.checkpoint.random_state import random_state_file, random_states
 from slime_like.megatron_backend.checkpoint.write import (
     NetworkPlan,
@@ -78,7 +78,7 @@ class _Pending:
     step: int
     plans: dict[str, NetworkPlan]
     state: dict[str, Any]
-    random: bytes | None
+    random: dict[str, bytes]  # by file
     started: float
     blocked_s: float = 0.0
     written: Written = field(default_factory=Written)
@@ -106,7 +106,7 @@ class CheckpointSaver:
         return self._pending is not None
 
     def save(self, step: int, networks: Mapping[str, SavedNetwork], state: dict[str, Any], *, with_rng: bool) -> SaveReport | None:
-        """Write checkpoint `step`. state: the trainer's, plain JSON, used on rank 0. Returns None when it goes on in the background: `poll`
+        """Write checkpoint `step`. networks: the first one's layout is the run's. state: the trainer's, plain JSON, used on rank 0. Returns None when it goes on in the background: `poll`
         or `finish` reports it. Raises SaveError on all ranks, with earlier checkpoints whole. No other save may be pending."""
         assert self._pending is None, "finish() the save before"
         started = time.perf_counter()
@@ -124,16 +124,21 @@ class CheckpointSaver:
         needed = sum(gather(sum(plan.estimated_bytes() for plan in plans.values())))
         self._or_fail(step, lambda: _check_space(self.root, needed))
         prints = gather({name: fingerprint(network) for name, network in networks.items()})
+        layouts = layouts_of(networks)
         state = {**state, "step": step, "world_size": dist.get_world_size(), "has_rng": with_rng, "fingerprints": prints}
+        state["layout"] = next(iter(layouts.values())).describe()
+        state["random_states"] = {owner: layout.describe() for owner, layout in layouts.items()} if with_rng else {}
         state["networks"] = {
             name: {
                 "optimizer": optimizer_kind(n),
                 "optimizer_step": optimizer_step(n),
                 "scheduler": None if n.scheduler is None else n.scheduler.state_dict(),
+                "layout": n.layout.describe(),
             }
             for name, n in networks.items()
         }
-        pending = _Pending(step, plans, state, random_states() if with_rng else None, started)
+        random = {random_state_file(dist.get_rank(), owner): random_states(layout) for owner, layout in layouts.items()}
+        pending = _Pending(step, plans, state, random if with_rng else {}, started)
         self._pending = pending
         if not self.policy.asynchronous:
             _write_all(folder, pending)
@@ -227,7 +232,7 @@ def _check_space(root: Path, needed: int) -> None:
 def _write_all(folder: Path, pending: _Pending) -> None:
     """This rank's files. Errors are kept for `finish`: this may be a thread."""
     try:
-        rank, written = dist.get_rank(), pending.written
+        written = pending.written
         with ThreadPoolExecutor(WRITERS) as pool:
             jobs = {
                 name: [pool.submit(write_file_plan, folder / name, file) for file in plan.files] for name, plan in pending.plans.items()
@@ -235,8 +240,8 @@ def _write_all(folder: Path, pending: _Pending) -> None:
             for name, plan in pending.plans.items():
                 if plan.common is not None:
                     written.records[f"{name}/{common_file()}"] = write_file(folder / name / common_file(), plan.common)
-            if pending.random is not None:
-                written.records[random_state_file(rank)] = write_file(folder / random_state_file(rank), pending.random)
+            for file_name, content in pending.random.items():
+                written.records[file_name] = write_file(folder / file_name, content)
             for name, plan in pending.plans.items():
                 written.results[name] = []
                 for file, job in zip(plan.files, jobs[name], strict=True):

@@ -1,0 +1,87 @@
+"""The critic's parallel layout: what its flags and the policy's make of it, checked by the policy's own rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from arguments.groups import CriticConfig, ParallelConfig
+from arguments.megatron_configs import build_megatron_configs
+from arguments.run_config import CriticModel
+from arguments.validate import BATCH_RULES, PARALLEL_RULES, Rule, Settings, virtual_stages_of
+from arguments.validate_batches import every_rank_gets_a_sample
+from arguments.validate_losses import legacy_needs_even_micro_batches
+from arguments.validate_moe import MOE_RULES
+from slime_like.config import Problem, flag_name
+
+PREFIX = "critic_"
+# The fields of ParallelConfig that a critic may have otherwise.
+LAYOUT = tuple(f.name for f in dataclasses.fields(ParallelConfig) if PREFIX + f.name in {g.name for g in dataclasses.fields(CriticConfig)})
+INTERLEAVED = {"num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"}
+_POLICYS_FLAG = re.compile(f"--({'|'.join(flag_name(name)[2:] for name in LAYOUT)})(?![\\w-])")
+# Whatever looks at a layout: what does not depend on it is told once, of the policy.
+RULES: tuple[Rule, ...] = (*PARALLEL_RULES, *MOE_RULES, *BATCH_RULES, every_rank_gets_a_sample, legacy_needs_even_micro_batches)
+
+
+def layout_flags(critic: CriticConfig) -> dict[str, Any]:
+    """What the critic's flags say, under the names of ParallelConfig."""
+    said = {name: getattr(critic, PREFIX + name) for name in LAYOUT}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def critic_parallel(critic: CriticConfig, policy: ParallelConfig) -> ParallelConfig:
+    """The policy's layout with what the critic's flags say otherwise. What belongs to a size that is another than the policy's is not taken
+    over: the interleaved schedule to its pipeline, the experts' tensor-parallel size and sequence parallelism to its tensors."""
+    said = layout_flags(critic)
+    sizes = dataclasses.replace(policy, **said)
+    if INTERLEAVED & said.keys() or sizes.pipeline_model_parallel_size != policy.pipeline_model_parallel_size:
+        stages = said.get("num_virtual_stages_per_pipeline_rank")
+        layers = said.get("num_layers_per_virtual_pipeline_stage")
+        sizes = dataclasses.replace(
+            sizes, num_virtual_stages_per_pipeline_rank=None if stages == 1 else stages, num_layers_per_virtual_pipeline_stage=layers
+        )
+    if sizes.tensor_model_parallel_size != policy.tensor_model_parallel_size:
+        sizes = dataclasses.replace(sizes, expert_tensor_parallel_size=said.get("expert_tensor_parallel_size"))
+    if sizes.tensor_model_parallel_size == 1 and "sequence_parallel" not in said:
+        sizes = dataclasses.replace(sizes, sequence_parallel=False)
+    return sizes
+
+
+def critic_layout_is_possible(s: Settings) -> list[Problem]:
+    """Every rule of the policy's layout, under the names of the critic's flags. What is wrong with the policy's as well is told of that."""
+    if not layout_flags(s.critic):
+        return []
+    view = as_policy(s)
+    return [under_critics_name(p, s) for rule in RULES for p in rule(view) if p not in rule(s)]
+
+
+def as_policy(s: Settings) -> Settings:
+    """The settings as if the critic's layout were the policy's."""
+    parallel = critic_parallel(s.critic, s.parallel)
+    core = {name: value for name, value in s.core.items() if name != "cp_comm_type" or parallel.context_parallel_size > 1}
+    layout = {name for name in LAYOUT if PREFIX + name in s.given}
+    return dataclasses.replace(s, parallel=parallel, core=core, given=(s.given - set(LAYOUT)) | layout)
+
+
+def under_critics_name(problem: Problem, s: Settings) -> Problem:
+    """What a rule found in the critic's layout, with the flags that say it."""
+    found = Problem(_critics(problem.flag), problem.value, _critics(problem.message))
+    if found.flag != problem.flag:
+        return found
+    flags = " ".join(flag_name(PREFIX + name) + ("" if value is True else f" {value}") for name, value in layout_flags(s.critic).items())
+    return dataclasses.replace(found, message=f"in the critic's layout ({flags}), {found.message}")
+
+
+def _critics(words: str) -> str:
+    return _POLICYS_FLAG.sub(r"--critic-\1", words)
+
+
+def build_critic(s: Settings) -> tuple[CriticModel | None, list[Problem]]:
+    """Of settings that the rules have passed; or what megatron-core has against them."""
+    view = as_policy(s)
+    stages = virtual_stages_of(view.parallel, s.core.get("num_layers"))
+    built, problems = build_megatron_configs(view.core, model=s.model, parallel=view.parallel, virtual_stages=stages, machine=s.machine)
+    if built is None:
+        return None, [under_critics_name(p, s) for p in problems]
+    return CriticModel(dataclasses.replace(view.parallel, num_virtual_stages_per_pipeline_rank=stages), built), []

@@ -1,0 +1,75 @@
+"""Policy and critic in layouts of their own, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scripts.parity.steps import parallel
+from scripts.parity_table import make_model, make_rollouts
+from tests.dist import critic_layouts_worker as worker
+from tests.dist.launch import run_ranks
+from tests.dist.test_critic import make_critic
+
+LIMIT = 1e-5
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("critic")
+    make_model(folder / "model", seed=3)
+    make_critic(folder / "model")
+    make_rollouts(str(folder / "model" / "rollout_{rollout_id}"))
+    (folder / "out").mkdir()
+    return {"model": str(folder / "model"), "out": str(folder / "out")}
+
+
+@pytest.fixture(scope="module")
+def one(files: dict[str, str]) -> dict[str, Any]:
+    """On one process, where both share a layout."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with parallel() as layout:
+            return worker.train(files["model"], layout, "", f"{files['out']}/one.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def check(ranks: list[dict[str, Any]], one: dict[str, Any], out: str, name: str) -> None:
+    """Values, losses, gradient norms of both networks, and each tensor of both after three steps."""
+    expected = torch.load(f"{out}/one.pt")
+    found = torch.load(f"{out}/{name}.pt")
+    for rank in ranks:
+        seen = rank[name]
+        assert seen["alike"] and not seen["shared"] and seen["layouts"][0] != seen["layouts"][1], name
+        count = len(one["values"]) // seen["dp_size"]
+        own = one["values"][seen["dp_rank"] * count : (seen["dp_rank"] + 1) * count]
+        assert len(seen["values"]) == len(own)
+        for a, b in zip(seen["values"], own, strict=True):
+            assert a == pytest.approx(b, rel=LIMIT, abs=LIMIT), name
+        for key in ("critic_norms", "policy_norms", "losses"):
+            assert seen[key] == pytest.approx(one[key], rel=LIMIT), (name, key)
+        assert seen["policy_losses"] == pytest.approx(one["policy_losses"], rel=LIMIT, abs=1e-7), name
+    for network, tensors in expected.items():
+        assert found[network].keys() == tensors.keys()
+        apart = {key: float((found[network][key] - tensor).norm() / tensor.norm()) for key, tensor in tensors.items()}
+        assert max(apart.values()) < LIMIT, (name, network, max(apart, key=lambda key: apart[key]), max(apart.values()))
+
+
+def test_two_processes(files: dict[str, str], one: dict[str, Any], tmp_path: Path) -> None:
+    assert one["shared"] and min(one["critic_norms"]) > 1e-2 and min(one["policy_norms"]) > 1e-2
+    ranks = run_ranks("tests.dist.critic_layouts_worker:several", 2, tmp_path, files, timeout_s=300)
+    for name in worker.PAIRS:
+        check(ranks, one, files["out"], name)
+    assert [rank["apart"] for rank in ranks] == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_four_processes(files: dict[str, str], one: dict[str, Any], tmp_path: Path) -> None:
+    ranks = run_ranks("tests.dist.critic_layouts_worker:several", 4, tmp_path, files, timeout_s=500)
+    for name in worker.QUADS:
+        check(ranks, one, files["out"], name)
