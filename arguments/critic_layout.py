@@ -11,6 +11,7 @@ from arguments.megatron_configs import build_megatron_configs
 from arguments.run_config import CriticModel
 from arguments.validate import BATCH_RULES, PARALLEL_RULES, Rule, Settings, virtual_stages_of
 from arguments.validate_batches import every_rank_gets_a_sample
+from arguments.validate_critic import has_critic
 from arguments.validate_losses import legacy_needs_even_micro_batches
 from arguments.validate_moe import MOE_RULES
 from slime_like.config import Problem, flag_name
@@ -50,7 +51,7 @@ def critic_parallel(critic: CriticConfig, policy: ParallelConfig) -> ParallelCon
 
 def critic_layout_is_possible(s: Settings) -> list[Problem]:
     """Every rule of the policy's layout, under the names of the critic's flags. What is wrong with the policy's as well is told of that."""
-    if not layout_flags(s.critic):
+    if not has_critic(s) or not layout_flags(s.critic):
         return []
     view = as_policy(s)
     return [under_critics_name(p, s) for rule in RULES for p in rule(view) if p not in rule(s)]

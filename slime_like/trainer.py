@@ -61,6 +61,8 @@ class Trainer:
         )
         total_steps = self.num_rollouts * steps_per_rollout(run)
         self.backend = MegatronBackend(run, layout, total_steps=total_steps, tell=self.progress.message)
+        if self.backend.critic is not None and self.backend.critic.layout is not layout:
+            self.progress.message(f"critic: {self.backend.critic.layout.describe()}")
         self.rollouter = self._make_rollouter()
         self.collector = self._make_collector()
         self.eval_sets: dict[str, list[Prompt]] = {}

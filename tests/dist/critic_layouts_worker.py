@@ -38,7 +38,7 @@ QUADS = {
     "DP4, critic TP2 PP2": f"{critics(TP2 + ' --sequence-parallel ' + PP2)}",
     "TP2 DP2, critic PP2 DP2": f"{TP2} {critics('--tensor-model-parallel-size 1 ' + PP2)} --use-distributed-optimizer",
     "PP4, critic TP2 CP2": f"--pipeline-model-parallel-size 4 {critics('--pipeline-model-parallel-size 1 ' + TP2 + ' ' + CP2)}",
-    "CP2 DP2, critic TP4": f"{CP2} {critics('--context-parallel-size 1 --tensor-model-parallel-size 4')}",
+    "CP2 DP2, critic PP4": f"{CP2} {critics('--context-parallel-size 1 --pipeline-model-parallel-size 4')}",
 }
 
 
@@ -85,6 +85,7 @@ def replicas_apart(folder: str, layout: ParallelLayout, flags: str) -> float:
     backend = MegatronBackend(settings(folder, FLAGS + flags), layout, total_steps=8)
     assert backend.critic is not None
     backend.critic.load_hf(f"{folder}/critic")
+    torch.manual_seed(100 * layout.pp_rank)  # the policy's stages have other numbers
     for seed in range(2):
         backend.update_critic(share(critic_samples(seed), backend.critic.layout))
     apart = 0.0

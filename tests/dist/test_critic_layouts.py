@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.parity.ranks import run_ranks
 from scripts.parity.steps import parallel
 from scripts.parity_table import make_model, make_rollouts
 from tests.dist import critic_layouts_worker as worker
-from tests.dist.launch import run_ranks
 from tests.dist.test_critic import make_critic
 
 LIMIT = 1e-5

@@ -31,6 +31,7 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("--advantage-estimator gea", 1, ("--advantage-estimator",)),
     ("--critic-lr 1e-5 --lambd 0.9", 1, ("--critic-lr", "--lambd")),
     ("--advantage-estimator ppo --critic-load {folder}/none --critic-num-nodes 2", 1, ("--critic-load", "--critic-num-nodes")),
+    ("--advantage-estimator ppo --critic-pipeline-model-parallel-size 4", 2, ("--critic-tensor-model-parallel-size",)),
     ("--colocate --rollout-num-gpus 2", 1, ("--colocate", "--rollout-num-gpus")),
     ("--optimizer sgd --save {folder}/out", 1, ("--save",)),
     ("--loss-type sft_loss --entropy-coef 0.1 --eval-interval 1", 1, ("--entropy-coef", "--eval-interval")),

@@ -78,9 +78,10 @@ def test_a_value_model_is_no_policy(tmp_path: Path) -> None:
     assert found.flag == "--hf-checkpoint" and "Qwen2ForTokenClassification" in str(found)
 
 
+VALUES = {"critic_min_lr": 1e-6, "critic_sequence_parallel": ""}
 # name of the rule, or "" for what reading finds; flags; the flag that is named; words
 REFUSED = [
-    *(("critic_settings_have_a_critic", f"--{name.replace('_', '-')} {1e-6 if name == 'critic_min_lr' else 1}", f"--{name.replace('_', '-')}", "goes with --advantage-estimator ppo only")
+    *(("critic_settings_have_a_critic", f"--{name.replace('_', '-')} {VALUES.get(name, 1)}", f"--{name.replace('_', '-')}", "goes with --advantage-estimator ppo only")
       for name in SETTINGS),
     ("critic_learning_rate", PPO + "--critic-lr 1e-4 --critic-min-lr 2e-4", "--critic-min-lr", "must not be above --critic-lr 0.0001"),
     ("critic_learning_rate", PPO + "--critic-min-lr 2e-4", "--critic-min-lr", "must not be above --lr 1e-05"),
@@ -94,9 +95,9 @@ REFUSED = [
     ("", PPO + "--value-clip 0", "--value-clip", "must be > 0"),
     ("", PPO + "--value-clip nan", "--value-clip", "finite number"),
     ("", PPO + "--value-loss-scale -1", "--value-loss-scale", "must be > 0"),
-    ("", PPO + "--critic-num-nodes 1", "--critic-num-nodes", "the critic has the layout of the policy"),
-    ("", PPO + "--critic-num-gpus-per-node 1", "--critic-num-gpus-per-node", "the critic has the layout of the policy"),
-    ("", PPO + "--critic-tensor-model-parallel-size 1", "--critic-tensor-model-parallel-size", "the critic has the layout of the policy"),
+    ("", PPO + "--critic-num-nodes 1", "--critic-num-nodes", "the critic is on the processes of the policy"),
+    ("", PPO + "--critic-num-gpus-per-node 1", "--critic-num-gpus-per-node", "the critic is on the processes of the policy"),
+    ("", PPO + "--critic-tensor-parallel-size 1", "--critic-tensor-parallel-size", "did you mean --critic-tensor-model-parallel-size"),
     ("", PPO + "--critic-train-only", "--critic-train-only", "not implemented"),
 ]  # fmt: skip
 

@@ -163,6 +163,7 @@ ELSEWHERE = {
     for rules in (CORRECTION_RULES, ADVANTAGE_RULES, CRITIC_RULES, DISTILLATION_RULES, LOSS_RULES, MOE_RULES, SCHEDULING_RULES)
     for rule in rules
 }
+ELSEWHERE |= {"critic_layout_is_possible"}  # test_arguments_critic_layout.py
 
 
 @pytest.mark.parametrize(
