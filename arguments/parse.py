@@ -20,9 +20,11 @@ from arguments.megatron import NOT_COMPARED, disagreements, merge_network, netwo
 from arguments.megatron_configs import Machine, build_megatron_configs, resolve_transformer_impl
 from arguments.run_config import RunConfig, TeacherModel
 from arguments.table import GROUPS, FlagTable, flag_table, normalise
-from arguments.validate import Settings, global_batch_of, virtual_stages_of
+from arguments.validate import Rule, Settings, global_batch_of, virtual_stages_of
 from arguments.validate_critic import completed_critic, has_critic
-from arguments.validate_run import check, settings_of_other_losses, warnings_of
+from arguments.validate_moe import MOE_WARNINGS
+from arguments.validate_run import RULES, WARNINGS, Warn, settings_of_other_losses
+from arguments.validate_server import SERVER_RULES
 from arguments.words import Given, merge, read_command_line, read_run_file
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem, flag_name
@@ -35,12 +37,25 @@ UNTIED = "untie_embeddings_and_output_weights"  # a critic has no output weights
 _WAIT_FOR_RANK_0_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Whose command line it is. values: of settings that it does not have, where others look at them."""
+
+    rules: tuple[Rule, ...]
+    warnings: tuple[Warn, ...]
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+TRAIN = Program(RULES, WARNINGS)
+SERVER = Program(SERVER_RULES, MOE_WARNINGS, {"lr": 1e-4, "clip_grad": 0.0})
+
+
 class HelpWanted(Exception):
     """--help or --version stands on the command line. The text to print is the only argument."""
 
 
-def parse_args(argv: Sequence[str], world_size: int) -> RunConfig:
-    """The settings of a run.
+def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -> RunConfig:
+    """The settings of a run of train.py, or of the server.
 
     argv: without the program's name. world_size: number of processes. Raises ConfigError with every problem, and `HelpWanted`. Only
     what megatron-core itself refuses comes second, once nothing else is wrong. Needs no process group.
@@ -50,20 +65,21 @@ def parse_args(argv: Sequence[str], world_size: int) -> RunConfig:
     given = _read(argv, table)
     loss, policy_loss = choose_loss(given, table)
     checkpoint = _read_checkpoint(given)
-    draft = _draft(given, loss, policy_loss, checkpoint, world_size)
+    draft = _draft(given, loss, policy_loss, checkpoint, world_size, program)
     problems = given.problems + [p for p in draft.problems if not _about_unread(p, given, table)]
     if problems:
         raise ConfigError(_in_order(problems, table))
-    return _finish(draft, table, argv, given.warnings)
+    words = [text for warn in program.warnings if (text := warn(draft.settings)) is not None]
+    return _finish(draft, table, argv, [*given.warnings, *words, *settings_of_other_losses(draft.settings, table.by_dest)])
 
 
-def parse_or_exit(argv: Sequence[str], world_size: int, rank: int) -> RunConfig:
+def parse_or_exit(argv: Sequence[str], world_size: int, rank: int, program: Program = TRAIN) -> RunConfig:
     """`parse_args` for a launcher: on a ConfigError rank 0 prints it to stderr, once for all ranks, and every rank exits with status 2.
 
     --help and --version print to stdout and exit with 0. Raises SystemExit.
     """
     try:
-        return parse_args(argv, world_size)
+        return parse_args(argv, world_size, program)
     except ConfigError as error:
         if rank == 0:
             print(error, file=sys.stderr, flush=True)
@@ -147,8 +163,10 @@ class _Draft:
     checkpoint: HfModel | None  # of the policy, as read
 
 
-def _draft(given: Given, loss: PolicyLoss, policy_loss: Any, checkpoint: HfModel | None, world_size: int) -> _Draft:
-    values = given.values
+def _draft(
+    given: Given, loss: PolicyLoss, policy_loss: Any, checkpoint: HfModel | None, world_size: int, program: Program = TRAIN
+) -> _Draft:
+    values: Mapping[str, Any] = {**program.values, **given.values}
     supervised = values.get("loss_type") == "sft_loss"
     if supervised:
         values = {"n_samples_per_prompt": 1, "loss_reduction": "token_mean", **values}
@@ -176,7 +194,7 @@ def _draft(given: Given, loss: PolicyLoss, policy_loss: Any, checkpoint: HfModel
         world_size=world_size,
         machine=Machine.here(),
     )
-    problems += check(settings)
+    problems += [found for rule in program.rules for found in rule(settings)]
     return _Draft(settings, problems, checkpoint)
 
 
@@ -256,11 +274,12 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
         checkpoint=s.checkpoint,
         logging=s.logging,
         debug=s.debug,
+        server=s.server,
         megatron=megatron,
         teacher=teacher,
         critic_model=critic,
         argv=tuple(argv),
-        warnings=tuple([*warnings, *warnings_of(s), *settings_of_other_losses(s, table.by_dest)]),
+        warnings=tuple(warnings),
         world_size=s.world_size,
     )
 

@@ -22,6 +22,7 @@ from arguments.groups import (
     RolloutConfig,
     ScheduleConfig,
     SchedulingConfig,
+    ServerConfig,
 )
 from arguments.megatron_configs import MegatronConfigs
 from slime_like.advantages.registry import advantage_estimators, needs_critic
@@ -76,6 +77,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     debug: DebugConfig
+    server: ServerConfig
     megatron: MegatronConfigs
     teacher: TeacherModel | None
     critic_model: CriticModel | None

@@ -42,6 +42,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "checkpoint": ("checkpoint", groups.CheckpointConfig),
     "logging": ("logging", groups.LoggingConfig),
     "debug": ("debug", groups.DebugConfig),
+    "server": ("server", groups.ServerConfig),
 }
 NETWORK = "network (megatron-core)"
 RUN_FILE = Flag(

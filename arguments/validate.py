@@ -24,6 +24,7 @@ from arguments.groups import (
     RolloutConfig,
     ScheduleConfig,
     SchedulingConfig,
+    ServerConfig,
 )
 from arguments.megatron import required_without_checkpoint
 from arguments.megatron_configs import Machine, resolve_transformer_impl
@@ -60,6 +61,7 @@ class Settings:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     debug: DebugConfig
+    server: ServerConfig
     core: Mapping[str, Any]
     given: frozenset[str]
     world_size: int

@@ -18,6 +18,7 @@ from arguments.validate_files import FILE_RULES
 from arguments.validate_losses import LOSS_RULES, gmpo_needs_one_advantage, wide_gspo_range
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_scheduling import SCHEDULING_RULES
+from arguments.validate_server import only_the_server_has_these
 from arguments.validate_supervised import SUPERVISED_RULES
 from slime_like.advantages.registry import advantage_estimators, compares_samples
 from slime_like.config import Problem, flag_name
@@ -234,13 +235,8 @@ RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
     kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, offloading_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
     *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *DISTILLATION_RULES, learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
-    prompts, renormalization_needs_truncation, reward_is_chosen, reward_is_usable, evaluation, *SCHEDULING_RULES, *FILE_RULES,
+    prompts, renormalization_needs_truncation, reward_is_chosen, reward_is_usable, evaluation, *SCHEDULING_RULES, *FILE_RULES, only_the_server_has_these,
 )  # fmt: skip
-
-
-def check(settings: Settings) -> list[Problem]:
-    """Everything that the rules find, in the rules' order."""
-    return [found for rule in RULES for found in rule(settings)]
 
 
 # --- warnings --------------------------------------------------------------------------------------------------------
@@ -299,11 +295,6 @@ WARNINGS: tuple[Warn, ...] = (
     wide_gspo_range, gmpo_needs_one_advantage, idle_correction_settings, idle_advantage_settings, nothing_to_learn,
     *MOE_WARNINGS,
 )  # fmt: skip
-
-
-def warnings_of(settings: Settings) -> list[str]:
-    """What is legal and probably not meant."""
-    return [words for warn in WARNINGS if (words := warn(settings)) is not None]
 
 
 def settings_of_other_losses(settings: Settings, table: Mapping[str, Flag]) -> list[str]:

@@ -104,6 +104,15 @@ class TrainSample:
     returns: Tensor | None = None  # [R] float32, what the critic learns; NaN where there is no target
     routes: Tensor | None = None  # [L, expert layers of this pipeline stage, topk] int16: the experts that are to be chosen
     token_sets: Tensor | None = None  # [R, K] int32, as in `Sample`: all log-probs are over these tokens alone
+    # [R] int64: what the last R rows are scored on, where that need not be the token that follows; None: the response itself, whose first
+    # token stands after the row that is scored on it
+    labels: Tensor | None = None
+
+    @property
+    def scored_rows(self) -> slice:
+        """The rows of this sample's own L that its response values speak about."""
+        end = int(self.tokens.numel()) - (0 if self.labels is not None else 1)
+        return slice(max(0, end - self.response_length), max(0, end))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from arguments.groups.optimizer import ScheduleConfig
 from arguments.groups.parallel import ParallelConfig
 from arguments.groups.rollout import RewardConfig, RolloutConfig
 from arguments.groups.scheduling import SchedulingConfig
+from arguments.groups.server import ServerConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -29,4 +30,5 @@ __all__ = [
     "RolloutConfig",
     "ScheduleConfig",
     "SchedulingConfig",
+    "ServerConfig",
 ]

@@ -44,9 +44,18 @@ class ValueInputs:
 
 
 def value_loss(inputs: ValueInputs, config: ValueLossConfig) -> LossOutput:
-    """The partial loss of these tokens, and its metrics.
+    """The partial loss of these tokens, and its metrics: value_loss, which is the loss (a sum), and those of `token_value_losses`."""
+    token_losses, metrics = token_value_losses(inputs, config)
+    weights = inputs.loss_weights.detach()
+    weights = weights if weights.dtype == torch.float64 else weights.float()
+    loss = (torch.where(inputs.loss_mask & ~inputs.returns.isnan(), weights, 0.0) * token_losses).sum()
+    return LossOutput(loss, {"value_loss": Metric("sum", loss.detach().clone()), **metrics})
 
-    value_loss: the loss (a sum). Means over tokens with a target: value_clipfrac, values that moved further than value_clip;
+
+def token_value_losses(inputs: ValueInputs, config: ValueLossConfig) -> tuple[Tensor, dict[str, Metric]]:
+    """Losses of one shape with the inputs, not weighted, 0 where there is no target; and metrics.
+
+    Means over tokens with a target: value_clipfrac, values that moved further than value_clip;
     value_clip_active, those of them whose clipped branch is the larger one, so that they get no gradient; value_diff_abs, |V - V_old|, which
     vanishes in the first optimizer step of a rollout. Computed in fp32 (fp64 stays).
     """
@@ -63,12 +72,9 @@ def value_loss(inputs: ValueInputs, config: ValueLossConfig) -> LossOutput:
     # within the range both branches are the same number, which old + (values - old) is only up to rounding
     clipped = torch.where(beyond, old + moved.clamp(-config.value_clip, config.value_clip), values)
     clipped_error = (clipped - returns).square()
-    token_losses = config.value_loss_scale * torch.maximum(error, clipped_error)
-    loss = (masked(inputs.loss_weights.detach()) * token_losses).sum()
     metrics = {
-        "value_loss": Metric("sum", loss.detach().clone()),
         "value_clipfrac": masked_mean(beyond.float(), mask),
         "value_clip_active": masked_mean((beyond & (clipped_error > error)).float(), mask),
         "value_diff_abs": masked_mean(moved.abs(), mask),
     }
-    return LossOutput(loss, metrics)
+    return config.value_loss_scale * torch.maximum(error, clipped_error), metrics

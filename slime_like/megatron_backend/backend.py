@@ -24,16 +24,16 @@ from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SaveReport, load_checkpoint, load_weights
 from slime_like.megatron_backend.critic import make_critic, start_from_policy, value_step, value_training_step
-from slime_like.megatron_backend.experts import agreed_lengths, routing_metrics
+from slime_like.megatron_backend.experts import routing_metrics
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import Head, Objective, gradient_scale, log_prob_step, training_step
-from slime_like.megatron_backend.micro_batches import cut, micro_batch_size, packing_metrics
+from slime_like.megatron_backend.micro_batches import cut, micro_batch_size, pack_groups, packing_metrics
 from slime_like.megatron_backend.model import model_shape
 from slime_like.megatron_backend.network import Network, TrainedNetwork
 from slime_like.megatron_backend.offload import OffloadedWeights
 from slime_like.megatron_backend.optimizer import limits_kept, resume_schedule
-from slime_like.megatron_backend.packing import pack_all, with_active_rows, with_selection_seeds
+from slime_like.megatron_backend.packing import with_selection_seeds
 from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.types import MicroBatch, StepResult, TrainBatch, TrainSample
 
@@ -266,23 +266,11 @@ class MegatronBackend:
         return model_shape(self.transformer, self.gpt)
 
     def _pack(self, groups: Sequence[Sequence[TrainSample]], network: Network | None = None) -> list[MicroBatch]:
-        """For a network in its layout; None: the policy's.
-
-        megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages confuse (each is the other's
-        neighbour on both sides), so there all micro-batches get one shape."""
+        """For a network in its layout; None: the policy's."""
         network = self.policy if network is None else network
-        config, layout = network.config, network.layout
-        packed = pack_all(
-            groups,
-            multiple=layout.tp_size if config.sequence_parallel else 1,
-            equal_lengths=layout.vp_size > 1,
-            device=self.device,
-            cp_size=layout.cp_size,
-            cp_rank=layout.cp_rank,
-            agree=agreed_lengths(config, layout, self.device),
-            equal_sequences=self.algorithm.qkv_format == "bshd",
-        )
-        return with_active_rows(packed)
+        equal = self.algorithm.qkv_format == "bshd"
+        return pack_groups(groups, transformer=network.config, layout=network.layout, equal_sequences=equal)
+
 
 
 def object_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> dict[str, float]:

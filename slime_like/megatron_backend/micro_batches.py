@@ -1,4 +1,4 @@
-"""How a rank's samples are cut into micro-batches: by their number, or by tokens. Every data-parallel rank gets as many of them."""
+"""How a rank's samples are cut into micro-batches, by their number or by tokens, and packed. Every data-parallel rank gets as many of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from arguments.groups import AlgorithmConfig
 from slime_like.balance import even_rows, linear_cost, pack_by_budget
+from slime_like.megatron_backend.experts import agreed_lengths
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.megatron_backend.packing import padded_lengths
+from slime_like.megatron_backend.packing import pack_all, padded_lengths, with_active_rows
 from slime_like.metrics.typed import Metric
 from slime_like.types import MicroBatch, TrainSample
 
@@ -101,6 +102,27 @@ def without_tokens(like: TrainSample) -> TrainSample:
     """A sample of no tokens, with the fields that `like` has: it becomes a micro-batch of padding, which weighs nothing."""
     empty = {f.name: value[:0] for f in fields(like) if isinstance(value := getattr(like, f.name), Tensor)}
     return replace(like, response_length=0, **empty)
+
+
+def pack_groups(
+    groups: Sequence[Sequence[TrainSample]], *, transformer: TransformerConfig, layout: ParallelLayout, equal_sequences: bool = False
+) -> list[MicroBatch]:
+    """This rank's micro-batches of one pass, as its layout needs them.
+
+    megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages confuse (each is the other's neighbour on
+    both sides), so there all micro-batches get one shape."""
+    device = device_of_this_process()
+    packed = pack_all(
+        groups,
+        multiple=layout.tp_size if transformer.sequence_parallel else 1,
+        equal_lengths=layout.vp_size > 1,
+        device=device,
+        cp_size=layout.cp_size,
+        cp_rank=layout.cp_rank,
+        agree=agreed_lengths(transformer, layout, device),
+        equal_sequences=equal_sequences,
+    )
+    return with_active_rows(packed)
 
 
 def packing_metrics(parts: MicroBatches, batches: Sequence[MicroBatch], size: MicroBatchSize) -> dict[str, Metric]:

@@ -95,7 +95,13 @@ class Network:
             outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=True)
         for module, was_training in zip(self.modules, training):
             module.train(was_training)
-        table = torch.cat([torch.stack(output) for output in outputs], dim=1) if outputs else None
+        return self.columns_of_samples(outputs, groups, batches)
+
+    def columns_of_samples(
+        self, outputs: Sequence[tuple[Tensor, ...]], groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]
+    ) -> list[list[Tensor]]:
+        """The columns [T] that the last pipeline stage computed for each of `batches`, as `evaluate` returns them."""
+        table = torch.cat([torch.stack(output) for output in outputs], dim=1).detach() if outputs else None
         table = self._from_last_stage(table, tokens=sum(int(b.tokens.numel()) for b in batches))
         table = self._from_context_ranks(table, batches).cpu()
         columns: list[list[Tensor]] = [[] for _ in table]

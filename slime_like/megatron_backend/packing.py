@@ -82,6 +82,8 @@ def pack(
         end = start + sample.tokens.numel()
         tokens[start:end] = sample.tokens
         labels[start : max(start, end - 1)] = sample.tokens[1:]
+        if sample.labels is not None:
+            labels[rows_of(sample, start)] = sample.labels
     seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     positions = torch.arange(total) - cu_seqlens[:-1].long()[seq_ids]
     real_lengths = torch.tensor([*(int(s.tokens.numel()) for s in samples), 0])
@@ -92,11 +94,10 @@ def pack(
         """Place each sample's response values on the rows whose labels they speak about."""
         out = torch.zeros(total, dtype=dtype)
         for start, sample in zip(starts, samples):
-            end = start + int(sample.tokens.numel())
             values = get(sample)
             if values is None:
                 return None
-            out[end - 1 - sample.response_length : end - 1] = values.to(dtype)
+            out[rows_of(sample, start)] = values.to(dtype)
         return out.to(device)
 
     def required(get: Callable[[TrainSample], Tensor | None], dtype: torch.dtype) -> Tensor:
@@ -149,8 +150,7 @@ def _token_sets(samples: Sequence[TrainSample], starts: Sequence[int], total: in
         return None
     out = torch.full((total, max(sets.size(1) for sets in given)), -1, dtype=torch.int32)
     for start, sample, sets in zip(starts, samples, given):
-        end = start + int(sample.tokens.numel())
-        out[end - 1 - sample.response_length : end - 1, : sets.size(1)] = sets
+        out[rows_of(sample, start), : sets.size(1)] = sets
     return out.to(device)
 
 
@@ -201,5 +201,10 @@ def with_active_rows(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 def unpack(values: Tensor, samples: Sequence[TrainSample], cu_seqlens: Tensor) -> list[Tensor]:
     """The response values [R] of each sample from a whole packed row of values [T]; inverse of the placement in `pack`, whose
     `cu_seqlens` these are."""
-    ends = [start + int(s.tokens.numel()) for start, s in zip(cu_seqlens.tolist(), samples)]
-    return [values[end - 1 - s.response_length : end - 1] for end, s in zip(ends, samples)]
+    return [values[rows_of(s, start)] for start, s in zip(cu_seqlens.tolist(), samples)]
+
+
+def rows_of(sample: TrainSample, start: int) -> slice:
+    """Rows of a packed micro-batch that the response values of a sample speak about, whose tokens begin at row `start`."""
+    rows = sample.scored_rows
+    return slice(start + rows.start, start + rows.stop)

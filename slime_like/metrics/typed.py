@@ -99,6 +99,10 @@ class MetricAccumulator:
             seen = self._metrics.get(name)
             self._metrics[name] = metric if seen is None else seen.merge(metric)
 
+    def kind(self, name: str) -> Kind:
+        """Of a metric that is there."""
+        return self._metrics[name].kind
+
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Values by name, equal on all ranks of `group` (None: this process alone). Every rank of the group must hold the same
         names. A mean over nothing, or an extreme over nothing, is left out."""

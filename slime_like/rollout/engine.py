@@ -26,7 +26,8 @@ class SamplingParams:
 
     temperature: 0 is greedy. top_p: smallest set of tokens with at least this probability, after top_k. top_k: -1 is all.
     max_new_tokens: longest response, stop token included. stop: strings that end a response once its text contains one.
-    stop_token_ids: tokens that end a response besides the model's own; a stop token stays part of the response. report_token_sets: tell which
+    stop_token_ids: tokens that end a response besides the model's own, which do not with ignore_end_tokens; a stop token stays part of the
+    response. report_token_sets: tell which
     tokens each one was sampled from, with its log-prob over these; not when greedy.
     """
 
@@ -37,6 +38,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     report_token_sets: bool = False
+    ignore_end_tokens: bool = False
 
     def __post_init__(self) -> None:
         rules = (

@@ -131,13 +131,26 @@ class LocalEngine:
                 )
 
     @torch.inference_mode()
+    def prompt_log_probs(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """Log-probs of each prompt's tokens after its first, at temperature 1; a prompt of n tokens has n - 1. Raises ValueError for tokens
+        outside the vocabulary and prompts that are too long."""
+        self._check([GenerateRequest(i, prompt, 0) for i, prompt in enumerate(prompts)], SamplingParams(max_new_tokens=1))
+        scores = []
+        for prompt in prompts:  # one by one: [L, V] logits of each
+            logits = self._model(input_ids=torch.tensor([prompt], device=self._device)).logits[0, :-1].float()
+            labels = torch.tensor(prompt[1:], device=self._device)
+            scores.append(tuple((logits.gather(1, labels[:, None])[:, 0] - logits.logsumexp(-1)).tolist()))
+        return scores
+
+    @torch.inference_mode()
     def _decode(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams, aborted: Collection[int]
     ) -> Iterator[dict[int, GenerateOutput]]:
         """Decode B requests together; after every token the outputs of those that ended with it, by their index. aborted: sample ids, read
         after every token."""
         rows = [_Row() for _ in requests]
-        stop_ids = self._end_ids.union(sampling.stop_token_ids)
+        own_ends = frozenset() if sampling.ignore_end_tokens else self._end_ids
+        stop_ids = own_ends.union(sampling.stop_token_ids)
         uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens).to(self._device)  # (B, N)
         log_probs = torch.full(uniforms.shape, float("nan"), device=self._device)  # (B, N)
         logits, cache, mask, positions = self._prefill([r.prompt_tokens for r in requests], sampling.max_new_tokens)

@@ -153,6 +153,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("debugging", "--debug-train-only", (), 1, "--load-debug-rollout-data", "is missing"),
     ("debugging", "--debug-rollout-only --load-debug-rollout-data {folder}/{rollout_id}", (), 1, "--load-debug-rollout-data", "contradicts"),
     ("debugging", "--debug-rollout-only --debug-train-only --load-debug-rollout-data {folder}/{rollout_id}", (), 1, "--debug-rollout-only", "contradicts"),
+    ("only_the_server_has_these", "--port 8000", (), 1, "--port", "python -m slime_like.server"),
     ("debug_files", "--load-debug-rollout-data {folder}/none", (), 1, "--load-debug-rollout-data", "no such file"),
 ]  # fmt: skip
 NEEDS_A_DEVICE = {"backend_is_there", "transformer_engine_is_there", "local_layers_have_limits", "attention_backend_is_there"}

@@ -29,7 +29,8 @@ LAYERS = (
     ("slime_like.data", "slime_like.convert", "slime_like.megatron_backend", "slime_like.rollout"),
     ("slime_like.batch_maker", "slime_like.critic_batches", "slime_like.run_checkpoints"),
     ("slime_like.trainer",),
-    ("slime_like.launcher", "train", "scripts"),
+    ("slime_like.launcher", "train"),
+    ("slime_like.server", "scripts"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 PACKAGES = ("slime_like", "arguments", "megatron_patches", "scripts")

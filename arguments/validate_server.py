@@ -1,0 +1,126 @@
+"""Rules of the server's command line, and that train.py is not given its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import ipaddress
+from pathlib import Path
+
+from arguments.groups import ServerConfig
+from arguments.validate import NETWORK_RULES, PARALLEL_RULES, Rule, Settings, problem
+from arguments.validate_moe import MOE_RULES
+from slime_like.config import Problem, flag_name
+from slime_like.losses.registry import policy_losses
+
+OF_THE_SERVER = frozenset(field.name for field in dataclasses.fields(ServerConfig))
+# Settings of groups that are otherwise train.py's
+ALSO_SERVED = {
+    "max_tokens_per_gpu", "log_probs_chunk_size", "rollout_local_batch_size", "print_megatron_patches", "no_verify_checkpoint", "config",
+}  # fmt: skip
+TRAINERS_GROUPS = (
+    "data", "eval", "rollout", "scheduling", "reward", "algorithm", "distillation", "off_policy", "critic", "value_loss", "gates", "schedule", "checkpoint",
+    "logging", "debug",
+)  # fmt: skip
+OF_EVERY_STEP = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+KEY_PREFIX = "tml-"
+
+
+def only_the_server_has_these(s: Settings) -> list[Problem]:
+    """train.py was given settings of the server."""
+    return [
+        Problem(flag_name(name), getattr(s.server, name), "is a setting of python -m slime_like.server; leave it out")
+        for name in sorted(s.given & OF_THE_SERVER)
+    ]
+
+
+def nothing_of_the_trainer(s: Settings) -> list[Problem]:
+    trainers = {field.name for group in TRAINERS_GROUPS for field in dataclasses.fields(getattr(s, group))}
+    trainers |= {field.name for _, loss in policy_losses.items() for field in dataclasses.fields(loss.config_type)}
+    trainers |= {"ref_load", "ref_ckpt_step", "ref_offload"}
+    found = [
+        Problem(flag_name(n), None, "is a setting of train.py and has no effect here; leave it out")
+        for n in sorted(s.given & (trainers - ALSO_SERVED))
+    ]
+    words = "is told by the client with every optimizer step; leave it out"
+    return found + [Problem(flag_name(name), s.core[name], words) for name in OF_EVERY_STEP if name in s.given]
+
+
+def gradients_wait_for_the_step(s: Settings) -> list[Problem]:
+    """Calls add to the gradients; the ranks reduce them at the step."""
+    words = "does not go with the server, where gradients are reduced at the optimizer step; leave it out"
+    return [p for name in ("overlap_grad_reduce", "overlap_param_gather") if s.core.get(name) for p in problem(name, None, words)]
+
+
+def optimizer_is_adam(s: Settings) -> list[Problem]:
+    name = s.core.get("optimizer", "adam")
+    return [] if name == "adam" else problem("optimizer", name, "the API has AdamW alone; the only legal value is adam")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def address_needs_a_key(s: Settings) -> list[Problem]:
+    if s.server.api_key_file is None and not is_loopback(s.server.host):
+        words = "can be reached from other machines, so --api-key-file is needed; 127.0.0.1 needs none"
+        return problem("host", s.server.host, words)
+    return []
+
+
+def keys_are_usable(s: Settings) -> list[Problem]:
+    name, path = "api_key_file", s.server.api_key_file
+    if path is None:
+        return []
+    try:
+        keys = read_keys(path)
+    except (OSError, UnicodeDecodeError) as error:
+        return problem(name, path, f"cannot be read: {error}")
+    if not keys:
+        return problem(name, path, "holds no key; write one a line")
+    if bad := [i + 1 for i, key in enumerate(keys) if not key.startswith(KEY_PREFIX) or len(key) < 12]:
+        return problem(name, path, f"key {bad[0]} does not begin with {KEY_PREFIX}, as clients demand, or is shorter than 12 characters")
+    return []
+
+
+def read_keys(path: str) -> list[str]:
+    return [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def libraries_are_there(s: Settings) -> list[Problem]:
+    missing = [name for name in ("fastapi", "uvicorn", "google.protobuf") if not _installed(name)]
+    if not missing:
+        return []
+    return problem("port", None, f"cannot be opened without {', '.join(missing)}; install them with: pip install 'slime_like[server]'")
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def sequences_fit_the_model(s: Settings) -> list[Problem]:
+    longest, positions = s.server.max_sequence_length, s.gpt.max_position_embeddings
+    if longest is not None and positions is not None and longest > positions:
+        return problem("max_sequence_length", longest, f"exceeds the {positions} positions of the network (--max-position-embeddings)")
+    return []
+
+
+def folder_can_be_written(s: Settings) -> list[Problem]:
+    path = Path(s.server.server_dir)
+    if path.exists() and not path.is_dir():
+        return problem("server_dir", s.server.server_dir, "is a file; name a folder")
+    return []
+
+
+SERVER_RULES: tuple[Rule, ...] = (
+    *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, nothing_of_the_trainer, gradients_wait_for_the_step, optimizer_is_adam, address_needs_a_key,
+    keys_are_usable, libraries_are_there, sequences_fit_the_model, folder_can_be_written,
+)  # fmt: skip

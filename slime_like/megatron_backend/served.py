@@ -1,0 +1,122 @@
+"""A network that is trained from outside, call by call: gradients add up over any number of passes, until a step takes them.
+
+The loss of a pass is a sum over its tokens, which nothing divides, so that it makes no difference how a batch is cut into calls. Gradients of
+the ranks are added up once, at the step. Every method is called by all ranks together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from megatron_patches.torch_adam_ckpt import init_adam_state
+from slime_like.megatron_backend.checkpoint.networks import plain_optimizers
+from slime_like.megatron_backend.experts import begin_routing, expert_biases, restore_expert_biases
+from slime_like.megatron_backend.loss_closure import ForwardStep
+from slime_like.megatron_backend.network import TrainedNetwork
+from slime_like.megatron_backend.optimizer import step_if_finite
+from slime_like.megatron_backend.schedule import run_schedule
+from slime_like.types import MicroBatch, TrainSample
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """The settings of one optimizer step. max_norm: largest global L2 norm of the gradient, 0 for any. weight_decay: decoupled; biases and
+    norms have none, as everywhere in Megatron."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_norm: float
+
+
+class ServedNetwork(TrainedNetwork):
+    """It has no schedule: every step brings its own settings."""
+
+    def __init__(self, *shape: Any, **settings: Any) -> None:
+        """As TrainedNetwork's. Needs gradients that are not reduced behind the backward pass (--overlap-grad-reduce)."""
+        super().__init__(*shape, total_steps=1, **settings)
+        assert not settings["ddp"].overlap_grad_reduce, "refused on the command line"
+        self.config.finalize_model_grads_func = None  # at the step, not after every pass
+        for adam in plain_optimizers(self.optimizer):
+            if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+                init_adam_state(adam)
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Forget what has been accumulated."""
+        for module in self.modules:
+            module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._expert_biases = expert_biases(self.chunks)
+
+    def add_gradients(
+        self, step: ForwardStep, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]
+    ) -> list[list[Tensor]]:
+        """Forward and backward over `batches`, which hold the samples of `groups`; their gradients are added to this rank's. Returns the
+        columns that `step`'s loss function reports under "columns", as `evaluate` does."""
+        for module in self.modules:
+            module.train()
+        begin_routing(self.chunks, batches, self.layout)
+        outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=False)
+        return self.columns_of_samples([output["columns"] for output in outputs], groups, batches)
+
+    def take_step(self, adam: AdamStep) -> tuple[bool, float]:
+        """One optimizer step: (whether it was taken, global L2 norm of the gradient before clipping). It is skipped on all ranks when the
+        norm is not finite. Either way no gradient is left."""
+        finalize_model_grads(self.modules)
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            part.config.clip_grad = adam.max_norm
+        for group in self.optimizer.param_groups:
+            group["lr"] = adam.learning_rate * group.get("lr_mult", 1.0)
+            group["betas"] = (adam.beta1, adam.beta2)
+            group["eps"] = adam.eps
+            group["weight_decay"] = adam.weight_decay * group.get("wd_mult", 1.0)
+        stepped, grad_norm = step_if_finite(self.optimizer)
+        if not stepped:
+            restore_expert_biases(self.chunks, self._expert_biases)
+        self.clear_gradients()
+        return stepped, grad_norm
+
+    def start_afresh(self) -> None:
+        """To be called when other weights were written: no gradients, and an optimizer that has not stepped yet."""
+        self.clear_gradients()
+        for tensor in self._optimizer_state():
+            tensor.zero_()
+        self.weights_changed()
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that makes this network what it is: weights, gradients, the optimizer's copies, moments and steps. Each is written in
+        place to make another network of the same shape of this one."""
+        found = [t.data for chunk in self.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+        found += [buffer.grad_data for module in self.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
+        found += [p.data for adam in plain_optimizers(self.optimizer) for group in adam.param_groups for p in group["params"]]
+        found += self._optimizer_state()
+        return list({(t.data_ptr(), t.numel()): t for t in found}.values())
+
+    def _optimizer_state(self) -> list[Tensor]:
+        states = [adam.state[p] for adam in plain_optimizers(self.optimizer) for group in adam.param_groups for p in group["params"]]
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+class StoredState:
+    """A network's tensors in host memory, outside the network."""
+
+    def __init__(self, network: ServedNetwork) -> None:
+        network.finish_updates()
+        on_device = torch.cuda.is_available()
+        self._stored = [torch.empty_like(t, device="cpu", pin_memory=on_device).copy_(t) for t in network.tensors()]
+
+    @torch.no_grad()
+    def restore(self, network: ServedNetwork) -> None:
+        """Write them into a network of the same shape."""
+        for tensor, stored in zip(network.tensors(), self._stored, strict=True):
+            tensor.copy_(stored)
+        network._expert_biases = expert_biases(network.chunks)

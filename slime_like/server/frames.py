@@ -1,0 +1,64 @@
+"""Plain values as bytes, without pickle: JSON for the structure, and the byte strings in it behind it as they are.
+
+Values are None, bool, int, float, str, bytes, lists and dicts with string keys. Tuples come back as lists.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+BYTES = "$bytes"  # {"$bytes": i} stands for the i-th byte string
+_SIZE = struct.Struct("<Q")
+
+
+def encode(value: Any) -> bytes:
+    """Raises TypeError for a value that is not plain, ValueError for a dict that looks like a byte string."""
+    blobs: list[bytes] = []
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, bytes):
+            blobs.append(item)
+            return {BYTES: len(blobs) - 1}
+        if isinstance(item, dict):
+            if BYTES in item:
+                raise ValueError(f"a dict has the key {BYTES}")
+            return {key: plain(inner) for key, inner in item.items()}
+        return [plain(inner) for inner in item] if isinstance(item, list | tuple) else item
+
+    structure = plain(value)
+    head = json.dumps([structure, [len(blob) for blob in blobs]]).encode()
+    return b"".join([_SIZE.pack(len(head)), head, *blobs])
+
+
+def decode(data: bytes) -> Any:
+    """What `encode` was given."""
+    (size,) = _SIZE.unpack_from(data)
+    start = _SIZE.size + size
+    structure, sizes = json.loads(data[_SIZE.size : start])
+    blobs = []
+    for length in sizes:
+        blobs.append(data[start : start + length])
+        start += length
+    assert start == len(data), "a frame of another length"
+
+    def whole(item: Any) -> Any:
+        if isinstance(item, dict):
+            return blobs[item[BYTES]] if BYTES in item else {key: whole(inner) for key, inner in item.items()}
+        return [whole(inner) for inner in item] if isinstance(item, list) else item
+
+    return whole(structure)
+
+
+def framed(data: bytes) -> bytes:
+    """With its size in front, for a stream."""
+    return _SIZE.pack(len(data)) + data
+
+
+def frame_size(head: bytes) -> int:
+    """From the first `HEAD` bytes of a frame in a stream."""
+    return int(_SIZE.unpack(head)[0])
+
+
+HEAD = _SIZE.size

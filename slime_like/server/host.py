@@ -1,0 +1,290 @@
+"""The models of the server on the workers. Every method is called by all ranks together, with the same plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arguments.hf_model import read_hf_model
+from arguments.run_config import RunConfig
+from slime_like.checkpoints.folders import checkpoint_folder
+from slime_like.convert.export import export_hf_weights
+from slime_like.convert.save import save_hf
+from slime_like.losses import policy_losses
+from slime_like.losses.value_loss import ValueLossConfig
+from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SavePolicy, load_checkpoint
+from slime_like.megatron_backend.checkpoint.agree import gather
+from slime_like.megatron_backend.critic import start_from_policy
+from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.loss_closure import Head, gradient_scale
+from slime_like.megatron_backend.micro_batches import MicroBatchSize, cut, pack_groups, without_tokens
+from slime_like.megatron_backend.model import model_shape
+from slime_like.megatron_backend.packing import with_selection_seeds
+from slime_like.megatron_backend.served import AdamStep, ServedNetwork, StoredState
+from slime_like.megatron_backend.sum_loss import SumLoss, SumValueLoss, results_step, sum_training_step
+from slime_like.metrics.typed import MetricAccumulator
+from slime_like.server.errors import Refused
+from slime_like.server.losses import CRITIC_LOSS
+from slime_like.server.sampler import SnapshotSampler
+from slime_like.types import TrainSample
+
+PASS_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-gpu is not given
+CHECKPOINT_STEP = 1  # every saved state is a checkpoint folder of its own
+REFUSALS = (Refused, ValueError, OSError)
+
+
+@dataclass(slots=True)
+class HostedModel:
+    """slot: where it is resident, else its state lies in host memory. used: when, by the host's clock. passes: made, for losses that draw
+    random numbers."""
+
+    id: str
+    role: str
+    slot: int | None = None
+    stored: StoredState | None = None
+    used: int = 0
+    passes: int = 0
+
+
+class ModelHost:
+    """Networks are slots, which all have the shape of the base model; a model is a state that sits in one, or waits in host memory."""
+
+    def __init__(self, run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None] = lambda text: None) -> None:
+        assert run.model.hf_checkpoint is not None
+        self.run, self.layout, self.tell = run, layout, tell
+        self.base = run.model.hf_checkpoint
+        self.hf = read_hf_model(self.base)
+        self.models: dict[str, HostedModel] = {}
+        self.slots: list[tuple[str, ServedNetwork, str | None]] = []  # role, network, the model in it
+        self.sampler = SnapshotSampler(run, layout)
+        self._clock = 0
+        self._head = Head(
+            run.gpt.vocab_size or 0,
+            1.0,
+            layout,
+            sequence_parallel=run.megatron.transformer.sequence_parallel,
+            chunk_size=run.algorithm.log_probs_chunk_size,
+        )
+
+    def execute(self, command: Mapping[str, Any]) -> Any:
+        """What a command asks for, as plain values; of use on rank 0. Raises Refused, ValueError or OSError for what the client can
+        remedy."""
+        return getattr(self, f"do_{command['op']}")(**{k: v for k, v in command.items() if k not in ("op", "id")})
+
+    # --- models and slots -------------------------------------------------------------------------------------------
+
+    def do_create(self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None) -> None:
+        assert lora is None, "refused before"
+        assert model not in self.models, model
+        created = HostedModel(model, role)
+        network = self._network(created)
+        if role == "critic":
+            self._start_critic(network, policy)
+        else:
+            network.load_hf(self.base)
+        network.start_afresh()
+        self.models[model] = created
+
+    def _start_critic(self, critic: ServedNetwork, policy: str | None) -> None:
+        """From its policy's weights as they are now, with values of 0."""
+        if policy is not None:
+            start_from_policy(critic, self.resident(policy))
+            return
+        source = HostedModel("~base", "policy")  # a critic that is about to be loaded: any weights will do
+        start_from_policy(critic, self._network(source))
+        self._free(source)
+
+    def do_unload(self, model: str) -> None:
+        hosted = self.models.pop(model, None)
+        if hosted is not None:
+            self._free(hosted)
+
+    def _free(self, hosted: HostedModel) -> None:
+        if hosted.slot is not None:
+            role, network, _ = self.slots[hosted.slot]
+            self.slots[hosted.slot] = (role, network, None)
+
+    def resident(self, model: str) -> ServedNetwork:
+        """The network with this model in it, brought back from host memory if it has to be."""
+        hosted = self.models[model]
+        self._clock += 1
+        hosted.used = self._clock
+        if hosted.slot is None:
+            stored, hosted.stored = hosted.stored, None
+            network = self._network(hosted)
+            assert stored is not None
+            stored.restore(network)
+        assert hosted.slot is not None
+        return self.slots[hosted.slot][1]
+
+    def _network(self, hosted: HostedModel) -> ServedNetwork:
+        """A network for a model: a free one, a new one while there may be more, else the one whose model was not used for longest."""
+        self._clock += 1
+        hosted.used = self._clock
+        free = next((i for i, (role, _, who) in enumerate(self.slots) if role == hosted.role and who is None), None)
+        if free is None:
+            free = self._make_room(hosted.role)
+        role, network, _ = self.slots[free]
+        self.slots[free] = (role, network, hosted.id)
+        hosted.slot = free
+        return network
+
+    def _make_room(self, role: str) -> int:
+        most = self.run.server.max_resident_models
+        taken = [i for i, (kind, _, _) in enumerate(self.slots) if kind == role]
+        if most is None or len(self.slots) < most or not taken:
+            self.slots.append((role, self._new_network(role), None))
+            return len(self.slots) - 1
+        oldest = min(taken, key=lambda i: self.models[self.slots[i][2] or ""].used)
+        out = self.models[self.slots[oldest][2] or ""]
+        out.stored, out.slot = StoredState(self.slots[oldest][1]), None
+        return oldest
+
+    def _new_network(self, role: str) -> ServedNetwork:
+        megatron = self.run.megatron
+        return ServedNetwork(
+            megatron.transformer,
+            self.run.gpt,
+            self.run.model.transformer_impl,
+            self.layout,
+            ddp=megatron.ddp,
+            optimizer=dataclasses.replace(megatron.optimizer),
+            schedule=self.run.schedule,
+            value_head=role == "critic",
+        )
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def do_pass(
+        self, model: str, loss: Mapping[str, Any], forward_only: bool, lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]
+    ) -> dict[str, Any] | None:
+        """Forward, and unless forward_only backward, over samples; returns per-token results and metrics on rank 0."""
+        network, hosted = self.resident(model), self.models[model]
+        samples = samples_of(lengths, tokens, fields)
+        mine = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
+        own = [samples[i] for i in mine] or [without_tokens(samples[0])]
+        size = MicroBatchSize(1, (self.run.algorithm.max_tokens_per_gpu or PASS_TOKENS) * self.layout.cp_size)
+        parts = cut(own, size, self.layout)
+        batches = pack_groups(parts.groups, transformer=self.run.megatron.transformer, layout=self.layout)
+        batches = with_selection_seeds(batches, self.run.model.seed, hosted.passes, self.layout.dp_rank)
+        hosted.passes += 1
+        objective, metrics = self._objective(loss), MetricAccumulator()
+        if forward_only:
+            columns = network.evaluate(results_step(objective, self.layout, metrics), parts.groups, batches)
+        else:
+            step = sum_training_step(objective, self.layout, gradient_scale(self.layout, len(batches)), metrics)
+            columns = network.add_gradients(step, parts.groups, batches)
+        results = [parts.in_order(column) for column in columns]
+        return self._collect(mine, results, metrics, len(samples))
+
+    def _objective(self, loss: Mapping[str, Any]) -> SumLoss | SumValueLoss:
+        if loss["kind"] == CRITIC_LOSS:
+            return SumValueLoss(self.layout, ValueLossConfig(**loss["settings"]))
+        chosen = policy_losses.get(loss["kind"])
+        config = chosen.config_type(**loss["settings"])
+        return SumLoss(self._head, chosen.with_config(config), config)
+
+    def _collect(self, mine: list[int], results: list[list[Tensor]], metrics: MetricAccumulator, count: int) -> dict[str, Any] | None:
+        """Per-token results of all data-parallel ranks, in the order of the samples, on rank 0."""
+        layout = self.layout
+        told = None
+        if layout.is_last_stage:
+            numbers = metrics.reduce(layout.dp_cp_group)
+            kinds = {name: metrics.kind(name) for name in numbers}
+            if layout.tp_rank == 0 and layout.cp_rank == 0:
+                told = (mine, [[t.numpy() for t in column[: len(mine)]] for column in results], numbers, kinds)
+        parts = [part for part in gather(told) if part is not None]
+        if layout.rank != 0:
+            return None
+        whole: list[list[Any]] = [[None] * count for _ in results]
+        for places, columns, _, _ in parts:
+            for column, target in zip(columns, whole):
+                for place, values in zip(places, column):
+                    target[place] = values
+        _, _, numbers, kinds = parts[0]
+        scores, losses = (np.concatenate(column).astype("<f4").tobytes() for column in whole)
+        finite = {name: [kinds[name], value] for name, value in numbers.items() if math.isfinite(value)}
+        return {"scores": scores, "losses": losses, "metrics": finite}
+
+    def do_step(self, model: str, adam: Mapping[str, float]) -> dict[str, Any]:
+        settings = AdamStep(
+            adam["learning_rate"], adam["beta1"], adam["beta2"], adam["eps"], adam["weight_decay"], max_norm=adam["grad_clip_norm"]
+        )
+        stepped, grad_norm = self.resident(model).take_step(settings)
+        return {"stepped": stepped, "grad_norm": grad_norm if stepped else str(grad_norm)}
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def do_save(self, model: str, folder: str) -> None:
+        """A checkpoint of weights and optimizer. Gradients that no step has taken yet are not in it."""
+        network = self.resident(model)
+        network.finish_updates()
+        saver = CheckpointSaver(folder, SavePolicy())
+        state = {"layout": self.layout.describe(), "model": self._shape()}
+        saver.save(CHECKPOINT_STEP, {self.models[model].role: SavedNetwork(network.chunks, network.optimizer, None)}, state, with_rng=False)
+
+    def do_load(self, model: str, folder: str, optimizer: bool) -> None:
+        """Weights of a checkpoint, and its optimizer or a fresh one."""
+        network = self.resident(model)
+        saved = SavedNetwork(network.chunks, network.optimizer if optimizer else None, None)
+        load_checkpoint(
+            checkpoint_folder(folder, CHECKPOINT_STEP),
+            {self.models[model].role: saved},
+            load_rng=False,
+            verify=not self.run.checkpoint.no_verify_checkpoint,
+            layout=self.layout,
+            seed=self.run.model.seed,
+            model=self._shape(),
+            tell=self.tell,
+        )
+        if optimizer:
+            network.clear_gradients()
+        else:
+            network.start_afresh()
+
+    def do_export(self, model: str, folder: str) -> None:
+        """A Hugging Face model, of all its weights."""
+        network = self.resident(model)
+        network.finish_updates()
+        Path(folder).parent.mkdir(parents=True, exist_ok=True)
+        weights = export_hf_weights(network.chunks, hf=self.hf, gpt=self.run.gpt, layout=self.layout)
+        save_hf(folder, weights, self.base)
+
+    def _shape(self) -> dict[str, Any]:
+        return model_shape(self.run.megatron.transformer, self.run.gpt)
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def do_sample(self, **request: Any) -> list[dict[str, Any]]:
+        return self.sampler.sample(**request)
+
+
+def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -> list[TrainSample]:
+    """Datums as samples whose every row is scored."""
+
+    def parts(data: bytes, dtype: str) -> tuple[Tensor, ...]:
+        return torch.from_numpy(np.frombuffer(data, dtype=dtype).copy()).split(lengths)
+
+    inputs = parts(tokens, "<i8")
+    columns = {name: parts(data, "<i8" if name == "labels" else "<f4") for name, data in fields.items()}
+    ones = [torch.ones(n) for n in lengths]
+    samples = []
+    for i, row in enumerate(inputs):
+        values = {name: column[i] for name, column in columns.items()}
+        if "keep_mask" in values:
+            values["keep_mask"] = values["keep_mask"] > 0
+        if "old_log_probs" in values:
+            values.setdefault("rollout_log_probs", values["old_log_probs"])
+        values = {"labels": row, "loss_weights": ones[i], **values}
+        samples.append(TrainSample(tokens=row, response_length=len(row), loss_mask=torch.ones(len(row), dtype=torch.bool), **values))
+    if "returns" not in columns and "labels" not in columns:  # a critic that is only asked
+        samples = [dataclasses.replace(s, values=s.loss_weights * 0, returns=s.loss_weights * 0) for s in samples]
+    return samples

@@ -1,0 +1,116 @@
+"""Sampling from fixed weights, on the workers: engines that hold snapshots, requests shared among the ranks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from torch import Tensor
+
+from arguments.run_config import RunConfig
+from slime_like.megatron_backend.checkpoint.agree import gather, together
+from slime_like.megatron_backend.init import device_of_this_process
+from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.local import LocalEngine
+from slime_like.rollout.rollouter import sample_seed
+
+
+class SnapshotSampler:
+    """At most --max-sampler-engines engines on every rank; the one that was least recently used takes the next snapshot."""
+
+    def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
+        self.run, self.layout = run, layout
+        self._engines: OrderedDict[str, LocalEngine] = OrderedDict()
+        self._tokenizer: Any = None
+        self._updates = 0
+
+    def sample(
+        self,
+        folder: str,
+        sampling: Mapping[str, Any],
+        prompts: list[bytes],
+        counts: list[int],
+        seeds: list[int],
+        prompt_log_probs: bool,
+    ) -> list[dict[str, Any]]:
+        """For each prompt its samples, as plain values, on every rank."""
+        together(lambda: self._engine(folder))
+        engine = self._engine(folder)
+        params = SamplingParams(**{**sampling, "stop": tuple(sampling["stop"]), "stop_token_ids": tuple(sampling["stop_token_ids"])})
+        tokens = [tuple(np.frombuffer(prompt, dtype="<i4").tolist()) for prompt in prompts]
+        wanted = [(i, j) for i, count in enumerate(counts) for j in range(count)]
+        rank, world = self.layout.rank, self.layout.world_size
+        mine = wanted[rank::world]
+        requests = [GenerateRequest(n, tokens[i], sample_seed(seeds[i], "tinker", j)) for n, (i, j) in enumerate(mine)]
+        outputs = together(lambda: engine.generate(requests, params) if requests else [])
+        scored = list(range(rank, len(tokens), world)) if prompt_log_probs else []
+        scores = together(lambda: engine.prompt_log_probs([tokens[i] for i in scored]))
+        told = ([(where, plain(output)) for where, output in zip(mine, outputs)], [(i, with_nan(s)) for i, s in zip(scored, scores)])
+        sequences: dict[tuple[int, int], dict[str, Any]] = {}
+        prompt_scores: dict[int, bytes] = {}
+        for samples, part in gather(told):
+            sequences |= dict(samples)
+            prompt_scores |= dict(part)
+        return [
+            {"sequences": [sequences[i, j] for j in range(count)], "prompt_log_probs": prompt_scores.get(i)}
+            for i, count in enumerate(counts)
+        ]
+
+    def _engine(self, folder: str) -> LocalEngine:
+        engine = self._engines.pop(folder, None)
+        if engine is None:
+            engine = self._free_engine()
+            self._updates += 1
+            engine.update_weights(weights_in(folder), self._updates)
+        self._engines[folder] = engine
+        return engine
+
+    def _free_engine(self) -> LocalEngine:
+        """A new one, or the oldest, whose weights are about to be replaced."""
+        if len(self._engines) >= self.run.server.max_sampler_engines:
+            return self._engines.popitem(last=False)[1]
+        model = self.run.model
+        assert model.hf_checkpoint is not None
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(model.hf_checkpoint, trust_remote_code=model.trust_remote_code)
+        return LocalEngine(
+            model.hf_checkpoint,
+            self._tokenizer,
+            local_batch_size=self.run.rollout.rollout_local_batch_size,
+            device=device_of_this_process(),
+            dtype=self.run.megatron.transformer.params_dtype,
+            trust_remote_code=model.trust_remote_code,
+        )
+
+
+def weights_in(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a Hugging Face folder. Raises ValueError when it has none."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"the snapshot {folder} is gone")
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (not a dict)
+                yield name, opened.get_tensor(name)
+
+
+def plain(output: GenerateOutput) -> dict[str, Any]:
+    if output.finish_reason == "abort":
+        raise ValueError("the model gave a log-prob that is not finite: its weights are broken")
+    return {
+        "tokens": np.array(output.tokens, dtype="<i4").tobytes(),
+        "log_probs": np.array(output.log_probs, dtype="<f4").tobytes(),
+        "stopped": output.finish_reason == "stop",
+    }
+
+
+def with_nan(scores: tuple[float, ...]) -> bytes:
+    """Of a prompt, whose first token has no log-prob."""
+    return np.array([float("nan"), *scores], dtype="<f4").tobytes()

@@ -1,0 +1,384 @@
+"""The server as clients see it, without HTTP: sessions, models, samplers, checkpoints; which requests are accepted, and as what."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arguments.groups import ServerConfig
+from slime_like.server import bodies
+from slime_like.server.data import Limits, check_pass, parse_request
+from slime_like.server.dispatcher import Dispatcher, request_id
+from slime_like.server.errors import Failed, HttpError, Refused
+from slime_like.server.futures import Request
+from slime_like.server.operations import ServerOperations, snapshot_is_gone
+from slime_like.server.registry import Checkpoint, Model, Registry, Sampler, role_of
+from slime_like.server.sampling import sample_body
+
+HOUSEKEEPING = "~server"  # queue of what the server asks of the workers itself
+FORGOTTEN_AFTER_S = 86400.0  # sessions and models that have ended
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """folder: of the Hugging Face model. name: for clients. arch: its class."""
+
+    folder: str
+    name: str
+    arch: str
+    supports_lora: bool = False
+
+    def is_called(self, name: str) -> bool:
+        return name in (self.name, self.folder)
+
+
+class Service:
+    def __init__(
+        self,
+        config: ServerConfig,
+        base: BaseModel,
+        limits: Limits,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        operations: ServerOperations,
+    ) -> None:
+        self.config = config
+        self.base = base
+        self.limits = limits
+        self.registry = registry
+        self.dispatcher = dispatcher
+        self.operations = operations
+        operations.end_model = self.end_model
+        dispatcher.queue(HOUSEKEEPING, next_seq=None)
+        self._housekeeping = 0
+        for model in registry.models.values():
+            dispatcher.queue(model.id, next_seq=model.next_seq)
+        for sampler in registry.samplers.values():
+            dispatcher.queue(sampler.id, next_seq=None)
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def create_session(self, body: bodies.CreateSession, owner: str) -> dict[str, Any]:
+        self.end_silent_sessions()
+        session = self.registry.new_session(
+            owner, most=self.config.max_sessions, user_metadata=body.user_metadata, display_name=body.display_name
+        )
+        return {"session_id": session.id, "type": "create_session"}
+
+    def finish_session(self, id: str, owner: str) -> None:
+        session = self.registry.sessions.get(id)
+        if session is None or session.owner != owner:
+            raise HttpError(404, f"session {id} does not exist")
+        session.finished = True
+        self.registry.keep(session)
+        for model in [m for m in self.registry.models.values() if m.session == id and m.state != "ended"]:
+            self.end_model(model, f"model {model.id} is unloaded, for its session has finished")
+        for sampler in [s for s in self.registry.samplers.values() if s.session == id]:
+            self.operations.drop_sampler(sampler)
+            self.dispatcher.fail_all(sampler.id, Refused(snapshot_is_gone(sampler.id)), forget=True)
+
+    def end_silent_sessions(self, now: float | None = None) -> None:
+        """Finish sessions that have not been heard of; forget those that finished long ago, and checkpoints that have expired."""
+        now = time.time() if now is None else now
+        for session in list(self.registry.sessions.values()):
+            if not session.finished and now - session.seen > self.config.session_timeout_s:
+                self.finish_session(session.id, session.owner)
+            elif session.finished and now - session.seen > FORGOTTEN_AFTER_S:
+                self.registry.forget(session)
+        for model in list(self.registry.models.values()):
+            if model.state == "ended" and now - model.seen > FORGOTTEN_AFTER_S:
+                self.dispatcher.fail_all(model.id, Failed(model.reason), forget=True)
+                self.registry.forget(model)
+        for checkpoint in list(self.registry.checkpoints.values()):
+            if checkpoint.expires is not None and checkpoint.expires < now:
+                self.operations.drop_checkpoint(checkpoint)
+
+    def end_model(self, model: Model, reason: str, *, unload: bool = True) -> None:
+        """Its waiting requests fail with the reason, and so will later ones. unload: the workers have it."""
+        had_weights = model.state == "ready"
+        model.state, model.reason = "ended", reason
+        queue = self.dispatcher.queues.get(model.id)
+        self.dispatcher.fail_all(model.id, Failed(reason))
+        if queue is not None and queue.next_seq is not None:
+            model.next_seq = max(model.next_seq, queue.next_seq)
+        self.registry.keep(model)
+        for critic in [m for m in self.registry.models.values() if m.policy == model.id and m.state != "ended"]:
+            critic.policy = None  # it goes on without
+            self.registry.keep(critic)
+        if unload and had_weights:
+            self._housekeeping += 1
+            key = f"{time.time_ns()}.{self._housekeeping}"
+            request = Request(f"{HOUSEKEEPING}/{key}", "unload", HOUSEKEEPING, 0, "", key, time.time(), {"model": model.id})
+            self.dispatcher.accept(request)
+
+    def workers_came(self, hello: dict[str, Any]) -> None:
+        """The models that these workers do not have are lost, unless they were never made."""
+        held = set(hello["facts"]["models"])
+        for model in list(self.registry.live_models()):
+            if model.state == "ready" and model.id not in held:
+                self.end_model(model, self._lost(model, "the workers were started anew"), unload=False)
+
+    def workers_ended(self, reason: str) -> None:
+        for model in self.registry.live_models():
+            if model.state == "ready":
+                self.end_model(model, self._lost(model, f"the workers have ended ({reason})"), unload=False)
+
+    def _lost(self, model: Model, why: str) -> str:
+        newest = self.registry.newest_checkpoint(model.id)
+        rest = "it was never saved" if newest is None else f"go on from its newest checkpoint, {newest.path}"
+        return f"model {model.id} is lost: {why}; {rest}"
+
+    # --- requests with a future -------------------------------------------------------------------------------------
+
+    def _accept(self, op: str, queue: str, seq: int, owner: str, digest: str, body: dict[str, Any], **extra: Any) -> dict[str, Any]:
+        request = Request(request_id(queue, seq), op, queue, seq, owner, digest, time.time(), body, extra=extra)
+        return future_of(self.dispatcher.accept(request))
+
+    def _repeated(self, queue: str, seq: int, digest: str) -> dict[str, Any] | None:
+        before = self.dispatcher.known(queue, seq, digest)
+        return None if before is None else future_of(before)
+
+    def create_model(self, body: bodies.CreateModel, owner: str) -> dict[str, Any]:
+        session = self.registry.session(body.session_id, owner)
+        id, digest = f"{session.id}:train:{body.model_seq_id}", digest_of("create_model", body)
+        if (before := self._repeated(id, 0, digest)) is not None:
+            return before
+        model = self._new_model(id, session.id, owner, body.user_metadata)
+        request: dict[str, Any] = {"model": id}
+        try:
+            model.role = role_of(body.user_metadata, body.model_role)
+            self._check_base(body.base_model)
+            _check_optimizer(body.optimizer_config)
+            model.lora = self._lora(body.lora_config, model.role)
+            if model.role == "critic":
+                model.policy = self.registry.policy_for_critic(session.id)
+        except Refused as error:
+            request["refusal"] = str(error)
+        self._open(model)
+        return self._accept("create_model", id, 0, owner, digest, request)
+
+    def _new_model(self, id: str, session: str, owner: str, user_metadata: dict[str, Any] | None) -> Model:
+        if id in self.registry.models:
+            raise HttpError(422, f"model {id} exists")
+        live = self.registry.live_models()
+        if len(live) >= self.config.max_models:
+            raise HttpError(403, f"{len(live)} models are loaded, the most that --max-models allows; close the session of another")
+        now = time.time()
+        return Model(id, session, owner, self.base.name, "policy", now, now, next_seq=0, user_metadata=user_metadata)
+
+    def _open(self, model: Model) -> None:
+        self.registry.keep(model)
+        self.dispatcher.queue(model.id, next_seq=0)
+
+    def _check_base(self, name: str) -> None:
+        if not self.base.is_called(name):
+            raise Refused(f"base_model {name!r} is not served here; it is {self.base.name!r}")
+
+    def _lora(self, lora: bodies.LoraConfig | None, role: str) -> dict[str, Any] | None:
+        """Rank 0 is full fine-tuning, as no lora_config is."""
+        if lora is None or lora.rank == 0:
+            return None
+        if not self.base.supports_lora:
+            raise Refused(f"LoRA (rank {lora.rank}) is not offered by this server yet; rank 0 trains all weights")
+        if role == "critic":
+            raise Refused(f"a critic of rank {lora.rank} is not offered; a critic trains all weights, with rank 0")
+        return {name: getattr(lora, name) for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")}
+
+    def load_weights(self, body: bodies.LoadWeights, owner: str) -> dict[str, Any]:
+        by_model, by_session = body.model_id is not None, body.session_id is not None
+        if by_model == by_session or (by_model and body.seq_id is None) or (by_session and body.model_seq_id is None):
+            raise HttpError(422, "give session_id and model_seq_id for a new model, or model_id and seq_id for one that is there")
+        digest = digest_of("load_weights", body)
+        if body.model_id is not None and body.seq_id is not None:
+            model = self.registry.model(body.model_id, owner)
+            if (before := self._repeated(model.id, body.seq_id, digest)) is not None:
+                return before
+            request = {"model": model.id, "path": body.path, "optimizer": body.optimizer}
+            return self._accept("load", model.id, body.seq_id, owner, digest, request)
+        assert body.session_id is not None
+        session = self.registry.session(body.session_id, owner)
+        id = f"{session.id}:train:{body.model_seq_id}"
+        if (before := self._repeated(id, 0, digest)) is not None:
+            return before
+        model = self._new_model(id, session.id, owner, body.user_metadata)
+        request = {"model": id, "path": body.path, "optimizer": body.optimizer}
+        try:
+            if body.base_model is not None:
+                self._check_base(body.base_model)
+            _check_optimizer(body.optimizer_config)
+            if body.optimizer and body.optimizer_config is not None:
+                raise Refused("optimizer_config does not go with optimizer=True, which takes the checkpoint's")
+            checkpoint = self.registry.checkpoint(body.path, owner, "training")
+            model.role, model.lora = checkpoint.role, checkpoint.lora
+            told = role_of(body.user_metadata, None)
+            if (body.user_metadata or {}).get("model_role") is not None and told != model.role:
+                raise Refused(f"checkpoint {body.path} is of a {model.role}, and model_role says {told}")
+            if model.role == "critic":
+                model.policy = self.registry.policy_for_critic(session.id)
+        except Refused as error:
+            request["refusal"] = str(error)
+        self._open(model)
+        return self._accept("load_new", id, 0, owner, digest, request)
+
+    def forward_backward(self, data: bytes, owner: str) -> dict[str, Any]:
+        request = parse_request(data)
+        model = self.registry.model(request.model_id, owner)
+        digest = hashlib.sha256(b"forward_backward" + request.SerializeToString(deterministic=True)).hexdigest()
+        if (before := self._repeated(model.id, request.seq_id, digest)) is not None:
+            return before
+        body: dict[str, Any] = {"model": model.id}
+        try:
+            body["command"] = check_pass(request, role=model.role, limits=self.limits).command()
+        except Refused as error:
+            body["refusal"] = str(error)
+        return self._accept("forward_backward", model.id, request.seq_id, owner, digest, body)
+
+    def optim_step(self, body: bodies.OptimStep, owner: str) -> dict[str, Any]:
+        request: dict[str, Any] = {"adam": (body.adam_params or bodies.AdamParams()).model_dump(exclude={"type"})}
+        if body.optimizer_params is not None:
+            kind = body.optimizer_params.get("type")
+            request["refusal"] = f"optimizer {kind!r} is not offered here; the only one is adamw, with adam_params"
+        elif body.adam_params is None:
+            request["refusal"] = "adam_params is missing"
+        return self._of_model("optim_step", body, owner, request)
+
+    def save_weights(self, body: bodies.SaveWeights, owner: str) -> dict[str, Any]:
+        return self._of_model("save", body, owner, save_request("training", body, overwrite=body.overwrite))
+
+    def save_external(self, body: bodies.SaveWeightsExternal, owner: str) -> dict[str, Any]:
+        request = save_request("external", body, overwrite=False)
+        if body.age_encryption_recipients:
+            request["refusal"] = "age_encryption_recipients is not offered here; the files are written as they are"
+        return self._of_model("save", body, owner, self._for_policies(body.model_id, request))
+
+    def save_for_sampler(self, body: bodies.SaveWeightsForSampler, owner: str) -> dict[str, Any]:
+        if (body.path is None) == (body.sampling_session_seq_id is None):
+            raise HttpError(422, "give path for a checkpoint, or sampling_session_seq_id for a sampling session")
+        if body.path is not None:
+            request = save_request("sampler", body, overwrite=False)
+        else:
+            model = self.registry.model(body.model_id, owner)
+            request = {"sampler": f"{model.session}:sample:{body.sampling_session_seq_id}"}
+            if request["sampler"] in self.registry.samplers:
+                request["refusal"] = f"sampling session {request['sampler']} exists"
+        if body.kind == "inflight":
+            request["refusal"] = "kind='inflight' is not offered here; snapshots (the default) stay fixed"
+        op = "save" if body.path is not None else "snapshot"
+        return self._of_model(op, body, owner, self._for_policies(body.model_id, request))
+
+    def _for_policies(self, model_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        model = self.registry.models.get(model_id)
+        if model is not None and model.role == "critic":
+            request["refusal"] = f"model {model.id} is a critic: sampler checkpoints are for policies only"
+        return request
+
+    def _of_model(self, op: str, body: Any, owner: str, request: dict[str, Any]) -> dict[str, Any]:
+        model = self.registry.model(body.model_id, owner)
+        digest = digest_of(op, body)
+        if (before := self._repeated(model.id, body.seq_id, digest)) is not None:
+            return before
+        return self._accept(op, model.id, body.seq_id, owner, digest, {"model": model.id, **request})
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def create_sampling_session(self, body: bodies.CreateSamplingSession, owner: str) -> dict[str, Any]:
+        session = self.registry.session(body.session_id, owner)
+        id = f"{session.id}:sample:{body.sampling_session_seq_id}"
+        if (body.base_model is None) == (body.model_path is None) and body.model_path is None:
+            raise HttpError(422, "give base_model or model_path")
+        try:
+            folder, source = self.base.folder, body.model_path
+            if body.base_model is not None:
+                self._check_base(body.base_model)
+            if body.model_path is not None:
+                folder = self.registry.checkpoint(body.model_path, owner, "sampler").folder
+        except Refused as error:
+            raise HttpError(422, str(error)) from error
+        before = self.registry.samplers.get(id)
+        if before is not None and (before.folder, before.source) != (folder, source):
+            raise HttpError(422, f"sampling session {id} exists with other weights")
+        if before is None:
+            self.registry.keep(Sampler(id, session.id, owner, folder, source, used=time.time()))
+        return {"sampling_session_id": id, "type": "create_sampling_session"}
+
+    def sampler(self, id: str, owner: str) -> Sampler:
+        sampler = self.registry.samplers.get(id)
+        if sampler is None or sampler.owner != owner:
+            raise HttpError(404, snapshot_is_gone(id) if ":sample:" in id else f"sampling session {id} does not exist")
+        session = self.registry.sessions.get(sampler.session)
+        if session is not None and not session.finished:
+            session.seen = time.time()
+        return sampler
+
+    def sample(self, body: bodies.Sample, owner: str) -> dict[str, Any]:
+        sampler = self.sampler(body.sampling_session_id, owner)
+        digest = digest_of("asample", body)
+        if (before := self._repeated(sampler.id, body.seq_id, digest)) is not None:
+            return before
+        self.dispatcher.queue(sampler.id, next_seq=None)
+        ids = [f"{sampler.id}/{body.seq_id}/{i}" for i in range(body.num_samples)]
+        try:
+            request = sample_body(body, self.limits)
+        except Refused as error:
+            request = {"refusal": str(error)}
+        return self._accept("sample", sampler.id, body.seq_id, owner, digest, request, sample_sequence_ids=ids)
+
+    # --- what is asked about ----------------------------------------------------------------------------------------
+
+    def get_info(self, id: str, owner: str) -> dict[str, Any]:
+        model = self.registry.model(id, owner)
+        data = {"arch": self.base.arch, "model_name": self.base.name, "tokenizer_id": self.base.folder}
+        rank = None if model.lora is None else model.lora["rank"]
+        return {
+            "model_id": id, "model_data": data, "is_lora": rank is not None, "lora_rank": rank, "model_name": self.base.name,
+            "type": "get_info",
+        }  # fmt: skip
+
+    def weights_info(self, path: str, owner: str) -> dict[str, Any]:
+        checkpoint = self.checkpoint(path, owner)
+        lora = checkpoint.lora
+        info: dict[str, Any] = {"base_model": checkpoint.base_model, "is_lora": lora is not None}
+        if lora is not None:
+            info |= {"lora_rank": lora["rank"], **{name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")}}
+        return info
+
+    def checkpoint(self, path: str, owner: str) -> Checkpoint:
+        try:
+            return self.registry.checkpoint(path, owner)
+        except Refused as error:
+            raise HttpError(404, str(error)) from error
+
+    def capabilities(self) -> dict[str, Any]:
+        return {
+            "supported_models": [
+                {"model_name": self.base.name, "max_context_length": self.limits.max_length, "trainable": True, "sampleable": True}
+            ]
+        }
+
+
+def _check_optimizer(config: bodies.OptimizerConfig | None) -> None:
+    if config is not None and config.type != "adamw":
+        raise Refused(f"optimizer {config.type!r} is not offered here; the only one is adamw")
+
+
+def save_request(kind: str, body: Any, *, overwrite: bool) -> dict[str, Any]:
+    metadata = getattr(body, "user_metadata", None)
+    return {"kind": kind, "name": body.path, "ttl_seconds": body.ttl_seconds, "overwrite": overwrite, "user_metadata": metadata}
+
+
+def digest_of(op: str, body: Any) -> str:
+    return hashlib.sha256(json.dumps([op, body.model_dump()], sort_keys=True).encode()).hexdigest()
+
+
+def future_of(request: Request) -> dict[str, Any]:
+    return {"request_id": request.id, **request.extra}
+
+
+def make_folders(root: Path) -> None:
+    for folder in (root, root / "checkpoints", root / "snapshots"):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)

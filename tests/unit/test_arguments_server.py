@@ -1,0 +1,76 @@
+"""The server's command line: what it needs, what it refuses, and that every rule of its own is broken somewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from arguments.parse import SERVER, parse_args
+from arguments.validate import NETWORK_RULES, PARALLEL_RULES
+from arguments.validate_moe import MOE_RULES
+from arguments.validate_server import SERVER_RULES, is_loopback
+from slime_like.config import ConfigError
+from tests.unit.command_lines import write_files
+
+CASES = [
+    ("nothing_of_the_trainer", "--rm-type math", "--rm-type", "of train.py"),
+    ("nothing_of_the_trainer", "--eps-clip 0.1", "--eps-clip", "of train.py"),
+    ("nothing_of_the_trainer", "--save {folder}", "--save", "of train.py"),
+    ("nothing_of_the_trainer", "--lr 1e-4", "--lr", "with every optimizer step"),
+    ("nothing_of_the_trainer", "--clip-grad 1", "--clip-grad", "with every optimizer step"),
+    ("gradients_wait_for_the_step", "--overlap-grad-reduce", "--overlap-grad-reduce", "at the optimizer step"),
+    ("optimizer_is_adam", "--optimizer sgd", "--optimizer", "AdamW alone"),
+    ("address_needs_a_key", "--host 0.0.0.0", "--host", "--api-key-file is needed"),
+    ("address_needs_a_key", "--host somewhere.else", "--host", "--api-key-file is needed"),
+    ("keys_are_usable", "--api-key-file {folder}/none", "--api-key-file", "cannot be read"),
+    ("keys_are_usable", "--api-key-file {folder}/empty", "--api-key-file", "holds no key"),
+    ("keys_are_usable", "--api-key-file {folder}/bad", "--api-key-file", "key 2 does not begin with tml-"),
+    ("sequences_fit_the_model", "--max-sequence-length 513", "--max-sequence-length", "512 positions"),
+    ("folder_can_be_written", "--server-dir {folder}/bad", "--server-dir", "is a file"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_files(tmp_path)
+    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "bad").write_text("tml-0123456789\nsecret\n")
+    (tmp_path / "good").write_text("tml-0123456789\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("rule", "flags", "flag", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
+def test_a_broken_rule(folder: Path, rule: str, flags: str, flag: str, said: str) -> None:
+    words = [word.replace("{folder}", str(folder)) for word in flags.split()]
+    with pytest.raises(ConfigError) as caught:
+        parse_args(["--hf-checkpoint", str(folder / "hf"), *words], 1, SERVER)
+    assert [p.flag for p in caught.value.problems] == [flag]
+    assert said in str(caught.value)
+
+
+def test_every_rule_is_broken_somewhere() -> None:
+    own = {rule.__name__ for rule in SERVER_RULES if rule not in (*PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES)}
+    assert own - {"libraries_are_there"} == {case[0] for case in CASES}
+
+
+def test_a_model_is_enough(folder: Path) -> None:
+    run = parse_args(["--hf-checkpoint", str(folder / "hf")], 1, SERVER)
+    assert (run.server.host, run.gpt.vocab_size) == ("127.0.0.1", 320)
+    assert run.warnings == ()
+    open_to_all = [
+        "--host",
+        "0.0.0.0",
+        "--api-key-file",
+        str(folder / "good"),
+        "--tensor-model-parallel-size",
+        "2",
+        "--max-tokens-per-gpu",
+        "99",
+    ]
+    assert parse_args(["--hf-checkpoint", str(folder / "hf"), *open_to_all], 2, SERVER).algorithm.max_tokens_per_gpu == 99
+
+
+def test_loopback() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "localhost", "::1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "host.example")))
