@@ -272,7 +272,6 @@ class MegatronBackend:
         return pack_groups(groups, transformer=network.config, layout=network.layout, equal_sequences=equal)
 
 
-
 def object_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> dict[str, float]:
     if layout.pp_size == 1:
         return value

@@ -228,19 +228,23 @@ class ModelHost:
         network = self.resident(model)
         network.finish_updates()
         saver = CheckpointSaver(folder, SavePolicy())
-        state = {"layout": self.layout.describe(), "model": self._shape()}
-        saver.save(CHECKPOINT_STEP, {self.models[model].role: SavedNetwork(network.chunks, network.optimizer, None)}, state, with_rng=False)
+        state = {"model": self._shape()}
+        saver.save(
+            CHECKPOINT_STEP,
+            {self.models[model].role: SavedNetwork(network.chunks, network.optimizer, None, self.layout)},
+            state,
+            with_rng=False,
+        )
 
     def do_load(self, model: str, folder: str, optimizer: bool) -> None:
         """Weights of a checkpoint, and its optimizer or a fresh one."""
         network = self.resident(model)
-        saved = SavedNetwork(network.chunks, network.optimizer if optimizer else None, None)
+        saved = SavedNetwork(network.chunks, network.optimizer if optimizer else None, None, self.layout)
         load_checkpoint(
             checkpoint_folder(folder, CHECKPOINT_STEP),
             {self.models[model].role: saved},
             load_rng=False,
             verify=not self.run.checkpoint.no_verify_checkpoint,
-            layout=self.layout,
             seed=self.run.model.seed,
             model=self._shape(),
             tell=self.tell,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,6 @@ from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.local import LocalEngine
-from slime_like.rollout.rollouter import sample_seed
 
 
 class SnapshotSampler:
@@ -46,7 +46,7 @@ class SnapshotSampler:
         wanted = [(i, j) for i, count in enumerate(counts) for j in range(count)]
         rank, world = self.layout.rank, self.layout.world_size
         mine = wanted[rank::world]
-        requests = [GenerateRequest(n, tokens[i], sample_seed(seeds[i], "tinker", j)) for n, (i, j) in enumerate(mine)]
+        requests = [GenerateRequest(n, tokens[i], seed_of(seeds[i], j)) for n, (i, j) in enumerate(mine)]
         outputs = together(lambda: engine.generate(requests, params) if requests else [])
         scored = list(range(rank, len(tokens), world)) if prompt_log_probs else []
         scores = together(lambda: engine.prompt_log_probs([tokens[i] for i in scored]))
@@ -88,6 +88,11 @@ class SnapshotSampler:
             dtype=self.run.megatron.transformer.params_dtype,
             trust_remote_code=model.trust_remote_code,
         )
+
+
+def seed_of(seed: int, sample: int) -> int:
+    """Of the j-th sample of a request, 63 bits that depend on both alone."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def weights_in(folder: str) -> Iterator[tuple[str, Tensor]]:
