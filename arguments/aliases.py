@@ -64,7 +64,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _ENGINES: """rollout-num-gpus rollout-num-gpus-per-engine rollout-external-engine-addrs use-fault-tolerance colocate offload
         offload-train no-offload-train offload-rollout no-offload-rollout rollout-health-check-interval rollout-health-check-timeout
         rollout-health-check-first-wait rollout-skip-special-tokens rollout-max-context-len use-distributed-post http-proxy
-        rollout-data-transport enable-mtp-training use-rollout-routing-replay release-train""",
+        rollout-data-transport enable-mtp-training release-train""",
     _HOOKS: """rollout-function-path eval-function-path custom-generate-function-path
         custom-pg-loss-reducer-function-path custom-advantage-function-path custom-reward-post-process-path
         custom-convert-samples-to-train-data-path custom-rollout-log-function-path custom-eval-rollout-log-function-path

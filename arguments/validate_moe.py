@@ -9,6 +9,7 @@ from arguments.validate import LayoutSettings, Rule, Settings, problem, virtual_
 from slime_like.config import Problem, flag_name
 
 NEEDS_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+ENGINES_WITH_ROUTES = ("local",)  # --rollout-engine: those that tell which experts a token went to
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -122,11 +123,27 @@ def routing_is_possible(s: Settings) -> list[Problem]:
     return []
 
 
+def rollout_replay_has_something_to_replay(s: Settings) -> list[Problem]:
+    name = "use_rollout_routing_replay"
+    if not s.rollout.use_rollout_routing_replay:
+        return []
+    if not experts_of(s):
+        return problem(name, None, "has no effect: the network has no experts; leave it out")
+    if s.algorithm.loss_type == "sft_loss":
+        return problem(name, None, "has no effect with --loss-type sft_loss, which samples nothing to train on; leave it out")
+    if s.generates and s.rollout.rollout_engine not in ENGINES_WITH_ROUTES:
+        legal = ", ".join(ENGINES_WITH_ROUTES)
+        return problem(name, None, f"needs an engine that tells its routes: --rollout-engine {legal}, not {s.rollout.rollout_engine}")
+    return []
+
+
 def replay_has_something_to_replay(s: Settings) -> list[Problem]:
     if not s.algorithm.use_routing_replay:
         return []
     if not experts_of(s):
         return problem("use_routing_replay", None, "has no effect: the network has no experts; leave it out")
+    if s.rollout.use_rollout_routing_replay:
+        return []
     if s.algorithm.use_rollout_logprobs or s.algorithm.loss_type == "sft_loss":
         why = "--loss-type sft_loss" if s.algorithm.loss_type == "sft_loss" else "--use-rollout-logprobs"
         return problem("use_routing_replay", None, f"needs the pass of the old log-probs, which {why} leaves out")
@@ -135,7 +152,7 @@ def replay_has_something_to_replay(s: Settings) -> list[Problem]:
 
 MOE_RULES: tuple[Rule, ...] = (
     experts_are_there, expert_parallel_sizes, experts_need_sequence_parallel, dispatcher_fits_the_pipeline, expert_kernels_are_there,
-    balancing_is_complete, routing_is_possible, replay_has_something_to_replay,
+    balancing_is_complete, routing_is_possible, replay_has_something_to_replay, rollout_replay_has_something_to_replay,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arguments.hf_moe import moe_layers
 from arguments.run_config import RunConfig
 from slime_like.advantages import AdvantageSettings, KLController, TokenAdvantages, estimate_advantages, teacher_gaps, token_kl
 from slime_like.advantages.values import value_metrics
@@ -21,7 +22,7 @@ from slime_like.megatron_backend.gates import TrainRolloutGate, check_values
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.micro_batches import work_per_token
 from slime_like.metrics.progress import Progress
-from slime_like.rollout.batch import Shares, StepPlan, map_steps, outcomes_of, train_samples
+from slime_like.rollout.batch import Shares, StepPlan, map_steps, outcomes_of, train_samples, with_routes
 from slime_like.rollout.correction import SampleCorrection, correct_steps, require_sampler_log_probs, sampler_told
 from slime_like.rollout.metrics import fresh_tokens, train_rollout_difference
 from slime_like.types import Sample, TrainBatch, TrainSample
@@ -66,12 +67,15 @@ class BatchMaker:
     def make(self, samples: Sequence[Sample], weight_version: int) -> tuple[Batches, dict[str, float]]:
         """What a rollout is trained on, and metrics. weight_version: of the policy that is about to be trained."""
         self._warn_of_long_sequences(samples)
+        samples = self._with_routes(samples)
         with self.progress.phase("balance") if self.plan.linear_cost is not None else nullcontext():
             shares = self.plan.share(samples)
         steps = self._steps(self.plan, samples, shares)
         metrics = dict(shares.metrics)
         if self.is_sft:
             return Batches(map_steps(steps, lambda i, sample: sample), []), metrics
+        if self.run.rollout.use_rollout_routing_replay:
+            steps = [self.backend.with_routes_of_stage(step) for step in steps]
         local = [sample for step in steps for sample in step]
         with self.progress.phase("log_probs"):
             recorded = self.run.debug.load_debug_rollout_data is not None  # their versions are of another run
@@ -98,7 +102,7 @@ class BatchMaker:
                 sample,
                 advantages=advantages.values[i],
                 old_log_probs=old[i].log_probs,
-                routes=old[i].routes,
+                routes=sample.routes if old[i].routes is None else old[i].routes,
                 ref_log_probs=None if ref is None else ref[i].log_probs,
                 keep_mask=corrections[i].keep_mask,
                 importance_weights=corrections[i].importance_weights,
@@ -117,6 +121,14 @@ class BatchMaker:
             positive_nll=algorithm.positive_nll_coef > 0,
             shares=shares,
         )
+
+    def _with_routes(self, samples: Sequence[Sample]) -> list[Sample]:
+        """With the sampler's routes where they are replayed, else with none."""
+        if not self.run.rollout.use_rollout_routing_replay:
+            return [dataclasses.replace(sample, routes=None) for sample in samples]
+        config = self.run.megatron.transformer
+        layers = sum(moe_layers(config.moe_layer_freq, config.num_layers))
+        return with_routes(samples, layers=layers, topk=config.moe_router_topk, experts=config.num_moe_experts)
 
     def _warn_of_long_sequences(self, samples: Sequence[Sample]) -> None:
         """Once in a run."""
@@ -141,6 +153,8 @@ class BatchMaker:
         if run.algorithm.use_rollout_logprobs:
             return [TokenStatistics(require_rollout_log_probs(s), s.loss_weights * 0) for s in local]
         old = self.backend.compute_log_probs(local)
+        if run.rollout.use_rollout_routing_replay:
+            metrics["rollout/moe_routing_disagreement"] = self.backend.replay_disagreement()
         if all(s.rollout_log_probs is not None for s in local):
             metrics |= train_rollout_difference(
                 [s.log_probs for s in old],

@@ -26,6 +26,11 @@ class RolloutConfig:
         "tokens that the sampler chose from, which come with each sample. Takes 4 bytes for each token of the largest set of a micro-batch, at "
         "each of its rows; --rollout-top-k bounds the sets of --rollout-top-p.",
     )
+    use_rollout_routing_replay: bool = arg(
+        False,
+        "Mixtures of experts: send each token to the experts that the sampler sent it to, in the pass of the old log-probs and in the update; "
+        "the share of tokens whose router would choose others is reported. --use-routing-replay beside it changes nothing.",
+    )
     rollout_stop: list[str] | None = arg(None, "Strings that end a response.", nargs="+")
     rollout_stop_token_ids: list[int] | None = arg(None, "Token ids that end a response, besides the model's own.", nargs="+")
     rollout_local_batch_size: int = arg(64, "Samples that the local engine decodes together.", legal=AT_LEAST_ONE)

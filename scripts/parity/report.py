@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.parity.cells import PRECISIONS, Cell
+from scripts.parity.cells import LAYOUTS, PRECISIONS, Cell
 
 WORDS = ("loss", "gradients", "weights", "log_probs")  # what is compared
 DOCS = tuple(Path(__file__).parents[2] / "docs" / language / "parity.md" for language in ("en", "zh"))
@@ -73,7 +73,7 @@ def summary(found: Sequence[Found]) -> Iterator[str]:
         return f"{max(own):.2f}" if precision == "bfloat16" else f"{max(own):.1e}"
 
     yield f"{'layout':26}{'cells':>6}" + "".join(f"{name:>10}" for name in (*losses, *others))
-    for layout in dict.fromkeys(f.cell.layout for f in found):
+    for layout in [name for name in LAYOUTS if any(f.cell.layout == name for f in found)]:
         figures = [largest(layout, "float32", loss) for loss in losses] + [largest(layout, precision) for precision in others]
         yield f"{layout:26}{sum(f.cell.layout == layout for f in found):6}" + "".join(f"{figure:>10}" for figure in figures)
     limits = ", ".join(f"{name} {precision.limit:g}" for name, precision in PRECISIONS.items())

@@ -24,7 +24,7 @@ from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SaveReport, load_checkpoint, load_weights
 from slime_like.megatron_backend.critic import make_critic, start_from_policy, value_step, value_training_step
-from slime_like.megatron_backend.experts import routing_metrics
+from slime_like.megatron_backend.experts import replay_disagreement, routes_of_stage, routing_metrics
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import Head, Objective, gradient_scale, log_prob_step, training_step
@@ -112,6 +112,7 @@ class MegatronBackend:
             self.critic = make_critic(run, policy=layout, total_steps=total_steps)
             start_from_policy(self.critic, self.policy)
         self._value_loss = run.value_loss
+        self._replays_rollout = run.rollout.use_rollout_routing_replay
 
     @property
     def trained(self) -> TrainedNetwork:
@@ -122,19 +123,35 @@ class MegatronBackend:
     def compute_log_probs(self, samples: Sequence[TrainSample], network: FrozenModel | None = None) -> list[TokenStatistics]:
         """Log-probs of the response tokens and entropies, at the sampling temperature, for this data-parallel rank's samples.
 
-        network: whose; None: the policy's. All pipeline stages get the result.
+        network: whose; None: the policy's, whose tokens go to the experts of the samples' routes, where they have them. All pipeline stages
+        get the result.
         """
-        parts = cut(samples, micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True), self.layout)
         network = self.policy if network is None else network
+        if network is not self.policy:
+            samples = [dataclasses.replace(sample, routes=None) for sample in samples]  # another network's routers choose themselves
+        parts = cut(samples, micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True), self.layout)
         head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
         batches = self._pack(parts.groups)
-        if self.algorithm.use_routing_replay and network is self.policy:
+        if self.algorithm.use_routing_replay and network is self.policy and not self._replays_rollout:
             log_probs, entropy = self.policy.evaluate(log_prob_step(head), parts.groups, batches, record_routes=True)
             routes: list[Any] = list(self.policy.recorded_routes(parts.groups, batches))
         else:
             log_probs, entropy = network.evaluate(log_prob_step(head), parts.groups, batches)
             routes = [None] * len(log_probs)
         return parts.in_order([TokenStatistics(lp, h, r) for lp, h, r in zip(log_probs, entropy, routes, strict=True)])
+
+    def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        """Samples whose routes are those of the sampler, over all expert layers, with those of this pipeline stage in their place."""
+
+        def own(routes: Tensor | None) -> Tensor:
+            assert routes is not None, "every sample has routes with --use-rollout-routing-replay"
+            return routes_of_stage(routes, self.policy.chunks, self.transformer)
+
+        return [dataclasses.replace(sample, routes=own(sample.routes)) for sample in samples]
+
+    def replay_disagreement(self) -> float:
+        """Of the policy's last pass: see experts.py."""
+        return replay_disagreement(self.policy.chunks)
 
     def accumulate(self, batch: TrainBatch) -> PendingStep:
         """Forward and backward over one optimizer step's samples; gradients are reduced, weights not yet changed.
@@ -165,7 +182,7 @@ class MegatronBackend:
         the critic's layout. All its pipeline stages get the result."""
         assert self.critic is not None
         layout = self.critic.layout
-        parts = cut(samples, micro_batch_size(self.algorithm, layout.cp_size, forward_only=True), layout)
+        parts = cut(not_of_the_policy(samples), micro_batch_size(self.algorithm, layout.cp_size, forward_only=True), layout)
         (values,) = self.critic.evaluate(value_step(layout), parts.groups, self._pack(parts.groups, self.critic))
         return parts.in_order(values)
 
@@ -174,7 +191,7 @@ class MegatronBackend:
         assert self.critic is not None
         layout = self.critic.layout
         size = micro_batch_size(self.algorithm, layout.cp_size, forward_only=False)
-        own = [dataclasses.replace(sample, routes=None, token_sets=None) for sample in batch.samples]  # these are the policy's
+        own = not_of_the_policy(batch.samples)
         batches = self._pack(cut(own, size, layout).groups, self.critic)
         step = value_training_step(layout, self._value_loss, gradient_scale(layout, len(batches)))
         return PendingStep(self._reduced(self.critic.accumulate(step, batches), layout), self.critic)
@@ -279,6 +296,11 @@ def object_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> d
     source = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
     dist.broadcast_object_list(holder, source, group=layout.pp_group)
     return holder[0]
+
+
+def not_of_the_policy(samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """The samples as a critic reads them: without routes and token sets, which are the policy's."""
+    return [dataclasses.replace(sample, routes=None, token_sets=None) for sample in samples]
 
 
 def load_network(

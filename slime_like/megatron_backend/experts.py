@@ -88,6 +88,23 @@ def routes_of_samples(table: Tensor, groups: Sequence[Sequence[TrainSample]], ba
     return routes
 
 
+def routes_of_stage(routes: Tensor, chunks: Sequence[Any], config: Any) -> Tensor:
+    """[L, expert layers of this stage, topk] out of the routes of all expert layers of the model, in the order of this rank's routers."""
+    sparse = moe_layers(config.moe_layer_freq, config.num_layers)
+    return routes[:, [sum(sparse[: router.layer_number - 1]) for router in routers_of(chunks)]]
+
+
+def replay_disagreement(chunks: Sequence[Any]) -> float:
+    """Of the pass that has ended, over all ranks: the share of tokens and layers whose router would have chosen other experts than the
+    replayed ones; NaN where nothing was replayed. Every rank of the world calls it."""
+    counts = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
+    for router in routers_of(chunks):
+        counts += torch.tensor(router.disagreement, dtype=torch.float64, device=counts.device)
+    dist.all_reduce(counts)
+    differing, compared = counts.tolist()
+    return differing / compared if compared else float("nan")
+
+
 def routing_metrics(chunks: Sequence[Any], config: Any, layout: ParallelLayout, num_microbatches: int) -> dict[str, float]:
     """Of the training pass that has ended, equal on all ranks; every rank of the world calls it.
 

@@ -117,6 +117,31 @@ def check_token_sets(samples: Sequence[Sample], *, wanted: bool) -> None:
             )
 
 
+def with_routes(samples: Sequence[Sample], *, layers: int, topk: int, experts: int) -> list[Sample]:
+    """The samples, with a route for every one: an aborted one that has none gets a route of -1. Raises ValueError naming a sample whose
+    engine did not tell, or told of another network. layers: with experts."""
+    return [replace(s, routes=_checked_routes(s, layers, topk, experts)) for s in samples]
+
+
+def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Tensor:
+    shape = (sample.total_length, layers, topk)
+    if sample.routes is None:
+        if sample.status == SampleStatus.ABORTED:
+            return torch.full(shape, -1, dtype=torch.int16)
+        raise ValueError(
+            f"--use-rollout-routing-replay: sample {sample.sample_id} does not tell which experts its tokens went to; it was recorded without "
+            "this flag, or its engine cannot tell"
+        )
+    routes = sample.routes
+    if routes.shape != shape or not bool(((routes >= -1) & (routes < experts)).all()):
+        raise ValueError(
+            f"--use-rollout-routing-replay: the routes of sample {sample.sample_id} are {tuple(routes.shape)} with numbers from "
+            f"{int(routes.min()) if routes.numel() else 0} to {int(routes.max()) if routes.numel() else 0}; expected (tokens, expert layers, "
+            f"experts of a token) = {shape} with numbers from -1 to {experts - 1}"
+        )
+    return routes
+
+
 def step_weights(
     step: Sequence[Sample], reduction: str, loss_norm_length: int | None = None, micro_batch_size: int | None = None
 ) -> list[float]:
@@ -190,6 +215,7 @@ def _train_sample(sample: Sample, weight: float, nll_weight: float | None, *, to
         loss_weights=per_token(weight),
         rollout_log_probs=rollout_log_probs if told else None,
         token_sets=sample.token_sets,
+        routes=sample.routes,
         rewards=per_token(math.nan if sample.reward is None else sample.reward),
         nll_weights=None if nll_weight is None else per_token(nll_weight),
     )

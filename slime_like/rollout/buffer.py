@@ -17,7 +17,7 @@ from slime_like.rollout.debug_data import decode, encode
 from slime_like.rollout.slime_samples import unwritten
 from slime_like.types import Prompt, Sample, SampleStatus
 
-_ARRAYS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets")
+_ARRAYS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
 _PLAIN = ("sample_id", "response_length", "response")
 
 
@@ -123,7 +123,7 @@ def _sample(prompt: Prompt, row: Mapping[str, Any]) -> Sample:
         metadata=_value(row["metadata"]),
         **{name: row[name] for name in _PLAIN},
     )
-    return replace(sample, rollout_log_probs=arrays["rollout_log_probs"], token_sets=arrays["token_sets"])
+    return replace(sample, rollout_log_probs=arrays["rollout_log_probs"], token_sets=arrays["token_sets"], routes=arrays["routes"])
 
 
 def _text(value: Any, where: str) -> str:

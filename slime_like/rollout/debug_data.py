@@ -21,7 +21,7 @@ from torch import Tensor
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
 FORMAT = "slime_like rollout 1"
-_TENSORS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets")
+_TENSORS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
 # Fields that JSON holds. Rewards, labels and metadata may hold NaN: Python's JSON writes and reads it.
 _PLAIN = ("group_id", "sample_id", "response_length", "reward", "text", "response", "label", "metadata")
 _TUPLE, _ITEMS = "__tuple__", "__items__"  # how JSON spells a tuple, and a dict whose keys are not all text
@@ -95,6 +95,7 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
         loss_mask=loss_mask,
         rollout_log_probs=found["rollout_log_probs"],
         token_sets=found["token_sets"],
+        routes=found["routes"],
         status=SampleStatus(row["status"]),
         weight_versions=tuple(tensors[f"{row['sample_id']}.weight_versions"].tolist()),
     )

@@ -27,8 +27,8 @@ class SamplingParams:
     temperature: 0 is greedy. top_p: smallest set of tokens with at least this probability, after top_k. top_k: -1 is all.
     max_new_tokens: longest response, stop token included. stop: strings that end a response once its text contains one.
     stop_token_ids: tokens that end a response besides the model's own, which do not with ignore_end_tokens; a stop token stays part of the
-    response. report_token_sets: tell which
-    tokens each one was sampled from, with its log-prob over these; not when greedy.
+    response. report_token_sets: tell which tokens each one was sampled from, with its log-prob over these; not when greedy. report_routes:
+    tell to which experts each token went; ValueError from an engine that cannot.
     """
 
     temperature: float = 1.0
@@ -39,6 +39,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     report_token_sets: bool = False
     ignore_end_tokens: bool = False
+    report_routes: bool = False
 
     def __post_init__(self) -> None:
         rules = (
@@ -71,8 +72,10 @@ class GenerateOutput:
     """One response; all tuples have one entry per response token.
 
     finish_reason: "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens may then be partial). token_sets: the
-    tokens that each one was sampled from, itself among them; None where they were not asked for. failure: why an aborted response was given
-    up or rejected; None where its caller asked for the abort. weight_versions rise where weights were replaced in the middle.
+    tokens that each one was sampled from, itself among them; None where they were not asked for. routes: the experts of every token, the
+    prompt's too, in every layer that has experts; -1 where the token was not computed, as the last one is not; None likewise. failure: why
+    an aborted response was given up or rejected; None where its caller asked for the abort. weight_versions rise where weights were replaced
+    in the middle.
     """
 
     sample_id: int
@@ -81,6 +84,7 @@ class GenerateOutput:
     finish_reason: FinishReason
     weight_versions: tuple[int, ...]
     token_sets: tuple[Tensor, ...] | None = None  # [k] int32 each
+    routes: Tensor | None = None  # [prompt and response tokens, expert layers, topk] int16
     failure: str | None = None
 
 

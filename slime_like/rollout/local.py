@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 
 from slime_like.rollout.engine import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.hf_weights import WeightSlots
+from slime_like.rollout.local_routes import RouteRecorder, whole_routes
 from slime_like.rollout.local_serving import LocalServing
 from slime_like.rollout.sampling import draw_uniforms, sample_from_sets, sample_tokens
 
@@ -31,6 +32,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
     token_sets: list[Tensor] = field(default_factory=list)  # only where they are reported
+    routes: list[Tensor] = field(default_factory=list)  # likewise: of the prompt [P, layers, topk], then of one token after another
     finish_reason: FinishReason = "length"
 
 
@@ -62,6 +64,7 @@ class LocalEngine:
         self._serving = LocalServing(self._decode, local_batch_size)
         self._model = model.eval().requires_grad_(False)
         self._slots = WeightSlots(self._model)
+        self._routes = RouteRecorder(self._model)
         self._weights_complete = False
         self._device = torch.device(device)
         self._tokenizer = tokenizer
@@ -111,11 +114,13 @@ class LocalEngine:
     def close(self) -> None:
         """Free the weights; the engine generates no more."""
         self._weights_complete = False
-        del self._model, self._slots
+        del self._model, self._slots, self._routes
 
     def _check(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
         if not self._weights_complete:
             raise RuntimeError("the local engine has no complete weights: its first or latest update_weights did not succeed")
+        if sampling.report_routes and not self._routes.layers:
+            raise ValueError("the model has no experts whose routes could be told (--use-rollout-routing-replay)")
         if sampling.stop and self._tokenizer is None:
             raise ValueError(f"stop strings {sampling.stop!r} need a tokenizer, and this engine was made without one")
         for request in requests:
@@ -153,7 +158,11 @@ class LocalEngine:
         stop_ids = own_ends.union(sampling.stop_token_ids)
         uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens).to(self._device)  # (B, N)
         log_probs = torch.full(uniforms.shape, float("nan"), device=self._device)  # (B, N)
-        logits, cache, mask, positions = self._prefill([r.prompt_tokens for r in requests], sampling.max_new_tokens)
+        with self._routes.recording(sampling.report_routes):
+            logits, cache, mask, positions = self._prefill([r.prompt_tokens for r in requests], sampling.max_new_tokens)
+        if sampling.report_routes:
+            for i, routes in enumerate(self._routes.of_prompts([r.prompt_tokens for r in requests])):
+                rows[i].routes.append(routes)
         reports = sampling.report_token_sets and not sampling.greedy
         live = list(range(len(requests)))  # requests[live[j]] is row j of the running batch
         live_index = torch.arange(len(requests), device=self._device)
@@ -182,7 +191,11 @@ class LocalEngine:
                 live, live_index = [live[j] for j in going_on], live_index[keep]
                 tokens, mask, positions = tokens[keep], mask[keep], positions[keep]
             positions = positions + 1
-            logits = self._forward(tokens[:, None], mask[:, : prompt_width + step + 1], positions, cache)
+            with self._routes.recording(sampling.report_routes):
+                logits = self._forward(tokens[:, None], mask[:, : prompt_width + step + 1], positions, cache)
+            if sampling.report_routes:
+                for row, routes in zip(live, self._routes.last(len(live)), strict=True):
+                    rows[row].routes.append(routes)
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
         """Compute each distinct prompt once, left-padded, then repeat it for its samples.
@@ -239,6 +252,7 @@ class LocalEngine:
             finish_reason="abort" if broken else row.finish_reason,
             weight_versions=tuple(row.weight_versions[:finite]),
             token_sets=tuple(row.token_sets[:finite]) if reports else None,
+            routes=whole_routes(row.routes, len(request.prompt_tokens) + finite) if row.routes else None,
             failure=f"the log-prob of response token {finite} is {float(values[finite])}" if broken else None,
         )
 

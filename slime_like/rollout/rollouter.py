@@ -34,6 +34,7 @@ def training_sampling(config: RolloutConfig) -> SamplingParams:
         stop=tuple(config.rollout_stop or ()),
         stop_token_ids=tuple(config.rollout_stop_token_ids or ()),
         report_token_sets=config.renormalize_sampled_log_probs,
+        report_routes=config.use_rollout_routing_replay,
     )
 
 
@@ -47,6 +48,7 @@ def eval_sampling(config: EvalConfig, rollout: RolloutConfig) -> SamplingParams:
         top_k=base.top_k if config.eval_top_k is None else config.eval_top_k,
         max_new_tokens=config.eval_max_response_len or base.max_new_tokens,
         report_token_sets=False,
+        report_routes=False,
     )
 
 
@@ -111,6 +113,7 @@ class Rollouter:
             loss_mask=torch.cat([sample.loss_mask, new]),
             rollout_log_probs=torch.cat([sample.rollout_log_probs, torch.tensor(output.log_probs, dtype=torch.float32)]),
             token_sets=sets,
+            routes=joined_routes(sample.routes, output.routes, tokens.numel()),
             status=status,
             weight_versions=(*sample.weight_versions, *output.weight_versions),
             response=self.tokenizer.decode(tokens[tokens.numel() - length :], skip_special_tokens=True),
@@ -142,6 +145,17 @@ def cut_at_stop(tokenizer: Any, sample: Sample, output: GenerateOutput, stop: Se
     return output
 
 
+def joined_routes(before: Tensor | None, now: Tensor | None, length: int) -> Tensor | None:
+    """[length, layers, topk] of a sample that grew: where its tokens went when they were first computed, under the weights of then."""
+    if now is None:
+        return None
+    routes = now[:length].clone()
+    if before is not None:
+        known = routes[: before.size(0)]
+        known.copy_(torch.where(before >= 0, before, known))
+    return routes
+
+
 def rows_of(token_sets: Tensor | None) -> list[Tensor]:
     """The sets of `side_by_side`, without what fills them up."""
     return [] if token_sets is None else [row[row >= 0] for row in token_sets]
@@ -168,6 +182,7 @@ def _to_plain(sample: Sample) -> dict[str, Any]:
         "loss_mask": sample.loss_mask.tolist(),
         "rollout_log_probs": sample.rollout_log_probs.tolist(),
         "token_sets": None if sample.token_sets is None else sample.token_sets.numpy(),
+        "routes": None if sample.routes is None else sample.routes.numpy(),
         "reward": sample.reward,
         "status": str(sample.status),
         "weight_versions": sample.weight_versions,
@@ -186,6 +201,7 @@ def _from_plain(record: dict[str, Any], before: Sample) -> Sample:
         loss_mask=torch.tensor(record["loss_mask"], dtype=torch.bool),
         rollout_log_probs=torch.tensor(record["rollout_log_probs"], dtype=torch.float32),
         token_sets=None if record["token_sets"] is None else torch.from_numpy(record["token_sets"]),
+        routes=None if record["routes"] is None else torch.from_numpy(record["routes"]),
         reward=record["reward"],
         status=SampleStatus(record["status"]),
         weight_versions=tuple(record["weight_versions"]),

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from arguments.hf_moe import moe_layers
 from arguments.parse import parse_args
 from scripts.parity.steps import gradients, parallel, random_samples, settings, share, sizes_of, weights
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.ops.router import routers_of
-from slime_like.types import TrainBatch
+from slime_like.types import TrainBatch, TrainSample
 from tests.dist.backend_worker import poison_one_rank
 
 ADAM = "--adam-eps 1e-6 --lr 3e-4"
@@ -27,6 +28,9 @@ def three_steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, An
     batches = [share(random_samples(seed), layout) for seed in (1, 2, 3)]
     if replay:
         batches = [with_routes(backend, batch) for batch in batches]
+    if "--use-rollout-routing-replay" in flags:
+        samples = [random_routes(random_samples(seed), backend) for seed in (1, 2, 3)]
+        batches = [TrainBatch(tuple(backend.with_routes_of_stage(share(s, layout).samples))) for s in samples]
     steps, grads = [], {}
     for number, batch in enumerate(batches, start=1):
         pending = backend.accumulate(batch)
@@ -39,6 +43,20 @@ def three_steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, An
         moe=[{name: value for name, value in s.metrics.items() if name.startswith("moe_")} for s in steps],
         weights=weights(backend),
     )
+
+
+def random_routes(samples: list[TrainSample], backend: MegatronBackend) -> list[TrainSample]:
+    """With random experts for all tokens but the last, in all expert layers of the model: a sampler's."""
+    g = torch.Generator().manual_seed(int(samples[0].tokens.sum()))
+    config = backend.transformer
+    layers = sum(moe_layers(config.moe_layer_freq, config.num_layers))
+    found = []
+    for sample in samples:
+        order = torch.rand(sample.tokens.numel(), layers, config.num_moe_experts, generator=g).argsort(dim=-1)
+        routes = order[..., : config.moe_router_topk].to(torch.int16)
+        routes[-1] = -1
+        found.append(dataclasses.replace(sample, routes=routes))
+    return found
 
 
 def with_routes(backend: MegatronBackend, batch: TrainBatch) -> TrainBatch:

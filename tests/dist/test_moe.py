@@ -19,6 +19,7 @@ from tests.dist.test_convert_moe import make_models
 LIMIT = 1e-5
 EP2, PP2 = "--expert-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+ROLLOUT_REPLAY = "--use-rollout-routing-replay"
 # by number of processes: name -> (model, flags)
 CASES: dict[int, dict[str, tuple[str, str]]] = {
     1: {
@@ -26,6 +27,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "one, dense layers": ("qwen3-moe-dense-layers", ""),
         "one, shared experts": ("qwen2-moe", ""),
         "one, replay": ("qwen3-moe", "--use-routing-replay"),
+        "one, sampler's routes": ("qwen3-moe-dense-layers", ROLLOUT_REPLAY),
     },
     2: {
         "EP2": ("qwen3-moe", EP2),
@@ -45,6 +47,8 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
             "--recompute-method block --recompute-num-layers 3",
         ),
         "CP2 EP2, replay": ("qwen3-moe", f"--use-routing-replay {EP2} --context-parallel-size 2"),
+        "CP2 EP2, sampler's routes": ("qwen3-moe-dense-layers", f"{ROLLOUT_REPLAY} {EP2} --context-parallel-size 2"),
+        "TP2 EP2, sampler's routes": ("qwen3-moe-dense-layers", f"{ROLLOUT_REPLAY} {TP2} {EP2} --expert-tensor-parallel-size 1"),
         "EP2, recomputed": ("qwen3-moe", f"{EP2} --recompute-granularity selective --recompute-modules moe"),
     },
     4: {
@@ -55,6 +59,10 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "TP2 CP2 EP2 allgather": ("qwen3-moe", f"{TP2} {EP2} --context-parallel-size 2 --moe-token-dispatcher-type allgather"),
         "PP2 EP2, replay": ("qwen3-moe", f"--use-routing-replay {PP2} {EP2} --recompute-granularity selective --recompute-modules moe"),
         "PP2 VP2 EP2, dense layers": ("qwen3-moe-dense-layers", f"{PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2"),
+        "PP2 VP2 EP2, sampler's routes": (
+            "qwen3-moe-dense-layers",
+            f"{ROLLOUT_REPLAY} {PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2",
+        ),
         "EP2 x ETP2, shared experts": ("qwen2-moe", f"{TP2} {EP2} --use-distributed-optimizer"),
     },
 }
@@ -63,7 +71,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
 # what `make test` runs; the others are slow tests
 IN_MAKE_TEST = (
     *("EP2 distributed optimizer", "TP2 EP2, replay, recomputed", "ETP2, shared experts"),
-    *("EP2 x ETP2 allgather", "PP2 VP2 EP2, dense layers", "PP2 EP2, replay"),
+    *("EP2 x ETP2 allgather", "PP2 VP2 EP2, sampler's routes", "PP2 EP2, replay"),
 )
 OTHERS = tuple(name for ranks in (2, 4) for name in CASES[ranks] if name not in IN_MAKE_TEST)
 
@@ -91,8 +99,10 @@ def more_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def base_of(model: str, flags: str) -> str:
-    replay = "--use-routing-replay"
-    return next(name for name, (other, own) in CASES[1].items() if other == model and (replay in own) == (replay in flags))
+    def replays(words: str) -> list[bool]:
+        return [flag in words for flag in ("--use-routing-replay", ROLLOUT_REPLAY)]
+
+    return next(name for name, (other, own) in CASES[1].items() if other == model and replays(own) == replays(flags))
 
 
 def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -130,3 +140,9 @@ def test_replay_is_of_other_choices(results: dict[str, Any]) -> None:
     """Nothing differs before the weights change; later the router would have chosen otherwise, and that matters."""
     first, *later = (step["moe_replay_disagreement"] for step in results["one, replay"]["moe"])
     assert first == 0 and all(0.01 < share < 1 for share in later)
+
+
+def test_the_samplers_routes_are_taken(results: dict[str, Any]) -> None:
+    """Random ones, which the routers would hardly choose: three of four experts, so that a quarter of the tokens agree by chance."""
+    for step in results["one, sampler's routes"]["moe"]:
+        assert 0.6 < step["moe_replay_disagreement"] < 0.9

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 import torch
 
+from slime_like.rollout.debug_data import load_rollout, save_rollout
+from slime_like.types import SampleGroup
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, weights_of
 from tests.e2e.programs import TrainServer
 
@@ -67,3 +70,26 @@ def test_two_and_two_are_four(server: TrainServer, work: Workspace, model: Path,
     server.train(argv, tmp_path / "log3").ok()
     moved = weights_of(alone / "hf")
     assert [name for name in after if not torch.equal(after[name], moved[name])] == []
+
+
+def test_the_samplers_routes_are_replayed(server: TrainServer, work: Workspace, model: Path, tmp_path: Path) -> None:
+    """At the same weights the trainer chooses what the sampler chose, token by token; a recorded rollout with other routes is trained on those."""
+    whole, again, record = tmp_path / "whole", tmp_path / "again", str(tmp_path / "rollout_{rollout_id}")
+    changes = {"use_rollout_routing_replay": "", "num_rollout": 2, "num_steps_per_rollout": 2}
+    server.train(flags(work, model, whole, save_debug_rollout_data=record, **changes), tmp_path / "log1", ranks=2).ok()
+    for row in rows_of(whole):
+        assert row["rollout/moe_routing_disagreement"] == 0 and row["rollout/train_rollout_log_prob_diff_mean"] < 1e-5
+    assert any(row["train/moe_replay_disagreement"] > 0 for row in rows_of(whole)), "no update changed what a router would choose"
+
+    groups = load_rollout(record, 0)
+    other = [
+        SampleGroup(g.group_id, tuple(dataclasses.replace(s, routes=(3 - s.routes).where(s.routes >= 0, s.routes)) for s in g.samples))
+        for g in groups
+        if all(s.routes is not None for s in g.samples)
+    ]
+    assert len(other) == len(groups)
+    save_rollout(record, 0, other)
+    changes |= {"num_rollout": 1, "load_debug_rollout_data": record, "debug_train_only": ""}
+    server.train(flags(work, model, again, **changes), tmp_path / "log2", ranks=2).ok()
+    (row,) = rows_of(again)
+    assert row["rollout/moe_routing_disagreement"] > 0.3 and row["rollout/train_rollout_log_prob_diff_mean"] > 1e-3

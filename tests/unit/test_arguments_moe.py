@@ -151,6 +151,10 @@ CASES = [
     ("routing_is_possible", "--moe-router-topk 4", 1, "--moe-router-topk", "disagrees with --hf-checkpoint's 2"),
     ("routing_is_possible", "--moe-router-enable-expert-bias", 1, "--moe-router-enable-expert-bias", "which has none"),
     ("replay_has_something_to_replay", "--use-routing-replay --use-rollout-logprobs", 1, "--use-routing-replay", "--use-rollout-logprobs leaves"),
+    (
+        "rollout_replay_has_something_to_replay", "--use-rollout-routing-replay --loss-type sft_loss", 1, "--use-rollout-routing-replay",
+        "samples nothing",
+    ),
     ("", "--num-experts 4", 1, "--num-experts", "disagrees with --hf-checkpoint's 8"),
     ("", "--moe-shared-expert-intermediate-size 4", 1, "--moe-shared-expert-intermediate-size", "which has none"),
     ("", "--moe-token-dispatcher-type flex", 1, "--moe-token-dispatcher-type", "needs DeepEP or HybridEP"),
@@ -179,6 +183,7 @@ def test_wrong_combinations(tmp_path: Path, rule: str, flags: str, world_size: i
     [
         ("--moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff"),
         ("--use-routing-replay", "--use-routing-replay"),
+        ("--use-rollout-routing-replay", "--use-rollout-routing-replay"),
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size"),
         ("--recompute-granularity selective --recompute-modules moe", "--recompute-modules"),
     ],

@@ -121,7 +121,7 @@ SLIME_FLAGS_NOT_HERE = """
 --dynamic-sampling-filter-path --moe-enable-deepep --custom-generate-function-path
 --rollout-function-path --lora-rank --use-wandb --actor-num-nodes --over-sampling-batch-size --partial-rollout
 --moe-shared-expert-overlap --fp8-format --update-weight-mode --group-rm --multimodal-keys --ref-update-interval
---mtp-num-layers --enable-mtp-training --use-rollout-routing-replay --optimizer-cpu-offload --use-precision-aware-optimizer --eval-config
+--mtp-num-layers --enable-mtp-training --optimizer-cpu-offload --use-precision-aware-optimizer --eval-config
 --critic-train-only --only-train-params-name-list
 """.split()  # noqa: SIM905
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_like.losses.reductions import LOSS_REDUCTIONS
-from slime_like.rollout.batch import StepPlan, map_steps, step_weights, train_samples, usable
+from slime_like.rollout.batch import StepPlan, map_steps, step_weights, train_samples, usable, with_routes
 from slime_like.types import Sample, SampleStatus
 
 
@@ -141,3 +141,18 @@ def test_a_step_need_not_be_divisible_by_the_ranks() -> None:
     ]
     assert positions[0] == (0, 1)
     assert sorted(i for part in positions[1:] for i in part) == list(range(8)) and all(positions[1:])
+
+
+def test_every_sample_has_routes_of_this_network() -> None:
+    told = dataclasses.replace(make(1), routes=torch.zeros(5, 3, 2, dtype=torch.int16))
+    aborted = make(2, status=SampleStatus.ABORTED)
+    sizes = dict(layers=3, topk=2, experts=4)
+    first, second = with_routes([told, aborted], **sizes)
+    assert first.routes is told.routes and second.routes is not None
+    assert second.routes.shape == (5, 3, 2) and bool((second.routes == -1).all())
+    wrong = [torch.zeros(4, 3, 2), torch.zeros(5, 2, 2), torch.full((5, 3, 2), 4), torch.full((5, 3, 2), -2)]
+    for routes in wrong:
+        with pytest.raises(ValueError, match=r"--use-rollout-routing-replay: the routes of sample 3 .* expected .* \(5, 3, 2\)"):
+            with_routes([dataclasses.replace(make(3), routes=routes.to(torch.int16))], **sizes)
+    with pytest.raises(ValueError, match="sample 4 does not tell which experts"):
+        with_routes([make(4)], **sizes)

@@ -27,6 +27,7 @@ def _sample(sample_id: int, **changes: Any) -> Sample:
         loss_mask=torch.rand(response, generator=generator) > 0.3,
         rollout_log_probs=torch.randn(response, generator=generator),
         token_sets=torch.randint(-1, 9, (response, 4), generator=generator, dtype=torch.int32),
+        routes=torch.randint(-1, 9, (4 + response, 3, 2), generator=generator, dtype=torch.int16),
         reward=1 / 3,
         weight_versions=tuple(range(response)),
         text="2 + 2 =",

@@ -155,6 +155,34 @@ def test_greedy_responses_report_no_sets(built: Built) -> None:
     assert built.engine.generate(requests, replace(sampling, report_token_sets=True)) == built.engine.generate(requests, sampling)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_reported_routes_are_those_of_a_pass_over_the_whole_text(family: str, tmp_path: Path) -> None:
+    """Prompts of several lengths, some shared, and responses that end at different steps: each has the routes of its own tokens."""
+    built = Built(FAMILIES[family], tmp_path, local_batch_size=5)
+    sampling = SamplingParams(max_new_tokens=9, stop_token_ids=tuple(range(20, 30)), report_routes=True)
+    requests = _requests(4, n_samples=2)
+    outputs = built.engine.generate(requests, sampling)
+    assert len({len(output.tokens) for output in outputs}) > 2
+    seen: list[Tensor] = []
+    for name, router in built.reference.named_modules():
+        if name.endswith(".gate"):
+            router.register_forward_hook(lambda module, given, out: seen.append(out[0].topk(2).indices))
+    for request, output in zip(requests, outputs, strict=True):
+        seen.clear()
+        built.reference(torch.tensor([[*request.prompt_tokens, *output.tokens]]))
+        want = torch.stack(seen, dim=1).sort(dim=-1).values  # (L, layers, 2)
+        assert output.routes is not None and output.routes.shape == want.shape
+        assert torch.equal(output.routes[:-1].long().sort(dim=-1).values, want[:-1])
+        assert bool((output.routes[-1] == -1).all()), "the last token is not fed to the model"
+    plain = built.engine.generate(requests, replace(sampling, report_routes=False))
+    assert [o.tokens for o in plain] == [o.tokens for o in outputs] and all(o.routes is None for o in plain)
+
+
+def test_a_model_without_experts_has_no_routes(built: Built) -> None:
+    with pytest.raises(ValueError, match="--use-rollout-routing-replay"):
+        built.engine.generate(_requests(1), SamplingParams(report_routes=True))
+
+
 def test_tokens_depend_on_the_seed_alone(built: Built) -> None:
     """Chunk size, order and company of requests change nothing; another seed does; nor is torch's global generator read or moved."""
     requests = _requests(12, n_samples=3)
