@@ -28,6 +28,7 @@ class Workspace:
     """Files that runs share."""
 
     model: Path
+    expert_model: Path
     prompts: Path
     reward: Path
 
@@ -49,13 +50,14 @@ class Workspace:
 
 def make_workspace(folder: Path) -> Workspace:
     folder.mkdir(parents=True, exist_ok=True)
-    work = Workspace(folder / "model", folder / "prompts.jsonl", folder / "reward.py")
+    work = Workspace(folder / "model", folder / "expert_model", folder / "prompts.jsonl", folder / "reward.py")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, hidden_size=32, num_layers=2, seed=1)
     with torch.no_grad():  # transformers makes this row zero, where the gradient of a root mean square is a thousand times larger
         model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=0.05)
     model.save_pretrained(work.model)
     tokenizer.save_pretrained(work.model)
+    make_expert_model(work)
     rows = [{"messages": [{"role": "user", "content": f"spell {word} backward"}], "answer": word[::-1]} for word in WORDS]
     work.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     work.reward.write_text(REWARD)
@@ -69,6 +71,21 @@ def save_other_model(folder: Path, *, seed: int, std: float, hidden_size: int = 
         model.get_input_embeddings().weight.normal_(std=std)
     model.save_pretrained(folder)
     return folder
+
+
+def make_expert_model(work: Workspace) -> None:
+    """Two layers of four experts each, of which a token takes two."""
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, max_position_embeddings=256,
+        pad_token_id=None, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, initializer_range=0.1,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(work.expert_model)
+    tokenizer.save_pretrained(work.expert_model)
 
 
 def rows_of(out: Path) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""The layouts in which runs are interrupted and taken up. A new one is one line."""
+"""The layouts in which runs are interrupted and taken up, by what is trained. A new one is one line."""
 
 from __future__ import annotations
 
@@ -13,3 +13,15 @@ LAYOUTS = {
     "CP2": ("--context-parallel-size 2 --use-distributed-optimizer", 2),
     "TP2 PP2": ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer", 4),
 }
+_EP2 = "--expert-model-parallel-size 2"
+EXPERT_LAYOUTS = {
+    "one process": ("", 1),
+    "DP2 distributed optimizer": ("--use-distributed-optimizer", 2),
+    "EP2": (_EP2, 2),
+    "EP2 distributed optimizer": (f"{_EP2} --use-distributed-optimizer", 2),
+    "TP2 EP2": (f"--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 {_EP2}", 2),
+    "PP2": ("--pipeline-model-parallel-size 2", 2),
+    "EP4 distributed optimizer": ("--expert-model-parallel-size 4 --use-distributed-optimizer", 4),
+}
+CRITIC_LAYOUTS = {name: LAYOUTS[name] for name in ("one process", "DP2 distributed optimizer", "TP2", "PP2", "CP2")}
+KINDS = {"dense": LAYOUTS, "experts": EXPERT_LAYOUTS, "critic": CRITIC_LAYOUTS}

@@ -20,21 +20,9 @@ EXPERTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def model(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    folder = tmp_path_factory.mktemp("moe") / "model"
-    tokenizer = AutoTokenizer.from_pretrained(work.model)
-    torch.manual_seed(1)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, max_position_embeddings=256,
-        pad_token_id=None, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, initializer_range=0.1,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+@pytest.fixture
+def model(work: Workspace) -> Path:
+    return work.expert_model
 
 
 def flags(work: Workspace, model: Path, out: Path, **changes: str | int | float | None) -> list[str]:

@@ -2,37 +2,72 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights_of
-from tests.e2e.layouts import LAYOUTS
+from tests.e2e.layouts import KINDS
 from tests.e2e.programs import TrainServer
 
-FAST = ("one process", "DP2 distributed optimizer")
-FAST_CHANGES = (("one process", "TP2"), ("TP2", "DP2 distributed optimizer"), ("DP2 distributed optimizer", "PP2"), ("PP2", "one process"))
+FAST = (("dense", "one process"), ("dense", "DP2 distributed optimizer"))
+FAST_CHANGES = (
+    ("dense", "one process", "TP2"),
+    ("dense", "TP2", "DP2 distributed optimizer"),
+    ("dense", "DP2 distributed optimizer", "PP2"),
+    ("dense", "PP2", "CP2"),
+    ("experts", "EP2 distributed optimizer", "one process"),
+)
 SCHEDULE = dict(lr_decay_style="linear", lr_decay_iters=14, lr_warmup_iters=1, weight_decay=0.1)
 ADAPTIVE_KL = dict(
     advantage_estimator="reinforce_plus_plus", normalize_advantages="", kl_coef=0.05, kl_ctrl_type="adaptive", kl_horizon=100
 )
+PPO = dict(
+    advantage_estimator="ppo", policy_loss_type="ppo", normalize_advantages="", lambd=0.95, gamma=0.99, critic_lr=2e-3, value_clip=0.05,
+    critic_lr_warmup_iters=1,
+)  # fmt: skip
+SUPERVISED = {
+    "num_steps_per_rollout": 1, "loss_type": "sft_loss", "policy_loss_type": None, "n_samples_per_prompt": None,
+    "custom_rm_path": None, "rm_num_workers": None, "rollout_max_response_len": 64, "micro_batch_size": 2,
+}  # fmt: skip
+OF_THE_CRITIC = ("train/value_loss", "train/critic_grad_norm", "train/critic_lr", "rollout/values_mean")
 
 
 def slow_unless(fast: bool) -> tuple[pytest.MarkDecorator, ...]:
     return () if fast else (pytest.mark.slow,)
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=slow_unless(name in FAST)) for name in LAYOUTS])
-def test_three_a_kill_and_three_are_six(server: TrainServer, work: Workspace, tmp_path: Path, layout: str) -> None:
-    """Reinforcement learning with an adaptive KL penalty; SIGKILL to the last rank within the fifth rollout. Weights, sampled tokens and
-    numbers of all six rollouts, and with them the first gradient norm after the resume."""
-    extra, ranks = LAYOUTS[layout]
+def flags(work: Workspace, out: Path, kind: str, layout: str, **changes: Any) -> list[str]:
+    """A run of `kind` in `layout`."""
+    model = work.expert_model if kind == "experts" else work.model
+    return [*work.flags(out, **{"hf_checkpoint": model, **SCHEDULE, **changes}), *KINDS[kind][layout][0].split()]
 
-    def argv(out: Path, **changes: str | int | Path) -> list[str]:
-        kept = {"save_debug_rollout_data": out / "rollout_{rollout_id}", "save_hf": out / "hf", "num_rollout": 6, "ref_load": work.model}
-        return [*work.flags(out, **{**SCHEDULE, **ADAPTIVE_KL, **kept, **changes}), *extra.split()]  # type: ignore[arg-type]
+
+def numbers_of(out: Path, kind: str) -> list[dict[str, float]]:
+    """What must be equal, of each rollout."""
+    rows = rows_of(out)
+    more = OF_THE_CRITIC if kind == "critic" else ()
+    return [same | {name: row[name] for name in more} for same, row in zip(same_numbers(rows), rows, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [pytest.param(kind, name, marks=slow_unless((kind, name) in FAST)) for kind, layouts in KINDS.items() for name in layouts],
+)
+def test_three_a_kill_and_three_are_six(server: TrainServer, work: Workspace, tmp_path: Path, kind: str, layout: str) -> None:
+    """Reinforcement learning with an adaptive KL penalty, or PPO with a critic; SIGKILL to the last rank within the fifth rollout. Weights,
+    sampled tokens and numbers of all six rollouts, and with them the first gradient norm after the resume."""
+    ranks = KINDS[kind][layout][1]
+
+    def argv(out: Path, **changes: Any) -> list[str]:
+        model = work.expert_model if kind == "experts" else work.model
+        own = PPO if kind == "critic" else {**ADAPTIVE_KL, "ref_load": model}
+        kept = {"save_debug_rollout_data": out / "rollout_{rollout_id}", "save_hf": out / "hf", "num_rollout": 6}
+        return flags(work, out, kind, layout, **{**own, **kept, **changes})
 
     whole, parts, root = tmp_path / "whole", tmp_path / "parts", tmp_path / "checkpoints"
     server.train(argv(whole), tmp_path / "log1", ranks=ranks).ok()
@@ -41,7 +76,7 @@ def test_three_a_kill_and_three_are_six(server: TrainServer, work: Workspace, tm
     assert killed.status in (-signal.SIGKILL, 1)
     assert [row["step"] for row in rows_of(parts)] == [1, 2, 3, 4]
     server.train(again, tmp_path / "log3", ranks=ranks).ok()
-    numbers, found = same_numbers(rows_of(whole)), same_numbers(rows_of(parts))
+    numbers, found = numbers_of(whole, kind), numbers_of(parts, kind)
     assert len({row["train/lr"] for row in numbers}) == 6, "a schedule that stands still would hide a lost position"
     assert min(row["train/grad_norm"] for row in numbers) > 1e-3
     assert found == numbers
@@ -57,59 +92,78 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("layouts")
 
 
-def supervised(work: Workspace, out: Path, layout: str, **changes: str | int | Path) -> list[str]:
-    values = {
-        **SCHEDULE, "num_steps_per_rollout": 1, "loss_type": "sft_loss", "policy_loss_type": None, "n_samples_per_prompt": None,
-        "custom_rm_path": None, "rm_num_workers": None, "rollout_max_response_len": 64, "micro_batch_size": 2,
-    }  # fmt: skip
-    return [*work.flags(out, **{**values, **changes}), *LAYOUTS[layout][0].split()]  # type: ignore[arg-type]
+def steady(work: Workspace, out: Path, kind: str, layout: str, **changes: Any) -> list[str]:
+    """A run whose numbers depend on its layout by rounding only: supervised, or, with a critic, on recorded rollouts."""
+    own = PPO if kind == "critic" else SUPERVISED
+    return flags(work, out, kind, layout, **{**own, **changes})
 
 
-def checkpoints_of(server: TrainServer, work: Workspace, folder: Path, layout: str) -> Path:
-    name = layout.replace(" ", "-")
+def checkpoints_of(server: TrainServer, work: Workspace, folder: Path, kind: str, layout: str) -> Path:
+    name = f"{kind}-{layout}".replace(" ", "-")
     root = folder / name
     if not root.exists():
-        argv = supervised(work, folder / f"{name}-first", layout, num_rollout=3, save=root)
-        server.train(argv, folder / f"{name}-log", ranks=LAYOUTS[layout][1]).ok()
+        more = replayed(server, work, folder) if kind == "critic" else {}
+        argv = steady(work, folder / f"{name}-first", kind, layout, num_rollout=3, save=root, **more)
+        server.train(argv, folder / f"{name}-log", ranks=KINDS[kind][layout][1]).ok()
     return root
 
 
-def whole_run(server: TrainServer, work: Workspace, folder: Path) -> list[dict[str, float]]:
-    out = folder / "whole"
+def replayed(server: TrainServer, work: Workspace, folder: Path) -> dict[str, Any]:
+    """Rollouts of one process, so that no sampled token can tell the layouts apart."""
+    recorded = folder / "rollouts" / "rollout_{rollout_id}"
+    if not recorded.parent.exists():
+        argv = steady(work, folder / "recorded", "critic", "one process", num_rollout=6, save_debug_rollout_data=recorded)
+        server.train(argv, folder / "recorded-log").ok()
+    return {"load_debug_rollout_data": recorded}
+
+
+def whole_run(server: TrainServer, work: Workspace, folder: Path, kind: str) -> list[dict[str, float]]:
+    out = folder / f"{kind}-whole"
     if not out.exists():
-        server.train(supervised(work, out, "one process", num_rollout=6), folder / "whole-log").ok()
+        more = replayed(server, work, folder) if kind == "critic" else {}
+        server.train(steady(work, out, kind, "one process", num_rollout=6, **more), folder / f"{kind}-whole-log").ok()
     return rows_of(out)
 
 
-CHANGES = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
+def sizes_of(words: str, ranks: int) -> tuple[int, list[str]]:
+    """What random states belong to."""
+    return ranks, sorted(re.findall(r"--\S+-parallel-size \d+", words))
 
 
-@pytest.mark.parametrize(("before", "after"), [pytest.param(a, b, marks=slow_unless((a, b) in FAST_CHANGES)) for a, b in CHANGES])
-def test_into_another_layout(server: TrainServer, work: Workspace, folder: Path, tmp_path: Path, before: str, after: str) -> None:
+CHANGES = [(kind, a, b) for kind, layouts in KINDS.items() for a in layouts for b in layouts if a != b]
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"), [pytest.param(*change, marks=slow_unless(change in FAST_CHANGES)) for change in CHANGES]
+)
+def test_into_another_layout(
+    server: TrainServer, work: Workspace, folder: Path, tmp_path: Path, kind: str, before: str, after: str
+) -> None:
     """The three steps after the change are those of one process that never stopped, up to the order of sums."""
-    root = checkpoints_of(server, work, folder, before)
-    ranks = LAYOUTS[after][1]
-    done = server.train(supervised(work, tmp_path, after, num_rollout=6, load=root), tmp_path / "log", ranks=ranks).ok()
-    same_world = LAYOUTS[before][1] == ranks and ("parallel-size" in LAYOUTS[before][0] + LAYOUTS[after][0]) is False
-    assert ("the checkpoint's random states are for" in done.out) is not same_world
-    expected = {int(row["step"]): row for row in whole_run(server, work, folder)}
+    layouts = KINDS[kind]
+    root = checkpoints_of(server, work, folder, kind, before)
+    ranks = layouts[after][1]
+    more = replayed(server, work, folder) if kind == "critic" else {}
+    done = server.train(steady(work, tmp_path, kind, after, num_rollout=6, load=root, **more), tmp_path / "log", ranks=ranks).ok()
+    assert ("the checkpoint's random states are for" in done.out) is (sizes_of(*layouts[before]) != sizes_of(*layouts[after]))
+    expected = {int(row["step"]): row for row in whole_run(server, work, folder, kind)}
     rows = rows_of(tmp_path)
     assert [row["step"] for row in rows] == [4, 5, 6]
     for row in rows:
         other = expected[int(row["step"])]
-        for name in ("train/loss", "train/grad_norm", "train/lr"):
-            assert row[name] == pytest.approx(other[name], rel=2e-4), (row["step"], name)
+        for name in ("train/loss", "train/grad_norm", "train/lr", *(OF_THE_CRITIC if kind == "critic" else ())):
+            assert row[name] == pytest.approx(other[name], rel=2e-4, abs=1e-7), (row["step"], name)
 
 
 def test_without_random_states_there_is_no_warning(server: TrainServer, work: Workspace, folder: Path, tmp_path: Path) -> None:
-    root = checkpoints_of(server, work, folder, "TP2")
-    argv = supervised(work, tmp_path, "one process", num_rollout=4, load=root, no_load_rng="")
+    root = checkpoints_of(server, work, folder, "dense", "TP2")
+    argv = steady(work, tmp_path, "dense", "one process", num_rollout=4, load=root, no_load_rng="")
     assert "warning" not in server.train(argv, tmp_path / "log").ok().out
 
 
 def test_a_reference_from_a_checkpoint(server: TrainServer, work: Workspace, folder: Path, tmp_path: Path) -> None:
     """--ref-load of checkpoints: the KL of a policy to itself vanishes, and to the first model it does not."""
-    root = checkpoints_of(server, work, folder, "TP2")
+    root = checkpoints_of(server, work, folder, "dense", "TP2")
     kl = dict(load=root, finetune="", use_kl_loss="", kl_loss_coef=0.1, num_rollout=1, num_steps_per_rollout=1)
     server.train(work.flags(tmp_path / "same", ref_load=root, ref_ckpt_step=3, **kl), tmp_path / "log1").ok()  # type: ignore[arg-type]
     server.train(work.flags(tmp_path / "other", ref_load=work.model, **kl), tmp_path / "log2").ok()  # type: ignore[arg-type]
