@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from slime_like.config import ConfigError
@@ -24,7 +25,14 @@ VERIFY: dict[str, Any] = {
     "help": "afterwards, of the two formats: checksums: compare every parameter bit by bit; logits: those of transformers' model and of "
     "megatron-core's on fixed tokens, in float32, where rank 0 needs memory for the whole model",
 }
+WORKERS: dict[str, Any] = {
+    "type": int,
+    "default": min(4, os.cpu_count() or 1),
+    "help": "threads of each process; each writes a file, and holds one parameter",
+}
 _WAIT_FOR_RANK_0_S = 5.0
+_MALLOC_MMAP_THRESHOLD = -3  # of malloc.h
+MIB = 2**20
 
 
 class UsageError(ValueError):
@@ -34,6 +42,11 @@ class UsageError(ValueError):
 def rank_and_world() -> tuple[int, int]:
     """As torchrun tells them; without it one process."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_workers(workers: int) -> None:
+    if workers < 1:
+        raise UsageError(f"--workers {workers}: must be >= 1")
 
 
 def exit_status(body: Callable[[], int]) -> int:
@@ -56,8 +69,11 @@ def exit_status(body: Callable[[], int]) -> int:
 
 
 def on_the_cpu() -> None:
-    """To be called before torch is imported: conversion needs no accelerator, and takes no memory on one."""
+    """To be called before torch is imported: conversion needs no accelerator, and takes no memory on one. And large pieces of memory go back
+    to the system when they are freed: glibc would keep them for others, which do not fit, so that memory grows with the model."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, MIB)
 
 
 def verify(kinds: list[str], source: NetworkSource, folder: str, *, share: int, show: bool) -> list[str]:

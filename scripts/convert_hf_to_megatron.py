@@ -12,7 +12,6 @@ Each process holds a few parameters at a time. An interrupted conversion goes on
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.convert_common import DTYPES, VERIFY, UsageError, exit_status, on_the_cpu, progress, rank_and_world, verify
+from scripts.convert_common import DTYPES, VERIFY, WORKERS, check_workers, exit_status, on_the_cpu, progress, rank_and_world, verify
 
 if TYPE_CHECKING:
     import torch
@@ -40,9 +39,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument("--expert-model-parallel-size", type=int, default=1)
     parser.add_argument("--expert-tensor-parallel-size", type=int)
-    parser.add_argument(
-        "--workers", type=int, default=min(4, os.cpu_count() or 1), help="threads of each process; each holds one parameter"
-    )
+    parser.add_argument("--workers", **WORKERS)
     parser.add_argument("--verify", **VERIFY)
     parser.add_argument("--no-progress", action="store_true")
     return parser
@@ -74,8 +71,7 @@ def convert(chosen: argparse.Namespace) -> int:
     )
     if problems := layout_problems(CutNetwork(parallel, hf.transformer, world)):
         raise ConfigError(problems)
-    if chosen.workers < 1:
-        raise UsageError(f"--workers {chosen.workers}: must be >= 1")
+    check_workers(chosen.workers)
     dtype = getattr(torch, DTYPES[chosen.dtype] if chosen.dtype else hf.dtype or "float32")
     from slime_like.convert.to_megatron import convert_to_megatron
     from slime_like.megatron_backend.init import model_parallel_groups, world_of_processes

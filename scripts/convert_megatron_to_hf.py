@@ -18,7 +18,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.convert_common import DTYPES, VERIFY, UsageError, exit_status, on_the_cpu, progress, rank_and_world, verify
+from scripts.convert_common import (
+    DTYPES,
+    VERIFY,
+    WORKERS,
+    UsageError,
+    check_workers,
+    exit_status,
+    on_the_cpu,
+    progress,
+    rank_and_world,
+    verify,
+)
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -34,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as in the checkpoint")
     parser.add_argument("--max-shard-size", default="5GB", help="largest file, such as 5GB, 500MB or 2GiB")
+    parser.add_argument("--workers", **WORKERS)
     parser.add_argument("--verify", **VERIFY)
     parser.add_argument("--no-verify-checkpoint", action="store_true", help="do not compare the checkpoint with its manifest first")
     parser.add_argument("--no-progress", action="store_true")
@@ -53,6 +65,7 @@ def convert(chosen: argparse.Namespace) -> int:
     rank, world = rank_and_world()
     size = shard_bytes(chosen.max_shard_size)
     value_head = chosen.network == "critic"
+    check_workers(chosen.workers)
     hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
     folder = checkpoint_folder(chosen.load, step_of(chosen, tell=rank == 0))
     megatron_patches.apply()
@@ -79,7 +92,9 @@ def convert(chosen: argparse.Namespace) -> int:
         total = sum(planned.nbytes for _, planned in source.tensors.values())
         show = rank == 0 and not chosen.no_progress
         with progress("to Hugging Face" if world == 1 else f"to Hugging Face, rank 0 of {world}", -(-total // world), show=show) as bar:
-            done = convert_to_hf(source, chosen.hf_checkpoint, chosen.output, checkpoint=folder, max_shard_bytes=size, advance=bar)
+            done = convert_to_hf(
+                source, chosen.hf_checkpoint, chosen.output, checkpoint=folder, max_shard_bytes=size, workers=chosen.workers, advance=bar
+            )
         kept = f", {done.kept} of them kept from an interrupted conversion" if done.kept else ""
         tell(f"{chosen.output}: {done.bytes / 1e9:.3f} GB in {done.files} file(s){kept}, {time.perf_counter() - started:.1f} s")
         for line in verify(chosen.verify, source, chosen.output, share=-(-total // world), show=show):

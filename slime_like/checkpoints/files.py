@@ -7,12 +7,14 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 READ_BYTES = 4 * 2**20  # at a time, while a file is hashed
+HASHED_BESIDE = 2**20  # pieces from this size on
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +26,23 @@ class FileRecord:
 
 
 class HashedFile:
-    """A file being written front to back, with the SHA-256 of what went into it. Hashing and writing release the interpreter's lock."""
+    """A file being written front to back, with the SHA-256 of what went into it. Large pieces are hashed while they are written: both release
+    the interpreter's lock."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, hasher: ThreadPoolExecutor) -> None:
         self._file = file
+        self._hasher = hasher
         self._hash = hashlib.sha256()
         self._size = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
-        self._hash.update(view)
+        hashing = self._hasher.submit(self._hash.update, view) if len(view) >= HASHED_BESIDE else self._hash.update(view)
         written = 0
         while written < len(view):  # an unbuffered file may take less than it is given
             written += self._file.write(view[written:]) or 0
+        if hashing is not None:
+            hashing.result()
         self._size += len(view)
         return len(view)
 
@@ -53,8 +59,8 @@ class HashedFile:
 @contextmanager
 def hashed_file(path: Path) -> Iterator[HashedFile]:
     """Write `path`; it is synced when the block ends without an error."""
-    with open(path, "wb", buffering=0) as file:
-        yield HashedFile(file)
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        yield HashedFile(file, hasher)
         os.fsync(file.fileno())
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,10 +126,17 @@ class NetworkSource:
 
 
 def convert_to_hf(
-    source: NetworkSource, template: str, output: str, *, checkpoint: Path, max_shard_bytes: int, advance: Advance = lambda size: None
+    source: NetworkSource,
+    template: str,
+    output: str,
+    *,
+    checkpoint: Path,
+    max_shard_bytes: int,
+    workers: int = 1,
+    advance: Advance = lambda size: None,
 ) -> Exported:
-    """Write the network as a Hugging Face folder at `output`. Collective; holds one parameter, twice, at a time. Raises ValueError or OSError
-    on every rank; what was written stays for the next attempt, beside `output`."""
+    """Write the network as a Hugging Face folder at `output`. Collective; each of `workers` threads writes a file and holds one parameter,
+    twice, at a time. Raises ValueError or OSError on every rank; what was written stays for the next attempt, beside `output`."""
     folder, value_head = Path(output), source.blueprint.value_head
     from_rank_zero(lambda: check_folders(folder, Path(template)))
     shards = plan_shards((planned for _, planned in source.tensors.values()), max_shard_bytes)
@@ -137,14 +145,15 @@ def convert_to_hf(
     kept = from_rank_zero(lambda: _prepare(partial, shards, identity))
     rank, world = dist.get_rank(), dist.get_world_size()
 
+    def write(shard: ShardPlan) -> None:
+        if shard.file_name in kept:
+            advance(shard.nbytes)
+        else:
+            write_shard(partial, shard, source.stream(shard), identity, advance)
+
     def write_mine() -> None:
-        for number, shard in enumerate(shards):
-            if number % world != rank:
-                continue
-            if shard.file_name in kept:
-                advance(shard.nbytes)
-            else:
-                write_shard(partial, shard, source.stream(shard), identity, advance)
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(write, shards[rank::world]))
 
     together(write_mine)
 

@@ -33,7 +33,14 @@ from slime_like.convert.weight_files import WeightFiles, weight_files
 from slime_like.errors import RunError
 from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, gather, together
 from slime_like.megatron_backend.checkpoint.save import MIB, TRAINER_FILE
-from slime_like.megatron_backend.checkpoint.write import FilePlan, common_file, plan_network, write_file_plan, write_network_metadata
+from slime_like.megatron_backend.checkpoint.write import (
+    FilePlan,
+    common_file,
+    no_crc32,
+    plan_network,
+    write_file_plan,
+    write_network_metadata,
+)
 
 STEP = 0
 FILE_BYTES = 2**30
@@ -148,7 +155,7 @@ class _Job:
 
     def write_all(self, plans: Sequence[FilePlan], workers: int) -> list[Written]:
         places = self._places()
-        with ThreadPoolExecutor(workers) as pool:
+        with no_crc32(), ThreadPoolExecutor(workers) as pool:
             return list(pool.map(lambda plan: self._write(plan, places), plans))
 
     def _write(self, plan: FilePlan, places: dict[tuple[str, tuple[int, ...]], tuple[str, int]]) -> Written:

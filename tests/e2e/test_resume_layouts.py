@@ -43,8 +43,8 @@ def slow_unless(fast: bool) -> tuple[pytest.MarkDecorator, ...]:
 
 def flags(work: Workspace, out: Path, kind: str, layout: str, **changes: Any) -> list[str]:
     """A run of `kind` in `layout`."""
-    model = work.expert_model if kind == "experts" else work.model
-    return [*work.flags(out, **{"hf_checkpoint": model, **SCHEDULE, **changes}), *KINDS[kind][layout][0].split()]
+    own = {"hf_checkpoint": work.expert_model, "micro_batch_size": 1} if kind == "experts" else {}
+    return [*work.flags(out, **{**SCHEDULE, **changes, **own}), *KINDS[kind][layout][0].split()]
 
 
 def numbers_of(out: Path, kind: str) -> list[dict[str, float]]:

@@ -37,6 +37,7 @@ from slime_like.megatron_backend.checkpoint.write import (
     NetworkPlan,
     Written,
     common_file,
+    no_crc32,
     plan_network,
     write_file_plan,
     write_network_metadata,
@@ -233,7 +234,7 @@ def _write_all(folder: Path, pending: _Pending) -> None:
     """This rank's files. Errors are kept for `finish`: this may be a thread."""
     try:
         written = pending.written
-        with ThreadPoolExecutor(WRITERS) as pool:
+        with no_crc32(), ThreadPoolExecutor(WRITERS) as pool:
             jobs = {
                 name: [pool.submit(write_file_plan, folder / name, file) for file in plan.files] for name, plan in pending.plans.items()
             }

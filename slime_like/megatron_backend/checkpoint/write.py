@@ -10,7 +10,8 @@ import io
 import json
 import pickle
 import queue
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,8 +95,19 @@ def plan_network(state: dict[str, Any], folder: Path, *, rank: int, detached: bo
     return NetworkPlan(files, _common_bytes(common) if rank == 0 else None, metadata)
 
 
+@contextmanager
+def no_crc32() -> Iterator[None]:
+    """torch computes a CRC of every tensor that it saves, and never compares it; the manifest's SHA-256 is compared."""
+    was = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(was)
+
+
 def write_file_plan(folder: Path, plan: FilePlan) -> tuple[FileRecord, list[WriteResult]]:
-    """Write and sync one file in torch's format for distributed checkpoints."""
+    """Write and sync one file in torch's format for distributed checkpoints. To be called within `no_crc32`."""
     transforms = _StorageWriterTransforms()
     results = []
     with hashed_file(folder / plan.name) as file:
