@@ -37,7 +37,11 @@ class HashedFile:
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
-        hashing = self._hasher.submit(self._hash.update, view) if len(view) >= HASHED_BESIDE else self._hash.update(view)
+        hashing = None
+        if len(view) < HASHED_BESIDE:
+            self._hash.update(view)
+        else:
+            hashing = self._hasher.submit(self._hash.update, view)
         written = 0
         while written < len(view):  # an unbuffered file may take less than it is given
             written += self._file.write(view[written:]) or 0
