@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ PAIRS = {
     "DP2, critic PP2 VP2": critics(f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
     "CP2, critic TP2": f"{CP2} {critics('--context-parallel-size 1 ' + TP2)}",
 }
+SP = "--sequence-parallel"
+EXPERTS = {
+    "EP2, critic ETP2": f"--expert-model-parallel-size 2 {critics('--expert-model-parallel-size 1 ' + TP2 + ' ' + SP)}",
+    "TP2 EP2, critic EP2": f"{TP2} {SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {critics('--tensor-model-parallel-size 1')}",
+}
 # of four
 QUADS = {
     "TP2 PP2, critic DP4": f"{TP2} {PP2} {critics('--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1')} {DISTRIBUTED}",
@@ -61,7 +67,8 @@ def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str
     backend = MegatronBackend(settings(folder, FLAGS + flags), layout, total_steps=8)
     assert backend.critic is not None
     alike = starts_alike(backend)
-    backend.critic.load_hf(f"{folder}/critic")
+    if Path(f"{folder}/critic").is_dir():  # else it starts from a head of zeros, and the second step is the first of the whole network
+        backend.critic.load_hf(f"{folder}/critic")
     own = backend.critic.layout
     values = backend.compute_values(share(critic_samples(0), own).samples)
     critic, policy = [], []
@@ -101,9 +108,12 @@ def replicas_apart(folder: str, layout: ParallelLayout, flags: str) -> float:
 def several(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """One launch for the pairs of one number of processes."""
     result: dict[str, Any] = {}
-    for name, flags in (PAIRS if world_size == 2 else QUADS).items():
+    cases = {name: (arguments["model"], flags) for name, flags in (PAIRS if world_size == 2 else QUADS).items()}
+    if world_size == 2:
+        cases |= {name: (arguments["experts"], flags) for name, flags in EXPERTS.items()}
+    for name, (folder, flags) in cases.items():
         with parallel(**sizes_of(flags)) as layout:
-            result[name] = train(arguments["model"], layout, flags, f"{arguments['out']}/{name}.pt")
+            result[name] = train(folder, layout, flags, f"{arguments['out']}/{name}.pt")
             dist.barrier()
     if world_size == 2:
         with parallel(pp=2) as layout:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.parity.cells import make_moe_model
 from scripts.parity.ranks import run_ranks
 from scripts.parity.steps import parallel
 from scripts.parity_table import make_model, make_rollouts
@@ -24,24 +25,29 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     make_model(folder / "model", seed=3)
     make_critic(folder / "model")
     make_rollouts(str(folder / "model" / "rollout_{rollout_id}"))
+    make_moe_model(folder / "experts")
+    make_rollouts(str(folder / "experts" / "rollout_{rollout_id}"))
     (folder / "out").mkdir()
-    return {"model": str(folder / "model"), "out": str(folder / "out")}
+    return {name: str(folder / name) for name in ("model", "experts", "out")}
 
 
 @pytest.fixture(scope="module")
-def one(files: dict[str, str]) -> dict[str, Any]:
-    """On one process, where both share a layout."""
+def one(files: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """On one process, where both share a layout, by model."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = {}
     try:
-        with parallel() as layout:
-            return worker.train(files["model"], layout, "", f"{files['out']}/one.pt")
+        for model in ("model", "experts"):
+            with parallel() as layout:
+                found[model] = worker.train(files[model], layout, "", f"{files['out']}/{model}.pt")
     finally:
         dist.destroy_process_group()
+    return found
 
 
-def check(ranks: list[dict[str, Any]], one: dict[str, Any], out: str, name: str) -> None:
+def check(ranks: list[dict[str, Any]], ones: dict[str, dict[str, Any]], out: str, name: str, model: str = "model") -> None:
     """Values, losses, gradient norms of both networks, and each tensor of both after three steps."""
-    expected = torch.load(f"{out}/one.pt")
+    one, expected = ones[model], torch.load(f"{out}/{model}.pt")
     found = torch.load(f"{out}/{name}.pt")
     for rank in ranks:
         seen = rank[name]
@@ -60,16 +66,19 @@ def check(ranks: list[dict[str, Any]], one: dict[str, Any], out: str, name: str)
         assert max(apart.values()) < LIMIT, (name, network, max(apart, key=lambda key: apart[key]), max(apart.values()))
 
 
-def test_two_processes(files: dict[str, str], one: dict[str, Any], tmp_path: Path) -> None:
-    assert one["shared"] and min(one["critic_norms"]) > 1e-2 and min(one["policy_norms"]) > 1e-2
+def test_two_processes(files: dict[str, str], one: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    for model in one.values():
+        assert model["shared"] and min(model["critic_norms"]) > 1e-2 and min(model["policy_norms"]) > 1e-2
     ranks = run_ranks("tests.dist.critic_layouts_worker:several", 2, tmp_path, files, timeout_s=300)
     for name in worker.PAIRS:
         check(ranks, one, files["out"], name)
+    for name in worker.EXPERTS:
+        check(ranks, one, files["out"], name, model="experts")
     assert [rank["apart"] for rank in ranks] == [0.0, 0.0]
 
 
 @pytest.mark.slow
-def test_four_processes(files: dict[str, str], one: dict[str, Any], tmp_path: Path) -> None:
+def test_four_processes(files: dict[str, str], one: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     ranks = run_ranks("tests.dist.critic_layouts_worker:several", 4, tmp_path, files, timeout_s=500)
     for name in worker.QUADS:
         check(ranks, one, files["out"], name)

@@ -51,6 +51,7 @@ def test_the_second_half_of_a_run_of_one_process(server: TrainServer, work: Work
     words, ranks = PAIRS[pair]
     recorded = tmp_path / "rollout_{rollout_id}"
     changes: dict[str, Any] = dict(load=whole / "checkpoints", ckpt_step=1, save_debug_rollout_data=recorded)
+    changes["micro_batch_size"] = None if "--use-dynamic-batch-size" in words else 2
     done = server.train([*flags(work, tmp_path, num_rollout=2, **changes), *words.split()], tmp_path / "log", ranks=ranks).ok()
     policy, critic = layouts_of(done.out)
     assert policy != critic and "random states are for TP1 PP1 CP1 DP1" in done.out and f"this run is {critic} for the critic" in done.out
