@@ -88,7 +88,8 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
         memory-snapshot-dir memory-snapshot-num-steps record-memory-history profile-target use-pytorch-profiler profile
         profile-step-start profile-step-end ci-test ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm
         ci-train-rollout-logprob-abs-diff-threshold""",
-    "LoRA": "lora-rank lora-alpha lora-dropout lora-adapter-path lora-target-modules target-modules exclude-modules",
+    "dropout within adapters, which would depend on the layout": "lora-dropout",
+    "this setting of adapters; --lora-target-modules names the layers": "exclude-modules",
     "this way to collect rollouts": """min-batch-collection-ratio start-rollout-id disable-rollout-global-dataset rollout-task-type rollout-buffer-url
         fetch-trajectory-retry-times""",
     "tools, several turns and images": "tool-key eval-tool-key multimodal-keys loss-mask-type",
@@ -113,7 +114,7 @@ _PREFIXES = {
     "--vllm-": _ENGINES,
     "--wandb-": _WANDB,
 }
-_PREFIXES |= {"--megatron-deepgemm-": "fp8 and fp4 training", "--lora-": "LoRA"}
+_PREFIXES |= {"--megatron-deepgemm-": "fp8 and fp4 training", "--lora-": "this setting of adapters"}
 
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {

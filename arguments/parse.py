@@ -256,6 +256,7 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
     )
     return RunConfig(
         model=dataclasses.replace(s.model, transformer_impl=resolve_transformer_impl(s.model, s.machine)),
+        lora=s.lora,
         gpt=s.gpt,
         parallel=dataclasses.replace(s.parallel, num_virtual_stages_per_pipeline_rank=stages),
         data=s.data,

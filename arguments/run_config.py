@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from arguments.groups import (
@@ -16,6 +17,7 @@ from arguments.groups import (
     GateConfig,
     GPTModelConfig,
     LoggingConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     RewardConfig,
@@ -59,6 +61,7 @@ class RunConfig:
     """
 
     model: ModelConfig
+    lora: LoraConfig
     gpt: GPTModelConfig
     parallel: ParallelConfig
     data: DataConfig
@@ -94,6 +97,12 @@ class RunConfig:
         """Whether there is a critic beside the policy."""
         wanted = needs_critic(advantage_estimators.get(self.algorithm.advantage_estimator))
         return wanted and self.algorithm.loss_type != "sft_loss" and not self.debug.debug_rollout_only
+
+    @property
+    def reference_is_base(self) -> bool:
+        """With adapters: whether the reference model of a KL term is the model without them."""
+        same = self.model.ref_load is None or Path(self.model.ref_load).resolve() == Path(str(self.model.hf_checkpoint)).resolve()
+        return self.lora.lora_rank > 0 and same
 
     @property
     def virtual_stages(self) -> int | None:

@@ -25,6 +25,7 @@ from slime_like.losses.value_loss import ValueLossConfig
 # attribute of RunConfig -> (title in --help, dataclass)
 GROUPS: Mapping[str, tuple[str, type]] = {
     "model": ("model", groups.ModelConfig),
+    "lora": ("low-rank adapters (LoRA)", groups.LoraConfig),
     "gpt": ("embeddings and positions", groups.GPTModelConfig),
     "parallel": ("parallel", groups.ParallelConfig),
     "data": ("data", groups.DataConfig),

@@ -18,6 +18,7 @@ from arguments.groups import (
     GateConfig,
     GPTModelConfig,
     LoggingConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     RewardConfig,
@@ -42,6 +43,7 @@ class Settings:
     policy_loss, make it. given: names of the fields that the user set."""
 
     model: ModelConfig
+    lora: LoraConfig
     gpt: GPTModelConfig
     parallel: ParallelConfig
     data: DataConfig

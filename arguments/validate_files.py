@@ -82,6 +82,7 @@ def output_folders(s: Settings) -> list[Problem]:
     for config, name in (
         (s.checkpoint, "save"),
         (s.checkpoint, "save_hf"),
+        (s.lora, "lora_save_path"),
         (s.logging, "output_dir"),
         (s.logging, "tensorboard_dir"),
     ):

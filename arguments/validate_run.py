@@ -15,6 +15,7 @@ from arguments.validate_batches import MICRO_BATCH_RULES
 from arguments.validate_critic import CRITIC_RULES
 from arguments.validate_distillation import DISTILLATION_RULES, nothing_to_learn
 from arguments.validate_files import FILE_RULES
+from arguments.validate_lora import LORA_RULES, nothing_to_overlap
 from arguments.validate_losses import LOSS_RULES, gmpo_needs_one_advantage, wide_gspo_range
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_scheduling import SCHEDULING_RULES
@@ -52,7 +53,7 @@ def kl_loss_needs_its_switch(s: Settings) -> list[Problem]:
 
 def kl_needs_a_reference(s: Settings) -> list[Problem]:
     needs = "--use-kl-loss" if s.algorithm.use_kl_loss else "--kl-coef" if s.algorithm.kl_coef else None
-    if needs is None or s.model.ref_load is not None or not s.trains or s.algorithm.loss_type == "sft_loss":
+    if needs is None or s.model.ref_load is not None or s.lora.lora_rank or not s.trains or s.algorithm.loss_type == "sft_loss":
         return []
     return problem("ref_load", None, f"is missing; {needs} needs a reference model, usually the same folder as --hf-checkpoint")
 
@@ -234,7 +235,8 @@ def renormalization_needs_truncation(s: Settings) -> list[Problem]:
 RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
     kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, offloading_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
-    *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *DISTILLATION_RULES, learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
+    *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *LORA_RULES, *DISTILLATION_RULES,
+    learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
     prompts, renormalization_needs_truncation, reward_is_chosen, reward_is_usable, evaluation, *SCHEDULING_RULES, *FILE_RULES, only_the_server_has_these,
 )  # fmt: skip
 
@@ -293,7 +295,7 @@ def a_first_run(s: Settings) -> str | None:
 WARNINGS: tuple[Warn, ...] = (
     reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling, a_first_run,
     wide_gspo_range, gmpo_needs_one_advantage, idle_correction_settings, idle_advantage_settings, nothing_to_learn,
-    *MOE_WARNINGS,
+    *MOE_WARNINGS, nothing_to_overlap,
 )  # fmt: skip
 
 

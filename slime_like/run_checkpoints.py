@@ -54,8 +54,9 @@ class RunCheckpoints:
         """A checkpoint goes on where it was taken (--finetune takes its weights only), a Hugging Face model gives the weights of a fresh
         run. A folder that is also --save and holds no checkpoint yet is that of the first run of several."""
         root, config = self.config.load, self.config
+        initial = self.run.model.hf_checkpoint if self.run.lora.lora_adapter_path is None else None
         if root is None:
-            return Start(None, self.run.model.hf_checkpoint)
+            return Start(None, initial)
         if config.ckpt_step is not None or is_checkpoint_root(root):
             return self._resume(root)
         if (Path(root) / "config.json").is_file():
@@ -66,7 +67,7 @@ class RunCheckpoints:
         if config.exit_on_missing_checkpoint:
             raise ValueError(f"--load {root}: no checkpoint, and --exit-on-missing-checkpoint asks for one")
         self.tell(f"no checkpoint in {root} yet: starting at rollout 1")
-        return Start(None, self.run.model.hf_checkpoint)
+        return Start(None, initial)
 
     def _resume(self, root: str) -> Start:
         config = self.config

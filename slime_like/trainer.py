@@ -117,6 +117,9 @@ class Trainer:
                     saved = f", saved in {run.checkpoint.save}" if run.checkpoint.save else ""
                     self.progress.message(f"stopped by {stop.words} after rollout {step + 1} of {self.num_rollouts}{saved}")
                     return stop.status
+        if run.lora.lora_save_path:
+            folder = self.backend.save_adapter(run.lora.lora_save_path.replace("{rollout_id}", str(self.num_rollouts - 1)))
+            self.progress.message(f"adapter: {folder}")
         if run.checkpoint.save_hf:
             folder = self.backend.save_hf(run.checkpoint.save_hf.replace("{rollout_id}", str(self.num_rollouts - 1)))
             self.progress.message(f"Hugging Face checkpoint: {folder}")
@@ -256,7 +259,8 @@ class Trainer:
             check_initial_kl(metrics["kl_k3"], half_precision=self._half_precision)
 
     def _starts_at_the_reference(self) -> bool:
-        reference = self.run_config.model.ref_load
+        run = self.run_config
+        reference = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
         return None not in (reference, self.initial_policy) and Path(str(reference)).resolve() == Path(str(self.initial_policy)).resolve()
 
     def _sync_weights(self) -> None:

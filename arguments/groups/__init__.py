@@ -6,6 +6,7 @@ from arguments.groups.critic import CriticConfig
 from arguments.groups.data import DataConfig, EvalConfig
 from arguments.groups.distillation import DistillationConfig
 from arguments.groups.logging import DebugConfig, LoggingConfig
+from arguments.groups.lora import LoraConfig
 from arguments.groups.model import GPTModelConfig, ModelConfig
 from arguments.groups.optimizer import ScheduleConfig
 from arguments.groups.parallel import ParallelConfig
@@ -24,6 +25,7 @@ __all__ = [
     "GPTModelConfig",
     "GateConfig",
     "LoggingConfig",
+    "LoraConfig",
     "ModelConfig",
     "ParallelConfig",
     "RewardConfig",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping as MappingOf
 from typing import Any
 
 import torch
@@ -24,13 +25,15 @@ def export_hf_weights(
     layout: ParallelLayout,
     dtype: torch.dtype | None = None,
     value_head: bool = False,
+    deltas: MappingOf[str, Callable[[], Tensor]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of every Hugging Face tensor, in the order of the network.
 
     A collective operation: all ranks of a copy of the model (tensor-, pipeline- and expert-parallel) must take the same steps of
     the iterator, to the end; all get the same tensors. Tensors are new ones on the model's device, in `dtype` or that of the
     parameter. At any time one parameter is held whole (twice while it is put together). Padding is dropped; a tied output
-    layer is not repeated. value_head: the network is a critic. Raises RuntimeError when no stage has a parameter that the family needs.
+    layer is not repeated. value_head: the network is a critic. deltas: by a parameter's canonical name, what is added to this
+    rank's shard of it, in float32. Raises RuntimeError when no stage has a parameter that the family needs.
     """
     config = unwrap(model_chunks[0]).config
     sizes = model_sizes(config, gpt)
@@ -39,6 +42,7 @@ def export_hf_weights(
     device = next(iter(local.values())).device
     owners = _owners(local, layout)
     done: set[str] = set()
+    added = deltas or {}
     for name, mapping in family.items():
         if mapping.hf_shapes(sizes).keys() <= done:
             continue
@@ -46,17 +50,18 @@ def export_hf_weights(
             raise RuntimeError(f"no pipeline stage has the parameter {name}")
         owner, shape, own_dtype = owners[any_expert(name)]
         if owner == layout.pp_rank and name in local:
-            shard = local[name].detach().to(dtype or own_dtype).contiguous()
+            shard = local[name].detach()
+            if name in added:
+                shard = (shard.float() + added[name]()).detach()
+            shard = shard.to(dtype or own_dtype).contiguous()
         else:
             shard = torch.empty(shape, dtype=dtype or own_dtype, device=device)
-        shards = _shards_of_all_ranks(shard, owner, expert_number(name), mapping.sharded, sizes, layout)
+        shards = shards_of_all_ranks(shard, owner, expert_number(name), mapping.sharded, sizes, layout)
         yield from whole_tensors(mapping, shards, sizes).items()
         done |= mapping.hf_shapes(sizes).keys()
 
 
-def _shards_of_all_ranks(
-    shard: Tensor, stage: int, expert: int | None, sharded: bool, sizes: Sizes, layout: ParallelLayout
-) -> list[Tensor]:
+def shards_of_all_ranks(shard: Tensor, stage: int, expert: int | None, sharded: bool, sizes: Sizes, layout: ParallelLayout) -> list[Tensor]:
     """Fill `shard` from pipeline stage `stage` (and the rank that has `expert`), then gather those of its tensor-parallel group."""
     holder = None if expert is None else expert * layout.ep_size // sizes.experts
     if layout.pp_size > 1 and holder in (None, layout.ep_rank):

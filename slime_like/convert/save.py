@@ -90,7 +90,7 @@ def finish_folder(temporary: Path, folder: Path, source: Path, *, dtype: str, va
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in [*temporary.iterdir(), temporary]:
         sync_path(path)
-    _put_in_place(temporary, folder)
+    put_in_place(temporary, folder)
 
 
 def check_folders(folder: Path, source: Path) -> None:
@@ -124,7 +124,7 @@ def _write_weights(folder: Path, stream: Iterator[tuple[str, Tensor]], max_shard
     return shards
 
 
-def _put_in_place(temporary: Path, folder: Path) -> None:
+def put_in_place(temporary: Path, folder: Path) -> None:
     """Rename, moving an earlier save out of the way first and deleting it last."""
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     if folder.exists():

@@ -17,16 +17,18 @@ from arguments.groups import AlgorithmConfig
 from arguments.hf_model import HfModel, read_hf_model
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
-from slime_like.convert.export import export_hf_weights
 from slime_like.convert.save import save_hf
+from slime_like.convert.weight_files import weights_digest
 from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SaveReport, load_checkpoint, load_weights
+from slime_like.megatron_backend.checkpoint.agree import from_rank_zero
 from slime_like.megatron_backend.critic import make_critic, start_from_policy, value_step, value_training_step
 from slime_like.megatron_backend.experts import replay_disagreement, routes_of_stage, routing_metrics
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.lora import LoraBase, LoraNetwork, load_adapter, lora_spec, save_adapter
 from slime_like.megatron_backend.loss_closure import Head, Objective, gradient_scale, log_prob_step, training_step
 from slime_like.megatron_backend.micro_batches import cut, micro_batch_size, pack_groups, packing_metrics
 from slime_like.megatron_backend.model import model_shape
@@ -86,22 +88,28 @@ class MegatronBackend:
 
         shape = (run.megatron.transformer, run.gpt, run.model.transformer_impl, layout)
         self.policy: Network
+        megatron = run.megatron
+        policy_steps = max(1, total_steps - run.critic.num_critic_only_steps * (run.algorithm.num_steps_per_rollout or 1))
+        training: dict[str, Any] = dict(ddp=megatron.ddp, optimizer=megatron.optimizer, schedule=run.schedule, total_steps=policy_steps)
         if run.debug.debug_rollout_only:
             self.policy = Network(*shape)
+        elif run.lora.lora_rank:
+            assert self.hf is not None, "checked on the command line"
+            self.policy = LoraNetwork(LoraBase(*shape, hf=self.hf), lora_spec(run.lora, run.model.seed), **training)
         else:
-            megatron = run.megatron
-            policy_steps = max(1, total_steps - run.critic.num_critic_only_steps * (run.algorithm.num_steps_per_rollout or 1))
-            self.policy = TrainedNetwork(
-                *shape, ddp=megatron.ddp, optimizer=megatron.optimizer, schedule=run.schedule, total_steps=policy_steps
-            )
+            self.policy = TrainedNetwork(*shape, **training)
         if run.model.hf_checkpoint:
             self.policy.load_hf(run.model.hf_checkpoint)
+        self._adapter_shape = self._start_adapter(run.lora.lora_adapter_path)
         self.reference: FrozenModel | None = None
-        if needs_reference(run.algorithm):
+        if needs_reference(run.algorithm) and isinstance(self.policy, LoraNetwork) and run.reference_is_base:
+            self.reference = self.policy.base
+        elif needs_reference(run.algorithm):
             assert run.model.ref_load is not None, "checked on the command line"
             verify = not run.checkpoint.no_verify_checkpoint
             load = partial(load_network, root=run.model.ref_load, flag="--ref-load", step=run.model.ref_ckpt_step, verify=verify, tell=tell)
-            self.reference = OffloadedWeights(self.policy, load) if run.model.ref_offload else frozen(Network(*shape), load)
+            host = self.policy.base if isinstance(self.policy, LoraNetwork) else self.policy
+            self.reference = OffloadedWeights(host, load) if run.model.ref_offload else frozen(Network(*shape), load)
         self.teacher: FrozenModel | None = None
         if run.teacher is not None:
             assert run.distillation.opd_teacher_load is not None
@@ -215,7 +223,23 @@ class MegatronBackend:
         """(Hugging Face name, full tensor) pairs of the policy, on every rank, a layer's worth of memory at a time."""
         assert self.hf is not None, "weights have Hugging Face names only with --hf-checkpoint"
         self.policy.finish_updates()
-        return export_hf_weights(self.policy.chunks, hf=self.hf, gpt=self.gpt, layout=self.layout)
+        return self.policy.export_hf(self.hf)
+
+    def _start_adapter(self, path: str | None) -> dict[str, Any]:
+        """What tells this run's adapter, and its base, from others; the factors are those of `path` where there is one."""
+        if not isinstance(self.policy, LoraNetwork):
+            return {"lora_rank": 0}
+        assert self._hf_checkpoint is not None
+        if path is not None:
+            load_adapter(path, self.policy)
+        base = self._hf_checkpoint
+        return {**self.policy.spec.describe(), "base_model_digest": from_rank_zero(lambda: weights_digest(base))}
+
+    def save_adapter(self, folder: str) -> str:
+        """Write the policy's adapter in PEFT's format."""
+        assert isinstance(self.policy, LoraNetwork), "checked on the command line"
+        save_adapter(folder, self.policy, self._hf_checkpoint)
+        return folder
 
     def save_hf(self, folder: str) -> str:
         """Write the policy as a Hugging Face checkpoint that transformers loads, beside the tokenizer of --hf-checkpoint."""
@@ -279,8 +303,8 @@ class MegatronBackend:
         policy = {"policy": self.policy} if isinstance(self.policy, TrainedNetwork) else {}
         return policy if self.critic is None else {**policy, "critic": self.critic}
 
-    def _model_shape(self) -> dict[str, int | bool | None]:
-        return model_shape(self.transformer, self.gpt)
+    def _model_shape(self) -> dict[str, Any]:
+        return {**model_shape(self.transformer, self.gpt), **self._adapter_shape}
 
     def _pack(self, groups: Sequence[Sequence[TrainSample]], network: Network | None = None) -> list[MicroBatch]:
         """For a network in its layout; None: the policy's."""
@@ -319,7 +343,7 @@ def load_network(
 
 
 def saved_network(network: TrainedNetwork, *, with_optimizer: bool) -> SavedNetwork:
-    return SavedNetwork(network.chunks, network.optimizer if with_optimizer else None, network.scheduler, network.layout)
+    return SavedNetwork(network.saved_chunks, network.optimizer if with_optimizer else None, network.scheduler, network.layout)
 
 
 def frozen(network: Network, load: Callable[[Network], None]) -> Network:

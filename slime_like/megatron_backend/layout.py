@@ -80,6 +80,7 @@ class ParallelLayout:
     ep_rank: int
     etp_size: int  # ranks that share each expert's matrices
     etp_rank: int
+    expert_dp_rank: int  # among the ranks that hold the same part of the same experts
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
@@ -174,6 +175,7 @@ def read_layout() -> ParallelLayout:
         ep_rank=mpu.get_expert_model_parallel_rank(),
         etp_size=mpu.get_expert_tensor_parallel_world_size(),
         etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        expert_dp_rank=mpu.get_expert_data_parallel_rank(),
         tp_group=mpu.get_tensor_model_parallel_group(),
         pp_group=mpu.get_pipeline_model_parallel_group(),
         cp_group=mpu.get_context_parallel_group(),

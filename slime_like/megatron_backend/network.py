@@ -6,7 +6,8 @@ Every method is called by all ranks together, and works in the network's own lay
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from arguments.groups import GPTModelConfig, ScheduleConfig
-from arguments.hf_model import read_hf_model
+from arguments.hf_model import HfModel, read_hf_model
+from slime_like.convert.export import export_hf_weights
 from slime_like.convert.load import load_hf_weights
 from slime_like.megatron_backend.experts import (
     begin_routing,
@@ -80,6 +82,14 @@ class Network:
     def finish_updates(self) -> None:
         """Weights are current once this returns; before it, an update may still be on its way."""
 
+    def in_use(self) -> AbstractContextManager[None]:
+        """Around every pass through the modules."""
+        return nullcontext()
+
+    def export_hf(self, hf: HfModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See `export_hf_weights`."""
+        return export_hf_weights(self.chunks, hf=hf, gpt=self.gpt, layout=self.layout, dtype=dtype, value_head=self.value_head)
+
     @in_own_layout
     def evaluate(
         self, step: ForwardStep, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch], *, record_routes: bool = False
@@ -91,7 +101,7 @@ class Network:
         for module in self.modules:
             module.eval()
         begin_routing(self.chunks, batches, self.layout, record=record_routes)
-        with torch.no_grad():
+        with torch.no_grad(), self.in_use():
             outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=True)
         for module, was_training in zip(self.modules, training):
             module.train(was_training)
@@ -161,17 +171,39 @@ class TrainedNetwork(Network):
     ) -> None:
         """total_steps: optimizer steps of the whole run."""
         super().__init__(transformer, gpt, transformer_impl, layout, value_head=value_head)
-        with layout.in_force():
-            self.modules = list(wrap_for_training(self.modules, self.config, ddp))
-            self.optimizer = build_optimizer(optimizer, self.modules)
-            self.scheduler = build_scheduler(self.optimizer, optimizer, schedule, total_steps=total_steps)
-        self._gathers_late = ddp.overlap_param_gather
-        self._expert_biases: list[Tensor] = []  # of before the gradients that are accumulated
+        self.modules = self._train(self.modules, ddp=ddp, optimizer=optimizer, schedule=schedule, total_steps=total_steps)
         # what Megatron's schedules and gradient finalisation expect to find
-        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.finalize_model_grads_func = self.finalize_gradients
         if ddp.overlap_grad_reduce:
             no_sync = [module.no_sync for module in self.modules]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def _train(
+        self,
+        modules: Sequence[Any],
+        *,
+        ddp: DistributedDataParallelConfig,
+        optimizer: OptimizerConfig,
+        schedule: ScheduleConfig,
+        total_steps: int,
+    ) -> list[Any]:
+        """Give these modules' parameters gradient buffers and an optimizer; returns the modules wrapped."""
+        with self.layout.in_force():
+            self.trained_modules: list[Any] = list(wrap_for_training(modules, self.config, ddp))
+            self.optimizer = build_optimizer(optimizer, self.trained_modules)
+            self.scheduler = build_scheduler(self.optimizer, optimizer, schedule, total_steps=total_steps)
+        self._gathers_late = ddp.overlap_param_gather
+        self._expert_biases: list[Tensor] = []  # of before the gradients that are accumulated
+        return self.trained_modules
+
+    def finalize_gradients(self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any) -> None:
+        """Reduce what this rank has accumulated with what the others have; Megatron's schedules call it after the last micro-batch."""
+        finalize_model_grads(list(model), num_tokens, **others)
+
+    @property
+    def saved_chunks(self) -> Sequence[Any]:
+        """The modules whose parameters are trained and saved, without wrappers."""
+        return self.chunks
 
     @in_own_layout
     def accumulate(self, step: ForwardStep, batches: Sequence[MicroBatch]) -> list[Any]:
@@ -179,11 +211,13 @@ class TrainedNetwork(Network):
         reported for each micro-batch, on the last pipeline stage (empty elsewhere)."""
         for module in self.modules:
             module.train()
+        for module in self.trained_modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._expert_biases = expert_biases(self.chunks)
         begin_routing(self.chunks, batches, self.layout)
-        return run_schedule(self.modules, batches, step, self.layout, forward_only=False)
+        with self.in_use():
+            return run_schedule(self.modules, batches, step, self.layout, forward_only=False)
 
     @in_own_layout
     def apply_gradients(self) -> tuple[bool, float, float]:
@@ -211,5 +245,5 @@ class TrainedNetwork(Network):
         """With --overlap-param-gather a rank's parameters are stale between a step and the next forward pass; whoever reads them
         otherwise must ask for them first."""
         if self._gathers_late:
-            for module in self.modules:
+            for module in self.trained_modules:
                 module.start_param_sync(force_sync=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,15 @@ class HeadWeight(ColumnParallelLinear):
         return hidden, None
 
 
+class Slot:
+    """Where a low-rank adapter acts on a layer; empty while none is active. No module: what is in it is not a part of the model."""
+
+    __slots__ = ("active",)
+
+    def __init__(self) -> None:
+        self.active: Callable[[Tensor], Tensor] | None = None
+
+
 class PolicyModel(GPTModel):
     """A chunk of the policy. The last pipeline stage gives hidden states [1, T, H]; under sequence parallelism this rank's [1, T / tp, H]."""
 
@@ -43,14 +53,20 @@ class PolicyModel(GPTModel):
 
     def __init__(self, config: TransformerConfig, **settings: Any) -> None:
         super().__init__(config=config, **settings)
+        self.head_slot = Slot()
         if self.post_process:
             self.output_layer = HeadWeight(self.output_layer)
 
-    def head_weight(self) -> Tensor:
+    def own_head_weight(self) -> Tensor:
         """[V_padded / tp, H], on the last stage; with tied embeddings the embedding's, or its twin there."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
         assert isinstance(weight, Tensor), "the head's weight is on the last pipeline stage"
         return weight
+
+    def head_weight(self) -> Tensor:
+        """`own_head_weight`, and what the active adapter adds to it."""
+        weight = self.own_head_weight()
+        return weight if self.head_slot.active is None else self.head_slot.active(weight)
 
 
 class HalfPrecisionModule(Float16Module):

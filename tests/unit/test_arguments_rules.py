@@ -12,6 +12,7 @@ from arguments.parse import parse_args
 from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES
 from arguments.validate_critic import CRITIC_RULES
 from arguments.validate_distillation import DISTILLATION_RULES
+from arguments.validate_lora import LORA_RULES
 from arguments.validate_losses import LOSS_RULES
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_run import RULES, WARNINGS
@@ -158,10 +159,10 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
 ]  # fmt: skip
 NEEDS_A_DEVICE = {"backend_is_there", "transformer_engine_is_there", "local_layers_have_limits", "attention_backend_is_there"}
 # Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of validate_critic.py: test_arguments_critic.py;
-# of validate_moe.py: test_arguments_moe.py; of validate_scheduling.py: test_arguments_rollouts.py.
+# of validate_moe.py: test_arguments_moe.py; of validate_scheduling.py: test_arguments_rollouts.py; of validate_lora.py: test_arguments_lora.py.
 ELSEWHERE = {
     rule.__name__
-    for rules in (CORRECTION_RULES, ADVANTAGE_RULES, CRITIC_RULES, DISTILLATION_RULES, LOSS_RULES, MOE_RULES, SCHEDULING_RULES)
+    for rules in (CORRECTION_RULES, ADVANTAGE_RULES, CRITIC_RULES, LORA_RULES, DISTILLATION_RULES, LOSS_RULES, MOE_RULES, SCHEDULING_RULES)
     for rule in rules
 }
 ELSEWHERE |= {"critic_layout_is_possible"}  # test_arguments_critic_layout.py
@@ -190,6 +191,7 @@ def test_every_rule_is_broken_somewhere() -> None:
         ("--policy-loss-type sapo --loss-reduction token_mean --num-steps-per-rollout 2", "is meant for --loss-reduction"),
         ("--use-kl-loss --ref-load {folder}/hf --kl-loss-type k1 --num-steps-per-rollout 2", "only noise"),
         ("--n-samples-per-prompt 1 --num-steps-per-rollout 2", "every advantage is 0"),
+        ("--lora-rank 4 --overlap-grad-reduce --use-distributed-optimizer --num-steps-per-rollout 2", "adapters are exchanged at once"),
         ("--num-steps-per-rollout 1", "every ratio is 1"),
         ("--policy-loss-type gspo --eps-clip 0.2 --num-steps-per-rollout 2", "never acts"),
         (
@@ -207,7 +209,7 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
     words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
     warnings = parse_args(complete(tmp_path, *words), 1).warnings
     assert len(warnings) == 1 and said in warnings[0]
-    assert len(set(WARNINGS) - set(MOE_WARNINGS)) == 11, "a new warning has a case here"
+    assert len(set(WARNINGS) - set(MOE_WARNINGS)) == 12, "a new warning has a case here"
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_all_problems_are_collected() -> None:
 SLIME_FLAGS_NOT_HERE = """
 --sglang-mem-fraction-static --rollout-num-gpus --colocate --critic-num-nodes
 --dynamic-sampling-filter-path --moe-enable-deepep --custom-generate-function-path
---rollout-function-path --lora-rank --use-wandb --actor-num-nodes --over-sampling-batch-size --partial-rollout
+--rollout-function-path --lora-dropout --use-wandb --actor-num-nodes --over-sampling-batch-size --partial-rollout
 --moe-shared-expert-overlap --fp8-format --update-weight-mode --group-rm --multimodal-keys --ref-update-interval
 --mtp-num-layers --enable-mtp-training --optimizer-cpu-offload --use-precision-aware-optimizer --eval-config
 --critic-train-only --only-train-params-name-list

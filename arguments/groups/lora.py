@@ -1,0 +1,41 @@
+"""Low-rank adapters (LoRA): a small pair of matrices beside each linear layer is trained, and the model's own weights stay as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config import NON_NEGATIVE, POSITIVE, arg
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL_MLP = ("w1", "w3", "w2")  # the same three, as Mixtral names those of its experts
+UNEMBEDDING = ("lm_head",)
+TARGETS = {
+    "all-linear": (*ATTENTION, *MLP, *MIXTRAL_MLP),
+    "attn": ATTENTION,
+    "mlp": (*MLP, *MIXTRAL_MLP),
+    "unembed": UNEMBEDDING,
+} | {name: (name,) for name in (*ATTENTION, *MLP, *MIXTRAL_MLP, *UNEMBEDDING)}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    lora_rank: int = arg(
+        0,
+        "Rank of the adapters (LoRA, arXiv 2106.09685) that are trained in place of the model's weights; 0: all weights are trained.",
+        legal=NON_NEGATIVE,
+    )
+    lora_alpha: float = arg(32.0, "An adapter's product counts times this over --lora-rank.", legal=POSITIVE)
+    lora_target_modules: list[str] = arg(
+        ["all-linear"],
+        "Which linear layers have adapters: Hugging Face's names, or attn, mlp (experts included), all-linear (both), unembed (lm_head).",
+        choices=tuple(TARGETS),
+        nargs="+",
+        aliases=("--target-modules",),
+    )
+    lora_adapter_path: str | None = arg(
+        None, "Start from this adapter: a folder in PEFT's format, of the same rank, alpha and modules. Default: a new one, from --seed."
+    )
+    lora_save_path: str | None = arg(
+        None, "Write the adapter here at the end of the run, in PEFT's format; {rollout_id} becomes the number of the last rollout."
+    )

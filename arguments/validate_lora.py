@@ -1,0 +1,105 @@
+"""Rules about low-rank adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from arguments.groups import LoraConfig
+from arguments.groups.lora import MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING
+from arguments.hf_model import read_hf_model
+from arguments.megatron_configs import resolve_transformer_impl
+from arguments.peft_adapter import read_adapter_config
+from arguments.validate import Rule, Settings, problem
+from slime_like.config import ConfigError, Problem, flag_name
+
+
+def settings_have_adapters(s: Settings) -> list[Problem]:
+    if s.lora.lora_rank:
+        return []
+    names = [f.name for f in dataclasses.fields(LoraConfig) if f.name != "lora_rank" and f.name in s.given]
+    return [p for name in names for p in problem(name, None, "has no effect without --lora-rank; give the adapters' rank")]
+
+
+def adapters_have_a_base(s: Settings) -> list[Problem]:
+    """Adapters name the modules of a Hugging Face model, which stays as it is."""
+    if not s.lora.lora_rank:
+        return []
+    found = []
+    if s.model.hf_checkpoint is None:
+        found += problem("lora_rank", s.lora.lora_rank, "needs --hf-checkpoint, the model that the adapters belong to")
+    load = s.checkpoint.load
+    if load is not None and (Path(load) / "config.json").is_file():
+        found += problem("load", load, "is a Hugging Face model, and with --lora-rank the model stays as it is; give it as --hf-checkpoint")
+    if s.model.ref_offload and reference_is_base(s):
+        found += problem("ref_offload", None, "has no effect with --lora-rank: the reference is the model without adapters; leave it out")
+    return found
+
+
+def reference_is_base(s: Settings) -> bool:
+    """See `RunConfig.reference_is_base`."""
+    ref, model = s.model.ref_load, s.model.hf_checkpoint
+    return s.lora.lora_rank > 0 and (ref is None or (model is not None and Path(ref).resolve() == Path(model).resolve()))
+
+
+def adapters_are_supported(s: Settings) -> list[Problem]:
+    if not s.lora.lora_rank:
+        return []
+    rank, found = s.lora.lora_rank, []
+    if s.debug.debug_rollout_only:
+        found += problem("debug_rollout_only", None, "does not go with --lora-rank: save the merged model (--save-hf) and sample from that")
+    if resolve_transformer_impl(s.model, s.machine) == "transformer_engine":
+        found += problem("lora_rank", rank, "is not supported with Transformer Engine layers yet; use --transformer-impl local")
+    for name in ("decoupled_lr", "decoupled_min_lr"):
+        if s.core.get(name) is not None:
+            found += problem(
+                name, s.core[name], "is for the embedding and the output layer, which --lora-rank leaves as they are; leave it out"
+            )
+    return found
+
+
+def targets_are_there(s: Settings) -> list[Problem]:
+    """Every name is of this model."""
+    folder, names = s.model.hf_checkpoint, s.lora.lora_target_modules
+    if not s.lora.lora_rank or folder is None or any(name not in TARGETS for name in names):
+        return []
+    try:
+        model = read_hf_model(folder)
+    except ConfigError:  # told where the model is read
+        return []
+    strange = MLP if model.architecture == "MixtralForCausalLM" else MIXTRAL_MLP
+    found = []
+    for name in names:
+        if name in strange:
+            legal = ", ".join(word for word in TARGETS if word not in strange)
+            found += problem("lora_target_modules", name, f"is no module of {model.architecture}; legal values: {legal}")
+        if TARGETS[name] == UNEMBEDDING and not model.gpt["untie_embeddings_and_output_weights"]:
+            message = (
+                "shares its weight with the embedding in this model (tie_word_embeddings), which merged weights could not do any more; "
+            )
+            found += problem("lora_target_modules", name, message + "leave it out")
+    return found
+
+
+def adapter_to_start_from(s: Settings) -> list[Problem]:
+    path, lora = s.lora.lora_adapter_path, s.lora
+    if not lora.lora_rank or path is None:
+        return []
+    try:
+        found = read_adapter_config(path)
+    except ValueError as error:
+        return problem("lora_adapter_path", path, str(error))
+    pairs = (("lora_rank", lora.lora_rank, found.rank), ("lora_alpha", lora.lora_alpha, found.alpha))
+    return [p for name, here, there in pairs if here != there for p in problem(name, here, f"is {there:g} in --lora-adapter-path {path}")]
+
+
+def nothing_to_overlap(s: Settings) -> str | None:
+    idle = [flag_name(name) for name in ("overlap_grad_reduce", "overlap_param_gather") if s.core.get(name)]
+    if not s.lora.lora_rank or not idle:
+        return None
+    return f"{' and '.join(idle)} have no effect with --lora-rank: adapters are exchanged at once"
+
+
+LORA_RULES: tuple[Rule, ...] = (
+    settings_have_adapters, adapters_have_a_base, adapters_are_supported, targets_are_there, adapter_to_start_from,
+)  # fmt: skip

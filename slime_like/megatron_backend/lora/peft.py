@@ -1,0 +1,95 @@
+"""An adapter as a folder in PEFT's format: adapter_config.json and adapter_model.safetensors. Exact both ways: PEFT has the same factors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from arguments.peft_adapter import ADAPTER_CONFIG, PeftAdapter, adapter_config, read_adapter_config
+from slime_like.checkpoints.files import sync_path
+from slime_like.convert.save import put_in_place
+from slime_like.convert.weight_files import listed
+from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, together
+from slime_like.megatron_backend.lora.network import LoraNetwork
+from slime_like.megatron_backend.lora.whole import set_factors, whole_factors
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> None:
+    """Collective; rank 0 writes, and the folder is there whole or not at all. base_model: as PEFT is to find it. Raises OSError or ValueError
+    on every rank: the folder holds something that is no adapter, the disk is full."""
+    tensors = {_peft_name(name): tensor.cpu().contiguous() for name, tensor in whole_factors(network)}
+    modules = sorted({module.rpartition(".")[2] for target in network.targets for module in target.modules})
+    config = adapter_config(rank=network.spec.rank, alpha=network.spec.alpha, modules=modules, base_model=base_model)
+    from_rank_zero(lambda: _write(Path(folder), config, tensors))
+
+
+def load_adapter(folder: str, network: LoraNetwork) -> None:
+    """Collective. Raises ValueError, the same on every rank and before a number has changed: another rank or alpha, tensors that are missing,
+    surplus, of another shape, or not finite."""
+
+    def read() -> dict[str, Tensor]:
+        _check_config(folder, read_adapter_config(folder), network)
+        return _read_tensors(Path(folder) / WEIGHTS, network)
+
+    set_factors(network, together(read))
+
+
+def _write(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
+    if folder.exists() and not (folder.is_dir() and ((folder / ADAPTER_CONFIG).is_file() or not any(folder.iterdir()))):
+        raise ValueError(f"{folder} exists and holds no adapter; it is not replaced. Remove it or save elsewhere")
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    temporary.mkdir(parents=True)
+    try:
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for path in [*temporary.iterdir(), temporary]:
+            sync_path(path)
+        put_in_place(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_config(folder: str, found: PeftAdapter, network: LoraNetwork) -> None:
+    spec = network.spec
+    if (found.rank, found.alpha) != (spec.rank, spec.alpha):
+        raise ValueError(f"adapter {folder} has rank {found.rank} and alpha {found.alpha:g}; here they are {spec.rank} and {spec.alpha:g}")
+
+
+def _read_tensors(path: Path, network: LoraNetwork) -> dict[str, Tensor]:
+    wanted = {factor.name: factor.shape for target in network.targets for pair in target.factors for factor in pair}
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            found = {_own_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    problems = [
+        f"{words}: {listed(names)}"
+        for words, names in (
+            ("missing factors", wanted.keys() - found.keys()),
+            ("factors that the adapter has no place for", found.keys() - wanted.keys()),
+            ("factors of another shape", {n for n in wanted.keys() & found.keys() if tuple(found[n].shape) != wanted[n]}),
+            ("factors that are not finite numbers", {n for n, t in found.items() if not t.is_floating_point() or not t.isfinite().all()}),
+        )
+        if names
+    ]
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}")
+    return {name: tensor.to(torch.float32) for name, tensor in found.items()}
+
+
+def _peft_name(name: str) -> str:
+    return f"{PREFIX}{name}.weight"
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix(PREFIX).removesuffix(".weight")

@@ -1,0 +1,31 @@
+"""What an adapter is, apart from its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from arguments.groups import LoraConfig
+from arguments.groups.lora import TARGETS
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """targets: last parts of Hugging Face's module names ("q_proj", "lm_head"). seed: of the first factors; the second ones start at zero."""
+
+    rank: int
+    alpha: float
+    targets: frozenset[str]
+    seed: int
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def describe(self) -> dict[str, int | float | str]:
+        """Settings that tell one adapter from another, to say how a checkpoint's differs."""
+        return {"lora_rank": self.rank, "lora_alpha": self.alpha, "lora_target_modules": " ".join(sorted(self.targets))}
+
+
+def lora_spec(config: LoraConfig, seed: int) -> LoraSpec:
+    targets = frozenset(name for word in config.lora_target_modules for name in TARGETS[word])
+    return LoraSpec(config.lora_rank, config.lora_alpha, targets, seed)

@@ -1,0 +1,80 @@
+"""What tests/dist/test_lora.py runs on several processes: a policy with adapters, in every layout, from the same start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scripts.parity.steps import STEPS, parallel, settings, share, sizes_of, train_samples, weights, whole_gradients
+from slime_like.megatron_backend.backend import MegatronBackend
+from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.lora import LoraNetwork
+from slime_like.megatron_backend.lora.whole import set_factors, whole_factors
+from slime_like.types import TrainBatch
+
+COMMON = (
+    "--lora-rank 3 --lora-alpha 6 --lr 3e-3 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 --use-kl-loss "
+    "--kl-loss-coef 0.3 "
+)
+
+
+def make_backend(folder: str, layout: ParallelLayout, flags: str) -> MegatronBackend:
+    return MegatronBackend(settings(folder, COMMON + flags), layout, total_steps=STEPS)
+
+
+def adapter_of(backend: MegatronBackend) -> LoraNetwork:
+    assert isinstance(backend.policy, LoraNetwork)
+    return backend.policy
+
+
+def factors(backend: MegatronBackend) -> dict[str, Tensor]:
+    return {name: tensor.float() for name, tensor in whole_factors(adapter_of(backend))}
+
+
+def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
+    for module in backend.trained.trained_modules:
+        whole_gradients(module)
+    return {name: g.float() for name, g in whole_factors(adapter_of(backend), lambda p: p.main_grad)}
+
+
+def start_from_noise(backend: MegatronBackend) -> None:
+    """Second factors that are not zero, so that gradients reach the first ones at once."""
+    g = torch.Generator().manual_seed(11)
+    found = factors(backend)
+    noisy = {n: t + 0.1 * torch.randn(t.shape, generator=g) for n, t in found.items()}
+    set_factors(adapter_of(backend), noisy)
+
+
+def train(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
+    """As scripts/parity/steps.py's, of the adapter."""
+    backend = make_backend(folder, layout, flags)
+    first = factors(backend)
+    start_from_noise(backend)
+    samples = share(train_samples(1), layout).samples
+    log_probs = [s.log_probs for s in backend.compute_log_probs(samples)]
+    assert backend.reference is not None
+    reference = [s.log_probs for s in backend.compute_log_probs(samples, backend.reference)]
+    losses, norms, metrics = [], [], []
+    found: dict[str, Tensor] = {}
+    for step in range(1, STEPS + 1):
+        pending = backend.accumulate(TrainBatch(share(train_samples(step), layout).samples))
+        found |= {f"step {step} {name}": g for name, g in gradients(backend).items()}
+        losses.append(pending.metrics["loss"])
+        metrics.append(pending.metrics)
+        result = backend.apply_gradients(pending)
+        assert not result.skipped
+        norms.append(result.grad_norm)
+    return dict(
+        first=first, losses=losses, gradients=found, factors=factors(backend), merged=weights(backend), norms=norms, metrics=metrics,
+        log_probs=log_probs, reference=reference, dp=(layout.dp_rank, layout.dp_size),
+    )  # fmt: skip
+
+
+def layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Each layout of arguments["layouts"]: {name: flags}; rank 0 writes what it found."""
+    for name, flags in arguments["layouts"].items():
+        with parallel(**sizes_of(flags)) as layout:
+            torch.save(train(arguments["model"], layout, flags), f"{arguments['out']}/{name}-{rank}.pt")
+    return {}

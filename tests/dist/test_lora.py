@@ -1,0 +1,200 @@
+"""Adapters: one process against plain autograd in float64 and against PEFT, other layouts against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scripts.parity.ranks import run_ranks
+from scripts.parity.steps import largest, parallel, random_samples, relative, share
+from scripts.parity_table import make_model, make_rollouts
+from tests.dist import lora_worker as worker
+
+CLIP = 0.2
+ADAM = dict(lr=3e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1)
+PLAIN = "--lora-rank 3 --lora-alpha 6 --lr 3e-3 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 0 --adam-beta2 0.999 "
+STEPS = 3
+TWO_RANKS = {
+    "TP2": "--tensor-model-parallel-size 2",
+    "TP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "PP2": "--pipeline-model-parallel-size 2",
+    "PP2 VP2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "CP2": "--context-parallel-size 2",
+    "DP2": "",
+    "DP2 distributed optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "TP2 SP recompute": "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+FAST = ("TP2 SP recompute", "PP2 VP2", "DP2 distributed optimizer")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("lora")
+    make_model(folder / "model", seed=3)
+    make_rollouts(str(folder / "model" / "rollout_{rollout_id}"))
+    (folder / "out").mkdir()
+    return {"model": str(folder / "model"), "out": str(folder / "out")}
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with parallel() as layout:
+            yield layout
+    finally:
+        dist.destroy_process_group()
+
+
+def policy_loss(model: Any, samples: list[Any]) -> Tensor:
+    """The PPO loss written out over each sequence alone."""
+    total = torch.zeros((), dtype=torch.float64)
+    for s in samples:
+        logits = model(s.tokens[None]).logits[0, :-1]
+        log_probs = logits.log_softmax(-1).gather(1, s.tokens[1:, None])[-s.response_length :, 0]
+        ratio = (log_probs - s.old_log_probs).exp()
+        loss = torch.maximum(-s.advantages * ratio, -s.advantages * ratio.clamp(1 - CLIP, 1 + CLIP))
+        total = total + (s.loss_mask * s.loss_weights * loss).sum()
+    return total
+
+
+def with_adapters(folder: str, factors: dict[str, Tensor], scale: float) -> tuple[Any, dict[str, Tensor]]:
+    """transformers' model in float64 whose linear layers add scale * B A x, and these factors as leaves."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double().eval().requires_grad_(False)
+    leaves = {name: tensor.double().clone().requires_grad_() for name, tensor in factors.items()}
+    for name, module in model.named_modules():
+        if f"{name}.lora_A" in leaves:
+            a, b = leaves[f"{name}.lora_A"], leaves[f"{name}.lora_B"]
+            module.register_forward_hook(lambda _, x, y, a=a, b=b: y + scale * (x[0] @ a.t() @ b.t()))  # type: ignore[misc]
+    return model, leaves
+
+
+def test_one_process_takes_the_steps_of_plain_autograd(alone: Any, files: dict[str, str]) -> None:
+    """Losses, gradients of every factor and the factors after three steps of AdamW; nothing of the base has moved, or has a gradient."""
+    backend = worker.MegatronBackend(worker.settings(files["model"], PLAIN), alone, total_steps=STEPS)
+    start = worker.factors(backend)
+    assert all(bool((t == 0).all()) == name.endswith("lora_B") for name, t in start.items())
+    model, leaves = with_adapters(files["model"], start, scale=2.0)
+    assert len(leaves) == 4 * 7 * 2
+    optimizer = torch.optim.AdamW(leaves.values(), **ADAM)  # type: ignore[arg-type]
+    base = {name: p.clone() for chunk in backend.policy.chunks for name, p in chunk.named_parameters()}
+    for step in range(1, STEPS + 1):
+        samples = random_samples(step)
+        pending = backend.accumulate(share(samples, alone))
+        optimizer.zero_grad()
+        loss = policy_loss(model, samples)
+        loss.backward()
+        assert pending.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        found = worker.gradients(backend)
+        for name, leaf in leaves.items():
+            assert leaf.grad is not None
+            torch.testing.assert_close(found[name].double(), leaf.grad, rtol=1e-4, atol=1e-6, msg=f"step {step} {name}")
+        norm = float(torch.stack([leaf.grad.norm() for leaf in leaves.values()]).norm())  # type: ignore[union-attr]
+        result = backend.apply_gradients(pending)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+        optimizer.step()
+    after = worker.factors(backend)
+    moved = {name: float((after[name] - start[name]).norm()) for name in start}
+    assert min(moved.values()) > 1e-3
+    for name, leaf in leaves.items():
+        assert relative(after[name].double(), leaf.detach()) < 1e-4, name
+    for chunk in backend.policy.chunks:
+        for name, p in chunk.named_parameters():
+            assert torch.equal(p, base[name]) and p.grad is None and not p.requires_grad and not hasattr(p, "main_grad"), name
+
+
+def test_an_adapter_starts_as_its_base(alone: Any, files: dict[str, str]) -> None:
+    """The new adapter's log-probs are the base's, bit by bit; and the base is the reference model also after a step."""
+    backend = worker.make_backend(files["model"], alone, "")
+    samples = random_samples(1)
+    reference = backend.compute_log_probs(samples, backend.reference)
+    for mine, its in zip(backend.compute_log_probs(samples), reference, strict=True):
+        assert torch.equal(mine.log_probs, its.log_probs)
+    worker.start_from_noise(backend)
+    for mine, now, its in zip(
+        backend.compute_log_probs(samples), backend.compute_log_probs(samples, backend.reference), reference, strict=True
+    ):
+        assert torch.equal(now.log_probs, its.log_probs)
+        assert bool((mine.log_probs != its.log_probs).eq(now.log_probs != 0).all()), "another model at every active token"
+
+
+def compare(found: dict[str, Any], one: dict[str, Any], label: str) -> None:
+    assert found["factors"].keys() == one["factors"].keys() and found["gradients"].keys() == one["gradients"].keys()
+    for name, tensor in one["first"].items():
+        assert torch.equal(found["first"][name], tensor), f"{label}: a new adapter's {name} depends on the layout"
+    rank, ranks = found["dp"]
+    size = len(one["log_probs"]) // ranks
+    for key in ("log_probs", "reference"):
+        mine = one[key][rank * size : (rank + 1) * size]
+        assert largest(float((a - b).abs().max()) for a, b in zip(found[key], mine, strict=True)) < 1e-5, (label, key)
+    scale = max(map(abs, one["losses"]))
+    assert largest(abs(a - b) / scale for a, b in zip(found["losses"], one["losses"], strict=True)) < 1e-5, label
+    assert found["norms"] == pytest.approx(one["norms"], rel=1e-5), label
+    for key in ("gradients", "factors", "merged"):
+        for name, tensor in one[key].items():
+            assert relative(found[key][name], tensor) < 2e-5, (label, key, name)
+
+
+@pytest.mark.parametrize("names", [FAST, pytest.param(tuple(n for n in TWO_RANKS if n not in FAST), marks=pytest.mark.slow)], ids=len)
+def test_layouts_train_the_adapter_of_one_process(names: tuple[str, ...], alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+    one = worker.train(files["model"], alone, "")
+    assert min(one["norms"]) > 1.0, "clipped"
+    run_ranks("tests.dist.lora_worker:layouts", 2, tmp_path, {**files, "layouts": {n: TWO_RANKS[n] for n in names}}, timeout_s=240)
+    for name in names:
+        for rank in range(2):
+            compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
+
+
+def test_one_process_takes_the_steps_of_peft(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+    """The PEFT library on the same model: an adapter that it made is loaded here, both train, the adapter that is saved here is loaded
+    there. Losses, gradients, factors, logits; and the merged weights are PEFT's merged weights."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    base = AutoModelForCausalLM.from_pretrained(files["model"], attn_implementation="eager")
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(base, config).eval()
+    model.save_pretrained(tmp_path / "start")
+    flags = f"{PLAIN} --lora-target-modules q_proj v_proj gate_proj down_proj --lora-adapter-path {tmp_path / 'start'}"
+    backend = worker.MegatronBackend(worker.settings(files["model"], flags), alone, total_steps=STEPS)
+    leaves = {
+        name.removeprefix("base_model.model.").replace(".default.weight", ""): p for name, p in model.named_parameters() if p.requires_grad
+    }
+    assert len(leaves) == 4 * 4 * 2
+    optimizer = torch.optim.AdamW(leaves.values(), **ADAM)  # type: ignore[arg-type]
+    for step in range(1, STEPS + 1):
+        samples = random_samples(step)
+        pending = backend.accumulate(share(samples, alone))
+        optimizer.zero_grad()
+        loss = policy_loss(model, samples)
+        loss.backward()
+        assert pending.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        found = worker.gradients(backend)
+        assert found.keys() == leaves.keys()
+        assert largest(relative(found[name], leaf.grad) for name, leaf in leaves.items()) < 1e-4
+        backend.apply_gradients(pending)
+        optimizer.step()
+    after = worker.factors(backend)
+    assert largest(relative(after[name], leaf.detach()) for name, leaf in leaves.items()) < 1e-4
+
+    backend.save_adapter(str(tmp_path / "end"))
+    fresh = AutoModelForCausalLM.from_pretrained(files["model"], attn_implementation="eager")
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "end").eval()
+    samples = random_samples(5)
+    with torch.no_grad():
+        for sample, ours in zip(samples, backend.compute_log_probs(samples), strict=True):
+            log_p = loaded(sample.tokens[None]).logits[0, :-1].log_softmax(-1)[-sample.response_length :]
+            its = log_p.gather(1, sample.tokens[-sample.response_length :, None])[:, 0]
+            torch.testing.assert_close(ours.log_probs, torch.where(sample.loss_mask, its, 0.0), rtol=1e-5, atol=1e-5)
+    merged = loaded.merge_and_unload().state_dict()
+    for name, tensor in worker.weights(backend).items():
+        torch.testing.assert_close(tensor, merged[name], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,95 @@
+"""train.py with adapters: it learns, resumes bit by bit, in other layouts too, and gives what PEFT and the engine understand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slime_like.checkpoints.folders import checkpoint_folder
+from slime_like.megatron_backend.checkpoint.tensors import CheckpointTensors
+from tests.e2e.helpers import Workspace, make_workspace, rows_of, same_numbers, weights_of
+from tests.e2e.programs import TrainServer
+
+LORA = dict(lora_rank=4, lr=1e-2, num_steps_per_rollout=1, use_kl_loss="", kl_loss_coef=0.01)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return make_workspace(tmp_path_factory.mktemp("lora"))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[TrainServer]:
+    with TrainServer() as server:
+        yield server
+
+
+def test_a_run_learns_saves_and_resumes(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
+    """Three rollouts at once, and two and one of them: the same numbers, adapter and merged weights bit by bit. The base is not saved."""
+    whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
+    ends = dict(lora_save_path=tmp_path / "adapter", save_hf=tmp_path / "merged")
+    server.train(work.flags(whole, num_rollout=3, **LORA, **ends), whole).ok()
+    rows = rows_of(whole)
+    assert rows[0]["train/kl_k3"] == 0.0, "the reference is the base, and the adapter starts as nothing"
+    assert rows[-1]["train/kl_k3"] > 1e-5 and len({row["train/loss"] for row in rows}) == 3
+    assert all(row["rollout/train_rollout_log_prob_diff_mean"] < 1e-4 for row in rows), "the engine has the merged weights"
+
+    saved = dict(save=tmp_path / "saved", lr_decay_iters=6)
+    server.train(work.flags(first, num_rollout=2, **LORA, **saved), first).ok()
+    resumed = dict(**saved, load=tmp_path / "saved", lora_save_path=tmp_path / "adapter2", save_hf=tmp_path / "merged2")
+    server.train(work.flags(second, num_rollout=3, **LORA, **resumed), second).ok()
+    assert same_numbers(rows_of(first) + rows_of(second)) == same_numbers(rows)
+    for name, file in (("adapter", "adapter_model.safetensors"), ("merged", "model.safetensors")):
+        a, b = load_file(tmp_path / name / file), load_file(tmp_path / f"{name}2" / file)
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a), name
+
+    base, merged = weights_of(work.model), weights_of(tmp_path / "merged")
+    moved = {name for name in base if not torch.equal(base[name], merged[name])}
+    assert moved == {name for name in base if "_proj" in name}
+    names = CheckpointTensors(checkpoint_folder(str(tmp_path / "saved"), 2) / "policy").tensor_names()
+    assert len(names) == 3 * 28 and all("lora_" in name for name in names), "factors and the two moments of each, nothing of the base"
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_from_one(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
+    one, two, more = (tmp_path / name for name in ("one", "two", "more"))
+    common = dict(**LORA, lr_decay_iters=4)
+    server.train(work.flags(one, num_rollout=2, save=tmp_path / "saved", **common), one).ok()
+    server.train(work.flags(more, num_rollout=3, load=tmp_path / "saved", lora_save_path=more / "adapter", **common), more).ok()
+    parallel = dict(tensor_model_parallel_size=2, sequence_parallel="", no_load_rng="")
+    flags = work.flags(two, num_rollout=3, load=tmp_path / "saved", lora_save_path=two / "adapter", **common, **parallel)
+    server.train(flags, two, ranks=2).ok()
+    a, b = (load_file(out / "adapter" / "adapter_model.safetensors") for out in (more, two))
+    for name, tensor in a.items():
+        torch.testing.assert_close(b[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_an_adapter(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    server.train(work.flags(first, num_rollout=1, lora_save_path=tmp_path / "adapter", **LORA), first).ok()
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 4 and config["base_model_name_or_path"] == str(work.model)
+    server.train(work.flags(second, num_rollout=1, lora_adapter_path=tmp_path / "adapter", **LORA), second).ok()
+    assert rows_of(second)[0]["train/kl_k3"] > 1e-6, "it is not the base that it starts from"
+
+
+def test_checkpoints_of_another_adapter_or_base_are_refused(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    server.train(work.flags(tmp_path / "a", num_rollout=1, save=saved, **LORA), tmp_path / "a").ok()
+    other = make_workspace(tmp_path / "other")
+    weights = weights_of(other.model)
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, other.model / "model.safetensors", metadata={"format": "pt"})
+    for changes, words in (
+        (dict(LORA, lora_rank=8), "lora_rank 4 (here: 8)"),
+        (dict(LORA, hf_checkpoint=other.model), "base_model_digest"),
+        ({}, "lora_rank 4 (here: 0)"),
+    ):
+        out = tmp_path / "refused"
+        assert words in server.train(work.flags(out, num_rollout=2, load=saved, **changes), out).error()

@@ -1,0 +1,102 @@
+"""Adapters on the command line: what is refused, in words that name flag, value and remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arguments.peft_adapter import adapter_config, read_adapter_config
+from arguments.run_config import RunConfig
+from arguments.validate_lora import LORA_RULES
+from slime_like.megatron_backend.lora import lora_spec
+from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags, write_files
+
+
+def parse(folder: Path, flags: str) -> RunConfig:
+    return parse_flags(folder, TWO_STEPS + flags)
+
+
+def write_adapter(folder: Path, **changes: object) -> None:
+    folder.mkdir()
+    config = {**adapter_config(rank=8, alpha=16.0, modules=["q_proj"], base_model=None), **changes}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_defaults_and_groups(tmp_path: Path) -> None:
+    assert parse(tmp_path, "").lora.lora_rank == 0
+    run = parse(tmp_path, "--lora-rank 8")
+    assert run.lora.lora_alpha == 32 and lora_spec(run.lora, 1).scale == 4
+    assert {"q_proj", "o_proj", "gate_proj", "down_proj"} < lora_spec(run.lora, 1).targets
+    assert lora_spec(parse(tmp_path, "--lora-rank 8 --target-modules attn up_proj").lora, 1).targets == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "up_proj"
+    }  # fmt: skip
+
+
+def test_the_reference_is_the_base(tmp_path: Path) -> None:
+    hf = write_files(tmp_path)["hf"]
+    kl = "--lora-rank 8 --use-kl-loss --kl-loss-coef 0.1 "
+    assert parse(tmp_path, kl).reference_is_base
+    assert parse(tmp_path, f"{kl} --ref-load {hf}/../hf").reference_is_base
+    assert not parse(tmp_path, f"--use-kl-loss --kl-loss-coef 0.1 --ref-load {hf}").reference_is_base
+
+
+REFUSED = [
+    ("", "--lora-rank -1", "--lora-rank (given: '-1'): must be >= 0"),
+    ("", "--lora-rank 4 --lora-alpha 0", "--lora-alpha (given: '0'): must be > 0"),
+    ("targets_are_there", "--lora-rank 4 --lora-target-modules lm_head", "shares its weight with the embedding"),
+    ("settings_have_adapters", "--lora-alpha 4", "--lora-alpha: has no effect without --lora-rank"),
+    ("settings_have_adapters", "--lora-save-path {folder}/x", "--lora-save-path: has no effect without --lora-rank"),
+    ("", "--lora-rank 4 --lora-dropout 0.1", "dropout within adapters"),
+    ("", "--lora-rank 4 --exclude-modules q_proj", "--lora-target-modules names the layers"),
+    ("adapters_have_a_base", "--lora-rank 4 --load {folder}/hf", "give it as --hf-checkpoint"),
+    ("adapters_are_supported", "--lora-rank 4 --debug-rollout-only", "--debug-rollout-only: does not go with --lora-rank"),
+    (
+        "adapters_are_supported",
+        "--lora-rank 4 --decoupled-lr 1e-3",
+        "--decoupled-lr (given: 0.001): is for the embedding and the output layer",
+    ),
+    (
+        "adapters_have_a_base",
+        "--lora-rank 4 --use-kl-loss --kl-loss-coef 0.1 --ref-load {folder}/hf --ref-offload",
+        "the reference is the model without",
+    ),
+    ("adapter_to_start_from", "--lora-rank 4 --lora-adapter-path {folder}/none", "adapter_config.json cannot be read"),
+    ("adapter_to_start_from", "--lora-rank 4 --lora-adapter-path {folder}/adapter", "--lora-rank (given: 4): is 8 in --lora-adapter-path"),
+    (
+        "adapter_to_start_from",
+        "--lora-rank 8 --lora-adapter-path {folder}/adapter",
+        "--lora-alpha (given: 32.0): is 16 in --lora-adapter-path",
+    ),
+    (
+        "adapter_to_start_from",
+        "--lora-rank 8 --lora-alpha 16 --lora-adapter-path {folder}/dora",
+        "use_dora is True, which is not supported",
+    ),
+]  # (rule, flags, words)
+
+
+@pytest.mark.parametrize(("rule", "flags", "words"), REFUSED)
+def test_refused(tmp_path: Path, rule: str, flags: str, words: str) -> None:
+    write_adapter(tmp_path / "adapter")
+    write_adapter(tmp_path / "dora", use_dora=True)
+    assert any(words in str(found) for found in problems_of_flags(tmp_path, TWO_STEPS + flags))
+
+
+def test_every_rule_is_broken_somewhere() -> None:
+    assert {rule.__name__ for rule in LORA_RULES} == {case[0] for case in REFUSED if case[0]}
+
+
+def test_overlap_is_told_to_have_no_effect(tmp_path: Path) -> None:
+    run = parse(tmp_path, "--lora-rank 4 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
+    assert any("--overlap-grad-reduce and --overlap-param-gather have no effect" in words for words in run.warnings)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"peft_type": "IA3"}, {"r": 0}, {"r": True}, {"lora_alpha": "x"}, {"bias": "all"}, {"rank_pattern": {"q": 2}}]
+)
+def test_adapters_of_other_kinds_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    write_adapter(tmp_path / "adapter", **changes)
+    with pytest.raises(ValueError, match="adapter_config"):
+        read_adapter_config(str(tmp_path / "adapter"))
