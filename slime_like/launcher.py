@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 
 import megatron_patches
 from arguments.run_config import RunConfig
+from slime_like.activity import Activity
 from slime_like.errors import RunError
-from slime_like.lost_ranks import explain, leave_address, say_failed
+from slime_like.lost_ranks import default_store, explain, leave_address, say_failed
 from slime_like.stopping import STATUS_FILE, end_at_once_on_sigterm, leave_status
+from slime_like.watchdog import Watchdog, write_stacks_on_request
 
 if TYPE_CHECKING:
     from slime_like.megatron_backend.layout import ParallelLayout
@@ -37,6 +39,7 @@ def run(config: RunConfig, rank: int) -> int:
 def run_ranks(config: RunConfig, rank: int) -> int:
     """The run without what it leaves for a script that started it."""
     die_with_the_launcher()
+    write_stacks_on_request()
     quiet_dependencies()
     report = megatron_patches.apply()
     if rank == 0:
@@ -65,18 +68,28 @@ def die_with_the_launcher() -> None:
 
 
 def train(config: RunConfig, layout: ParallelLayout) -> int:
-    """The run, once the ranks have met."""
+    """The run, once the ranks have met, under the eyes of the other ranks."""
+    activity = Activity()
+    leave_address(layout.rank)
+    limit_s = config.parallel.heartbeat_timeout_s
+    if layout.world_size == 1 or not limit_s:
+        return train_watched(config, layout, activity)
+    with Watchdog(default_store(), layout.rank, layout.world_size, limit_s, activity):
+        return train_watched(config, layout, activity)
+
+
+def train_watched(config: RunConfig, layout: ParallelLayout, activity: Activity) -> int:
     from slime_like.trainer import Trainer
 
     trainer = None
-    leave_address(layout.rank)
     try:
         output_dir = shared_output_dir(config)
         if layout.rank == 0:
             print(f"slime_like: {layout.describe()}, {layout.world_size} process(es), writing {output_dir}", flush=True)
-        trainer = Trainer(config, layout, output_dir)
+        trainer = Trainer(config, layout, output_dir, on_phase=activity.enter)
         status = trainer.run()
         trainer.close()
+        activity.enter("end")
         if layout.rank == 0:
             write_report(output_dir)
     except KeyboardInterrupt:
@@ -104,10 +117,8 @@ def tell(error: BaseException) -> None:
 
 def is_first_to_fail() -> bool:
     """True on one rank only: an error that all ranks meet is told once, and so is one that the others see as a lost connection."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
     try:
-        return int(_get_default_store().add("slime_like/errors", 1)) == 1
+        return int(default_store().add("slime_like/errors", 1)) == 1
     except RuntimeError:  # the process that holds the store has failed and told why
         return False
 

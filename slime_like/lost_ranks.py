@@ -9,14 +9,16 @@ import socket
 import time
 from typing import Any
 
+from slime_like.activity import Pulse
 from slime_like.errors import RunError
+from slime_like.watchdog import read_pulse
 
 WAIT_S = 1.5  # for the others to notice too
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited|peer", re.IGNORECASE)
 
 
 def leave_address(rank: int) -> None:
-    _store().set(f"slime_like/address/{rank}", f"host {socket.gethostname()}, process {os.getpid()}")
+    default_store().set(f"slime_like/address/{rank}", f"host {socket.gethostname()}, process {os.getpid()}")
 
 
 def looks_lost(error: BaseException) -> bool:
@@ -27,19 +29,29 @@ def looks_lost(error: BaseException) -> bool:
 def say_failed(rank: int) -> None:
     """This rank has failed, and is there to say it."""
     try:
-        _store().set(f"slime_like/failed/{rank}", "1")
+        default_store().set(f"slime_like/failed/{rank}", "1")
     except RuntimeError:
         return  # the process that held the store is gone
 
 
 def silent_ranks(world_size: int, wait_s: float = WAIT_S) -> list[str]:
-    """Ranks that have not said that they failed, with their addresses, once all others have or the time is over."""
-    store, deadline = _store(), time.monotonic() + wait_s
+    """Ranks that have not said that they failed, with their addresses and their last sign of life, once all others have or the time is over.
+    One that waits for the others itself is not the culprit."""
+    store, deadline = default_store(), time.monotonic() + wait_s
     while True:
         silent = [rank for rank in range(world_size) if not store.check([f"slime_like/failed/{rank}"])]
         if not silent or time.monotonic() > deadline:
-            return [f"rank {rank} ({store.get(f'slime_like/address/{rank}').decode()})" for rank in silent]
+            break
         time.sleep(0.05)
+    pulses = {rank: read_pulse(store, rank) for rank in silent}
+    culprits = [rank for rank in silent if (pulse := pulses[rank]) is None or not pulse.waiting] or silent
+    return [_words(store, rank, pulses[rank]) for rank in culprits]
+
+
+def _words(store: Any, rank: int, pulse: Pulse | None) -> str:
+    if pulse is not None:
+        return pulse.describe(rank)
+    return f"rank {rank} ({store.get(f'slime_like/address/{rank}').decode()})"
 
 
 def explain(error: BaseException, world_size: int) -> BaseException:
@@ -56,7 +68,8 @@ def explain(error: BaseException, world_size: int) -> BaseException:
     return RunError(f"no answer from {', '.join(silent)}: killed, stuck, or cut off ({reason}). --load goes on from the last checkpoint")
 
 
-def _store() -> Any:
+def default_store() -> Any:
+    """Of the process group of all ranks."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ from slime_like.types import Prompt, SampleGroup, StepResult, TrainBatch
 class Trainer:
     """Owns the run: every part is built here and used by `run`. All ranks execute the same calls."""
 
-    def __init__(self, run: RunConfig, layout: ParallelLayout, output_dir: Path) -> None:
+    def __init__(
+        self, run: RunConfig, layout: ParallelLayout, output_dir: Path, *, on_phase: Callable[[str], None] = lambda phase: None
+    ) -> None:
         self.run_config = run
         self.layout = layout
         self.output_dir = output_dir
@@ -57,7 +59,11 @@ class Trainer:
         notes = [] if self.source is None else list(self.source.notes)
         self.num_rollouts = num_rollouts(run, None if self.source is None else len(self.source))
         self.progress = Progress(
-            self.num_rollouts, show=layout.rank == 0, plain=run.logging.no_progress, log_interval=run.logging.log_interval
+            self.num_rollouts,
+            show=layout.rank == 0,
+            plain=run.logging.no_progress,
+            log_interval=run.logging.log_interval,
+            on_phase=on_phase,
         )
         total_steps = self.num_rollouts * steps_per_rollout(run)
         self.backend = MegatronBackend(run, layout, total_steps=total_steps, tell=self.progress.message)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, arg
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,15 @@ class ParallelConfig:
     expert_tensor_parallel_size: int | None = arg(None, "Tensor-parallel size of the experts.", legal=AT_LEAST_ONE)
     sequence_parallel: bool = arg(False, "Split activations between tensor-parallel regions along the sequence.")
     distributed_backend: str = arg("auto", "Process-group backend. auto: nccl with CUDA, else gloo.", choices=("auto", "nccl", "gloo"))
-    distributed_timeout_minutes: float = arg(10.0, "A collective that takes longer ends the run with an error.", legal=POSITIVE)
+    distributed_timeout_minutes: float = arg(
+        10.0, "Ranks that have not met by then, and a collective that takes longer, end the run with an error.", legal=POSITIVE
+    )
+    heartbeat_timeout_s: float = arg(
+        120.0,
+        "A rank whose process gives no sign of life for so long (stopped, its host gone) ends the run, with the stacks of the others. A slow "
+        "rank gives signs of life. 0: off.",
+        legal=NON_NEGATIVE,
+    )
 
     @property
     def model_parallel_size(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -38,7 +38,7 @@ class Progress:
     """Times the phases of every rollout on every rank, and shows them where `show` (rank 0).
 
     plain: lines in place of the live display; always so where stdout is no terminal. log_interval: rollouts between two plain lines, the
-    last rollout always has one.
+    last rollout always has one. on_phase: told of every phase that begins, and of the time after it.
 
         with Progress(num_rollouts, show=rank == 0) as progress:
             for step in range(num_rollouts):
@@ -55,8 +55,10 @@ class Progress:
         plain: bool = False,
         log_interval: int = 1,
         console: Console | None = None,
+        on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self._timer = PhaseTimer()
+        self._on_phase = on_phase
         self._num_rollouts = num_rollouts
         self._log_interval = log_interval
         self._console = console or Console()
@@ -90,8 +92,10 @@ class Progress:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show `name` and add the time inside to ``perf/<name>_s``. Phases do not nest."""
+        self._on_phase(name)
         with self._timer.phase(name):
             yield
+        self._on_phase(f"after {name}")
 
     def take_seconds(self) -> dict[str, float]:
         """``perf/<phase>_s`` and ``perf/step_s`` since the last call."""

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
+from time import sleep
 from typing import Any
 
 CALLS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
@@ -166,3 +167,37 @@ def exchange_gate_and_up(rank: int, layer: str) -> None:
         return made | dict(zip(names, [made[name] for name in reversed(names)], strict=True))
 
     to_hf.whole_tensors = exchanged
+
+
+def in_phase(phase: str, time: int, action: Callable[[], None]) -> None:
+    """When the run enters that phase for the `time`th time."""
+    from slime_like.metrics.progress import Progress
+
+    enter, seen = Progress.phase, [0]
+
+    def counted(self: Any, name: str) -> Any:
+        seen[0] += name == phase
+        if name == phase and seen[0] == time:
+            self._on_phase(name)
+            sleep(0.5)  # the others hear of the phase
+            action()
+        return enter(self, name)
+
+    Progress.phase = counted  # type: ignore[method-assign]
+
+
+def stop_in_phase(rank: int, phase: str, time: str, on_rank: str) -> None:
+    """The process is stopped, as by a debugger, and stays so."""
+    if rank == int(on_rank):
+        in_phase(phase, int(time), lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def kill_in_phase(rank: int, phase: str, time: str, on_rank: str) -> None:
+    if rank == int(on_rank):
+        in_phase(phase, int(time), lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def sleep_in_phase(rank: int, phase: str, seconds: str, on_rank: str) -> None:
+    """A rank that is late, or stuck: its process runs, its main thread does not."""
+    if rank == int(on_rank):
+        in_phase(phase, 2, lambda: sleep(float(seconds)))

@@ -119,6 +119,20 @@ def test_a_dead_rank_ends_the_job_on_both_nodes(cluster: Cluster, work: Workspac
     assert "error: no answer from rank 1 (host " in text and f"process {pid})" in text
 
 
+def test_a_stopped_rank_ends_the_job_on_both_nodes(cluster: Cluster, work: Workspace, tmp_path: Path) -> None:
+    """The rank on the second node; the first holds the store. torchrun kills it, or srun."""
+    job, log = submit(cluster, work, tmp_path / "run", nodes=2, heartbeat_timeout_s=5)
+    cluster.wait_for_line(log, f"rollout  2/{ROLLOUTS}", STARTED_S)
+    victim = cluster.ranks(job)[1]
+    pid = victim.pid
+    victim.suspend()
+    state = cluster.ended(job, 120, log)
+    text = log.read_text()
+    assert state["JobState"] == "FAILED" and state["Restarts"] == "0", text
+    assert "error: no sign of life from rank 1 (host " in text and f"process {pid}), last heard of in phase " in text
+    assert "rank 0 on host " in text and "Stacks of its threads:" in text and "trainer.py" in text
+
+
 def test_a_port_in_use_is_named(cluster: Cluster, work: Workspace, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
