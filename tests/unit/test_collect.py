@@ -18,7 +18,7 @@ from slime_like.errors import RunError
 from slime_like.rollout.buffer import GroupBuffer, OpenGroup
 from slime_like.rollout.collect import Collector
 from slime_like.rollout.engine import GenerateOutput, SamplingParams
-from slime_like.rollout.rollouter import Rollouter, cut_at_stop, training_sampling
+from slime_like.rollout.rollouter import Rollouter, cut_at_stop, joined_routes, training_sampling
 from slime_like.rollout.slime_samples import unwritten
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
@@ -239,3 +239,14 @@ def test_open_groups() -> None:
     old = OpenGroup(group.prompt, (replace(group.samples[0], tokens=torch.tensor([1, 5]), response_length=1, weight_versions=(4,)),))
     assert not group.ended and not group.is_stale(9) and old.is_stale(5) and not old.is_stale(4)
     assert old.restarted().response_tokens == 0 and old.response_tokens == 1
+
+
+def test_routes_of_a_sample_that_grew_are_those_of_their_first_time() -> None:
+    """The engine computes a partial response again under newer weights; the last token had not been computed before."""
+    before = torch.tensor([1, 2, -1], dtype=torch.int16).reshape(3, 1, 1)
+    now = torch.tensor([7, 7, 3, 4, -1], dtype=torch.int16).reshape(5, 1, 1)
+    grown = joined_routes(before, now, 5)
+    assert grown is not None and grown.flatten().tolist() == [1, 2, 3, 4, -1]
+    cut = joined_routes(None, now, 4)
+    assert cut is not None and cut.flatten().tolist() == [7, 7, 3, 4]
+    assert joined_routes(None, None, 4) is None
