@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megatron_patches.torch_adam_ckpt import init_adam_state
 from slime_like.megatron_backend.checkpoint.networks import plain_optimizers
 from slime_like.megatron_backend.experts import begin_routing, expert_biases, restore_expert_biases
+from slime_like.megatron_backend.lora import LoraBase, LoraNetwork, LoraSpec
 from slime_like.megatron_backend.loss_closure import ForwardStep
 from slime_like.megatron_backend.network import TrainedNetwork
 from slime_like.megatron_backend.optimizer import step_if_finite
@@ -37,14 +37,10 @@ class AdamStep:
     max_norm: float
 
 
-class ServedNetwork(TrainedNetwork):
+class Served(TrainedNetwork):
     """It has no schedule: every step brings its own settings."""
 
-    def __init__(self, *shape: Any, **settings: Any) -> None:
-        """As TrainedNetwork's. Needs gradients that are not reduced behind the backward pass (--overlap-grad-reduce)."""
-        super().__init__(*shape, total_steps=1, **settings)
-        assert not settings["ddp"].overlap_grad_reduce, "refused on the command line"
-        self.config.finalize_model_grads_func = None  # at the step, not after every pass
+    def _start_serving(self) -> None:
         for adam in plain_optimizers(self.optimizer):
             if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
                 init_adam_state(adam)
@@ -52,7 +48,7 @@ class ServedNetwork(TrainedNetwork):
 
     def clear_gradients(self) -> None:
         """Forget what has been accumulated."""
-        for module in self.modules:
+        for module in self.trained_modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._expert_biases = expert_biases(self.chunks)
@@ -65,13 +61,15 @@ class ServedNetwork(TrainedNetwork):
         for module in self.modules:
             module.train()
         begin_routing(self.chunks, batches, self.layout)
-        outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=False)
+        with self.in_use():
+            self.config.finalize_model_grads_func = None  # at the step, not after every pass
+            outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=False)
         return self.columns_of_samples([output["columns"] for output in outputs], groups, batches)
 
     def take_step(self, adam: AdamStep) -> tuple[bool, float]:
         """One optimizer step: (whether it was taken, global L2 norm of the gradient before clipping). It is skipped on all ranks when the
         norm is not finite. Either way no gradient is left."""
-        finalize_model_grads(self.modules)
+        self.finalize_gradients(self.modules)
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             part.config.clip_grad = adam.max_norm
         for group in self.optimizer.param_groups:
@@ -95,8 +93,8 @@ class ServedNetwork(TrainedNetwork):
     def tensors(self) -> list[Tensor]:
         """Everything that makes this network what it is: weights, gradients, the optimizer's copies, moments and steps. Each is written in
         place to make another network of the same shape of this one."""
-        found = [t.data for chunk in self.chunks for t in (*chunk.parameters(), *chunk.buffers())]
-        found += [buffer.grad_data for module in self.modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
+        found = [t.data for chunk in self.saved_chunks for t in (*chunk.parameters(), *chunk.buffers())]
+        found += [buffer.grad_data for module in self.trained_modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
         found += [p.data for adam in plain_optimizers(self.optimizer) for group in adam.param_groups for p in group["params"]]
         found += self._optimizer_state()
         return list({(t.data_ptr(), t.numel()): t for t in found}.values())
@@ -106,16 +104,35 @@ class ServedNetwork(TrainedNetwork):
         return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
+class ServedNetwork(Served):
+    """All weights are trained."""
+
+    def __init__(self, *shape: Any, **settings: Any) -> None:
+        """As TrainedNetwork's. Needs gradients that are not reduced behind the backward pass (--overlap-grad-reduce)."""
+        super().__init__(*shape, total_steps=1, **settings)
+        assert not settings["ddp"].overlap_grad_reduce, "refused on the command line"
+        self._start_serving()
+
+
+class ServedAdapter(LoraNetwork, Served):
+    """An adapter, with an optimizer of its own, on a base that other adapters share."""
+
+    def __init__(self, base: LoraBase, spec: LoraSpec, **settings: Any) -> None:
+        """As LoraNetwork's."""
+        super().__init__(base, spec, total_steps=1, **settings)
+        self._start_serving()
+
+
 class StoredState:
     """A network's tensors in host memory, outside the network."""
 
-    def __init__(self, network: ServedNetwork) -> None:
+    def __init__(self, network: Served) -> None:
         network.finish_updates()
         on_device = torch.cuda.is_available()
         self._stored = [torch.empty_like(t, device="cpu", pin_memory=on_device).copy_(t) for t in network.tensors()]
 
     @torch.no_grad()
-    def restore(self, network: ServedNetwork) -> None:
+    def restore(self, network: Served) -> None:
         """Write them into a network of the same shape."""
         for tensor, stored in zip(network.tensors(), self._stored, strict=True):
             tensor.copy_(stored)

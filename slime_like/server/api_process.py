@@ -39,7 +39,9 @@ def base_model_of(run: RunConfig) -> BaseModel:
     folder = run.model.hf_checkpoint
     assert folder is not None, "checked on the command line"
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    return BaseModel(folder, run.server.served_model_name or folder, (config.get("architectures") or ["unknown"])[0])
+    architecture = (config.get("architectures") or ["unknown"])[0]
+    supports_lora = run.model.transformer_impl == "local"  # as on the command line of train.py
+    return BaseModel(folder, run.server.served_model_name or folder, architecture, supports_lora)
 
 
 def limits_of(run: RunConfig) -> Limits:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from arguments.groups.lora import TARGETS
 from arguments.hf_model import read_hf_model
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.folders import checkpoint_folder
-from slime_like.convert.export import export_hf_weights
 from slime_like.convert.save import save_hf
 from slime_like.losses import policy_losses
 from slime_like.losses.value_loss import ValueLossConfig
@@ -24,11 +24,12 @@ from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork
 from slime_like.megatron_backend.checkpoint.agree import gather
 from slime_like.megatron_backend.critic import start_from_policy
 from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.lora import LoraBase, LoraSpec
 from slime_like.megatron_backend.loss_closure import Head, gradient_scale
 from slime_like.megatron_backend.micro_batches import MicroBatchSize, cut, pack_groups, without_tokens
 from slime_like.megatron_backend.model import model_shape
 from slime_like.megatron_backend.packing import with_selection_seeds
-from slime_like.megatron_backend.served import AdamStep, ServedNetwork, StoredState
+from slime_like.megatron_backend.served import AdamStep, Served, ServedAdapter, ServedNetwork, StoredState
 from slime_like.megatron_backend.sum_loss import SumLoss, SumValueLoss, results_step, sum_training_step
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.server.errors import Refused
@@ -38,6 +39,7 @@ from slime_like.types import TrainSample
 
 PASS_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-gpu is not given
 CHECKPOINT_STEP = 1  # every saved state is a checkpoint folder of its own
+LORA_ALPHA = 32.0  # the API does not say it; this is what its own service trains with
 REFUSALS = (Refused, ValueError, OSError)
 
 
@@ -64,6 +66,8 @@ class ModelHost:
         self.hf = read_hf_model(self.base)
         self.models: dict[str, HostedModel] = {}
         self.slots: list[tuple[str, ServedNetwork, str | None]] = []  # role, network, the model in it
+        self.adapters: dict[str, ServedAdapter] = {}
+        self._base_of_adapters: LoraBase | None = None
         self.sampler = SnapshotSampler(run, layout)
         self._clock = 0
         self._head = Head(
@@ -82,9 +86,12 @@ class ModelHost:
     # --- models and slots -------------------------------------------------------------------------------------------
 
     def do_create(self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None) -> None:
-        assert lora is None, "refused before"
         assert model not in self.models, model
         created = HostedModel(model, role)
+        if lora is not None:
+            self.adapters[model] = self._new_adapter(lora)
+            self.models[model] = created
+            return
         network = self._network(created)
         if role == "critic":
             self._start_critic(network, policy)
@@ -104,6 +111,7 @@ class ModelHost:
 
     def do_unload(self, model: str) -> None:
         hosted = self.models.pop(model, None)
+        self.adapters.pop(model, None)
         if hosted is not None:
             self._free(hosted)
 
@@ -112,8 +120,10 @@ class ModelHost:
             role, network, _ = self.slots[hosted.slot]
             self.slots[hosted.slot] = (role, network, None)
 
-    def resident(self, model: str) -> ServedNetwork:
-        """The network with this model in it, brought back from host memory if it has to be."""
+    def resident(self, model: str) -> Served:
+        """The network with this model in it, brought back from host memory if it has to be. Adapters are always there."""
+        if model in self.adapters:
+            return self.adapters[model]
         hosted = self.models[model]
         self._clock += 1
         hosted.used = self._clock
@@ -159,6 +169,26 @@ class ModelHost:
             optimizer=dataclasses.replace(megatron.optimizer),
             schedule=self.run.schedule,
             value_head=role == "critic",
+        )
+
+    def _new_adapter(self, lora: Mapping[str, Any]) -> ServedAdapter:
+        """On the one frozen base, which is made with the first adapter. Raises Refused for an output layer that cannot have one."""
+        parts = {"attn": lora["train_attn"], "mlp": lora["train_mlp"], "unembed": lora["train_unembed"]}
+        if lora["train_unembed"] and not self.run.gpt.untie_embeddings_and_output_weights:
+            raise Refused(
+                "train_unembed is not offered for this model, whose output layer shares its weight with the embedding; give False"
+            )
+        targets = frozenset(name for part, wanted in parts.items() if wanted for name in TARGETS[part])
+        if not targets:
+            raise Refused("train_attn, train_mlp and train_unembed are all False: there is nothing to train")
+        megatron, shape = self.run.megatron, (self.run.gpt, self.run.model.transformer_impl, self.layout)
+        if self._base_of_adapters is None:
+            self._base_of_adapters = LoraBase(megatron.transformer, *shape, hf=self.hf)
+            self._base_of_adapters.load_hf(self.base)
+        seed = self.run.model.seed if lora["seed"] is None else lora["seed"]
+        spec = LoraSpec(lora["rank"], LORA_ALPHA, targets, seed)
+        return ServedAdapter(
+            self._base_of_adapters, spec, ddp=megatron.ddp, optimizer=dataclasses.replace(megatron.optimizer), schedule=self.run.schedule
         )
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -228,10 +258,10 @@ class ModelHost:
         network = self.resident(model)
         network.finish_updates()
         saver = CheckpointSaver(folder, SavePolicy())
-        state = {"model": self._shape()}
+        state = {"model": self._shape(model)}
         saver.save(
             CHECKPOINT_STEP,
-            {self.models[model].role: SavedNetwork(network.chunks, network.optimizer, None, self.layout)},
+            {self.models[model].role: SavedNetwork(network.saved_chunks, network.optimizer, None, self.layout)},
             state,
             with_rng=False,
         )
@@ -239,14 +269,14 @@ class ModelHost:
     def do_load(self, model: str, folder: str, optimizer: bool) -> None:
         """Weights of a checkpoint, and its optimizer or a fresh one."""
         network = self.resident(model)
-        saved = SavedNetwork(network.chunks, network.optimizer if optimizer else None, None, self.layout)
+        saved = SavedNetwork(network.saved_chunks, network.optimizer if optimizer else None, None, self.layout)
         load_checkpoint(
             checkpoint_folder(folder, CHECKPOINT_STEP),
             {self.models[model].role: saved},
             load_rng=False,
             verify=not self.run.checkpoint.no_verify_checkpoint,
             seed=self.run.model.seed,
-            model=self._shape(),
+            model=self._shape(model),
             tell=self.tell,
         )
         if optimizer:
@@ -255,15 +285,16 @@ class ModelHost:
             network.start_afresh()
 
     def do_export(self, model: str, folder: str) -> None:
-        """A Hugging Face model, of all its weights."""
+        """A Hugging Face model, of all its weights; an adapter is merged into them."""
         network = self.resident(model)
         network.finish_updates()
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
-        weights = export_hf_weights(network.chunks, hf=self.hf, gpt=self.run.gpt, layout=self.layout)
-        save_hf(folder, weights, self.base)
+        save_hf(folder, network.export_hf(self.hf), self.base)
 
-    def _shape(self) -> dict[str, Any]:
-        return model_shape(self.run.megatron.transformer, self.run.gpt)
+    def _shape(self, model: str) -> dict[str, Any]:
+        adapter = self.adapters.get(model)
+        own = {"lora_rank": 0} if adapter is None else adapter.spec.describe()
+        return {**model_shape(self.run.megatron.transformer, self.run.gpt), **own}
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scripts.parity.cells import make_moe_model
 from scripts.parity.ranks import run_ranks
 from scripts.parity.steps import largest, parallel, random_samples, relative, share
 from scripts.parity_table import make_model, make_rollouts
@@ -30,6 +31,12 @@ TWO_RANKS = {
     "DP2 distributed optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "TP2 SP recompute": "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
+EVERYTHING = "--lora-target-modules all-linear unembed --clip-grad 0.5"
+EXPERT_LAYOUTS = {
+    "EP2": "--expert-model-parallel-size 2 --use-distributed-optimizer",
+    "ETP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "experts PP2": "--pipeline-model-parallel-size 2",
+}
 FAST = ("TP2 SP recompute", "PP2 VP2", "DP2 distributed optimizer")
 
 
@@ -38,8 +45,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("lora")
     make_model(folder / "model", seed=3)
     make_rollouts(str(folder / "model" / "rollout_{rollout_id}"))
+    make_moe_model(folder / "experts")
+    make_rollouts(str(folder / "experts" / "rollout_{rollout_id}"))
     (folder / "out").mkdir()
-    return {"model": str(folder / "model"), "out": str(folder / "out")}
+    return {"model": str(folder / "model"), "experts": str(folder / "experts"), "out": str(folder / "out")}
 
 
 @pytest.fixture
@@ -149,6 +158,19 @@ def test_layouts_train_the_adapter_of_one_process(names: tuple[str, ...], alone:
     assert min(one["norms"]) > 1.0, "clipped"
     run_ranks("tests.dist.lora_worker:layouts", 2, tmp_path, {**files, "layouts": {n: TWO_RANKS[n] for n in names}}, timeout_s=240)
     for name in names:
+        for rank in range(2):
+            compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
+
+
+def test_experts_and_the_output_layer(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+    """Every linear layer of a mixture of experts, and an output layer with a weight of its own."""
+    files = {**files, "model": files["experts"]}
+    one = worker.train(files["model"], alone, EVERYTHING)
+    assert "lm_head.lora_A" in one["factors"] and "model.layers.3.mlp.experts.2.down_proj.lora_B" in one["factors"]
+    assert min(float(g.norm()) for name, g in one["gradients"].items() if "lm_head" in name) > 0
+    layouts = {name: f"{EVERYTHING} {flags}" for name, flags in EXPERT_LAYOUTS.items()}
+    run_ranks("tests.dist.lora_worker:layouts", 2, tmp_path, {**files, "layouts": layouts}, timeout_s=240)
+    for name in layouts:
         for rank in range(2):
             compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
 
