@@ -65,7 +65,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
         offload-train no-offload-train offload-rollout no-offload-rollout rollout-health-check-interval rollout-health-check-timeout
         rollout-health-check-first-wait rollout-skip-special-tokens rollout-max-context-len use-distributed-post http-proxy
         rollout-data-transport enable-mtp-training release-train""",
-    _HOOKS: """rollout-function-path eval-function-path custom-generate-function-path
+    _HOOKS: """rollout-function-path eval-function-path
         custom-pg-loss-reducer-function-path custom-advantage-function-path custom-reward-post-process-path
         custom-convert-samples-to-train-data-path custom-rollout-log-function-path custom-eval-rollout-log-function-path
         custom-megatron-init-path custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
@@ -93,7 +93,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     "this way to collect rollouts": """min-batch-collection-ratio start-rollout-id disable-rollout-global-dataset rollout-task-type rollout-buffer-url
         fetch-trajectory-retry-times""",
     "tools, several turns and images": "tool-key eval-tool-key multimodal-keys loss-mask-type",
-    "rewards over groups or by HTTP": "group-rm rm-url eval-reward-key disable-rewards-normalization",
+    "this setting of rewards": "eval-reward-key disable-rewards-normalization",
     "evaluation sets with settings of their own": """eval-config eval-max-prompt-len eval-min-new-tokens eval-max-context-len""",
     "training a part of the parameters": """only-train-params-name-list freeze-params-name-list freeze-indexer""",
     "a reference model that follows the policy": "ref-update-interval",
@@ -118,7 +118,7 @@ _PREFIXES |= {"--megatron-deepgemm-": "fp8 and fp4 training", "--lora-": "this s
 
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
-    "rm_type": dict.fromkeys(("deepscaler", "dapo", "f1", "gpqa", "ifbench", "remote_rm", "random"), "this reward"),
+    "rm_type": dict.fromkeys(("deepscaler", "dapo", "f1", "gpqa", "ifbench", "random"), "this reward"),
     "opd_type": {"sglang": _ENGINES},
     "optimizer": {"muon": "this optimizer", "dist_muon": "this optimizer"},
     "moe_token_dispatcher_type": {"flex": "the flex dispatcher, which needs DeepEP or HybridEP"},

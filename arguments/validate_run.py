@@ -173,7 +173,7 @@ def missing_data(name: str, spec: str) -> list[Problem]:
     return problem(name, spec, "is a folder; name a .jsonl or .parquet file in it" if path.is_dir() else "no such file")
 
 
-WITHOUT_LABEL = ("task", "zero", "code")  # zero compares with nothing, the others with what is in the metadata
+WITHOUT_LABEL = ("task", "zero", "code", "remote_rm")  # zero compares with nothing, the others with what is in the metadata
 
 
 def reward_is_chosen(s: Settings) -> list[Problem]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+
 from arguments.validate import Rule, Settings, problem
-from slime_like.config import Problem
+from slime_like.config import Problem, flag_name
 from slime_like.custom_function import load_function
 
 BUILT_IN_FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters."
-PATHS = ("dynamic_sampling_filter_path", "buffer_filter_path", "rollout_sample_filter_path")
+PATHS = ("dynamic_sampling_filter_path", "buffer_filter_path", "rollout_sample_filter_path", "custom_generate_function_path")
+CUSTOM_GENERATE = "custom_generate_function_path"
 SWITCHES = ("over_sampling_batch_size", "partial_rollout", "mask_offpolicy_in_partial_rollout", "rollout_slice_len", *PATHS)
 
 
 def scheduling_needs_sampling(s: Settings) -> list[Problem]:
     if s.generates:
         return []
-    given = {name: getattr(s.scheduling, name) for name in SWITCHES}
+    given = {name: getattr(s.scheduling, name) for name in SWITCHES if not (s.evaluates and name == CUSTOM_GENERATE)}
     words = "has no effect: this run samples no rollouts; leave it out"
     return [p for name, value in given.items() if value for p in problem(name, None if value is True else value, words)]
 
@@ -49,14 +52,12 @@ def idle_scheduling(s: Settings) -> list[Problem]:
 
 def scheduling_functions(s: Settings) -> list[Problem]:
     """They can be imported."""
-    if not s.generates:
-        return []
     found = []
-    for name in PATHS:
+    for name in PATHS if s.generates or s.evaluates else ():
         path = getattr(s.scheduling, name)
         if path is None or path in FILTERS:
             continue
-        flag = "--" + name.replace("_", "-")
+        flag = flag_name(name)
         try:
             load_function(path, flag)
         except ValueError as error:
@@ -64,5 +65,53 @@ def scheduling_functions(s: Settings) -> list[Problem]:
     return found
 
 
+def custom_generate_is_async(s: Settings) -> list[Problem]:
+    """It waits for the engine. And responses of an environment are not cut into slices."""
+    path = s.scheduling.custom_generate_function_path
+    if path is None or not (s.generates or s.evaluates):
+        return []
+    try:
+        function = load_function(path, flag_name(CUSTOM_GENERATE))
+    except ValueError:
+        return []  # told already
+    found = []
+    if not inspect.iscoroutinefunction(function):
+        found += problem(CUSTOM_GENERATE, path, "must be an async function")
+    if s.scheduling.partial_rollout or s.scheduling.rollout_slice_len is not None:
+        name = "partial_rollout" if s.scheduling.partial_rollout else "rollout_slice_len"
+        found += problem(
+            name, None, "does not go with --custom-generate-function-path, whose responses are made in one piece; leave one out"
+        )
+    if s.rollout.renormalize_sampled_log_probs:
+        words = "does not go with --custom-generate-function-path yet, whose samples tell no token sets; leave one out"
+        found += problem("renormalize_sampled_log_probs", None, words)
+    return found
+
+
+def group_rewards(s: Settings) -> list[Problem]:
+    if s.reward.group_rm and s.reward.custom_rm_path is None:
+        return problem("group_rm", None, "needs --custom-rm-path, whose function gets whole groups; other rewards are of single samples")
+    return []
+
+
+def reward_server(s: Settings) -> list[Problem]:
+    url, wanted = s.reward.rm_url, s.reward.rm_type == "remote_rm"
+    if wanted and url is None:
+        return problem("rm_url", None, "is missing: the server of --rm-type remote_rm, as in http://127.0.0.1:8000/reward")
+    if url is not None and not url.startswith(("http://", "https://")):
+        return problem("rm_url", url, "must start with http:// or https://")
+    if url is not None and not wanted:
+        return problem("rm_url", url, "has no effect without --rm-type remote_rm; add it")
+    return []
+
+
 FILTERS = tuple(BUILT_IN_FILTERS + name for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"))
-SCHEDULING_RULES: tuple[Rule, ...] = (scheduling_needs_sampling, over_sampling, idle_scheduling, scheduling_functions)
+SCHEDULING_RULES: tuple[Rule, ...] = (
+    scheduling_needs_sampling,
+    over_sampling,
+    idle_scheduling,
+    scheduling_functions,
+    custom_generate_is_async,
+    group_rewards,
+    reward_server,
+)

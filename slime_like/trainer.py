@@ -28,12 +28,14 @@ from slime_like.rewards.registry import answer_check
 from slime_like.rollout.batch import check_token_sets, flatten, usable
 from slime_like.rollout.buffer import GroupBuffer
 from slime_like.rollout.collect import Collector
+from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.evaluate import evaluate
 from slime_like.rollout.greedy import with_greedy_rewards
 from slime_like.rollout.local import LocalEngine
 from slime_like.rollout.metrics import failed_fraction, first_failure, rollout_metrics
 from slime_like.rollout.rollouter import Rollouter, eval_sampling, training_sampling
+from slime_like.rollout.slime_samples import slime_args
 from slime_like.run_checkpoints import RunCheckpoints
 from slime_like.stopping import StopConditions
 from slime_like.types import Prompt, SampleGroup, StepResult, TrainBatch
@@ -327,7 +329,11 @@ class Trainer:
             dtype=run.megatron.transformer.params_dtype,
             trust_remote_code=run.model.trust_remote_code,
         )
-        return Rollouter(engine, Grader(**dataclasses.asdict(run.reward)), self.tokenizer, seed=run.data.rollout_seed)
+        config = run.scheduling
+        path = config.custom_generate_function_path
+        custom = None if path is None else CustomGenerate(path, slime_args(run), timeout_s=config.custom_generate_timeout_s)
+        grader = Grader(**dataclasses.asdict(run.reward))
+        return Rollouter(engine, grader, self.tokenizer, seed=run.data.rollout_seed, custom_generate=custom)
 
     def _make_collector(self) -> Collector | None:
         """What collects the groups of each rollout, in a run that samples them."""

@@ -40,8 +40,8 @@ class RolloutConfig:
 class RewardConfig:
     rm_type: str | None = arg(
         None,
-        "Reward: exact_match, math, gsm8k, code (the metadata's tests, in a sandbox), task (the data source's own scorer), zero (0 for everything: distillation). A row's metadata key rm_type overrides it.",
-        choices=("zero", "exact_match", "math", "gsm8k", "code", "task"),
+        "Reward: exact_match, math, gsm8k, code (the metadata's tests, in a sandbox), remote_rm (--rm-url), task (the data source's own scorer), zero (0 for everything: distillation). A row's metadata key rm_type overrides it.",
+        choices=("zero", "exact_match", "math", "gsm8k", "code", "remote_rm", "task"),
     )
     custom_rm_path: str | None = arg(
         None, "module.function or file.py:function of your own reward, called as function(args, sample), sync or async."
@@ -54,3 +54,7 @@ class RewardConfig:
         legal=Range(">= 0", lambda x: x >= 0),
     )
     max_abs_reward: float = arg(1e6, "A reward of a larger magnitude is an error.", legal=POSITIVE)
+    group_rm: bool = arg(False, "--custom-rm-path is called with all samples of a group, as function(args, samples), and returns a list.")
+    rm_url: str | None = arg(
+        None, "Reward server of --rm-type remote_rm: gets prompt, response and label as JSON, answers a number or an object (--reward-key)."
+    )

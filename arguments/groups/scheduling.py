@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, arg
+from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,4 +46,12 @@ class SchedulingConfig:
         None,
         "module.function or file.py:function called as function(args, groups) with the groups of a rollout; a sample whose remove_sample it "
         "sets counts in its group's advantages and is not trained on.",
+    )
+    custom_generate_function_path: str | None = arg(
+        None,
+        "module.function or file.py:function that makes each response, of several turns or with tools: async function(model, episode), or "
+        "slime's async function(args, sample, sampling_params).",
+    )
+    custom_generate_timeout_s: float = arg(
+        1800.0, "Seconds after which --custom-generate-function-path is given up for a sample, which is then lost.", legal=POSITIVE
     )

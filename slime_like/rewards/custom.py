@@ -19,6 +19,8 @@ class RewardArgs:
     reward_key: str | None = None
     rm_timeout_s: float = 10.0
     max_abs_reward: float = 1e6
+    group_rm: bool = False
+    rm_url: str | None = None
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from types import TracebackType
 from slime_like.rewards.custom import RewardArgs, RewardSample
 from slime_like.rewards.pool import WorkerPool
 from slime_like.rewards.registry import require_library, reward_of, rewards
-from slime_like.rewards.worker import Answer, Job, Setup, raised, to_answer
+from slime_like.rewards.worker import REMOTE, Answer, Job, Setup, raised, to_answer
 from slime_like.types import Sample, SampleStatus
 
 _MOST_WORKERS = 4  # of the automatic choice
@@ -46,13 +46,16 @@ class Grader:
         rm_timeout_s: float = 10.0,
         rm_num_workers: int = 0,
         max_abs_reward: float = 1e6,
+        group_rm: bool = False,
+        rm_url: str | None = None,
     ) -> None:
-        self.args = RewardArgs(rm_type, custom_rm_path, reward_key, rm_timeout_s, max_abs_reward)
+        self.args = RewardArgs(rm_type, custom_rm_path, reward_key, rm_timeout_s, max_abs_reward, group_rm, rm_url)
         self.last_counts: dict[str, int] = {}
         self.last_failure: str | None = None
         self.last_nonfinite: str | None = None
         self._num_workers = rm_num_workers or _default_workers()
         self._pool: WorkerPool | None = None
+        self._remote_pool: WorkerPool | None = None
 
     def grade(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples in the same order, each with its reward.
@@ -64,18 +67,37 @@ class Grader:
         """
         counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
         self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
-        types = {i: self._type_of(s) for i, s in enumerate(samples) if s.status not in _UNGRADED}
+        types = {i: self._type_of(s) for i, s in enumerate(samples) if s.status not in _UNGRADED and s.reward is None}
         for name in {name for name in types.values() if name is not None}:
             require_library(name)
         counts["skipped"] = len(samples) - len(types)
         answers = self._answers(samples, types)
         return [self._graded(sample, answers[i], counts) if i in answers else sample for i, sample in enumerate(samples)]
 
+    def grade_groups(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+        """As `grade`, with --group-rm: the custom function gets all samples of a group, also those that failed before, and returns a reward
+        for each. Groups that have their rewards are passed on."""
+        counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
+        self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
+        wanted = [i for i, group in enumerate(groups) if any(s.status not in _UNGRADED and s.reward is None for s in group)]
+        jobs = [Job(id=i, rm_type=None, sample=[_for_reward(s) for s in groups[i]]) for i in wanted]
+        answers = self._pool_for(set()).run(jobs) if jobs else []
+        graded = [list(group) for group in groups]
+        for i, answer in zip(wanted, answers, strict=True):
+            group = groups[i]
+            if "wrong_type" in answer:
+                raise ValueError(self._wrong_type(group[0], answer["wrong_type"]))
+            rows = answer.get("group") or [answer] * len(group)
+            graded[i] = [s if s.status in _UNGRADED else self._graded(s, row, counts) for s, row in zip(group, rows, strict=True)]
+            counts["skipped"] += sum(s.status in _UNGRADED for s in group)
+        return graded
+
     def close(self) -> None:
         """End the workers. Further grading starts new ones."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        for pool in (self._pool, self._remote_pool):
+            if pool is not None:
+                pool.close()
+        self._pool = self._remote_pool = None
 
     def __enter__(self) -> Grader:
         return self
@@ -94,22 +116,30 @@ class Grader:
 
     def _answers(self, samples: Sequence[Sample], types: Mapping[int, str | None]) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
+        local: dict[int, Job] = {}
         remote: dict[int, Job] = {}
         for i, name in types.items():
             if name is not None and rewards.get(name).bounded:
                 answers[i] = _grade_here(name, samples[i])
             else:
-                remote[i] = Job(id=i, rm_type=name, sample=_for_reward(samples[i]))
+                (remote if name == REMOTE else local)[i] = Job(
+                    id=i, rm_type=None if name == REMOTE else name, sample=_for_reward(samples[i])
+                )
+        if local:
+            pool = self._pool_for({job.rm_type for job in local.values() if job.rm_type is not None})
+            answers.update(zip(local, pool.run(list(local.values()))))
         if remote:
-            pool = self._pool_for({job.rm_type for job in remote.values() if job.rm_type is not None})
-            answers.update(zip(remote, pool.run(list(remote.values()))))
+            if self._remote_pool is None:
+                self._remote_pool = WorkerPool(Setup(self.args, (REMOTE,)), self._num_workers)
+            answers.update(zip(remote, self._remote_pool.run(list(remote.values()))))
         return answers
 
     def _pool_for(self, names: set[str]) -> WorkerPool:
         """A pool whose workers have prepared these rewards; a new one when a reward is needed for the first time."""
         ready = set(self._pool.setup.rm_types) if self._pool is not None else set()
         if self._pool is None or not names <= ready:
-            self.close()
+            if self._pool is not None:
+                self._pool.close()
             self._pool = WorkerPool(Setup(self.args, tuple(sorted(names | ready))), self._num_workers)
         return self._pool
 

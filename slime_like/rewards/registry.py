@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.registry import Registry
-from slime_like.rewards import code, exact_match, gsm8k, math, task
+from slime_like.rewards import code, exact_match, gsm8k, math, remote, task
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ rewards.add("exact_match", Reward(exact_match.score, exact_match.problem, bounde
 rewards.add("gsm8k", Reward(gsm8k.score, gsm8k.problem, bounded=True))
 rewards.add("math", Reward(math.score, math.problem, prepare=math.prepare, library=("math_verify", "math-verify")))
 rewards.add("code", Reward(code.score, code.problem, prepare=code.prepare))
+rewards.add("remote_rm", Reward(remote.only_remote, remote.problem, prepare=remote.prepare, library=("httpx", "httpx")))
 rewards.add("task", Reward(task.score, task.problem, prepare=task.prepare, library=("reasoning_gym", "reasoning-gym")))
 
 

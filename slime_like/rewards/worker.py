@@ -24,12 +24,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from slime_like.rewards import remote
 from slime_like.rewards.custom import RewardArgs, RewardSample, is_async, load_function
 from slime_like.rewards.registry import rewards
 
 HEADER = struct.Struct("<Q")
 ASYNC_SLOTS = 64  # samples that an asynchronous function is given at once
 BUILTIN_MEMORY = 4 * 2**30  # bytes of address space: a power tower in an answer must not take the machine's memory
+REMOTE = "remote_rm"  # asked for in an event loop, in workers of its own
 _PR_SET_PDEATHSIG = 1
 
 Answer = dict[str, Any]
@@ -47,7 +49,7 @@ class Setup:
 class Job:
     id: int
     rm_type: str | None  # None: the custom function
-    sample: RewardSample
+    sample: RewardSample | list[RewardSample]  # a list: all samples of a group, for a custom function of groups (--group-rm)
 
 
 def main() -> None:
@@ -92,6 +94,9 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _prepare(setup: Setup) -> Callable[..., Any] | None:
     if setup.args.custom_rm_path is not None:
         return load_function(setup.args.custom_rm_path)
+    if setup.rm_types == (REMOTE,):
+        remote.prepare()
+        return remote.score
     for name in setup.rm_types:
         prepare = rewards.get(name).prepare
         if prepare is not None:
@@ -119,13 +124,14 @@ def _grade(job: Job, function: Callable[..., Any] | None, args: RewardArgs) -> A
     try:
         if job.rm_type is not None:
             sample = job.sample
+            assert isinstance(sample, RewardSample)
             value = rewards.get(job.rm_type).score(sample.response, sample.label, sample.metadata)
         else:
             assert function is not None, "a job without an rm_type is for the custom function"
             value = function(args, job.sample)
             if inspect.isawaitable(value):
                 value = asyncio.run(_finish(value))
-        return to_answer(value, args.reward_key)
+        return answer_to(job, value, args.reward_key)
     except (Exception, SystemExit) as error:
         return raised(error)
 
@@ -148,7 +154,7 @@ async def _serve_async(requests: BinaryIO, replies: BinaryIO, function: Callable
 
     async def serve(job: Job) -> None:
         try:
-            answer = to_answer(await asyncio.wait_for(function(args, job.sample), args.rm_timeout_s), args.reward_key)
+            answer = answer_to(job, await asyncio.wait_for(function(args, job.sample), args.rm_timeout_s), args.reward_key)
         except TimeoutError:
             answer = {"timeout": True}
         except (Exception, SystemExit) as error:
@@ -161,6 +167,17 @@ async def _serve_async(requests: BinaryIO, replies: BinaryIO, function: Callable
         task = asyncio.create_task(serve(job))
         running.add(task)
         task.add_done_callback(running.discard)
+
+
+def answer_to(job: Job, value: Any, reward_key: str | None) -> Answer:
+    """As `to_answer`; of a group, one answer for each sample under ``group``."""
+    if not isinstance(job.sample, list):
+        return to_answer(value, reward_key)
+    if isinstance(value, dict | str) or not hasattr(value, "__len__"):
+        return {"wrong_type": f"{type(value).__name__} for a group of {len(job.sample)} samples, not a list of rewards"}
+    if len(value) != len(job.sample):
+        return {"wrong_type": f"{len(value)} rewards for a group of {len(job.sample)} samples"}
+    return {"group": [to_answer(item, reward_key) for item in value]}
 
 
 def to_answer(value: Any, reward_key: str | None) -> Answer:

@@ -76,6 +76,8 @@ class Collector:
             open_groups = self._grow(open_groups)
             ended = sorted((g for g in open_groups if g.ended), key=lambda g: g.group_id)
             open_groups = [g for g in open_groups if not g.ended]
+            graded = self.rollouter.grade_groups([g.samples for g in ended])
+            ended = [OpenGroup(g.prompt, tuple(samples)) for g, samples in zip(ended, graded, strict=True)]
             for group, keep in zip(ended, self._verdicts(chosen, ended, under_way), strict=True):
                 if not keep:
                     under_way -= 1

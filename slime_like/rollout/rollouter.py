@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from arguments.groups import EvalConfig, RolloutConfig
 from slime_like.rewards.grader import Grader
+from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams, asking_ranks
 from slime_like.rollout.slime_samples import unwritten
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
@@ -55,42 +56,76 @@ def eval_sampling(config: EvalConfig, rollout: RolloutConfig) -> SamplingParams:
 class Rollouter:
     """Generation and grading over all ranks. `purpose` and `seed` decide the randomness together with each sample's id."""
 
-    def __init__(self, engine: RolloutEngine, grader: Grader, tokenizer: Any, *, seed: int) -> None:
+    def __init__(
+        self, engine: RolloutEngine, grader: Grader, tokenizer: Any, *, seed: int, custom_generate: CustomGenerate | None = None
+    ) -> None:
         self.engine = engine
         self.grader = grader
         self.tokenizer = tokenizer
         self.seed = seed
+        self.custom_generate = custom_generate
 
-    def generate(self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, *, purpose: str = "train") -> list[SampleGroup]:
+    def generate(
+        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, *, purpose: str = "train", grader: Grader | None = None
+    ) -> list[SampleGroup]:
         """`n_samples` graded samples for each prompt, equal on all ranks. purpose: "train", or the name of an evaluation, so that
-        the same ids draw different randomness."""
+        the same ids draw different randomness. grader: of this evaluation; None: the run's."""
         samples = [unwritten(prompt, prompt.group_id * n_samples + j) for prompt in prompts for j in range(n_samples)]
         groups: dict[int, list[Sample]] = {prompt.group_id: [] for prompt in prompts}
-        for sample in self.extend(samples, sampling, purpose=purpose):
+        for sample in self.extend(samples, sampling, purpose=purpose, grader=grader):
             groups[sample.group_id].append(sample)
-        return [SampleGroup(group_id, tuple(members)) for group_id, members in groups.items()]
+        graded = self.grade_groups(list(groups.values()), grader=grader)
+        return [SampleGroup(members[0].group_id, tuple(members)) for members in graded]
 
     def extend(
-        self, samples: Sequence[Sample], sampling: SamplingParams, *, purpose: str = "train", limit: int | None = None
+        self,
+        samples: Sequence[Sample],
+        sampling: SamplingParams,
+        *,
+        purpose: str = "train",
+        limit: int | None = None,
+        grader: Grader | None = None,
     ) -> list[Sample]:
-        """Unfinished samples go on, to their end or by at most `limit` tokens, which leaves them PARTIAL; those that end are graded. Equal on
-        all ranks, in the order of `samples`."""
+        """Unfinished samples go on, to their end or by at most `limit` tokens, which leaves them PARTIAL; those that end are graded, except
+        by a reward of whole groups. Equal on all ranks, in the order of `samples`."""
         rank, world = dist.get_rank(), dist.get_world_size()
+        grader = grader or self.grader
         asking = asking_ranks(self.engine, world)
-        mine = list(samples[rank::asking]) if rank < asking else []
-        graded = self.grader.grade(self._write(mine, sampling, purpose, limit))
-        shares: list[list[dict[str, Any]]] = [[] for _ in range(world)]
-        dist.all_gather_object(shares, [_to_plain(s) for s in graded])
+        mine = self._write(list(samples[rank::asking]) if rank < asking else [], sampling, purpose, limit)
+        if not grader.args.group_rm:
+            mine = grader.grade(mine)
+        return self._shared(mine, samples)
+
+    def grade_groups(self, groups: Sequence[Sequence[Sample]], *, grader: Grader | None = None) -> list[list[Sample]]:
+        """Whole groups with the rewards of a function of groups (--group-rm), which ranks ask for in turn; else as they are."""
+        grader = grader or self.grader
+        if not grader.args.group_rm:
+            return [list(group) for group in groups]
+        mine = grader.grade_groups(groups[dist.get_rank() :: dist.get_world_size()])
+        every = iter(self._shared([s for group in mine for s in group], [s for group in groups for s in group]))
+        return [[next(every) for _ in group] for group in groups]
+
+    def _shared(self, mine: Sequence[Sample], samples: Sequence[Sample]) -> list[Sample]:
+        """What all ranks did, on all of them, in the order of `samples`, which all of them have as they were before."""
+        shares: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(shares, [_to_plain(s) for s in mine])
         by_id = {record["sample_id"]: record for share in shares for record in share}
         return [_from_plain(by_id[sample.sample_id], sample) for sample in samples]
 
     def _write(self, samples: Sequence[Sample], sampling: SamplingParams, purpose: str, limit: int | None) -> list[Sample]:
         """What this rank's engine adds. Requests that may grow alike are asked for together."""
+        if self.custom_generate is not None and samples:
+
+            def seed_of(sample_id: int, position: int) -> int:
+                return sample_seed(self.seed, purpose, sample_id, position)
+
+            return self.custom_generate.run(samples, self.engine, self.tokenizer, sampling, seed_of, evaluation=purpose != "train")
         room = {s.sample_id: min(limit or sampling.max_new_tokens, sampling.max_new_tokens - s.response_length) for s in samples}
         written: dict[int, Sample] = {}
         for length in sorted(set(room.values())):
             part = [s for s in samples if room[s.sample_id] == length]
-            requests = [GenerateRequest(s.sample_id, tuple(s.tokens.tolist()), sample_seed(self.seed, purpose, s)) for s in part]
+            seeds = [sample_seed(self.seed, purpose, s.sample_id, s.response_length) for s in part]
+            requests = [GenerateRequest(s.sample_id, tuple(s.tokens.tolist()), seed) for s, seed in zip(part, seeds)]
             outputs = self.engine.generate(requests, replace(sampling, max_new_tokens=length))
             written |= {s.sample_id: self.written(s, output, sampling) for s, output in zip(part, outputs, strict=True)}
         return [written[s.sample_id] for s in samples]
@@ -166,21 +201,22 @@ def side_by_side(sets: Sequence[Tensor]) -> Tensor:
     return pad_sequence(list(sets), batch_first=True, padding_value=-1) if sets else torch.empty((0, 0), dtype=torch.int32)
 
 
-def sample_seed(seed: int, purpose: str, sample: Sample) -> int:
-    """A 63-bit seed that depends on the run's seed, the purpose, the sample's id and how long it is already."""
-    position = f"@{sample.response_length}" if sample.response_length else ""
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{sample.sample_id}{position}".encode(), digest_size=8).digest()
+def sample_seed(seed: int, purpose: str, sample_id: int, position: int = 0) -> int:
+    """A 63-bit seed that depends on its arguments alone. position: tokens that the response has already."""
+    part = f"@{position}" if position else ""
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{sample_id}{part}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def _to_plain(sample: Sample) -> dict[str, Any]:
-    """What another rank needs of a sample that it did not generate: no tensors, without what its prompt tells."""
-    assert sample.rollout_log_probs is not None
+    """What another rank needs of a sample that it did not generate: no torch tensors, without what its prompt tells."""
+    told = sample.rollout_log_probs
     return {
         "sample_id": sample.sample_id,
-        "response_tokens": sample.tokens[sample.prompt_length :].tolist(),
-        "loss_mask": sample.loss_mask.tolist(),
-        "rollout_log_probs": sample.rollout_log_probs.tolist(),
+        "tokens": sample.tokens.numpy(),
+        "response_length": sample.response_length,
+        "loss_mask": sample.loss_mask.numpy(),
+        "rollout_log_probs": None if told is None else told.numpy(),
         "token_sets": None if sample.token_sets is None else sample.token_sets.numpy(),
         "routes": None if sample.routes is None else sample.routes.numpy(),
         "reward": sample.reward,
@@ -193,18 +229,8 @@ def _to_plain(sample: Sample) -> dict[str, Any]:
 
 def _from_plain(record: dict[str, Any], before: Sample) -> Sample:
     """before: the sample as all ranks have it."""
-    prompt_tokens = before.tokens[: before.prompt_length]
+    arrays = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
+    tensors = {name: None if record[name] is None else torch.from_numpy(record[name]) for name in arrays}
     return replace(
-        before,
-        tokens=torch.cat([prompt_tokens, torch.tensor(record["response_tokens"], dtype=torch.int64)]),
-        response_length=len(record["response_tokens"]),
-        loss_mask=torch.tensor(record["loss_mask"], dtype=torch.bool),
-        rollout_log_probs=torch.tensor(record["rollout_log_probs"], dtype=torch.float32),
-        token_sets=None if record["token_sets"] is None else torch.from_numpy(record["token_sets"]),
-        routes=None if record["routes"] is None else torch.from_numpy(record["routes"]),
-        reward=record["reward"],
-        status=SampleStatus(record["status"]),
-        weight_versions=tuple(record["weight_versions"]),
-        response=record["response"],
-        metadata=record["metadata"],
+        before, **{**record, **tensors, "status": SampleStatus(record["status"]), "weight_versions": tuple(record["weight_versions"])}
     )

@@ -1,0 +1,78 @@
+"""A reward server: ``POST --rm-url {"prompt", "response", "label"}``, answered by a number, or by an object with --reward-key.
+
+As slime's ``remote_rm``. Connections that fail, 429 and 5xx are tried again with growing pauses until --rm-timeout-s; any other status, and an
+answer that is not JSON, is final. Runs in a worker's event loop (`worker.py`), where many samples wait at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from slime_like.rewards.custom import RewardArgs, RewardSample
+
+MOST_BYTES = 2**20  # of an answer
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+
+
+def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    return None
+
+
+def prepare() -> None:
+    import httpx  # noqa: F401
+
+
+def only_remote(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    raise AssertionError("remote rewards are asked for in an event loop")
+
+
+async def score(args: RewardArgs, sample: RewardSample) -> Any:
+    """What the server says. Raises RuntimeError with URL and status where that is final, or there is no time for another try."""
+    import httpx
+
+    body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    assert args.rm_url is not None
+    pause, tries = FIRST_PAUSE_S, 0
+    deadline = asyncio.get_running_loop().time() + args.rm_timeout_s
+    # a connection for each request: a worker that is killed leaves none behind, and proxies of the environment are not asked
+    async with httpx.AsyncClient(timeout=args.rm_timeout_s, trust_env=False) as client:
+        while True:
+            try:
+                return await _ask(client, args.rm_url, body)
+            except _Retry as reason:
+                tries += 1
+                wait = pause * (0.5 + random.random())
+                if asyncio.get_running_loop().time() + wait > deadline:
+                    raise RuntimeError(f"{args.rm_url} {reason}, {tries} times") from reason
+                await asyncio.sleep(wait)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+class _Retry(Exception):
+    """Later it may go well."""
+
+
+async def _ask(client: Any, url: str, body: dict[str, Any]) -> Any:
+    import httpx
+
+    data = b""
+    try:
+        async with client.stream("POST", url, json=body) as response:
+            if response.status_code == 429 or response.status_code >= 500:
+                raise _Retry(f"answered {response.status_code}")
+            if response.status_code != 200:
+                raise RuntimeError(f"{url} answered {response.status_code}")
+            async for part in response.aiter_bytes():
+                data += part
+                if len(data) > MOST_BYTES:
+                    raise RuntimeError(f"{url} answered more than {MOST_BYTES} bytes")
+    except httpx.TransportError as error:
+        raise _Retry(f"could not be reached ({type(error).__name__})") from error
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise RuntimeError(f"{url} answered no JSON: {data[:80]!r}") from error

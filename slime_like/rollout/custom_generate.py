@@ -1,0 +1,82 @@
+"""Functions of the user's that make responses (--custom-generate-function-path), in either of two conventions.
+
+Ours: ``async function(model: Model, episode: Episode)``, see `episode.py`. slime's: ``async function(args, sample, sampling_params)``, perhaps
+with ``evaluation``, which returns the sample; it reaches the engine through `slime_api.post`. A first parameter called ``args`` tells which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from slime_like.custom_function import load_function
+from slime_like.rollout.engine import RolloutEngine, SamplingParams
+from slime_like.rollout.episode import Aborted, Model, episode_of, sample_of
+from slime_like.rollout.slime_api import call_slime_function
+from slime_like.rollout.slime_samples import SlimeArgs
+from slime_like.types import Sample, SampleStatus
+
+FLAG = "--custom-generate-function-path"
+SeedOf = Callable[[int, int], int]
+
+
+class CustomGenerate:
+    """Runs the function for many samples at once, in an event loop. A function that raises or takes too long loses its sample, with the
+    reason in its metadata; one that returns something else than a sample ends the run. timeout_s: for each sample."""
+
+    def __init__(self, path: str, args: SlimeArgs, *, timeout_s: float) -> None:
+        self.path = path
+        self.args = args
+        self.timeout_s = timeout_s
+        self.function = load_function(path, FLAG)
+        self.is_slime = takes_args(self.function)
+
+    def run(
+        self,
+        samples: Sequence[Sample],
+        engine: RolloutEngine,
+        tokenizer: Any,
+        sampling: SamplingParams,
+        seed_of: SeedOf,
+        *,
+        evaluation: bool,
+    ) -> list[Sample]:
+        """The samples with their responses, in the same order. Not from within an event loop."""
+        model = Model(engine, tokenizer, sampling, seed_of)
+
+        async def one(sample: Sample) -> Sample:
+            try:
+                return await asyncio.wait_for(self._one(sample, model, engine, seed_of, evaluation=evaluation), self.timeout_s)
+            except TimeoutError:
+                return lost(sample, f"{FLAG} {self.path} took longer than --custom-generate-timeout-s {self.timeout_s:g}")
+            except ValueError:
+                raise
+            except Exception as error:
+                return lost(sample, f"{FLAG} {self.path} raised {type(error).__name__}: {error}"[:500])
+
+        async def every() -> list[Sample]:
+            return list(await asyncio.gather(*map(one, samples)))
+
+        return asyncio.run(every())
+
+    async def _one(self, sample: Sample, model: Model, engine: RolloutEngine, seed_of: SeedOf, *, evaluation: bool) -> Sample:
+        if self.is_slime:
+            return await call_slime_function(self.function, self.args, sample, model, engine, seed_of, evaluation=evaluation)
+        episode = episode_of(sample, model.sampling, model.tokenizer, evaluation=evaluation)
+        with contextlib.suppress(Aborted):
+            await self.function(model, episode)
+        return sample_of(episode, sample, model.tokenizer)
+
+
+def takes_args(function: Callable[..., Any]) -> bool:
+    """Whether the function has slime's convention."""
+    names = list(inspect.signature(function).parameters)
+    return names[0] == "args" if names else False
+
+
+def lost(sample: Sample, reason: str) -> Sample:
+    return replace(sample, status=SampleStatus.ABORTED, metadata={**sample.metadata, "failure": reason})

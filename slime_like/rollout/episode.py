@@ -1,0 +1,164 @@
+"""A response in several parts: what the model wrote and what its environment answered.
+
+A function named by --custom-generate-function-path is called as ``await function(model, episode)``. It lets the model write, answers, and
+returns when the episode is over:
+
+    async def play(model: Model, episode: Episode) -> None:
+        while (turn := await model.write(episode, stop=("</call>",))).stopped:
+            episode.observe(answer(turn.text))
+
+Only what the model wrote is trained on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from slime_like.rollout.engine import FinishReason, GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
+from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the model wrote at once. finish_reason: "stop" (by a stop token or string, which is part of it), "length" or "abort"."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+
+    @property
+    def stopped(self) -> bool:
+        return self.finish_reason == "stop"
+
+
+@dataclass(slots=True)
+class Episode:
+    """One response in the making. The function may set `reward`, which is then not asked for elsewhere, and add to `metadata`.
+
+    limit: tokens that the response may have, of the model and its environment together. tokens, loss_mask, log_probs, weight_versions: one
+    entry for each response token.
+    """
+
+    sample_id: int
+    prompt: str
+    prompt_tokens: tuple[int, ...]
+    label: Any
+    metadata: dict[str, Any]
+    limit: int
+    encode: Callable[[str], list[int]]
+    evaluation: bool = False
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
+    reward: float | None = None
+    last: FinishReason | None = None  # how the last part ended
+    failure: str | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be added."""
+        return self.limit - len(self.tokens)
+
+    def observe(self, text: str | Sequence[int]) -> bool:
+        """Add what the environment answers, as text or as token ids; it is not trained on. What does not fit is left out, and the episode is
+        then over; returns whether there is room for more."""
+        tokens = self.encode(text) if isinstance(text, str) else list(text)
+        fits = tokens[: self.room]
+        self.tokens += fits
+        self.loss_mask += [False] * len(fits)
+        self.log_probs += [0.0] * len(fits)
+        self.weight_versions += [NOT_SAMPLED] * len(fits)
+        return self.room > 0
+
+    def append(self, output: GenerateOutput) -> None:
+        """Add what the model wrote."""
+        self.tokens += output.tokens
+        self.loss_mask += [True] * len(output.tokens)
+        self.log_probs += output.log_probs
+        self.weight_versions += output.weight_versions
+        self.last, self.failure = output.finish_reason, output.failure
+
+
+class Model:
+    """The engine, for functions of the user's; local or served."""
+
+    def __init__(self, engine: RolloutEngine, tokenizer: Any, sampling: SamplingParams, seed_of: Callable[[int, int], int]) -> None:
+        self.tokenizer = tokenizer
+        self.sampling = sampling
+        self._engine = engine
+        self._seed_of = seed_of  # (sample id, tokens that are there) -> seed
+
+    async def write(
+        self, episode: Episode, *, stop: Sequence[str] = (), max_new_tokens: int | None = None, temperature: float | None = None
+    ) -> Turn:
+        """Let the model go on until it stops, or there is no more room. stop: strings that end this turn, besides those of the run;
+        temperature: other than the run's only where the turn is not trained on."""
+        room = min(episode.room, max_new_tokens or episode.room)
+        if room <= 0:
+            episode.last = "length"
+            return Turn("", (), "length")
+        sampling = replace(
+            self.sampling,
+            max_new_tokens=room,
+            stop=(*self.sampling.stop, *stop),
+            temperature=self.sampling.temperature if temperature is None else temperature,
+        )
+        request = GenerateRequest(
+            episode.sample_id, (*episode.prompt_tokens, *episode.tokens), self._seed_of(episode.sample_id, len(episode.tokens))
+        )
+        output = await self._engine.generate_one(request, sampling)
+        episode.append(output)
+        if output.finish_reason == "abort":
+            raise Aborted
+        return Turn(self.tokenizer.decode(output.tokens, skip_special_tokens=True), output.tokens, output.finish_reason)
+
+
+class Aborted(Exception):
+    """The engine gave the request up, or was told to: the function is not to go on."""
+
+
+def episode_of(sample: Sample, sampling: SamplingParams, tokenizer: Any, *, evaluation: bool) -> Episode:
+    """The episode of a sample, at its beginning."""
+    assert sample.response_length == 0, sample.sample_id
+    return Episode(
+        sample_id=sample.sample_id,
+        prompt=sample.text,
+        prompt_tokens=tuple(sample.tokens.tolist()),
+        label=sample.label,
+        metadata=dict(sample.metadata),
+        limit=sampling.max_new_tokens,
+        encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
+        evaluation=evaluation,
+    )
+
+
+def sample_of(episode: Episode, sample: Sample, tokenizer: Any) -> Sample:
+    """The sample as the episode left it. Raises ValueError naming the sample where the function spoiled it."""
+    lengths = {len(values) for values in (episode.tokens, episode.loss_mask, episode.log_probs, episode.weight_versions)}
+    if len(lengths) > 1 or len(episode.tokens) > episode.limit:
+        raise ValueError(
+            f"sample {sample.sample_id}: tokens, masks and log-probs of the episode do not belong together; use write and observe"
+        )
+    reward = episode.reward
+    if reward is not None and (isinstance(reward, bool | str) or not isinstance(reward, int | float)):
+        raise ValueError(f"sample {sample.sample_id}: the episode's reward is {type(reward).__name__}, must be a number")
+    failed = episode.last == "abort"
+    full = episode.last == "length" or episode.room <= 0
+    return replace(
+        sample,
+        tokens=torch.tensor([*episode.prompt_tokens, *episode.tokens], dtype=torch.int64),
+        response_length=len(episode.tokens),
+        loss_mask=torch.tensor(episode.loss_mask, dtype=torch.bool) & (not failed),
+        rollout_log_probs=torch.tensor(episode.log_probs, dtype=torch.float32),
+        weight_versions=tuple(episode.weight_versions),
+        status=SampleStatus.ABORTED if failed else SampleStatus.TRUNCATED if full else SampleStatus.COMPLETED,
+        reward=None if reward is None or failed else float(reward) if math.isfinite(reward) else math.nan,
+        response=tokenizer.decode(episode.tokens, skip_special_tokens=True),
+        metadata=episode.metadata if episode.failure is None else {**episode.metadata, "failure": episode.failure},
+    )
