@@ -94,7 +94,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
         fetch-trajectory-retry-times""",
     "tools, several turns and images": "tool-key eval-tool-key multimodal-keys loss-mask-type",
     "this setting of rewards": "eval-reward-key disable-rewards-normalization",
-    "evaluation sets with settings of their own": """eval-config eval-max-prompt-len eval-min-new-tokens eval-max-context-len""",
+    "this setting of evaluation": """eval-max-prompt-len eval-min-new-tokens eval-max-context-len""",
     "training a part of the parameters": """only-train-params-name-list freeze-params-name-list freeze-indexer""",
     "a reference model that follows the policy": "ref-update-interval",
     "this model setting": """model-name padded-vocab-size post-self-attn-layernorm post-mlp-layernorm use-gated-attention

@@ -12,6 +12,7 @@ from typing import Any
 
 import slime_like
 from arguments.critic_layout import build_critic
+from arguments.eval_sets import eval_sets_of
 from arguments.groups import ModelConfig
 from arguments.help import help_text
 from arguments.hf_model import HfModel, read_hf_model
@@ -185,8 +186,11 @@ def _draft(
         problems += _shape_differences("--ref-load", configs["model"].ref_load, configs["model"], checkpoint)
         problems += _shape_differences("--critic-load", configs["critic"].critic_load, configs["model"], checkpoint, value_head=True)
     core = merge_network(explicit, checkpoint.transformer if checkpoint is not None else {}, values)
+    eval_sets, wrong = eval_sets_of(configs["eval"])
+    problems += wrong
     settings = Settings(
         **configs,
+        eval_sets=eval_sets,
         loss=loss,
         policy_loss=policy_loss,
         core=core,
@@ -261,6 +265,7 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
         parallel=dataclasses.replace(s.parallel, num_virtual_stages_per_pipeline_rank=stages),
         data=s.data,
         eval=s.eval,
+        eval_sets=s.eval_sets,
         rollout=s.rollout,
         scheduling=s.scheduling,
         reward=s.reward,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arguments.eval_sets import EvalSet
 from arguments.groups import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -66,6 +67,7 @@ class RunConfig:
     parallel: ParallelConfig
     data: DataConfig
     eval: EvalConfig
+    eval_sets: tuple[EvalSet, ...]
     rollout: RolloutConfig
     scheduling: SchedulingConfig
     reward: RewardConfig

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from arguments.eval_sets import EvalSet
 from arguments.groups import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -48,6 +49,7 @@ class Settings:
     parallel: ParallelConfig
     data: DataConfig
     eval: EvalConfig
+    eval_sets: tuple[EvalSet, ...]
     rollout: RolloutConfig
     scheduling: SchedulingConfig
     reward: RewardConfig
@@ -386,10 +388,10 @@ def sequences_fit(s: Settings) -> list[Problem]:
     """Positions beyond the network's are not defined, or not trained."""
     limit, prompt = s.gpt.max_position_embeddings, s.data.rollout_max_prompt_len or 1
     responses = {}
-    if s.generates or (s.evaluates and s.eval.eval_max_response_len is None):
+    if s.generates or (s.evaluates and any(each.max_response_len is None for each in s.eval_sets)):
         responses["rollout_max_response_len"] = s.rollout.rollout_max_response_len
-    if s.evaluates and s.eval.eval_max_response_len is not None:
-        responses["eval_max_response_len"] = s.eval.eval_max_response_len
+    if s.evaluates and (own := [each.max_response_len for each in s.eval_sets if each.max_response_len is not None]):
+        responses["eval_config" if s.eval.eval_config is not None else "eval_max_response_len"] = max(own)
     have = f"with --rollout-max-prompt-len {prompt} it " if prompt > 1 else ""
     message = f"{have}exceeds the {limit} positions of the network (--max-position-embeddings)"
     too_long = {name: response for name, response in responses.items() if limit is not None and response + prompt > limit}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from arguments.critic_layout import critic_layout_is_possible
+from arguments.eval_sets import EvalSet
 from arguments.from_dataclass import Flag
 from arguments.loss_choice import loss_fields
 from arguments.validate import BATCH_RULES, NETWORK_RULES, PARALLEL_RULES, TASK_PREFIX, Rule, Settings, global_batch_of, problem
@@ -179,12 +180,12 @@ WITHOUT_LABEL = ("task", "zero", "code", "remote_rm")  # zero compares with noth
 def reward_is_chosen(s: Settings) -> list[Problem]:
     reward = s.reward
     sources = [s.data.prompt_data or ""] if s.generates else []
-    sources += (s.eval.eval_prompt_data or [])[1::2] if s.evaluates else []
-    if reward.custom_rm_path is not None or all(source.startswith(TASK_PREFIX) for source in sources):
+    graded = [each for each in s.eval_sets if each.rm_type is None and each.custom_rm_path is None] if s.evaluates else []
+    if reward.custom_rm_path is not None or all(source.startswith(TASK_PREFIX) for source in [*sources, *[each.path for each in graded]]):
         return []
     if reward.rm_type is None:
         return problem("rm_type", None, f"is missing: give --rm-type, --custom-rm-path, or a {TASK_PREFIX} source, which scores itself")
-    if reward.rm_type not in WITHOUT_LABEL and s.data.label_key is None:
+    if reward.rm_type not in WITHOUT_LABEL and s.data.label_key is None and (sources or any(each.label_key is None for each in graded)):
         return problem("label_key", None, f"is missing: the field with the reference answer, for --rm-type {reward.rm_type}")
     return []
 
@@ -204,17 +205,38 @@ def reward_is_usable(s: Settings) -> list[Problem]:
 
 
 def evaluation(s: Settings) -> list[Problem]:
-    words, interval = s.eval.eval_prompt_data, s.eval.eval_interval
-    if words is None:
-        return [] if interval is None else problem("eval_interval", interval, "needs --eval-prompt-data name path")
+    words, interval, file = s.eval.eval_prompt_data, s.eval.eval_interval, s.eval.eval_config
+    if words is not None and file is not None:
+        return problem("eval_config", file, "excludes --eval-prompt-data; give one of them")
+    if words is None and file is None:
+        return [] if interval is None else problem("eval_interval", interval, "needs --eval-prompt-data name path, or --eval-config")
+    name = "eval_prompt_data" if file is None else "eval_config"
     if interval is None:
-        return problem("eval_interval", None, "is missing; --eval-prompt-data is used every this many rollouts")
-    if len(words) % 2:
+        return problem("eval_interval", None, f"is missing; {flag_name(name)} is used every this many rollouts")
+    if words is not None and len(words) % 2:
         return problem("eval_prompt_data", " ".join(words), "must be pairs: name path [name path ...]")
-    names = words[::2]
-    if len(set(names)) < len(names):
+    if words is not None and len(set(words[::2])) < len(words) // 2:
         return problem("eval_prompt_data", " ".join(words), "names a set twice")
-    return [found for path in words[1::2] for found in missing_data("eval_prompt_data", path)]
+    found = [p for each in s.eval_sets for p in missing_data(name, each.path)]
+    return found + [p for each in s.eval_sets for p in _own_reward(each)]
+
+
+def _own_reward(each: EvalSet) -> list[Problem]:
+    """The reward that a set of --eval-config names."""
+    if each.rm_type is not None and each.custom_rm_path is not None:
+        return problem("eval_config", None, f"set {each.name}: rm_type excludes custom_rm_path; give one of them")
+    if each.rm_type is not None and each.rm_type not in rewards.names():
+        return problem("eval_config", None, f"set {each.name}: rm_type is {each.rm_type!r}; legal values: {', '.join(rewards.names())}")
+    if each.rm_type is not None and (library := rewards.get(each.rm_type).missing_library()) is not None:
+        return problem(
+            "eval_config", None, f"set {each.name}: {each.rm_type} needs {library}; install it with: pip install 'slime_like[tasks]'"
+        )
+    if each.custom_rm_path is not None:
+        try:
+            load_function(each.custom_rm_path)
+        except ValueError as error:
+            return problem("eval_config", None, f"set {each.name}: {str(error).replace('--custom-rm-path', 'custom_rm_path')}")
+    return []
 
 
 def truncates(s: Settings) -> bool:

@@ -202,6 +202,7 @@ EXCLUSIVE = (
     ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"),
     ("lr_warmup_iters", "lr_warmup_fraction"),
     ("rm_type", "custom_rm_path"),
+    ("eval_prompt_data", "eval_config"),
     ("policy_loss_type", "custom_loss_function_path"),
 )
 

@@ -30,15 +30,15 @@ from slime_like.rollout.buffer import GroupBuffer
 from slime_like.rollout.collect import Collector
 from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.debug_data import load_rollout, save_rollout
-from slime_like.rollout.evaluate import evaluate
+from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.greedy import with_greedy_rewards
 from slime_like.rollout.local import LocalEngine
 from slime_like.rollout.metrics import failed_fraction, first_failure, rollout_metrics
-from slime_like.rollout.rollouter import Rollouter, eval_sampling, training_sampling
+from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.slime_samples import slime_args
 from slime_like.run_checkpoints import RunCheckpoints
 from slime_like.stopping import StopConditions
-from slime_like.types import Prompt, SampleGroup, StepResult, TrainBatch
+from slime_like.types import SampleGroup, StepResult, TrainBatch
 
 
 class Trainer:
@@ -73,9 +73,11 @@ class Trainer:
             self.progress.message(f"critic: {self.backend.critic.layout.describe()}")
         self.rollouter = self._make_rollouter()
         self.collector = self._make_collector()
-        self.eval_sets: dict[str, list[Prompt]] = {}
+        self.evaluator: Evaluator | None = None
         if run.eval.eval_interval is not None and self.rollouter is not None:
-            self.eval_sets, eval_notes = load_eval_sets(run.eval, run.data, self.tokenizer, answer_check=gradable)
+            flag = "--eval-config" if run.eval.eval_config is not None else "--eval-prompt-data"
+            prompts, eval_notes = load_eval_sets(run.eval_sets, run.data, self.tokenizer, flag=flag, answer_check=gradable)
+            self.evaluator = Evaluator(self.rollouter, run.eval_sets, prompts, run.rollout, run.reward)
             notes += eval_notes
         self.skip_gate = SkippedStepGate(run.gates.max_consecutive_skipped_steps)
         self.critic_gate = SkippedStepGate(run.gates.max_consecutive_skipped_steps, whose="critic's ")
@@ -103,14 +105,14 @@ class Trainer:
             self.stop.catch()
         self.progress.start_at(self.start)
         with self.progress:
-            if self.start == 0 and self.eval_sets and not run.eval.skip_eval_before_train:
+            if self.start == 0 and self.evaluator and not run.eval.skip_eval_before_train:
                 scores = self._evaluate()
                 self.progress.message("before training: " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items() if k.endswith("/mean")))
                 self._log(-1, scores | self.progress.take_seconds())
             for step in range(self.start, self.num_rollouts):
                 metrics = self._step(step)
                 stop = self.stop.requested(step + 1, any_rank)
-                if stop is None and is_due(step, run.eval.eval_interval, self.num_rollouts) and self.eval_sets:
+                if stop is None and is_due(step, run.eval.eval_interval, self.num_rollouts) and self.evaluator:
                     metrics |= self._evaluate()
                     stop = self.stop.requested(step + 1, any_rank)
                 last = stop is not None or step + 1 == self.num_rollouts
@@ -135,6 +137,8 @@ class Trainer:
 
     def close(self) -> None:
         """End what this process started: graders, files. Closing twice is fine."""
+        if self.evaluator is not None:
+            self.evaluator.close()
         if self.rollouter is not None:
             self.rollouter.grader.close()
             self.rollouter.engine.close()
@@ -279,12 +283,10 @@ class Trainer:
             self.rollouter.engine.update_weights(self.backend.export_weights(), self.weight_version)
 
     def _evaluate(self) -> dict[str, float]:
-        run = self.run_config
-        assert self.rollouter is not None
+        assert self.evaluator is not None
         self._sync_weights()
         with self.progress.phase("eval"):
-            sampling = eval_sampling(run.eval, run.rollout)
-            return evaluate(self.rollouter, self.eval_sets, run.eval.n_samples_per_eval_prompt, sampling)
+            return self.evaluator.evaluate()
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the networks; plain JSON."""

@@ -30,6 +30,9 @@ class DataConfig:
 class EvalConfig:
     eval_interval: int | None = arg(None, "Evaluate every this many rollouts; also before the first and after the last.", legal=POSITIVE)
     eval_prompt_data: list[str] | None = arg(None, "Evaluation sets: name path [name path ...].", nargs="+", metavar="NAME PATH")
+    eval_config: str | None = arg(
+        None, "Evaluation sets in a YAML file, each with its own sampling and reward, in place of --eval-prompt-data.", metavar="FILE"
+    )
     skip_eval_before_train: bool = arg(False, "Do not evaluate before the first rollout.")
     eval_input_key: str | None = arg(None, "As --input-key; default: the same.")
     eval_label_key: str | None = arg(None, "As --label-key; default: the same.")

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from arguments.groups.data import DataConfig, EvalConfig
+from arguments.eval_sets import EvalSet
+from arguments.groups.data import DataConfig
 from slime_like.data.source import TASK_PREFIX, Row, RowSource, batches, open_source
 from slime_like.rewards.registry import AnswerCheck
 from slime_like.types import Prompt
@@ -30,11 +31,13 @@ class RowKeys:
     metadata: str
 
     @classmethod
-    def of(cls, spec: str, config: DataConfig, *, input_key: str | None = None, label_key: str | None = None) -> RowKeys:
+    def of(
+        cls, spec: str, config: DataConfig, *, input_key: str | None = None, label_key: str | None = None, metadata_key: str | None = None
+    ) -> RowKeys:
         """Those that the settings name for a file; rows of a reasoning_gym source have keys of their own."""
         if spec.startswith(TASK_PREFIX):
             return cls("question", "answer", "metadata")
-        return cls(input_key or config.input_key, label_key or config.label_key, config.metadata_key)
+        return cls(input_key or config.input_key, label_key or config.label_key, metadata_key or config.metadata_key)
 
 
 class PromptFormat:
@@ -44,8 +47,17 @@ class PromptFormat:
     taken as it stands. Raises ValueError when a chat template is asked for and the tokenizer has none.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, *, keys: RowKeys, answer_check: AnswerCheck | None = None) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        keys: RowKeys,
+        answer_check: AnswerCheck | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
         self.keys = keys
+        self._metadata = dict(metadata or {})  # laid over that of every row
         self._answer_check = answer_check
         self._tokenizer = tokenizer
         self._chat = config.apply_chat_template
@@ -69,7 +81,7 @@ class PromptFormat:
             return f"{self.keys.input!r} (--input-key) is empty"
         problem = None if isinstance(prompt, str) else self._check_messages(prompt)
         if problem is None and self._answer_check is not None:
-            problem = self._answer_check(self._label(row), metadata or {})
+            problem = self._answer_check(self._label(row), {**(metadata or {}), **self._metadata})
         return problem
 
     def _check_messages(self, messages: Any) -> str | None:
@@ -104,7 +116,7 @@ class PromptFormat:
         return [tuple(ids) for ids in encoded["input_ids"]]
 
     def prompt(self, group_id: int, row: Row, text: str, tokens: tuple[int, ...]) -> Prompt:
-        metadata = row.get(self.keys.metadata) or {}
+        metadata = {**(row.get(self.keys.metadata) or {}), **self._metadata}
         return Prompt(group_id=group_id, text=text, tokens=tokens, label=self._label(row), metadata=metadata)
 
 
@@ -238,24 +250,28 @@ def _make_prompts(source: RowSource, form: PromptFormat, indices: Sequence[int],
 
 
 def load_eval_sets(
-    config: EvalConfig, data: DataConfig, tokenizer: Any, *, answer_check: AnswerCheck | None = None
+    eval_sets: Sequence[EvalSet],
+    data: DataConfig,
+    tokenizer: Any,
+    *,
+    flag: str = "--eval-prompt-data",
+    answer_check: AnswerCheck | None = None,
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
     """Evaluation prompts by the name of their set, whole and in the order of the file; and notes for the user, as of `PromptSource`.
 
-    Group ids are unique over all sets. Prompts over --rollout-max-prompt-len are left out. Raises ValueError as `PromptSource` does;
-    that names and paths come in pairs is checked with the command line.
+    Group ids are unique over all sets. Prompts over --rollout-max-prompt-len are left out. answer_check: of the run's reward; a set with a
+    function of its own takes any row. Raises ValueError as `PromptSource` does.
     """
-    words = config.eval_prompt_data or []
     sets: dict[str, list[Prompt]] = {}
     notes: list[str] = []
     first = 0
-    for name, spec in zip(words[::2], words[1::2], strict=True):
-        flag = "--eval-prompt-data"
-        keys = RowKeys.of(spec, data, input_key=config.eval_input_key, label_key=config.eval_label_key)
-        form = PromptFormat(data, tokenizer, keys=keys, answer_check=answer_check)
-        source = open_source(spec, check=form.check, columns=form.columns, skip_bad_rows=data.skip_bad_rows, flag=flag)
+    for each in eval_sets:
+        keys = RowKeys.of(each.path, data, input_key=each.input_key, label_key=each.label_key, metadata_key=each.metadata_key)
+        check = None if each.custom_rm_path is not None else answer_check
+        form = PromptFormat(data, tokenizer, keys=keys, answer_check=check, metadata=each.metadata)
+        source = open_source(each.path, check=form.check, columns=form.columns, skip_bad_rows=data.skip_bad_rows, flag=flag)
         kept = short_enough(source, form, data.rollout_max_prompt_len, flag)
-        sets[name] = _make_prompts(source, form, [int(i) for i in kept], first)
+        sets[each.name] = _make_prompts(source, form, [int(i) for i in kept], first)
         first += len(kept)
         notes += source.notes
     return sets, notes

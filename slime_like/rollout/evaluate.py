@@ -4,19 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 
-from slime_like.rollout.engine import SamplingParams
-from slime_like.rollout.rollouter import Rollouter
+from arguments.eval_sets import EvalSet
+from arguments.groups import RewardConfig, RolloutConfig
+from slime_like.rewards.grader import Grader
+from slime_like.rollout.rollouter import Rollouter, eval_sampling
 from slime_like.types import Prompt, SampleGroup
 
 
-def evaluate(rollouter: Rollouter, eval_sets: Mapping[str, Sequence[Prompt]], n_samples: int, sampling: SamplingParams) -> dict[str, float]:
-    """Scores of every set under the engine's current weights, by metric name."""
-    metrics: dict[str, float] = {}
-    for name, prompts in eval_sets.items():
-        groups = rollouter.generate(prompts, n_samples, sampling, purpose=f"eval/{name}")
-        metrics |= score(name, groups)
-    return metrics
+class Evaluator:
+    """The evaluation sets of a run, each with its own sampling and perhaps its own reward function.
+
+    prompts: by the name of the set. reward: the run's; a set with a function of its own has a grader of its own.
+    """
+
+    def __init__(
+        self,
+        rollouter: Rollouter,
+        sets: Sequence[EvalSet],
+        prompts: Mapping[str, Sequence[Prompt]],
+        rollout: RolloutConfig,
+        reward: RewardConfig,
+    ) -> None:
+        self.sets = sets
+        self.prompts = prompts
+        self._rollouter = rollouter
+        self._rollout = rollout
+        own = [each for each in sets if each.custom_rm_path is not None]
+        self._graders = {
+            each.name: Grader(**asdict(replace(reward, rm_type=None, rm_url=None, group_rm=False, custom_rm_path=each.custom_rm_path)))
+            for each in own
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores of every set under the engine's current weights, by metric name."""
+        metrics: dict[str, float] = {}
+        for each in self.sets:
+            groups = self._rollouter.generate(
+                self.prompts[each.name],
+                each.n_samples_per_eval_prompt,
+                eval_sampling(each, self._rollout),
+                purpose=f"eval/{each.name}",
+                grader=self._graders.get(each.name),
+            )
+            metrics |= score(each.name, groups)
+        return metrics
+
+    def close(self) -> None:
+        for grader in self._graders.values():
+            grader.close()
 
 
 def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from arguments.groups import EvalConfig, RolloutConfig
+from arguments.eval_sets import EvalSet
+from arguments.groups import RolloutConfig
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams, asking_ranks
@@ -39,15 +40,17 @@ def training_sampling(config: RolloutConfig) -> SamplingParams:
     )
 
 
-def eval_sampling(config: EvalConfig, rollout: RolloutConfig) -> SamplingParams:
-    """Sampling of evaluation: what is not set is as in training."""
+def eval_sampling(each: EvalSet, rollout: RolloutConfig) -> SamplingParams:
+    """Sampling of an evaluation set: what it does not say is as in training."""
     base = training_sampling(rollout)
     return replace(
         base,
-        temperature=base.temperature if config.eval_temperature is None else config.eval_temperature,
-        top_p=base.top_p if config.eval_top_p is None else config.eval_top_p,
-        top_k=base.top_k if config.eval_top_k is None else config.eval_top_k,
-        max_new_tokens=config.eval_max_response_len or base.max_new_tokens,
+        temperature=base.temperature if each.temperature is None else each.temperature,
+        top_p=base.top_p if each.top_p is None else each.top_p,
+        top_k=base.top_k if each.top_k is None else each.top_k,
+        max_new_tokens=each.max_response_len or base.max_new_tokens,
+        stop=base.stop if each.stop is None else each.stop,
+        stop_token_ids=base.stop_token_ids if each.stop_token_ids is None else each.stop_token_ids,
         report_token_sets=False,
         report_routes=False,
     )

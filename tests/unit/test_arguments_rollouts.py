@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from arguments.eval_sets import EvalSet
 from arguments.parse import parse_args
 from arguments.validate_scheduling import SCHEDULING_RULES
+from slime_like.config import ConfigError
 from tests.unit.command_lines import complete, problems_of
 
 NONZERO = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
@@ -21,8 +23,16 @@ CASES = [
     ("idle_scheduling", "--rollout-slice-len 4 --over-sampling-batch-size 4", "--rollout-slice-len", "above --rollout-batch-size"),
     ("idle_scheduling", "--max-num-gen-batches 4", "--max-num-gen-batches", "without --dynamic-sampling-filter-path"),
     ("scheduling_functions", "--dynamic-sampling-filter-path json.nothing", "--dynamic-sampling-filter-path", "has no 'nothing'"),
+    ("custom_generate_is_async", "--custom-generate-function-path json.dumps", "--custom-generate-function-path", "must be an async function"),
+    ("custom_generate_is_async", "--partial-rollout --custom-generate-function-path examples.calculator.calculator.generate",
+     "--partial-rollout", "does not go with --custom-generate-function-path"),
+    ("group_rewards", "--group-rm", "--group-rm", "needs --custom-rm-path"),
+    ("reward_server", "--rm-type remote_rm", "--rm-url", "is missing"),
+    ("reward_server", "--rm-type remote_rm --rm-url example.org", "--rm-url", "must start with http"),
+    ("reward_server", "--rm-url http://example.org", "--rm-url", "without --rm-type remote_rm"),
+    ("scheduling_functions", "--custom-generate-function-path json.nothing", "--custom-generate-function-path", "has no 'nothing'"),
     ("scheduling_functions", "--rollout-sample-filter-path nowhere.f", "--rollout-sample-filter-path", "cannot import"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "flags", "flag", "said"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
@@ -39,3 +49,55 @@ def test_every_rule_is_broken_somewhere() -> None:
 def test_slimes_filters_are_built_in(tmp_path: Path) -> None:
     run = parse_args(complete(tmp_path, "--dynamic-sampling-filter-path", NONZERO), 1)
     assert run.scheduling.dynamic_sampling_filter_path == NONZERO
+
+
+def read_sets(folder: Path, text: str, *flags: str) -> tuple[EvalSet, ...]:
+    (folder / "eval.yaml").write_text(text.replace("{folder}", str(folder)))
+    return parse_args(complete(folder, "--eval-interval", "1", "--eval-config", str(folder / "eval.yaml"), *flags), 1).eval_sets
+
+
+def test_evaluation_sets_of_a_file(tmp_path: Path) -> None:
+    text = """
+eval:
+  defaults: {temperature: 0.5, n_samples_per_eval_prompt: 4}
+  datasets:
+    - {name: a, path: "{folder}/prompts.jsonl"}
+    - {name: b, path: "{folder}/prompts.jsonl", temperature: 0, top_k: 5, stop: "x", rm_type: zero, metadata_overrides: {k: 1}}
+"""
+    a, b = read_sets(tmp_path, text, "--eval-top-p", "0.9", "--eval-temperature", "2")
+    assert (a.temperature, a.top_p, a.n_samples_per_eval_prompt, a.top_k, a.metadata) == (0.5, 0.9, 4, None, {})
+    assert (b.temperature, b.top_k, b.stop, b.n_samples_per_eval_prompt, b.metadata) == (0, 5, ("x",), 4, {"rm_type": "zero", "k": 1})
+    (by_name,) = read_sets(tmp_path, "datasets: {c: {path: '{folder}/prompts.jsonl', prompt_key: input}}")
+    assert (by_name.name, by_name.input_key, by_name.temperature) == ("c", "input", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("datasets: []", "must hold 'datasets'"),
+        ("sets: [1]\ndatasets: [1]", "unknown key 'sets'"),
+        ("datasets: [{path: x}]", "set 0 has no 'name'"),
+        ("datasets: [{name: a, path: x, temprature: 1}]", "set a has the unknown key 'temprature'; did you mean temperature"),
+        ("datasets: [{name: a, path: x, temperature: -1}]", "set a: temperature is -1, must be >= 0"),
+        ("datasets: [{name: a, path: x, top_k: many}]", "set a: top_k is 'many', must be a int"),
+        ("datasets: [{name: a, path: x}, {name: a, path: x}]", "names the set 'a' twice"),
+        ("defaults: {name: a}\ndatasets: [{name: a, path: x}]", "defaults has the unknown key 'name'"),
+        ("datasets: [{name: a, path: none.jsonl}]", "no such file"),
+        ("datasets: [{name: a, path: '{folder}/prompts.jsonl', rm_type: maths}]", "set a: rm_type is 'maths'; legal values: code"),
+        ("datasets: [{name: a, path: '{folder}/prompts.jsonl', custom_rm_path: json.nothing}]", "set a: custom_rm_path 'json.nothing'"),
+        ("datasets: [{name: a, path: '{folder}/prompts.jsonl', max_response_len: 600}]", "exceeds the 512 positions"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_a_wrong_file_of_evaluation_sets(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_sets(tmp_path, text)
+    assert [p.flag for p in error.value.problems] == ["--eval-config"], error.value
+    assert said in str(error.value)
+
+
+def test_two_ways_to_name_evaluation_sets(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="excludes --eval-prompt-data"):
+        read_sets(
+            tmp_path, "datasets: [{name: a, path: '{folder}/prompts.jsonl'}]", "--eval-prompt-data", "b", str(tmp_path / "prompts.jsonl")
+        )

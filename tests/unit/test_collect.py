@@ -48,6 +48,9 @@ class Script:
     def extend(self, samples: Sequence[Sample], sampling: SamplingParams, *, limit: int | None) -> list[Sample]:
         return [self._grow(s, limit) for s in samples]
 
+    def grade_groups(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+        return [list(group) for group in groups]
+
     def _grow(self, s: Sample, limit: int | None) -> Sample:
         assert not s.ended and s.rollout_log_probs is not None
         new = min(limit or 999, self.length(s.sample_id) - s.response_length)

@@ -8,6 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from arguments.eval_sets import command_line_sets
 from arguments.groups.data import DataConfig, EvalConfig
 from slime_like.data.prompts import PromptSource, load_eval_sets
 from slime_like.data.sft import answer_problem, sft_samples
@@ -233,7 +234,7 @@ def test_notes_of_bad_and_long_rows_come_once_for_each_set(tmp_path, tokenizer, 
     assert bad.startswith(f"{path}: left out 2 bad rows (--skip-bad-rows 3); the first: {path}:1: 'input' (--input-key) is empty")
     assert long == f"{path}: left out 1 of 2 prompts, longer than --rollout-max-prompt-len 5"
     ranged = path + "@[0:2]"
-    sets, notes = load_eval_sets(EvalConfig(eval_prompt_data=["a", path, "b", ranged]), data, tokenizer)
+    sets, notes = load_eval_sets(command_line_sets(EvalConfig(eval_prompt_data=["a", path, "b", ranged])), data, tokenizer)
     assert {name: len(prompts) for name, prompts in sets.items()} == {"a": 1, "b": 1}
     assert notes == [bad, long, bad, f"{ranged}: left out 1 of 2 prompts, longer than --rollout-max-prompt-len 5"]
     assert (caplog.text, *capfd.readouterr()) == ("", "", "")
@@ -305,7 +306,7 @@ def test_files_and_tasks_beside_each_other(tmp_path, chat_tokenizer, is_task_tra
     data = DataConfig(prompt_data=trained, input_key="messages", label_key="reply", metadata_key="about", apply_chat_template=True)
     check = answer_check(None, None)
     (prompt,) = PromptSource(data, chat_tokenizer, answer_check=check).next_prompts(1)
-    sets, notes = load_eval_sets(EvalConfig(eval_prompt_data=["b", other]), data, chat_tokenizer, answer_check=check)
+    sets, notes = load_eval_sets(command_line_sets(EvalConfig(eval_prompt_data=["b", other])), data, chat_tokenizer, answer_check=check)
     assert notes == []
     of_task, of_file = (prompt, sets["b"][0]) if is_task_trained_on else (sets["b"][0], prompt)
     entry = of_task.metadata["entry"]
@@ -318,7 +319,7 @@ def test_files_and_tasks_beside_each_other(tmp_path, chat_tokenizer, is_task_tra
 def test_keys_of_eval_files_do_not_reach_a_task(tmp_path, tokenizer):
     pytest.importorskip("reasoning_gym")
     config = EvalConfig(eval_prompt_data=["b", TASK], eval_input_key="prompt", eval_label_key="solution")
-    sets, _ = load_eval_sets(config, DataConfig(), tokenizer)
+    sets, _ = load_eval_sets(command_line_sets(config), DataConfig(), tokenizer)
     assert sets["b"][0].label == sets["b"][0].metadata["entry"]["answer"]
 
 
@@ -337,7 +338,7 @@ TASK_ROW = {"task": {"name": "chain_sum", "options": {"size": 1}}, "entry": {"qu
         ("task", {"label": "7", "metadata": {"task": "chain_sum", "entry": {}}}, "the reward task needs"),
         ("task", {"label": None, "metadata": {**TASK_ROW, "rm_type": "exact_match"}}, "the label is missing or null"),
         ("exact_match", {"label": "7", "metadata": {"rm_type": "task"}}, "the reward task needs"),
-        ("exact_match", {"label": "7", "metadata": {"rm_type": "maths"}}, "metadata rm_type 'maths': unknown reward; legal values: exact"),
+        ("exact_match", {"label": "7", "metadata": {"rm_type": "maths"}}, "metadata rm_type 'maths': unknown reward; legal values: code, exact"),
         (None, {"label": "7"}, "no reward: give --rm-type, --custom-rm-path, or rm_type in its metadata"),
     ],
 )
@@ -350,7 +351,7 @@ def test_a_row_that_cannot_be_graded_is_refused_when_the_file_is_opened(tmp_path
     with pytest.raises(ValueError, match=rf"a\.jsonl:2: {words}"):
         PromptSource(data, tokenizer, answer_check=check)
     with pytest.raises(ValueError, match=rf"a\.jsonl:2: {words}"):
-        load_eval_sets(EvalConfig(eval_prompt_data=["a", data.prompt_data]), data, tokenizer, answer_check=check)
+        load_eval_sets(command_line_sets(EvalConfig(eval_prompt_data=["a", data.prompt_data])), data, tokenizer, answer_check=check)
     assert len(PromptSource(dataclasses.replace(data, skip_bad_rows=1), tokenizer, answer_check=check)) == 1
     assert len(PromptSource(data, tokenizer, answer_check=answer_check(rm_type, "mine.score"))) == 2  # its own business
 
@@ -382,22 +383,22 @@ def test_rows_to_learn_from_need_a_text(tmp_path, tokenizer, label, found):
 def test_eval_sets(tmp_path, ten, tokenizer):
     gsm8k = write_rows(tmp_path / "g.jsonl", GSM8K)
     config = EvalConfig(eval_prompt_data=["gsm8k", gsm8k, "head", gsm8k + "@[0:1]"], eval_input_key="question", eval_label_key="answer")
-    sets, notes = load_eval_sets(config, ten, tokenizer)
+    sets, notes = load_eval_sets(command_line_sets(config), ten, tokenizer)
     assert notes == []
     assert {name: len(prompts) for name, prompts in sets.items()} == {"gsm8k": 3, "head": 1}
     assert [p.group_id for prompts in sets.values() for p in prompts] == [0, 1, 2, 3]
     assert sets["head"][0].label == GSM8K[0]["answer"]
-    assert load_eval_sets(EvalConfig(), ten, tokenizer) == ({}, [])
+    assert load_eval_sets(command_line_sets(EvalConfig()), ten, tokenizer) == ({}, [])
 
 
 def test_eval_keys_default_to_those_of_training(ten, tokenizer):
-    sets, _ = load_eval_sets(EvalConfig(eval_prompt_data=["ten", ten.prompt_data]), ten, tokenizer)
+    sets, _ = load_eval_sets(command_line_sets(EvalConfig(eval_prompt_data=["ten", ten.prompt_data])), ten, tokenizer)
     assert [p.label for p in sets["ten"]] == [str(i) for i in range(10)]
 
 
 def test_eval_errors(ten, tokenizer):
     with pytest.raises(ValueError, match=r"--eval-prompt-data none\.jsonl: no such file"):
-        load_eval_sets(EvalConfig(eval_prompt_data=["a", "none.jsonl"]), ten, tokenizer)
+        load_eval_sets(command_line_sets(EvalConfig(eval_prompt_data=["a", "none.jsonl"])), ten, tokenizer)
 
 
 def test_sft_samples_train_on_the_answer_and_its_end(tmp_path, tokenizer):

@@ -1,0 +1,145 @@
+"""The evaluation sets of a run: pairs on the command line (--eval-prompt-data), or a YAML file with settings for each set (--eval-config).
+
+    eval:
+      defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
+      datasets:
+        - {name: aime, path: aime.jsonl, rm_type: math, max_response_len: 4096}
+        - {name: easy, path: easy.jsonl, n_samples_per_eval_prompt: 1, temperature: 0}
+
+As in slime, ``eval:`` may be left out, and ``datasets`` may be a mapping by name. What a set does not say is as in `defaults`, else as the flags say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from arguments.groups.data import EvalConfig
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, UNIT_OPEN_LOW, Problem, Range, arg, value_problem
+
+FLAG = "--eval-config"
+ANY_K = Range("-1 (all) or >= 1", lambda k: k == -1 or k >= 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """None: as the run's flags say."""
+
+    name: str
+    path: str
+    rm_type: str | None = None
+    custom_rm_path: str | None = None
+    input_key: str | None = None
+    label_key: str | None = None
+    metadata_key: str | None = None
+    n_samples_per_eval_prompt: int = arg(1, "", legal=AT_LEAST_ONE)
+    temperature: float | None = arg(None, "", legal=NON_NEGATIVE)
+    top_p: float | None = arg(None, "", legal=UNIT_OPEN_LOW)
+    top_k: int | None = arg(None, "", legal=ANY_K)
+    max_response_len: int | None = arg(None, "", legal=AT_LEAST_ONE)
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    metadata_overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What is laid over the metadata of every row."""
+        return ({} if self.rm_type is None else {"rm_type": self.rm_type}) | dict(self.metadata_overrides)
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "name": (str,), "path": (str,), "rm_type": (str,), "custom_rm_path": (str,), "input_key": (str,), "label_key": (str,),
+    "metadata_key": (str,), "n_samples_per_eval_prompt": (int,), "temperature": (int, float), "top_p": (int, float), "top_k": (int,),
+    "max_response_len": (int,), "stop": (list, str), "stop_token_ids": (list,), "metadata_overrides": (dict,),
+}  # fmt: skip
+_SPELLINGS = {"prompt_key": "input_key", "n_samples_per_prompt": "n_samples_per_eval_prompt"}
+_OF_ONE_SET = ("name", "path")
+
+
+def command_line_sets(config: EvalConfig) -> tuple[EvalSet, ...]:
+    """The pairs of --eval-prompt-data under the flags of evaluation."""
+    words = config.eval_prompt_data or []
+    return tuple(EvalSet(name=name, path=path, **_from_flags(config)) for name, path in zip(words[::2], words[1::2]))
+
+
+def _from_flags(config: EvalConfig) -> dict[str, Any]:
+    return {
+        "input_key": config.eval_input_key,
+        "label_key": config.eval_label_key,
+        "n_samples_per_eval_prompt": config.n_samples_per_eval_prompt,
+        "temperature": config.eval_temperature,
+        "top_p": config.eval_top_p,
+        "top_k": config.eval_top_k,
+        "max_response_len": config.eval_max_response_len,
+    }
+
+
+def eval_sets_of(config: EvalConfig) -> tuple[tuple[EvalSet, ...], list[Problem]]:
+    """Those of the run, and what is wrong with the file."""
+    if config.eval_config is None:
+        return command_line_sets(config), []
+    try:
+        content = yaml.safe_load(Path(config.eval_config).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return (), [Problem(FLAG, config.eval_config, f"cannot be read: {' '.join(str(error).split())}")]
+    try:
+        return _sets(content, _from_flags(config)), []
+    except ValueError as error:
+        return (), [Problem(FLAG, config.eval_config, str(error))]
+
+
+def _sets(content: Any, flags: Mapping[str, Any]) -> tuple[EvalSet, ...]:
+    body = content.get("eval", content) if isinstance(content, dict) else content
+    if not isinstance(body, dict) or not body.get("datasets"):
+        raise ValueError("must hold 'datasets': a list of sets, each with a name and a path")
+    unknown = sorted(set(body) - {"defaults", "datasets"})
+    if unknown:
+        raise ValueError(f"has the unknown key {unknown[0]!r}; legal keys: defaults, datasets")
+    defaults = _checked(body.get("defaults") or {}, "defaults", forbidden=_OF_ONE_SET)
+    rows = body["datasets"]
+    if isinstance(rows, dict):
+        rows = [{"name": name, **(row or {})} if isinstance(row, dict | None) else row for name, row in rows.items()]
+    if not isinstance(rows, list):
+        raise ValueError("'datasets' must be a list, or a mapping by name")
+    sets = []
+    for number, row in enumerate(rows):
+        place = f"set {row.get('name', number) if isinstance(row, dict) else number}"
+        own = _checked(row, place)
+        missing = [key for key in _OF_ONE_SET if key not in own]
+        if missing:
+            raise ValueError(f"{place} has no {missing[0]!r}")
+        sets.append(EvalSet(**{**flags, **defaults, **own}))
+    names = [s.name for s in sets]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"names the set {twice!r} twice")
+    return tuple(sets)
+
+
+def _checked(row: Any, place: str, forbidden: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The keys of a set, with their values in their types. Raises ValueError naming the key."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} must be a mapping, not {type(row).__name__}")
+    fields = {f.name: f for f in dataclasses.fields(EvalSet)}
+    values: dict[str, Any] = {}
+    for typed, value in row.items():
+        key = str(_SPELLINGS.get(typed, typed))
+        if key not in _KINDS or key in forbidden:
+            near = difflib.get_close_matches(str(typed), _KINDS, n=1)
+            raise ValueError(
+                f"{place} has the unknown key {typed!r}; " + (f"did you mean {near[0]}?" if near else f"legal keys: {', '.join(_KINDS)}")
+            )
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, _KINDS[key]):
+            raise ValueError(f"{place}: {key} is {value!r}, must be a {' or '.join(kind.__name__ for kind in _KINDS[key])}")
+        if wrong := value_problem(value, None, fields[key].metadata.get("legal")):
+            raise ValueError(f"{place}: {key} is {value!r}, {wrong}")
+        values[key] = (value,) if key == "stop" and isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    return values
