@@ -85,6 +85,9 @@ def custom_generate_is_async(s: Settings) -> list[Problem]:
     if s.rollout.renormalize_sampled_log_probs:
         words = "does not go with --custom-generate-function-path yet, whose samples tell no token sets; leave one out"
         found += problem("renormalize_sampled_log_probs", None, words)
+    if s.rollout.use_rollout_routing_replay:
+        words = "does not go with --custom-generate-function-path yet, whose samples tell no routes; leave one out"
+        found += problem("use_rollout_routing_replay", None, words)
     return found
 
 

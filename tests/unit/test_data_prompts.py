@@ -338,7 +338,11 @@ TASK_ROW = {"task": {"name": "chain_sum", "options": {"size": 1}}, "entry": {"qu
         ("task", {"label": "7", "metadata": {"task": "chain_sum", "entry": {}}}, "the reward task needs"),
         ("task", {"label": None, "metadata": {**TASK_ROW, "rm_type": "exact_match"}}, "the label is missing or null"),
         ("exact_match", {"label": "7", "metadata": {"rm_type": "task"}}, "the reward task needs"),
-        ("exact_match", {"label": "7", "metadata": {"rm_type": "maths"}}, "metadata rm_type 'maths': unknown reward; legal values: code, exact"),
+        (
+            "exact_match",
+            {"label": "7", "metadata": {"rm_type": "maths"}},
+            "metadata rm_type 'maths': unknown reward; legal values: code, exact",
+        ),
         (None, {"label": "7"}, "no reward: give --rm-type, --custom-rm-path, or rm_type in its metadata"),
     ],
 )

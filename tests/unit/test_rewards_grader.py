@@ -123,7 +123,7 @@ def test_a_reward_that_comes_later_is_prepared(tmp_path):
 
 def test_a_reward_that_is_not_there(monkeypatch):
     """A command line with one is refused by `arguments`; a row may still name one."""
-    with pytest.raises(ValueError, match="sample 5: --rm-type 'maths': unknown reward; legal values: .*exact_match, gsm8k, math"):
+    with pytest.raises(ValueError, match=r"sample 5: --rm-type 'maths': unknown reward; legal values: .*exact_match, gsm8k, math"):
         Grader(rm_type="maths").grade([make(5)])
     with pytest.raises(ValueError, match="sample 5: no reward: give --rm-type, --custom-rm-path, or rm_type in its metadata"):
         Grader().grade([make(5)])

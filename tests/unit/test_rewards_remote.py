@@ -55,7 +55,7 @@ def server() -> Iterator[Server]:
 
 def grader(server: Server, **more: Any) -> Grader:
     url = f"http://127.0.0.1:{server.server_port}/reward"
-    return Grader(**{"rm_type": "remote_rm", "rm_url": url, "rm_num_workers": 1, "rm_timeout_s": 3.0, **more})
+    return Grader(**{"rm_type": "remote_rm", "rm_url": url, "rm_num_workers": 1, "rm_timeout_s": 20.0, **more})
 
 
 def test_what_it_is_sent_and_what_comes_back(server: Server) -> None:
@@ -94,11 +94,11 @@ def test_a_server_that_stays_broken_or_hangs_costs_its_deadline(server: Server) 
 
     server.answer = answer
     start = time.monotonic()
-    with grader(server, rm_timeout_s=2.0) as g:
+    with grader(server, rm_timeout_s=4.0) as g:
         broken, hangs = g.grade([make(0, "broken"), make(1, "hangs")])
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
     assert "answered 500, " in broken.metadata["failure"] and "times" in broken.metadata["failure"]
-    assert hangs.status == SampleStatus.FAILED and "--rm-timeout-s 2" in hangs.metadata["failure"]
+    assert hangs.status == SampleStatus.FAILED and "--rm-timeout-s 4" in hangs.metadata["failure"]
 
 
 def test_nobody_is_there(server: Server) -> None:
