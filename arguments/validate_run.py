@@ -218,10 +218,10 @@ def evaluation(s: Settings) -> list[Problem]:
     if words is not None and len(set(words[::2])) < len(words) // 2:
         return problem("eval_prompt_data", " ".join(words), "names a set twice")
     found = [p for each in s.eval_sets for p in missing_data(name, each.path)]
-    return found + [p for each in s.eval_sets for p in _own_reward(each)]
+    return found + [p for each in s.eval_sets for p in _own_reward(each, s.reward.rm_url)]
 
 
-def _own_reward(each: EvalSet) -> list[Problem]:
+def _own_reward(each: EvalSet, rm_url: str | None) -> list[Problem]:
     """The reward that a set of --eval-config names."""
     if each.rm_type is not None and each.custom_rm_path is not None:
         return problem("eval_config", None, f"set {each.name}: rm_type excludes custom_rm_path; give one of them")
@@ -231,6 +231,8 @@ def _own_reward(each: EvalSet) -> list[Problem]:
         return problem(
             "eval_config", None, f"set {each.name}: {each.rm_type} needs {library}; install it with: pip install 'slime_like[tasks]'"
         )
+    if each.rm_type == "remote_rm" and rm_url is None:
+        return problem("eval_config", None, f"set {each.name}: rm_type remote_rm needs --rm-url")
     if each.custom_rm_path is not None:
         try:
             load_function(each.custom_rm_path)

@@ -13,10 +13,16 @@ from slime_like.rollout.rollouter import Rollouter, eval_sampling
 from slime_like.types import Prompt, SampleGroup
 
 
+def own_reward(each: EvalSet, reward: RewardConfig) -> RewardConfig:
+    """The reward that a set names itself, which also comes before the run's own function."""
+    url = reward.rm_url if each.rm_type == "remote_rm" else None
+    return replace(reward, rm_type=each.rm_type, custom_rm_path=each.custom_rm_path, rm_url=url, group_rm=False)
+
+
 class Evaluator:
     """The evaluation sets of a run, each with its own sampling and perhaps its own reward function.
 
-    prompts: by the name of the set. reward: the run's; a set with a function of its own has a grader of its own.
+    prompts: by the name of the set. reward: the run's; a set that names a reward has a grader of its own.
     """
 
     def __init__(
@@ -31,11 +37,7 @@ class Evaluator:
         self.prompts = prompts
         self._rollouter = rollouter
         self._rollout = rollout
-        own = [each for each in sets if each.custom_rm_path is not None]
-        self._graders = {
-            each.name: Grader(**asdict(replace(reward, rm_type=None, rm_url=None, group_rm=False, custom_rm_path=each.custom_rm_path)))
-            for each in own
-        }
+        self._graders = {each.name: Grader(**asdict(own_reward(each, reward))) for each in sets if each.rm_type or each.custom_rm_path}
 
     def evaluate(self) -> dict[str, float]:
         """Scores of every set under the engine's current weights, by metric name."""
