@@ -11,7 +11,14 @@ from slime_like.custom_function import load_function
 BUILT_IN_FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters."
 PATHS = ("dynamic_sampling_filter_path", "buffer_filter_path", "rollout_sample_filter_path", "custom_generate_function_path")
 CUSTOM_GENERATE = "custom_generate_function_path"
-SWITCHES = ("over_sampling_batch_size", "partial_rollout", "mask_offpolicy_in_partial_rollout", "rollout_slice_len", *PATHS)
+SWITCHES = (
+    "over_sampling_batch_size",
+    "partial_rollout",
+    "mask_offpolicy_in_partial_rollout",
+    "rollout_slice_len",
+    "async_rollout",
+    *PATHS,
+)
 
 
 def scheduling_needs_sampling(s: Settings) -> list[Problem]:
@@ -89,6 +96,17 @@ def custom_generate_is_async(s: Settings) -> list[Problem]:
         words = "does not go with --custom-generate-function-path yet, whose samples tell no routes; leave one out"
         found += problem("use_rollout_routing_replay", None, words)
     return found
+
+
+def asynchronous(s: Settings) -> list[Problem]:
+    config = s.scheduling
+    if not config.async_rollout:
+        return (
+            [] if config.max_staleness is None else problem("max_staleness", config.max_staleness, "has no effect without --async-rollout")
+        )
+    if config.partial_rollout:  # a group that waits grows older than any bound
+        return problem("async_rollout", None, "does not go with --partial-rollout, whose groups have no bound on their age; leave one out")
+    return []
 
 
 def group_rewards(s: Settings) -> list[Problem]:

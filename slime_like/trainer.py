@@ -25,6 +25,7 @@ from slime_like.metrics.progress import Progress
 from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
+from slime_like.rollout.ahead import RolloutsAhead
 from slime_like.rollout.batch import check_token_sets, flatten, usable
 from slime_like.rollout.buffer import GroupBuffer
 from slime_like.rollout.collect import Collector
@@ -73,6 +74,7 @@ class Trainer:
             self.progress.message(f"critic: {self.backend.critic.layout.describe()}")
         self.rollouter = self._make_rollouter()
         self.collector = self._make_collector()
+        self.ahead = self._make_ahead()
         self.evaluator: Evaluator | None = None
         if run.eval.eval_interval is not None and self.rollouter is not None:
             flag = "--eval-config" if run.eval.eval_config is not None else "--eval-prompt-data"
@@ -137,6 +139,9 @@ class Trainer:
 
     def close(self) -> None:
         """End what this process started: graders, files. Closing twice is fine."""
+        if self.ahead is not None:
+            self.ahead.close()
+            self.ahead = None
         if self.evaluator is not None:
             self.evaluator.close()
         if self.rollouter is not None:
@@ -192,6 +197,13 @@ class Trainer:
             prompts = self.source.next_prompts(run.rollout.rollout_batch_size)
             made = sft_samples(prompts, self.tokenizer, max_response_len=run.rollout.rollout_max_response_len)
             return [SampleGroup(s.group_id, (s,)) for s in made], {}
+        assert self.ahead is not None
+        self.ahead.allow(min(step + self.ahead.max_staleness, self.num_rollouts - 1))
+        return self.ahead.take(step)
+
+    def _sampled_groups(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+        """Graded samples of a rollout, in the thread that samples."""
+        run = self.run_config
         assert self.rollouter is not None and self.collector is not None
         collected = self.collector.collect(step)
         estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
@@ -284,15 +296,20 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         assert self.evaluator is not None
+        if self.ahead is not None:
+            self.ahead.drain()  # the engine and its weights are the evaluation's alone
         self._sync_weights()
         with self.progress.phase("eval"):
             return self.evaluator.evaluate()
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the networks; plain JSON."""
+        """What a checkpoint holds beside the networks; plain JSON. Rollouts that were sampled ahead are sampled again after a resume."""
+        if self.ahead is not None:
+            data = self.ahead.state()
+        else:
+            data = {"data": None if self.source is None else self.source.state_dict(), "waiting_groups": None}
         return {
-            "data": None if self.source is None else self.source.state_dict(),
-            "waiting_groups": None if self.collector is None else self.collector.buffer.state_dict(),
+            **data,
             "weight_version": self.weight_version,
             "skipped_steps": self.skip_gate.total,
             "skipped_in_a_row": self.skip_gate.in_a_row,
@@ -343,6 +360,22 @@ class Trainer:
             return None
         buffer = GroupBuffer(self.source, self.run_config.rollout.n_samples_per_prompt)
         return Collector(self.run_config, self.rollouter, buffer, training_sampling(self.run_config.rollout))
+
+    def _make_ahead(self) -> RolloutsAhead | None:
+        """What samples rollouts, perhaps ahead of the training."""
+        config = self.run_config.scheduling
+        if self.collector is None or self.rollouter is None:
+            return None
+        if not config.async_rollout:
+            return RolloutsAhead(self._sampled_groups, self._data_state, max_staleness=0, threaded=False)
+        self.rollouter.group = dist.new_group(backend="gloo")  # the training thread uses the others meanwhile
+        bound = 1 if config.max_staleness is None else config.max_staleness
+        return RolloutsAhead(self._sampled_groups, self._data_state, max_staleness=bound, threaded=True)
+
+    def _data_state(self) -> dict[str, Any]:
+        """Where sampling goes on."""
+        assert self.source is not None and self.collector is not None
+        return {"data": self.source.state_dict(), "waiting_groups": self.collector.buffer.state_dict()}
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.logger is not None:

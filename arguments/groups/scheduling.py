@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, arg
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,4 +54,11 @@ class SchedulingConfig:
     )
     custom_generate_timeout_s: float = arg(
         1800.0, "Seconds after which --custom-generate-function-path is given up for a sample, which is then lost.", legal=POSITIVE
+    )
+    async_rollout: bool = arg(False, "Sample the next rollouts while this one is trained on; new weights reach responses in the middle.")
+    max_staleness: int | None = arg(
+        None,
+        "With --async-rollout: weight versions that a token may be behind the policy that trains on it, and rollouts that are sampled ahead; "
+        "0 samples as without the switch. Default: 1.",
+        legal=NON_NEGATIVE,
     )

@@ -100,7 +100,7 @@ class Collector:
                 taken = take_from_buffer(self.config.buffer_filter_path, self.args, rollout_id, buffer, count)
                 return taken.chosen, taken.discarded
 
-            return on_rank_0(ask)
+            return on_rank_0(ask, self.rollouter.group)
 
         groups, discarded = self.buffer.take(self.draw_size, choose)
         tally.draws += 1
@@ -133,7 +133,7 @@ class Collector:
                 left -= not verdicts[-1]
             return verdicts, dict(chosen.dropped)
 
-        verdicts, dropped = on_rank_0(ask)
+        verdicts, dropped = on_rank_0(ask, self.rollouter.group)
         chosen.dropped.clear()
         chosen.dropped.update(dropped)
         return verdicts
@@ -164,7 +164,9 @@ class Collector:
         path = self.config.rollout_sample_filter_path
         if path is None:
             return groups
-        removed = set(on_rank_0(lambda: samples_to_remove(path, self.args, to_slime_groups(g.samples for g in groups))))
+        removed = set(
+            on_rank_0(lambda: samples_to_remove(path, self.args, to_slime_groups(g.samples for g in groups)), self.rollouter.group)
+        )
 
         def masked(sample: Sample) -> Sample:
             return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) if sample.sample_id in removed else sample
@@ -215,7 +217,7 @@ def slice_length(run: RunConfig) -> int | None:
     return max(1, run.rollout.rollout_max_response_len // 8)
 
 
-def on_rank_0(function: Callable[[], Any]) -> Any:
+def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """The plain value that rank 0 finds, on all ranks. Its error is raised on all of them."""
     if not dist.is_initialized():
         return function()
@@ -225,7 +227,7 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
             answer[0] = function()
         except ValueError as error:
             answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0)
+    dist.broadcast_object_list(answer, src=0, group=group)
     if answer[1] is not None:
         raise ValueError(answer[1])
     return answer[0]

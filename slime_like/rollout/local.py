@@ -83,13 +83,19 @@ class LocalEngine:
             self.weight_version = version
 
     def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GenerateOutput]:
-        self._check(requests, sampling)
+        with self._serving.between_tokens():  # weights may be replaced by another thread
+            self._check(requests, sampling)
         # Prompts of like length share a chunk (less padding), equal prompts are neighbours (computed once).
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens))
         outputs: list[GenerateOutput | None] = [None] * len(requests)
         for start in range(0, len(order), self._local_batch_size):
             chunk = order[start : start + self._local_batch_size]
-            for done in self._decode([requests[i] for i in chunk], sampling, frozenset()):
+            tokens = self._decode([requests[i] for i in chunk], sampling, frozenset())
+            while True:
+                with self._serving.between_tokens():
+                    done = next(tokens, None)
+                if done is None:
+                    break
                 for j, output in done.items():
                     outputs[chunk[j]] = output
         return [output for output in outputs if output is not None]

@@ -67,6 +67,7 @@ class Rollouter:
         self.tokenizer = tokenizer
         self.seed = seed
         self.custom_generate = custom_generate
+        self.group: dist.ProcessGroup | None = None  # of its collectives; None: the default, which the training thread uses
 
     def generate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, *, purpose: str = "train", grader: Grader | None = None
@@ -111,7 +112,7 @@ class Rollouter:
     def _shared(self, mine: Sequence[Sample], samples: Sequence[Sample]) -> list[Sample]:
         """What all ranks did, on all of them, in the order of `samples`, which all of them have as they were before."""
         shares: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(shares, [_to_plain(s) for s in mine])
+        dist.all_gather_object(shares, [_to_plain(s) for s in mine], group=self.group)
         by_id = {record["sample_id"]: record for share in shares for record in share}
         return [_from_plain(by_id[sample.sample_id], sample) for sample in samples]
 

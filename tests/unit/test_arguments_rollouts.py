@@ -26,6 +26,8 @@ CASES = [
     ("custom_generate_is_async", "--custom-generate-function-path json.dumps", "--custom-generate-function-path", "must be an async function"),
     ("custom_generate_is_async", "--partial-rollout --custom-generate-function-path examples.calculator.calculator.generate",
      "--partial-rollout", "does not go with --custom-generate-function-path"),
+    ("asynchronous", "--max-staleness 1", "--max-staleness", "without --async-rollout"),
+    ("asynchronous", "--async-rollout --partial-rollout", "--async-rollout", "does not go with --partial-rollout"),
     ("group_rewards", "--group-rm", "--group-rm", "needs --custom-rm-path"),
     ("reward_server", "--rm-type remote_rm", "--rm-url", "is missing"),
     ("reward_server", "--rm-type remote_rm --rm-url example.org", "--rm-url", "must start with http"),
