@@ -17,10 +17,10 @@ from tests.e2e.helpers import Workspace
 from tests.e2e.programs import ENVIRONMENT, ROOT, Done, TrainServer, clean_environment, torchrun
 
 FAULTS = "tests.e2e.faults"
-LIMIT_S = 3
+LIMIT_S = 6  # a process that starts on a loaded machine gives no sign of life for seconds
 HERE = f"host {socket.gethostname()}, process "
-# phase -> which entry of it: in the second rollout, where a checkpoint lies behind it
-PHASES = {"generate": 2, "log_probs": 2, "train": 2, "sync": 2, "save": 2, "eval": 2}
+# phase -> which entry of it: after the first checkpoint. An evaluation, and the sync for it, come before training and before every save
+PHASES = {"generate": 2, "log_probs": 2, "train": 2, "sync": 3, "save": 2, "eval": 3}
 
 
 def flags(work: Workspace, out: Path, **changes: str | int | float) -> list[str]:
@@ -55,12 +55,12 @@ def check_stopped(done: Done, phase: str, rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("phase", "rank"),
-    [(p, r) if (p, r) in (("train", 1), ("generate", 0)) else pytest.param(p, r, marks=pytest.mark.slow) for p in PHASES for r in (0, 1)],
+    [(p, r) if (p, r) == ("train", 1) else pytest.param(p, r, marks=pytest.mark.slow) for p in PHASES for r in (0, 1)],
 )
 def test_a_stopped_rank_ends_the_run(server: TrainServer, work: Workspace, tmp_path: Path, phase: str, rank: int) -> None:
     done = fails(server, work, tmp_path, f"stop_in_phase {phase} {PHASES[phase]} {rank}")
     check_stopped(done, phase, rank)
-    assert done.seconds < 40
+    assert done.seconds < 50
     if rank == 1:
         goes_on(server, work, tmp_path)
 
@@ -75,12 +75,12 @@ def test_a_killed_rank_ends_the_run(server: TrainServer, work: Workspace, tmp_pa
 
 
 def test_a_slow_rank_is_named_and_waited_for(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
-    """Three times as long as the limit for silence."""
-    argv = flags(work, tmp_path, heartbeat_timeout_s=2)
-    done = server.train(argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:sleep_in_phase train 6 1", timeout_s=90).ok()
+    """Twice as long as the limit for silence."""
+    argv = flags(work, tmp_path, heartbeat_timeout_s=5, num_rollout=2)
+    done = server.train(argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:sleep_in_phase train 10 1", timeout_s=90).ok()
     told = re.findall(rf"slow, not gone: the others wait for rank 1 \({HERE}\d+\), last heard of in phase train for .*", done.err)
     assert len(told) == 1, done.err
-    assert "rollout 3/3" in done.out
+    assert "rollout 2/2" in done.out
 
 
 @pytest.mark.slow
