@@ -83,15 +83,20 @@ class Watchdog:
             return
 
     def _judge(self) -> None:
+        """Whatever held this process up itself, as a laptop's lid does, is not held against the others: time counts in which it looked."""
+        looked, answered, unanswered_s = time.monotonic(), self._store_answered, 0.0
         while not self._closed.wait(self._interval_s):
             # held up inside C code, this process cannot judge: then this timer, which needs no Python, writes the stacks and ends it
             faulthandler.dump_traceback_later(2 * self._limit_s, exit=True)
-            now = time.monotonic()
-            if now - self._store_answered > self._limit_s:
+            looked, before = time.monotonic(), looked
+            unanswered_s += min(looked - before, 2 * self._interval_s)
+            if answered != self._store_answered:
+                answered, unanswered_s = self._store_answered, 0.0
+            if unanswered_s > self._limit_s:
                 self._leave(
                     f"no answer from the store of this run at {store_address()} for {self._limit_s:g} s{self._last_words(0)}", told=False
                 )
-            silent = [rank for rank, heard in self._heard.items() if now - heard.at > self._limit_s and not heard.pulse.left]
+            silent = [rank for rank, heard in self._heard.items() if answered - heard.at > self._limit_s and not heard.pulse.left]
             if silent:
                 self._condemn(silent)
 
