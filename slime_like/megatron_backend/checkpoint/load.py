@@ -28,6 +28,7 @@ from slime_like.megatron_backend.checkpoint.networks import (
     adapt_names,
     layouts_of,
     optimizer_kind,
+    prefer_main_params,
     set_step,
     shape_problems,
     sharded_state,
@@ -164,6 +165,8 @@ def _load_network(network: SavedNetwork, folder: Path, *, step: float | None = N
     def fit() -> None:
         saved = read_metadata(folder / METADATA_FILE).state_dict_metadata
         adapt_names(wanted, saved)
+        if network.optimizer is not None:
+            prefer_main_params(wanted, saved)
         if problems := shape_problems(wanted, saved):
             raise ValueError(f"checkpoint {folder} does not fit this model: {describe(problems)}")
 

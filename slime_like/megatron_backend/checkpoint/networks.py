@@ -79,6 +79,18 @@ def adapt_names(wanted: dict[str, Any], available: Collection[str]) -> list[str]
     return left_out
 
 
+def prefer_main_params(wanted: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Weights in fp32 that go on from a run in half precision are the optimizer's fp32 numbers there, not the rounded ones that the model had.
+    In place. wanted: of `sharded_state`, under the names of `adapt_names`. saved: storage metadata by name."""
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    for name, part in wanted.items():
+        for value in _leaves(part, lambda leaf: isinstance(leaf, kinds)) if name.startswith("model") else ():
+            entry = saved.get(value.key)
+            rounded = value.data.dtype == torch.float32 and entry is not None and entry.properties.dtype != torch.float32
+            if rounded and (main := next((p + value.key for p in MAIN_PARAMS if p + value.key in saved), None)):
+                value.key = main
+
+
 def available_name(name: str, available: Collection[str]) -> str:
     """`name`, or what a checkpoint of another layer specification or kind of optimizer calls it, if that is `available`."""
     prefix = next((p for p in MAIN_PARAMS if name.startswith(p)), None)
