@@ -69,6 +69,7 @@ def look_at(root: Path, step: int, *, verify: bool) -> dict[str, Any]:
         found |= {name: state[name] for name in FROM_STATE if name in state}
         for name, saved in state["networks"].items():
             found["networks"][name] = {
+                "layout": saved.get("layout", state["layout"]),
                 "optimizer": saved["optimizer"],
                 "optimizer_step": saved["optimizer_step"],
                 **tensors_of(folder / name),
@@ -113,7 +114,7 @@ def text_of(found: dict[str, Any]) -> str:
         for name, network in one["networks"].items():
             kind = ", ".join(network["optimizer"]) or "no optimizer"
             lines.append(
-                f"  {name}: {network['parameters']:,} parameters with padding ({', '.join(network['dtypes'])}), "
+                f"  {name}: {network['layout']}, {network['parameters']:,} parameters with padding ({', '.join(network['dtypes'])}), "
                 f"weights {network['weight_bytes'] / 1e9:.3f} GB; {kind}, {network['optimizer_bytes'] / 1e9:.3f} GB, "
                 f"step {network['optimizer_step']:g}"
             )

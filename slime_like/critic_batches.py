@@ -49,7 +49,7 @@ class CriticPart:
         return map_steps(self._steps, lambda i, sample: dataclasses.replace(sample, values=self._values[i], returns=own[i]))
 
     def _moved(self, values: Sequence[Tensor], shares: Shares, layout: ParallelLayout, wanted: Shares) -> list[Tensor]:
-        if shares.positions == wanted.positions and self._critic is self._policy:
+        if self._critic is self._policy:
             return list(values)
         everyones = over_all_ranks(values, shares, self._lengths, layout.dp_group, self._backend.device)
         return [everyones[i] for i in wanted.local_indices]
