@@ -10,7 +10,7 @@ SLOW ?= tests
 TEST_WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: install demo test test-slow test-slurm lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-slow test-slurm sglang-env test-sglang lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -26,14 +26,24 @@ demo: install
 	bash scripts/demo.sh
 
 test: install
-	$(PYTEST) -m "not slow and not gpu and not slurm" tests
+	$(PYTEST) -m "not slow and not gpu and not slurm and not sglang" tests
 
 test-slow: install
-	$(PYTEST) -m "slow" $(SLOW)
+	$(PYTEST) -m "slow and not sglang" $(SLOW)
 
 # -rs prints why tests are skipped, where SLURM is not installed
 test-slurm: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "slurm" tests/slurm
+
+# SGLang without a GPU, in an environment of its own (2.5 GB); one that is there already can be named.
+SGLANG_ENV ?= $(CURDIR)/.venv-sglang
+
+sglang-env:
+	PYTHON=$(PYTHON) bash scripts/sglang_cpu/make_env.sh $(SGLANG_ENV)
+
+# Real servers, a router, and whole runs; minutes.
+test-sglang: install sglang-env
+	SGLANG_ENV=$(SGLANG_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m sglang tests/sglang
 
 lint: install
 	$(BIN)/ruff check .

@@ -46,9 +46,10 @@ NO_EFFECT: Mapping[str, str] = {
     "--recompute-loss-function": "the head never keeps logits for the backward pass, it computes them again",
     "--use-mcore-models": "there are no others",
     "--balance-by-flops": "--balance-data goes by the work of a sequence anyway",
+    "--use-fault-tolerance": "servers are always watched, and those that this run started are started again",
     "--exit-signal-handler": "a run with --save always saves on SIGTERM",
 }
-_ENGINES = "the rollout engine is local, inside the training ranks"
+_ENGINES = "this setting of rollout engines"
 _HOOKS = "custom functions at this place"
 _WANDB = "metrics go to metrics.jsonl and TensorBoard"
 _OPD = "a teacher in Megatron's format"
@@ -57,13 +58,11 @@ _CRITIC = (
 )
 _MICRO = "micro-batches are cut by --micro-batch-size or --max-tokens-per-gpu"
 _CLUSTER = "the layout is given by torchrun (or SLURM) and the parallel sizes"
-_SYNC = "weights are handed over in memory"
+_SYNC = "this way of handing over weights"
 _DEBUG = "this debugging aid"
 
 NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
-    _ENGINES: """rollout-num-gpus rollout-num-gpus-per-engine rollout-external-engine-addrs use-fault-tolerance colocate offload
-        offload-train no-offload-train offload-rollout no-offload-rollout rollout-health-check-interval rollout-health-check-timeout
-        rollout-health-check-first-wait rollout-skip-special-tokens rollout-max-context-len use-distributed-post http-proxy
+    _ENGINES: """offload offload-train no-offload-train offload-rollout no-offload-rollout rollout-skip-special-tokens rollout-max-context-len use-distributed-post http-proxy
         rollout-data-transport enable-mtp-training release-train""",
     _HOOKS: """rollout-function-path eval-function-path
         custom-pg-loss-reducer-function-path custom-advantage-function-path custom-reward-post-process-path
@@ -81,9 +80,8 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _MICRO: "data-pad-size-multiplier allgather-cp",
     _CLUSTER: """actor-num-nodes actor-num-gpus-per-node num-gpus-per-node train-backend train-env-vars qwen-gdn-backend world-size rank
         local-rank""",
-    _SYNC: """update-weight-mode update-weight-transport update-weight-buffer-size update-weight-disk-dir update-weight-disk-keep-files
-        update-weight-local-checkpoint-dir update-weight-delta-encoding update-weight-delta-checksum update-weights-interval
-        check-weight-update-equal keep-old-actor force-fp8-ue8m0-scale""",
+    _SYNC: """update-weight-mode update-weight-local-checkpoint-dir update-weight-delta-encoding update-weight-delta-checksum update-weights-interval keep-old-actor
+        force-fp8-ue8m0-scale""",
     _DEBUG: """save-debug-train-data dump-details load-debug-rollout-data-subsample load-forge-rollout-data memory-recorder
         memory-snapshot-dir memory-snapshot-num-steps record-memory-history profile-target use-pytorch-profiler profile
         profile-step-start profile-step-end ci-test ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm
@@ -109,13 +107,13 @@ NOT_IMPLEMENTED: Mapping[str, str] = {
     "--" + name.replace("_", "-"): reason for reason, names in NOT_IMPLEMENTED_GROUPS.items() for name in names.split()
 }
 _PREFIXES = {
-    "--sglang-": _ENGINES,
-    "--router-": _ENGINES,
     "--vllm-": _ENGINES,
     "--wandb-": _WANDB,
 }
 _PREFIXES |= {"--megatron-deepgemm-": "fp8 and fp4 training", "--lora-": "this setting of adapters"}
 
+# Prefix of flags that are passed on -> the setting that collects them.
+PASSED_ON: Mapping[str, str] = {"--sglang-": "sglang_server_flags", "--router-": "sglang_router_flags"}
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
     "rm_type": dict.fromkeys(("deepscaler", "dapo", "f1", "gpqa", "ifbench", "random"), "this reward"),
@@ -123,7 +121,7 @@ VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
     "optimizer": {"muon": "this optimizer", "dist_muon": "this optimizer"},
     "moe_token_dispatcher_type": {"flex": "the flex dispatcher, which needs DeepEP or HybridEP"},
     "moe_router_load_balancing_type": {"sinkhorn": "this balancing"},
-    "rollout_engine": {"sglang": _ENGINES, "vllm": _ENGINES},
+    "rollout_engine": {"vllm": "this engine"},
 }
 # slime's `--advantage-estimator` also chose a loss: estimator -> loss
 ESTIMATORS_THAT_ARE_LOSSES = ("gspo", "cispo")

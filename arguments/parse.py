@@ -26,6 +26,7 @@ from arguments.validate_critic import completed_critic, has_critic
 from arguments.validate_moe import MOE_WARNINGS
 from arguments.validate_run import RULES, WARNINGS, Warn, settings_of_other_losses
 from arguments.validate_server import SERVER_RULES
+from arguments.validate_sglang import completed_sglang
 from arguments.words import Given, merge, read_command_line, read_run_file
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem, flag_name
@@ -268,6 +269,7 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
         eval_sets=s.eval_sets,
         rollout=s.rollout,
         scheduling=s.scheduling,
+        sglang=completed_sglang(s),
         reward=s.reward,
         algorithm=algorithm,
         distillation=s.distillation,

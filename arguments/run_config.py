@@ -26,6 +26,7 @@ from arguments.groups import (
     ScheduleConfig,
     SchedulingConfig,
     ServerConfig,
+    SglangConfig,
 )
 from arguments.megatron_configs import MegatronConfigs
 from slime_like.advantages.registry import advantage_estimators, needs_critic
@@ -56,6 +57,8 @@ class RunConfig:
     `algorithm.policy_loss_type` and `advantage_estimator` are registered names, not aliases;
     `parallel.num_virtual_stages_per_pipeline_rank` is set for the interleaved schedule however that was asked for.
 
+    with SGLang, `sglang.update_weight_transport` is set.
+
     with a critic, `critic.critic_lr` and `critic_min_lr` are set, and critic_model tells its layout; without one that is None.
 
     teacher: of on-policy distillation on Megatron, else None. policy_loss: the chosen loss's own configuration. argv: the command line. warnings: to be printed once by the launcher.
@@ -70,6 +73,7 @@ class RunConfig:
     eval_sets: tuple[EvalSet, ...]
     rollout: RolloutConfig
     scheduling: SchedulingConfig
+    sglang: SglangConfig
     reward: RewardConfig
     algorithm: AlgorithmConfig
     distillation: DistillationConfig

@@ -32,6 +32,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "eval": ("eval", groups.EvalConfig),
     "rollout": ("rollout", groups.RolloutConfig),
     "scheduling": ("scheduling of rollouts", groups.SchedulingConfig),
+    "sglang": ("sglang", groups.SglangConfig),
     "reward": ("reward", groups.RewardConfig),
     "algorithm": ("algorithm", groups.AlgorithmConfig),
     "distillation": ("on-policy distillation", groups.DistillationConfig),

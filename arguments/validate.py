@@ -27,6 +27,7 @@ from arguments.groups import (
     ScheduleConfig,
     SchedulingConfig,
     ServerConfig,
+    SglangConfig,
 )
 from arguments.megatron import required_without_checkpoint
 from arguments.megatron_configs import Machine, resolve_transformer_impl
@@ -52,6 +53,7 @@ class Settings:
     eval_sets: tuple[EvalSet, ...]
     rollout: RolloutConfig
     scheduling: SchedulingConfig
+    sglang: SglangConfig
     reward: RewardConfig
     algorithm: AlgorithmConfig
     distillation: DistillationConfig

@@ -21,6 +21,7 @@ from arguments.validate_losses import LOSS_RULES, gmpo_needs_one_advantage, wide
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_scheduling import SCHEDULING_RULES
 from arguments.validate_server import only_the_server_has_these
+from arguments.validate_sglang import SGLANG_RULES
 from arguments.validate_supervised import SUPERVISED_RULES
 from slime_like.advantages.registry import advantage_estimators, compares_samples
 from slime_like.config import Problem, flag_name
@@ -261,7 +262,7 @@ RULES: tuple[Rule, ...] = (
     kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, offloading_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
     *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *LORA_RULES, *DISTILLATION_RULES,
     learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
-    prompts, renormalization_needs_truncation, reward_is_chosen, reward_is_usable, evaluation, *SCHEDULING_RULES, *FILE_RULES, only_the_server_has_these,
+    prompts, renormalization_needs_truncation, reward_is_chosen, reward_is_usable, evaluation, *SCHEDULING_RULES, *SGLANG_RULES, *FILE_RULES, only_the_server_has_these,
 )  # fmt: skip
 
 

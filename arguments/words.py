@@ -12,7 +12,16 @@ from typing import Any
 
 import yaml
 
-from arguments.aliases import ALIASES, DEPRECATED, NO_EFFECT, PRESETS, VALUES_NOT_IMPLEMENTED, not_implemented, without_skyrl_prefix
+from arguments.aliases import (
+    ALIASES,
+    DEPRECATED,
+    NO_EFFECT,
+    PASSED_ON,
+    PRESETS,
+    VALUES_NOT_IMPLEMENTED,
+    not_implemented,
+    without_skyrl_prefix,
+)
 from arguments.from_dataclass import Flag
 from arguments.table import GROUPS, FlagTable, normalise
 from slime_like.config import ConfigError, Problem, value_problem
@@ -61,6 +70,10 @@ def _set_words(typed: str, inline: str | None, following: list[str], table: Flag
     """Reads one flag; returns how many of the following words are its own."""
     if inline is not None and inline.lower() in _FALSE and without_skyrl_prefix(normalise(typed), table.spellings) in PRESETS:
         return 0  # switched off, as it is anyway
+    if (holder := passed_on(typed, table)) is not None:
+        own = following if inline is None else [inline]
+        _pass_on(holder, typed, True if not own else own[0] if len(own) == 1 else own, given)
+        return len(own) if inline is None else 0
     flag, switch = _resolve(typed, table, given)
     if flag is None:
         return len(following) if inline is None else 0
@@ -74,6 +87,20 @@ def _set_words(typed: str, inline: str | None, following: list[str], table: Flag
         return 0
     _store(flag, typed, own if flag.kind == "list" else own[0], given)
     return len(own) if inline is None else 0
+
+
+def passed_on(typed: str, table: FlagTable) -> str | None:
+    """The setting that collects flags like this one for another program; None for our own."""
+    name = normalise(typed)
+    if name in table.spellings or name in ALIASES or not_implemented(name) is not None:
+        return None
+    return next((holder for prefix, holder in PASSED_ON.items() if name.startswith(prefix)), None)
+
+
+def _pass_on(holder: str, typed: str, value: Any, given: Given) -> None:
+    prefix = next(prefix for prefix, name in PASSED_ON.items() if name == holder)
+    field_name = normalise(typed).removeprefix(prefix).replace("-", "_")
+    given.values[holder] = {**given.values.get(holder, {}), field_name: value}
 
 
 def _resolve(typed: str, table: FlagTable, given: Given) -> tuple[Flag | None, bool | None]:
@@ -212,7 +239,8 @@ def merge(run_file: Given, line: Given) -> Given:
     replaced = {partner for pair in EXCLUSIVE for name, partner in (pair, pair[::-1]) if name in line.values}
     kept = {name: value for name, value in run_file.values.items() if name not in replaced}
     problems, warnings = run_file.problems + line.problems, run_file.warnings + line.warnings
-    return Given(kept | line.values, problems, warnings, run_file.bad | line.bad)
+    collected = {name: {**kept[name], **line.values[name]} for name in PASSED_ON.values() if name in kept and name in line.values}
+    return Given(kept | line.values | collected, problems, warnings, run_file.bad | line.bad)
 
 
 def _read_section(section: Mapping[Any, Any], prefix: str, table: FlagTable, given: Given) -> None:
@@ -232,6 +260,10 @@ def _set_key(name: str, value: Any, table: FlagTable, given: Given) -> None:
     known = spelling is not None or name in NO_EFFECT or name in PRESETS or not_implemented(name) is not None
     if known and not usable and value in (None, False):
         return  # switched off, as it is anyway
+    if (holder := passed_on(name, table)) is not None:
+        if value is not None:
+            _pass_on(holder, name, value, given)
+        return
     flag, switch = _resolve(name, table, given)
     if flag is None or value is None:
         return

@@ -16,6 +16,7 @@ from slime_like.advantages import TokenEstimator, advantage_estimators
 from slime_like.batch_maker import BatchMaker
 from slime_like.data.prompts import PromptSource, load_eval_sets
 from slime_like.data.sft import answer_problem, sft_samples
+from slime_like.engines import WeightSync, make_engine
 from slime_like.errors import RunError
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.gates import SkippedStepGate, check_initial_kl, check_old_log_probs, check_old_values
@@ -33,8 +34,7 @@ from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.greedy import with_greedy_rewards
-from slime_like.rollout.local import LocalEngine
-from slime_like.rollout.metrics import failed_fraction, first_failure, rollout_metrics
+from slime_like.rollout.metrics import engine_troubles, failed_fraction, first_failure, rollout_metrics
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.slime_samples import slime_args
 from slime_like.run_checkpoints import RunCheckpoints
@@ -76,6 +76,7 @@ class Trainer:
         self.collector = self._make_collector()
         self.ahead = self._make_ahead()
         self.evaluator: Evaluator | None = None
+        self.weight_sync = None if self.rollouter is None else WeightSync(run, self.backend, self.rollouter.engine, self.progress)
         if run.eval.eval_interval is not None and self.rollouter is not None:
             flag = "--eval-config" if run.eval.eval_config is not None else "--eval-prompt-data"
             prompts, eval_notes = load_eval_sets(run.eval_sets, run.data, self.tokenizer, flag=flag, answer_check=gradable)
@@ -163,13 +164,16 @@ class Trainer:
         check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
         recorded = run.debug.load_debug_rollout_data is not None  # under weight versions of another run
         metrics = {} if self.is_sft else rollout_metrics(samples, None if recorded else self.weight_version) | collected
+        if self.rollouter is not None and not self.is_sft:
+            metrics |= self.rollouter.engine.take_metrics()
+            self.rollouter.engine.release_memory()
         if run.debug.save_debug_rollout_data and self.layout.rank == 0:
             save_rollout(run.debug.save_debug_rollout_data, step, groups)
         failed = 0.0 if self.is_sft else failed_fraction(samples)
         if failed > run.gates.max_failed_samples:
             raise RunError(
                 f"rollout {step}: {failed:.1%} of the samples have no usable response or reward, more than --max-failed-samples "
-                f"{run.gates.max_failed_samples:g}; the first: {first_failure(samples)}"
+                f"{run.gates.max_failed_samples:g}; the first: {first_failure(samples)}{engine_troubles(metrics)}"
             )
         if failed:
             self._warn(
@@ -289,10 +293,8 @@ class Trainer:
 
     def _sync_weights(self) -> None:
         """Hand the policy's weights to the engine, unless it has them."""
-        if self.rollouter is None or self.rollouter.engine.weight_version == self.weight_version:
-            return
-        with self.progress.phase("sync"):
-            self.rollouter.engine.update_weights(self.backend.export_weights(), self.weight_version)
+        if self.weight_sync is not None:
+            self.weight_sync.hand_over(self.weight_version)
 
     def _evaluate(self) -> dict[str, float]:
         assert self.evaluator is not None
@@ -338,16 +340,7 @@ class Trainer:
         run = self.run_config
         if run.debug.debug_train_only or (self.is_sft and run.eval.eval_interval is None):
             return None
-        assert run.model.hf_checkpoint is not None
-        device = self.backend.device
-        engine = LocalEngine(
-            run.model.hf_checkpoint,
-            self.tokenizer,
-            local_batch_size=run.rollout.rollout_local_batch_size,
-            device=device,
-            dtype=run.megatron.transformer.params_dtype,
-            trust_remote_code=run.model.trust_remote_code,
-        )
+        engine = make_engine(run, self.layout.rank, self.backend.device, self.tokenizer, self.output_dir, self.progress.message)
         config = run.scheduling
         path = config.custom_generate_function_path
         custom = None if path is None else CustomGenerate(path, slime_args(run), timeout_s=config.custom_generate_timeout_s)

@@ -13,6 +13,7 @@ from arguments.groups.parallel import ParallelConfig
 from arguments.groups.rollout import RewardConfig, RolloutConfig
 from arguments.groups.scheduling import SchedulingConfig
 from arguments.groups.server import ServerConfig
+from arguments.groups.sglang import SglangConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -33,4 +34,5 @@ __all__ = [
     "ScheduleConfig",
     "SchedulingConfig",
     "ServerConfig",
+    "SglangConfig",
 ]

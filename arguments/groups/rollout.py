@@ -15,7 +15,9 @@ class RolloutConfig:
     num_epoch: int | None = arg(None, "Passes over the prompts, in place of --num-rollout.", legal=POSITIVE)
     rollout_batch_size: int = arg(32, "Prompts in each rollout.", legal=AT_LEAST_ONE)
     n_samples_per_prompt: int = arg(8, "Responses to each prompt: the group of GRPO.", legal=AT_LEAST_ONE)
-    rollout_engine: str = arg("local", "local: transformers' generation inside each training rank.", choices=("local",))
+    rollout_engine: str = arg(
+        "local", "local: transformers' generation inside each training rank. sglang: SGLang servers.", choices=("local", "sglang")
+    )
     rollout_max_response_len: int = arg(128, "Longest response, in tokens.", legal=AT_LEAST_ONE)
     rollout_temperature: float = arg(1.0, "Sampling temperature; the trainer's log-probs use the same.", legal=POSITIVE)
     rollout_top_p: float = arg(1.0, "Nucleus sampling: smallest set of tokens with this probability.", legal=UNIT_OPEN_LOW)

@@ -47,7 +47,7 @@ def save_hf(
     error: Exception | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            _write(Path(folder), stream, Path(config_source_folder), max_shard_bytes)
+            write_hf(Path(folder), stream, Path(config_source_folder), max_shard_bytes)
         except (OSError, ValueError, RuntimeError) as caught:
             error = caught
     for _ in stream:  # the rest on rank 0 after an error, all of it elsewhere: the collectives must go on together
@@ -64,7 +64,8 @@ def _raise_on_every_rank(error: Exception | None) -> None:
         raise (ValueError if users_fault else RunError)(message) from error
 
 
-def _write(folder: Path, stream: Iterator[tuple[str, Tensor]], source: Path, max_shard_bytes: int) -> None:
+def write_hf(folder: Path, stream: Iterator[tuple[str, Tensor]], source: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+    """Rank 0's part of `save_hf`, which raises its errors here: the other ranks take their tensors of the stream meanwhile."""
     check_folders(folder, source)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     temporary.mkdir(parents=True)

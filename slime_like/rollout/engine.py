@@ -126,7 +126,16 @@ class RolloutEngine(Protocol):
         ...
 
     def check_health(self) -> None:
-        """Raises RunError when the engine cannot serve any more."""
+        """A collective, before a rollout. `weight_version` is -1 after it where the engine needs the weights again. Raises RunError when the
+        engine cannot serve any more."""
+        ...
+
+    def release_memory(self) -> None:
+        """Before training: give up what the GPUs of the trainer are needed for. `update_weights` takes it back."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Numbers about requests and weight updates since the last call; rank 0's are logged."""
         ...
 
     def close(self) -> None: ...

@@ -117,6 +117,12 @@ class LocalEngine:
     def check_health(self) -> None:
         """It lives as long as this process."""
 
+    def release_memory(self) -> None:
+        """Its weights stay: they are small, or there is no GPU."""
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         """Free the weights; the engine generates no more."""
         self._weights_complete = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,12 @@ def first_failure(samples: Sequence[Sample]) -> str:
     if sample.status == SampleStatus.ABORTED:
         return f"sample {sample.sample_id}: the engine gave it up" + (f": {why}" if (why := sample.metadata.get("failure")) else "")
     return f"sample {sample.sample_id}: {sample.metadata.get('failure', f'its reward is {sample.reward}')}"
+
+
+def engine_troubles(metrics: Mapping[str, float]) -> str:
+    """What became of requests to servers, for the end of a message; nothing where all went well."""
+    counts = [f"{name.removeprefix('engine/')} {value:g}" for name, value in metrics.items() if name.startswith("engine/") and value]
+    return f" (requests to the engines: {', '.join(counts)})" if counts else ""
 
 
 def rollout_metrics(samples: Sequence[Sample], weight_version: int | None = None) -> dict[str, float]:

@@ -117,9 +117,9 @@ def test_all_problems_are_collected() -> None:
 
 
 SLIME_FLAGS_NOT_HERE = """
---sglang-mem-fraction-static --rollout-num-gpus --colocate --critic-num-nodes
---dynamic-sampling-filter-path --moe-enable-deepep --custom-generate-function-path
---rollout-function-path --lora-dropout --use-wandb --actor-num-nodes --over-sampling-batch-size --partial-rollout
+--critic-num-nodes
+--moe-enable-deepep --custom-generate-function-path
+--rollout-function-path --lora-dropout --use-wandb --actor-num-nodes
 --moe-shared-expert-overlap --fp8-format --update-weight-mode --group-rm --multimodal-keys --ref-update-interval
 --mtp-num-layers --enable-mtp-training --optimizer-cpu-offload --use-precision-aware-optimizer --eval-config
 --critic-train-only --only-train-params-name-list
@@ -136,7 +136,7 @@ def test_known_flags_of_peers_are_refused_by_name(typed: str) -> None:
 @pytest.mark.parametrize(
     ("dest", "flag", "value"),
     [("rm_type", "--rm-type", "deepscaler"),
-     ("optimizer", "--optimizer", "muon"), ("rollout_engine", "--rollout-engine", "sglang")],
+     ("optimizer", "--optimizer", "muon"), ("rollout_engine", "--rollout-engine", "vllm")],
 )  # fmt: skip
 def test_known_values_of_peers_are_refused_by_name(dest: str, flag: str, value: str) -> None:
     given = read(flag, value)
@@ -195,7 +195,7 @@ rope_scaling_factor: null
 algorithm:
   policy_loss_type: sapo
   sapo: {tau_pos: 1.5}
-colocate: false
+offload: false
 """,
     )
     assert not given.problems

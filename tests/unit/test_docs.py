@@ -25,12 +25,11 @@ PAGES = sorted(ENGLISH.rglob("*.md"))
 PAIRS = [(ROOT / "README.md", ROOT / "README_zh.md"), *((page, CHINESE / page.relative_to(ENGLISH)) for page in PAGES)]
 # Flags of other programs that the documents and scripts call
 FOREIGN = {
-    "pip": "--constraint --no-build-isolation --editable --quiet --upgrade",
+    "pip": "--constraint --no-build-isolation --editable --quiet --upgrade --no-deps --requirement",
     "torchrun": "--nproc-per-node --nnodes --node-rank --master-addr --master-port --standalone",
     "slurm": "--nodes --gpus-per-node --ntasks-per-node --signal --job-name --output --kill-on-bad-exit --export --ntasks --relative --requeue --open-mode"
     " --batch --rdzv-conf",
-    "sglang.launch_server": "--model-path --host --port --tp-size",
-    "until the SGLang engine is here": "--rollout-external-engine-addrs",
+    "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend",
     "tensorboard": "--logdir",
 }
 OTHERS = {flag for flags in FOREIGN.values() for flag in flags.split()}

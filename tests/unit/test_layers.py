@@ -31,6 +31,8 @@ LAYERS = (
     ("arguments",),
     ("slime_like.data", "slime_like.convert", "slime_like.megatron_backend", "slime_like.rollout"),
     ("slime_like.batch_maker", "slime_like.critic_batches", "slime_like.run_checkpoints"),
+    ("slime_like.weight_check",),
+    ("slime_like.engines",),
     ("slime_like.trainer",),
     ("slime_like.launcher", "train"),
     ("slime_like.server", "scripts"),

@@ -1,0 +1,50 @@
+"""What an interpreter has of SGLang, found out without importing it: importing costs seconds, and on another machine needs a GPU."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+_FIND = "import importlib.util as u; print(*(s.origin if (s := u.find_spec(n)) and s.origin else '-' for n in ('sglang', 'sglang_router')), sep='\\n')"
+
+
+@cache
+def packages_of(python: str) -> tuple[Path | None, Path | None]:
+    """Folders of sglang and sglang_router as the interpreter `python` finds them. Raises OSError when it cannot be run."""
+    done = subprocess.run([python, "-c", _FIND], capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        raise OSError(f"it ends with status {done.returncode}: {done.stderr.strip()[-200:]}")
+    first, second = done.stdout.split("\n")[:2]
+    return tuple(None if origin == "-" else Path(origin).parent for origin in (first, second))  # type: ignore[return-value]
+
+
+def interpreter(sglang_python: str | None) -> str:
+    return sglang_python or sys.executable
+
+
+def fields_of(files: list[Path]) -> set[str]:
+    """Annotated names in the classes of these files: the fields of dataclasses."""
+    found = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
+    return found
+
+
+def server_fields(sglang: Path) -> set[str]:
+    """Names of the fields of ServerArgs, which newer versions keep in several files."""
+    return fields_of([sglang / "srt" / "server_args.py", *sorted((sglang / "srt" / "arg_groups" / "fields").glob("*.py"))])
+
+
+def router_fields(router: Path) -> set[str]:
+    return fields_of([router / "router_args.py"])
+
+
+def nearest(name: str, known: set[str]) -> str | None:
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return found[0] if found else None

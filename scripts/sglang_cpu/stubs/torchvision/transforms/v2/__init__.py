@@ -1,0 +1,10 @@
+from torchvision import Missing
+
+
+def __getattr__(name: str) -> Missing:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Missing()
+
+
+from torchvision.transforms.v2 import functional  # noqa: E402, F401

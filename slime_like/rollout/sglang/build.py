@@ -1,0 +1,131 @@
+"""The engine that a run's settings describe: servers found or started, the router, and what they are asked with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arguments.groups import SglangConfig
+from arguments.run_config import RunConfig
+from arguments.sglang_install import interpreter, packages_of
+from arguments.validate_sglang import engine_url
+from slime_like.errors import RunError
+from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
+from slime_like.rollout.sglang.http import Deadlines, RequestFailed, Retries
+from slime_like.rollout.sglang.processes import Launch, free_ports, gpus_of_engines, router_command, server_command, server_settings
+from slime_like.rollout.sglang.router import Router
+from slime_like.rollout.sglang.weight_update import UpdateSettings, WeightUpdater
+
+LOOPBACK = "127.0.0.1"
+Tell = Callable[[str], None]
+
+
+def make_sglang_engine(run: RunConfig, *, rank: int, device: torch.device, output_dir: Path, tell: Tell) -> SglangEngine:
+    """A collective. Rank 0 starts what is to be started and waits until it answers; what these processes print is in `output_dir`/engines.
+    Raises RunError on every rank when it does not."""
+    assert run.model.hf_checkpoint is not None
+    fleet, updater, error = None, None, None
+    settings = update_settings(run.sglang)
+    if rank == 0:
+        try:
+            fleet = start_fleet(run, device=device, logs=output_dir / "engines", tell=tell)
+            updater = WeightUpdater(fleet, settings, run.model.hf_checkpoint, device)
+        except (RunError, OSError) as caught:
+            error = caught
+    engine = SglangEngine(
+        fleet, updater, request_settings(run.sglang), run.model.hf_checkpoint, check_updates=run.sglang.check_weight_update_equal,
+        colocated=run.sglang.colocate,
+    )  # fmt: skip
+    engine.agree(True, error)
+    return engine
+
+
+def start_fleet(run: RunConfig, *, device: torch.device, logs: Path, tell: Tell) -> Fleet:
+    """All servers answer when it returns; none got weights yet."""
+    config = run.sglang
+    router = make_router(config, logs, tell)
+    fleet = None
+    try:
+        addresses = [engine_url(address) for address in config.rollout_external_engine_addrs or []]
+        if router is not None and config.sglang_router_ip is not None:
+            router.start(config.rollout_health_check_first_wait)
+            addresses = addresses or workers_of(router)
+        health = HealthSettings(
+            config.rollout_health_check_interval, config.rollout_health_check_timeout, config.rollout_health_check_first_wait
+        )
+        launches = engine_launches(run, device=device, logs=logs) if config.rollout_num_gpus is not None else []
+        fleet = Fleet(addresses, launches, router, health, config.rollout_connect_timeout_s, tell)
+        if router is not None and config.sglang_router_ip is None:
+            router.start(config.rollout_health_check_first_wait)
+        fleet.start()
+        return fleet
+    except BaseException:
+        if fleet is not None:
+            fleet.close()
+        elif router is not None:
+            router.close()
+        raise
+
+
+def workers_of(router: Router) -> list[str]:
+    try:
+        workers = list(router.workers())
+    except RequestFailed as failure:
+        raise RunError(str(failure)) from None
+    if not workers:
+        raise RunError(f"the router {router.url} has no workers; name the servers with --rollout-external-engine-addrs")
+    return workers
+
+
+def make_router(config: SglangConfig, logs: Path, tell: Tell) -> Router | None:
+    if config.no_sglang_router:
+        return None
+    if config.sglang_router_ip is not None:
+        return Router(f"http://{config.sglang_router_ip}:{config.sglang_router_port}", None, config.rollout_connect_timeout_s, tell)
+    python = interpreter(config.sglang_python) if packages_of(interpreter(config.sglang_python))[1] is not None else interpreter(None)
+    port, metrics_port = free_ports(2)
+    ours = {
+        "host": LOOPBACK, "port": port, "prometheus_host": LOOPBACK, "prometheus_port": metrics_port, "log_level": "warn",
+        "request_timeout_secs": int(config.rollout_request_timeout_s) + 1, "retry_max_retries": 2, "health_check_interval_secs": 5,
+    }  # fmt: skip
+    command = router_command(python, ours | (config.sglang_router_flags or {}))
+    return Router(f"http://{LOOPBACK}:{port}", Launch(command, logs / "router.log"), config.rollout_connect_timeout_s, tell)
+
+
+def engine_launches(run: RunConfig, *, device: torch.device, logs: Path) -> list[tuple[str, Launch]]:
+    config = run.sglang
+    assert config.rollout_num_gpus is not None and run.model.hf_checkpoint is not None
+    per_engine = config.rollout_num_gpus_per_engine
+    count = config.rollout_num_gpus // per_engine
+    gpus = gpus_of_engines(count, per_engine, trainers_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), colocate=config.colocate)
+    launches = []
+    for number, (port, base_gpu) in enumerate(zip(free_ports(count), gpus, strict=True)):
+        settings: dict[str, Any] = server_settings(
+            model=run.model.hf_checkpoint, port=port, host=LOOPBACK, gpus=per_engine, base_gpu=base_gpu,
+            dtype=str(run.megatron.transformer.params_dtype).removeprefix("torch."), cuda=device.type == "cuda",
+            memory_saver=config.colocate, given=config.sglang_server_flags or {},
+        )  # fmt: skip
+        command = server_command(interpreter(config.sglang_python), settings)
+        launches.append((f"http://{LOOPBACK}:{port}", Launch(command, logs / f"engine-{number}.log")))
+    return launches
+
+
+def request_settings(config: SglangConfig) -> RequestSettings:
+    deadlines = Deadlines(config.rollout_connect_timeout_s, config.rollout_read_timeout_s, config.rollout_request_timeout_s)
+    return RequestSettings(deadlines, Retries(attempts=config.rollout_request_attempts), config.sglang_server_concurrency)
+
+
+def update_settings(config: SglangConfig) -> UpdateSettings:
+    assert config.update_weight_transport in ("broadcast", "disk", "cuda_ipc")
+    return UpdateSettings(
+        transport=config.update_weight_transport,  # type: ignore[arg-type]
+        buffer_bytes=config.update_weight_buffer_size,
+        timeout_s=config.update_weight_timeout_s,
+        disk_dir=config.update_weight_disk_dir,
+        keep_files=config.update_weight_disk_keep_files,
+    )

@@ -1,0 +1,376 @@
+"""SGLang servers as a rollout engine: rank 0 talks to them for all ranks; the others take part in handing over weights."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.errors import RunError
+from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.sglang.answers import BadAnswer, Refused, generation_body, read_generation
+from slime_like.rollout.sglang.fleet import Fleet, Worker
+from slime_like.rollout.sglang.http import Deadlines, RequestFailed, Retries, post_once, with_retries
+from slime_like.rollout.sglang.manifest import compare_with_checkpoint
+from slime_like.rollout.sglang.weight_update import CONTROL_S, UpdateIncomplete, WeightUpdater
+
+LOOK_S = 0.1  # between two looks for a server that may answer
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """concurrency: requests on their way together, per server."""
+
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    retries: Retries = field(default_factory=Retries)
+    concurrency: int = 512
+
+
+class SglangEngine:
+    """`RolloutEngine` over HTTP. fleet, updater: on rank 0 only, where they are made before this; None elsewhere."""
+
+    def __init__(
+        self, fleet: Fleet | None, updater: WeightUpdater | None, requests: RequestSettings, hf_checkpoint: str, *,
+        check_updates: bool, colocated: bool = False,
+    ) -> None:  # fmt: skip
+        self.weight_version = -1
+        self.serves_all_ranks = True
+        self.fleet = fleet
+        self._updater = updater
+        self._requests = requests
+        self._hf_checkpoint = hf_checkpoint
+        self._check_updates = check_updates
+        self._colocated = colocated
+        self._released = False
+        self._numbers = itertools.count()
+        self._run = f"{os.getpid():x}-{time.time_ns():x}"
+        self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(1)
+        self._pending: dict[str, int] = {}  # request id -> sample id
+        self._abort_asked: set[str] = set()
+        self._paused = False
+        self._counts: Counter[str] = Counter()
+        self._metrics: dict[str, float] = {}
+
+    # --- requests
+
+    def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GenerateOutput]:
+        async def all_of_them() -> list[GenerateOutput]:
+            try:
+                return await asyncio.gather(*(self.generate_one(request, sampling) for request in requests))
+            finally:
+                await self._leave_loop()
+
+        return asyncio.run(all_of_them())
+
+    async def generate_one(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
+        assert self.fleet is not None, "rank 0 asks for all"
+        if self.weight_version < 0:
+            raise RuntimeError("the engines have no complete weights: the first or latest update_weights did not succeed")
+        if not request.prompt_tokens:
+            raise ValueError(f"sample {request.sample_id}: the prompt is empty")
+        client = self._client_here()
+        rid = f"{self._run}-{request.sample_id}-{next(self._numbers)}"
+        self._pending[rid] = request.sample_id
+        try:
+            async with self._slots:
+                return await self._ask(client, request, sampling, rid)
+        except (RequestFailed, BadAnswer) as failure:
+            kind = failure.kind if isinstance(failure, RequestFailed) else "bad_answer"
+            self._counts["dropped" if isinstance(failure, RequestFailed) else "rejected"] += 1
+            if isinstance(failure, BadAnswer):
+                self._counts[kind] += 1
+            return GenerateOutput(request.sample_id, (), (), "abort", (), failure=f"request {rid}: {failure}")
+        finally:
+            self._pending.pop(rid, None)
+            self._abort_asked.discard(rid)
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        if self.fleet is None:
+            return
+        rids = [rid for rid, sample_id in self._pending.items() if sample_ids is None or sample_id in sample_ids]
+        self._abort_asked.update(rids)
+        client = self._client_here()
+
+        async def tell(worker: Worker, rid: str) -> None:
+            try:
+                await client.post(f"{worker.url}/abort_request", json={"rid": rid}, timeout=CONTROL_S)
+            except httpx.HTTPError as error:  # a server that is gone has aborted it
+                self._counts[f"abort_{type(error).__name__}"] += 1
+
+        await asyncio.gather(*(tell(worker, rid) for worker in self.fleet.alive() for rid in rids))
+
+    async def _ask(self, client: httpx.AsyncClient, request: GenerateRequest, sampling: SamplingParams, rid: str) -> GenerateOutput:
+        avoid: set[str] = set()
+
+        async def attempt(number: int) -> GenerateOutput:
+            if rid in self._abort_asked:
+                return GenerateOutput(request.sample_id, (), (), "abort", ())
+            this_rid = rid if number == 1 else f"{rid}-{number}"
+            self._pending[this_rid] = request.sample_id
+            try:
+                answer = await self._post(client, generation_body(request, sampling, this_rid), avoid)
+                try:
+                    return read_generation(answer, request, sampling, this_rid)
+                except Refused as refused:
+                    raise RequestFailed(f"refused_{refused.status}", str(refused), again=refused.status >= 500) from None
+            finally:
+                if this_rid != rid:
+                    del self._pending[this_rid]
+                    self._abort_asked.discard(this_rid)
+
+        output: GenerateOutput = await with_retries(attempt, self._requests.retries, self._counts)
+        return output
+
+    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any], avoid: set[str]) -> Any:
+        """Through the router, or to the server with the fewest requests of ours."""
+        assert self.fleet is not None
+        url, worker = await self._target(avoid)
+        task = asyncio.current_task()
+        assert task is not None
+        if worker is not None:
+            with self.fleet.lock:
+                worker.in_flight.add(task)
+        try:
+            return await post_once(client, f"{url}/generate", body, self._requests.deadlines)
+        except RequestFailed as failure:
+            avoid.add(url)
+            if worker is not None and failure.server_gone:
+                worker.strikes += 1
+            raise
+        except asyncio.CancelledError as cancelled:
+            if "evicted" not in cancelled.args:
+                raise
+            task.uncancel()
+            raise RequestFailed("evicted", f"{url}: the server was taken out while it worked on this", again=True) from None
+        finally:
+            if worker is not None:
+                with self.fleet.lock:
+                    worker.in_flight.discard(task)
+
+    async def _target(self, avoid: set[str]) -> tuple[str, Worker | None]:
+        """Waits for a server that may answer, as long as one may come back."""
+        assert self.fleet is not None
+        deadline = time.monotonic() + self._requests.deadlines.total_s
+        while not (ready := self.fleet.ready()):
+            if not self.fleet.may_recover() or time.monotonic() > deadline:
+                raise RequestFailed("no_engine", "no engine with the current weights is left", again=False)
+            await asyncio.sleep(LOOK_S)
+        if self.fleet.router is not None:
+            return self.fleet.router.url, None
+        worker = min(ready, key=lambda w: (w.url in avoid, len(w.in_flight)))
+        return worker.url, worker
+
+    def _client_here(self) -> httpx.AsyncClient:
+        """The connections of this event loop; those of one that has ended are of no use."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            assert self.fleet is not None
+            limit = self._requests.concurrency * max(1, len(self.fleet.workers))
+            self._client = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=limit))
+            self._loop, self._slots = loop, asyncio.Semaphore(limit)
+        return self._client
+
+    async def _leave_loop(self) -> None:
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            await self._client.aclose()
+            self._client = None
+
+    # --- weights
+
+    def pause(self) -> None:
+        """Requests stay at the servers, retracted: what they computed with the old weights is computed again after `resume`."""
+        self._paused = True
+        self._tell_all("/pause_generation", {"mode": "retract"})
+
+    def resume(self) -> None:
+        self._paused = False
+        self._tell_all("/continue_generation", {})
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """See `RolloutEngine`. When a server fails in the middle, it is evicted and `weight_version` is -1 afterwards: call again for the others.
+        Raises RunError when none is left, or when what was sent is not what --hf-checkpoint has."""
+        self.weight_version = -1
+        done = False
+        error: Exception | None = None
+        self.resume_memory()
+        if self.fleet is not None:
+            try:
+                done = self._update(weights, version)
+            except (RunError, ValueError, OSError) as caught:
+                error = caught
+        for _ in weights:  # the stream is a collective: all ranks take it to its end
+            pass
+        done = self.agree(done, error)
+        if done:
+            self.weight_version = version
+
+    def _update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> bool:
+        assert self.fleet is not None and self._updater is not None
+        was_paused = self._paused
+        with self.fleet.lock:
+            for worker in self.fleet.workers:
+                worker.version = None
+        self.pause()
+        first = not self._metrics
+        if first and self._check_updates:
+            self._tell_all("/weights_checker", {"action": "reset_tensors"})
+        try:
+            sent = self._updater.update(weights, version)
+        except UpdateIncomplete as incomplete:
+            self.fleet.tell(f"warning: weights of version {version} did not reach every engine: {incomplete}")
+            return False  # still paused: nobody may go on with half of the weights
+        compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
+        workers = self._check_versions(sent.workers, version)
+        if first or self._check_updates:
+            self._check_alike(workers)
+        if not was_paused:
+            self.resume()
+        self.fleet.version = version
+        for worker in workers:
+            self.fleet.has_weights(worker, version)
+        self._metrics |= {"engine/weight_update_gb": sent.nbytes / 1e9, "engine/weight_update_gb_per_s": sent.nbytes / 1e9 / sent.seconds}
+        self._metrics["engine/weight_update_s"] = sent.seconds
+        return True
+
+    def _check_versions(self, workers: Sequence[Worker], version: int) -> list[Worker]:
+        """Those that answer. Raises RunError for one that says that it has other weights."""
+        assert self.fleet is not None
+        answering = []
+        for worker in workers:
+            try:
+                info: Any = self.fleet.call(worker, "/model_info", timeout_s=CONTROL_S, method="GET")
+            except RequestFailed as failure:
+                self.fleet.evict(worker, str(failure))
+                continue
+            if info.get("weight_version") != str(version):
+                raise RunError(
+                    f"the engine {worker.url} has weights of version {info.get('weight_version')!r} after an update to {version}; does another run use it?"
+                )
+            answering.append(worker)
+        if not answering:
+            raise RunError(f"no engine is left after the update to version {version}")
+        return answering
+
+    def _check_alike(self, workers: Sequence[Worker]) -> None:
+        """All servers of one shape have the same weights, by their own checksums. A server without the call is left out."""
+        assert self.fleet is not None
+        found: dict[tuple[str, ...], dict[str, str]] = {}
+        for worker in workers:
+            try:
+                answer: Any = self.fleet.call(worker, "/weights_checker", {"action": "checksum"}, timeout_s=10 * CONTROL_S)
+                sums = {f"{i}/{name}": value for i, rank in enumerate(answer["ranks"]) for name, value in rank["checksums"].items()}
+            except (RequestFailed, KeyError, TypeError, AttributeError) as failure:
+                self.fleet.tell(f"warning: the engine {worker.url} gives no checksums of its weights: {failure}")
+                continue
+            other = found.setdefault(tuple(sorted(sums)), sums)
+            different = [name for name in sums if sums[name] != other[name]]
+            if different:
+                raise RunError(
+                    f"the engine {worker.url} has other weights than the first engine after the same update: {', '.join(different[:8])}"
+                )
+
+    def _tell_all(self, path: str, body: dict[str, Any]) -> None:
+        if self.fleet is None:
+            return
+        for worker in self.fleet.alive():
+            try:
+                self.fleet.call(worker, path, body, timeout_s=CONTROL_S)
+            except RequestFailed as failure:
+                self.fleet.evict(worker, str(failure))
+
+    def probe(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[tuple[str, list[GenerateOutput]]]:
+        """On rank 0: what every server answers, by its address. Raises RunError when one does not."""
+        assert self.fleet is not None
+        workers = self.fleet.ready()
+
+        async def ask() -> list[list[GenerateOutput]]:
+            async with httpx.AsyncClient(trust_env=False) as client:
+
+                async def one(worker: Worker, request: GenerateRequest) -> GenerateOutput:
+                    rid = f"{self._run}-probe-{next(self._numbers)}"
+                    body = generation_body(request, sampling, rid)
+                    return read_generation(
+                        await post_once(client, f"{worker.url}/generate", body, self._requests.deadlines), request, sampling, rid
+                    )
+
+                return [list(await asyncio.gather(*(one(worker, request) for request in requests))) for worker in workers]
+
+        try:
+            answers = asyncio.run(ask())
+        except (RequestFailed, BadAnswer, Refused) as failure:
+            raise RunError(f"an engine does not answer after a weight update: {failure}") from None
+        return [(worker.url, outputs) for worker, outputs in zip(workers, answers, strict=True)]
+
+    # --- GPUs shared with the trainer
+
+    def release_memory(self) -> None:
+        """Before training: the servers give up weights and KV cache on the GPUs that they share with the trainer."""
+        if self._colocated and not self._released:
+            self._tell_all("/release_memory_occupation", {})
+            self._released = True
+            self.weight_version = -1
+
+    def resume_memory(self) -> None:
+        """Before new weights: they get it back. The weights are gone, so that an update has to follow."""
+        if self._colocated and self._released:
+            self._tell_all("/resume_memory_occupation", {})
+            self._released = False
+
+    # --- health
+
+    def check_health(self) -> None:
+        """A collective. After it `weight_version` is -1 where a server that answers lacks the current weights. Raises RunError when none answers
+        and none may come back in time."""
+        stale = False
+        error: Exception | None = None
+        if self.fleet is not None:
+            deadline = time.monotonic() + self.fleet.health.start_s
+            while not self.fleet.alive() and any(w.process is not None for w in self.fleet.workers) and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+            alive = self.fleet.alive()
+            if not alive:
+                error = RunError(f"no engine answers any more: {', '.join(w.url for w in self.fleet.workers)}")
+            stale = any(worker.version != self.weight_version for worker in alive)
+        if self.agree(stale, error):
+            self.weight_version = -1
+
+    def take_metrics(self) -> dict[str, float]:
+        """Numbers since the last call, on rank 0: of requests by what became of them, and of the latest weight update."""
+        counts = {f"engine/{name}": float(value) for name, value in self._counts.items()}
+        counts |= {
+            f"engine/{name}": 0.0 for name in ("retries", "dropped", "rejected") if self.fleet is not None and name not in self._counts
+        }
+        if self.fleet is not None:
+            counts["engine/ready"] = float(len(self.fleet.ready()))
+            counts["engine/evictions"] = float(self.fleet.evictions)
+        metrics, self._counts = {**self._metrics, **counts}, Counter()
+        return metrics
+
+    def close(self) -> None:
+        if self._updater is not None:
+            self._updater.close()
+            self._updater = None
+        if self.fleet is not None:
+            self.fleet.close()
+            self.fleet = None
+
+    def agree(self, flag: bool, error: Exception | None) -> bool:
+        """Rank 0's flag on all ranks; its error is raised on all."""
+        told: list[Any] = [(flag, None if error is None else str(error))]
+        if dist.is_initialized():
+            dist.broadcast_object_list(told, src=0)
+        flag, words = told[0]
+        if words is not None:
+            raise error if isinstance(error, RunError) else RunError(words)
+        return bool(flag)

@@ -1,0 +1,73 @@
+"""Runs a command, and ends it and all that it started as soon as the process that asked for it is gone, however that ended.
+
+    python keeper.py PARENT_PID command word ...
+
+The command gets a session of its own. The keeper's exit status is the command's. Plain Python without imports of the project: it starts in
+milliseconds and holds little memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+LOOK_S = 0.25
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
+
+
+def die_with_parent() -> None:
+    """In the child, before it becomes the command: killed when the keeper is killed."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that are not dead yet. What a server starts may have left its process group, and not its session."""
+    found = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                    state, _, _, owner = file.read().rpartition(")")[2].split()[:4]
+                if int(owner) == session and state not in "ZX":
+                    found.append(int(name))
+    return found
+
+
+def signal_all(session: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, number)
+    for pid in members(session):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    signal_all(child.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline and (child.poll() is None or members(child.pid)):
+        time.sleep(0.05)
+    signal_all(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def main() -> int:
+    parent = int(sys.argv[1])
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the trainer, which ends its servers
+    child = subprocess.Popen(sys.argv[2:], start_new_session=True, preexec_fn=die_with_parent)
+    while child.poll() is None and not stopped and os.getppid() == parent:
+        time.sleep(LOOK_S)
+    end(child)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Servers that this run starts: their command lines, ports and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KEEPER = Path(__file__).with_name("keeper.py")
+END_S = 6.0  # for a keeper to end its server
+# On a machine without a GPU; a --sglang flag of the user's replaces its entry.
+CPU_SETTINGS: Mapping[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,
+    "max_total_tokens": 20000,  # of the KV cache; SGLang asks for a share of the memory otherwise
+    "max_running_requests": 64,
+}
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports that nobody listens on now, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind((host, 0))
+        return [int(s.getsockname()[1]) for s in sockets]
+
+
+def command_words(settings: Mapping[str, Any]) -> list[str]:
+    """{"tp_size": 2, "sleep_on_idle": True} -> --tp-size 2 --sleep-on-idle. None and False are left out."""
+    words: list[str] = []
+    for name, value in settings.items():
+        if value is None or value is False:
+            continue
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+    return words
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start one server, again if need be. log: its output is appended there."""
+
+    command: tuple[str, ...]
+    log: Path
+
+
+class ServerProcess:
+    """A server under a keeper."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        launch.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(launch.log, "ab") as log:
+            self._keeper = subprocess.Popen(
+                [sys.executable, "-S", "-E", str(KEEPER), str(os.getpid()), *launch.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=clean_environment(),
+                start_new_session=True,
+            )
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs."""
+        return self._keeper.poll()
+
+    def last_words(self, characters: int = 600) -> str:
+        """The end of its output."""
+        try:
+            return self.launch.log.read_text(encoding="utf-8", errors="replace")[-characters:].strip()
+        except OSError:
+            return ""
+
+    def end(self) -> None:
+        """Returns when it and what it started are gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._keeper.pid, signal.SIGTERM)
+        try:
+            self._keeper.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+
+
+def clean_environment() -> dict[str, str]:
+    """Without what torchrun tells a rank: a server has process groups of its own. A variable for the trainer's modules is left out too."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "ROLE_RANK")
+    return {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("TORCHELASTIC_")}
+
+
+def server_command(python: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return (python, "-m", "sglang.launch_server", *command_words(settings))
+
+
+def router_command(python: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return (python, "-m", "sglang_router.launch_router", *command_words(settings))
+
+
+def server_settings(
+    *, model: str, port: int, host: str, gpus: int, base_gpu: int, dtype: str, cuda: bool, memory_saver: bool, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Of one server. given: the user's --sglang flags, which come last and replace ours."""
+    ours: dict[str, Any] = {"model_path": model, "host": host, "port": port, "tp_size": gpus, "dtype": dtype, "trust_remote_code": False}
+    ours |= {"base_gpu_id": base_gpu, "enable_memory_saver": memory_saver} if cuda else dict(CPU_SETTINGS)
+    return ours | dict(given)
+
+
+def gpus_of_engines(count: int, per_engine: int, *, trainers_here: int, colocate: bool) -> Sequence[int]:
+    """The first GPU of each engine: the trainer's own ones, or those behind them."""
+    first = 0 if colocate else trainers_here
+    return [first + i * per_engine for i in range(count)]

@@ -1,0 +1,237 @@
+"""New weights for all servers: bracketed, bounded, versioned, over one of three ways."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from slime_like.convert.save import write_hf
+from slime_like.errors import RunError
+from slime_like.rollout.sglang.broadcast import BroadcastFailed, BroadcastGroup
+from slime_like.rollout.sglang.buckets import in_buckets
+from slime_like.rollout.sglang.fleet import Fleet, Worker
+from slime_like.rollout.sglang.http import RequestFailed
+from slime_like.rollout.sglang.processes import ServerProcess
+
+Transport = Literal["broadcast", "disk", "cuda_ipc"]
+CONTROL_S = 30.0  # of calls that move no weights
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """transport: how. buffer_bytes: of one message. timeout_s: for one message, or for a load from disk. disk_dir: shared with the servers;
+    None: a temporary folder of this host."""
+
+    transport: Transport = "broadcast"
+    buffer_bytes: int = 512 * 2**20
+    timeout_s: float = 300.0
+    disk_dir: str | None = None
+    keep_files: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What an update moved. workers: that have it. shapes: of every weight, by name. seconds: of the moving alone."""
+
+    workers: list[Worker]
+    shapes: dict[str, tuple[int, ...]]
+    nbytes: int
+    seconds: float
+
+
+class WeightUpdater:
+    """On rank 0, which talks to the servers. The other ranks only take their steps of the stream."""
+
+    def __init__(self, fleet: Fleet, settings: UpdateSettings, hf_checkpoint: str, device: torch.device) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._hf_checkpoint = hf_checkpoint
+        self._device = device
+        self._group: BroadcastGroup | None = None
+        self._members: list[tuple[Worker, ServerProcess | None]] = []  # of the group; a server that was started again is another one
+        self._groups_made = 0
+        self._temporary = tempfile.mkdtemp(prefix="slime_like_weights_") if settings.disk_dir is None else None
+        self._snapshot: tuple[int, Path] | None = None  # version, folder
+        if settings.transport == "disk":
+            fleet.restore = self.restore
+
+    def update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Sent:
+        """Returns when every server that is still in the fleet has the weights; one that fails is evicted. Raises RunError when none is left."""
+        workers = self._fleet.alive()
+        evictions = [worker.evictions for worker in workers]
+        shapes: dict[str, tuple[int, ...]] = {}
+        nbytes = 0
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal nbytes
+            for name, tensor in weights:
+                shapes[name] = tuple(tensor.shape)
+                nbytes += tensor.nbytes
+                yield name, tensor
+
+        start = time.monotonic()
+        if self._settings.transport == "disk":
+            self._from_disk(counted(), version, workers)
+        else:
+            self._in_session(workers, lambda ready: self._move(counted(), version, ready))
+        # One that was out meanwhile, and is back, has old weights or none.
+        got = [worker for worker, before in zip(workers, evictions, strict=True) if worker.alive and worker.evictions == before]
+        return Sent(got, shapes, nbytes, time.monotonic() - start)
+
+    def restore(self, worker: Worker) -> bool:
+        """Give a server that is back the weights that the others have; False where only the next update can."""
+        if self._snapshot is None or self._snapshot[0] != self._fleet.version:
+            return False
+        version, folder = self._snapshot
+        try:
+            self._load_from_disk(worker, folder, version)
+        except RequestFailed as failure:
+            self._fleet.tell(f"warning: the engine {worker.url} could not load the current weights: {failure}")
+            return False
+        return version == self._fleet.version
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        elif self._snapshot is not None and not self._settings.keep_files:
+            shutil.rmtree(self._snapshot[1], ignore_errors=True)
+
+    # --- from disk
+
+    def _from_disk(self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]) -> None:
+        root = Path(self._temporary or str(self._settings.disk_dir))
+        folder = root / f"version-{version}"
+        write_hf(folder, weights, Path(self._hf_checkpoint))
+        self._evict_failures(workers, lambda worker: self._load_from_disk(worker, folder, version), "loading weights from disk")
+        before, self._snapshot = self._snapshot, (version, folder)
+        if before is not None and before[1] != folder and not self._settings.keep_files:
+            shutil.rmtree(before[1], ignore_errors=True)
+
+    def _load_from_disk(self, worker: Worker, folder: Path, version: int) -> None:
+        body = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
+        self._fleet.call(worker, "/update_weights_from_disk", body, timeout_s=self._settings.timeout_s)
+
+    # --- over a group, or handles of GPU memory
+
+    def _in_session(self, workers: Sequence[Worker], move: Callable[[Sequence[Worker]], None]) -> None:
+        """begin_weight_update ... end_weight_update on all servers. One that was left inside a session by another run is freed first."""
+
+        def begin(worker: Worker) -> None:
+            try:
+                self._fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
+            except RequestFailed as failure:
+                if "already open" not in str(failure):
+                    raise
+                self._fleet.call(worker, "/end_weight_update", {}, timeout_s=CONTROL_S)
+                self._fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
+
+        ready = self._evict_failures(workers, begin, "beginning a weight update")
+        move(ready)
+        self._evict_failures(
+            [w for w in ready if w.alive], lambda w: self._fleet.call(w, "/end_weight_update", {}, timeout_s=self._settings.timeout_s),
+            "ending a weight update",
+        )  # fmt: skip
+
+    def _move(self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]) -> None:
+        group = None if self._settings.transport == "cuda_ipc" else self._group_of(workers)
+        for bucket in in_buckets(weights, self._settings.buffer_bytes):
+            if group is not None:
+                try:
+                    group.send(bucket, version)
+                except BroadcastFailed as failure:
+                    self._group = None
+                    group.abandon()
+                    self._blame(failure, workers)
+            else:
+                from slime_like.rollout.sglang.cuda_ipc import tensor_update
+
+                flat = bucket.flat().to(self._device)
+                for worker in workers:
+                    body = tensor_update(bucket, flat, version, self._size(worker))
+                    self._fleet.call(worker, "/update_weights_from_tensor", body, timeout_s=self._settings.timeout_s)
+
+    def _group_of(self, workers: Sequence[Worker]) -> BroadcastGroup:
+        """The group with just these servers: the one that is there, or a new one."""
+        members = [(worker, worker.process) for worker in workers]
+        if self._group is not None and members == self._members:
+            return self._group
+        if self._group is not None:
+            self._group.abandon()
+            self._group = None
+        self._groups_made += 1
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+
+        def call_of(worker: Worker) -> Callable[[str, dict[str, Any]], Any]:
+            return lambda path, body: self._fleet.call(worker, path, body, timeout_s=self._settings.timeout_s)
+
+        try:
+            self._group = BroadcastGroup(
+                f"slime_like_weights_{time.time_ns():x}_{self._groups_made}", [w.url for w in workers], [call_of(w) for w in workers],
+                [self._size(w) for w in workers], backend, self._device, self._settings.timeout_s,
+            )  # fmt: skip
+        except BroadcastFailed as failure:
+            self._blame(failure, workers)
+        self._members = members
+        assert self._group is not None
+        return self._group
+
+    def _size(self, worker: Worker) -> int:
+        """Its tensor-parallel ranks."""
+        info = self._fleet.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
+        if not isinstance(info, dict) or info.get("pp_size", 1) != 1 or info.get("dp_size", 1) != 1:
+            raise RunError(
+                f"the engine {worker.url} is pipeline- or data-parallel: weights can only reach it with --update-weight-transport disk"
+            )
+        return int(info.get("tp_size", 1))
+
+    # --- failures
+
+    def _blame(self, failure: BroadcastFailed, workers: Sequence[Worker]) -> None:
+        """Evict those that failed, or all of them where that is not known, and give this update up."""
+        alive = [w for i, w in enumerate(workers) if i not in failure.servers]
+        unreachable = [w for w in alive if not self._reachable(w)]
+        named = [workers[i] for i in failure.servers] + unreachable
+        for worker in named or list(workers):
+            self._fleet.evict(worker, str(failure))
+        raise UpdateIncomplete(str(failure)) from None
+
+    def _reachable(self, worker: Worker) -> bool:
+        with contextlib.suppress(RequestFailed):
+            self._fleet.call(worker, "/health", timeout_s=min(CONTROL_S, self._fleet.health.timeout_s), method="GET")
+            return True
+        return False
+
+    def _evict_failures(self, workers: Sequence[Worker], call: Callable[[Worker], object], what: str) -> list[Worker]:
+        """`call` for all workers at the same time; those for which it succeeded. Raises RunError when it failed for every one."""
+        if not workers:
+            raise RunError(f"{what}: no engine is left")
+        failures: list[str] = []
+        succeeded: list[Worker] = []
+        with ThreadPoolExecutor(max_workers=len(workers)) as threads:
+            pending = [(worker, threads.submit(call, worker)) for worker in workers]
+            for worker, future in pending:
+                try:
+                    future.result()
+                    succeeded.append(worker)
+                except RequestFailed as failure:
+                    failures.append(str(failure))
+                    self._fleet.evict(worker, f"{what}: {failure}")
+        if len(failures) == len(workers):
+            raise RunError(f"{what} failed on every engine: " + "; ".join(failures))
+        return succeeded
+
+
+class UpdateIncomplete(RuntimeError):
+    """Not every server got the weights; those that failed are evicted. The update has to be made again, for the others."""

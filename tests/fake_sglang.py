@@ -1,0 +1,230 @@
+"""A small server with SGLang's interface, for tests of the engine: what it generates comes from a local engine, so that log-probs and weights
+are real, and what goes wrong is told by the test.
+
+    with FakeServer(model_folder) as server:
+        server.faults = [status(500), None]     # the first /generate fails, the second is answered; behind the last one all are answered
+
+As a program it takes a model folder and a port: python -m tests.fake_sglang FOLDER PORT.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from slime_like.rollout.engine import GenerateRequest, SamplingParams
+from slime_like.rollout.local import LocalEngine
+
+Answer = dict[str, Any]
+Fault = Callable[["Handler", Answer], None]  # writes what comes back in place of the answer
+
+
+def status(code: int, text: str = "no") -> Fault:
+    return lambda handler, answer: handler.reply(code, text.encode(), "text/plain")
+
+
+def text(body: str, content_type: str = "text/html") -> Fault:
+    return lambda handler, answer: handler.reply(200, body.encode(), content_type)
+
+
+def changed(change: Callable[[Answer], None]) -> Fault:
+    """The answer, spoiled."""
+
+    def fault(handler: Handler, answer: Answer) -> None:
+        change(answer)
+        handler.reply(200, json.dumps(answer).encode())
+
+    return fault
+
+
+def silence(seconds: float) -> Fault:
+    return lambda handler, answer: handler.server.fake.ended.wait(seconds)
+
+
+def drip(handler: Handler, answer: Answer) -> None:
+    """One byte, again and again."""
+    body = json.dumps(answer).encode()
+    handler.start(200, len(body), "application/json")
+    for byte in body:
+        handler.wfile.write(bytes([byte]))
+        handler.wfile.flush()
+        if handler.server.fake.ended.wait(0.05):
+            return
+
+
+def death_in_the_middle(handler: Handler, answer: Answer) -> None:
+    body = json.dumps(answer).encode()
+    handler.start(200, len(body), "application/json")
+    handler.wfile.write(body[: len(body) // 2])
+    handler.wfile.flush()
+    handler.close_connection = True
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, *args: Any) -> None: ...
+
+    def reply(self, code: int, body: bytes, content_type: str = "application/json") -> None:
+        self.start(code, len(body), content_type)
+        self.wfile.write(body)
+
+    def start(self, code: int, length: int, content_type: str) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.server.fake.get(self)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", "0"))) or "{}")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.server.fake.post(self, body)
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    fake: FakeServer
+
+
+class FakeServer:
+    """seen: (path, body) of every POST, in order. faults: of the next /generate calls, one each; None: a right answer. hung: no call is
+    answered, not even probes. spoil: applied to weights that are loaded."""
+
+    def __init__(self, model: str, port: int = 0) -> None:
+        self.engine = LocalEngine(model, None)
+        self.faults: list[Fault | None] = []
+        self.seen: list[tuple[str, Any]] = []
+        self.refused: dict[str, tuple[int, str]] = {}  # path -> status and text
+        self.hung = False
+        self.spoil: Callable[[dict[str, Any]], None] = lambda weights: None
+        self.version = "default"
+        self.ended = threading.Event()
+        self._lock = threading.Lock()
+        self._http = Server(("127.0.0.1", port), Handler)
+        self._http.fake = self
+        self.address = f"127.0.0.1:{self._http.server_address[1]}"
+        self.url = f"http://{self.address}"
+
+    def __enter__(self) -> FakeServer:
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """From now on connections are refused; those that are open are cut when their handlers end."""
+        if not self.ended.is_set():
+            self.ended.set()
+            self._http.shutdown()
+            self._http.server_close()
+
+    def count(self, path: str) -> int:
+        return sum(seen == path for seen, _ in self.seen)
+
+    def get(self, handler: Handler) -> None:
+        if self._gone(handler):
+            return
+        answers: dict[str, Any] = {
+            "/health": {},
+            "/model_info": {"weight_version": self.version},
+            "/server_info": {"tp_size": 1, "pp_size": 1},
+        }
+        if handler.path in answers:
+            handler.reply(200, json.dumps(answers[handler.path]).encode())
+        else:
+            handler.reply(404, b"no such call", "text/plain")
+
+    def post(self, handler: Handler, body: Any) -> None:
+        self.seen.append((handler.path, body))
+        if self._gone(handler):
+            return
+        if handler.path in self.refused:
+            code, words = self.refused[handler.path]
+            handler.reply(code, json.dumps({"success": False, "message": words}).encode())
+        elif handler.path == "/generate":
+            fault = self.faults.pop(0) if self.faults else None
+            answer = self.generate(body)
+            if fault is None:
+                handler.reply(200, json.dumps(answer).encode())
+            else:
+                fault(handler, answer)
+        elif handler.path == "/update_weights_from_disk":
+            weights = load_file(Path(body["model_path"]) / "model.safetensors")
+            self.spoil(weights)
+            with self._lock:
+                self.engine.update_weights(iter(weights.items()), int(body["weight_version"]))
+                self.version = body["weight_version"]
+            handler.reply(200, b'{"success": true, "message": ""}')
+        elif handler.path in ("/pause_generation", "/continue_generation", "/begin_weight_update", "/end_weight_update", "/abort_request"):
+            handler.reply(200, b'{"success": true, "message": ""}')
+        else:
+            handler.reply(404, b"no such call", "text/plain")
+
+    def generate(self, body: Any) -> Answer:
+        """As SGLang answers."""
+        words = body["sampling_params"]
+        sampling = SamplingParams(
+            words["temperature"], words.get("top_p", 1.0), words.get("top_k", -1), words["max_new_tokens"], (),
+            tuple(words.get("stop_token_ids", ())),
+        )  # fmt: skip
+        request = GenerateRequest(0, tuple(body["input_ids"]), words.get("sampling_seed", 0))
+        with self._lock:
+            if not self.engine._weights_complete:
+                return {
+                    "text": "",
+                    "output_ids": [],
+                    "meta_info": {"finish_reason": {"type": "abort", "status_code": 503, "message": "no weights"}},
+                }
+            output = self.engine.generate([request], sampling)[0]
+        count = len(output.tokens)
+        return {
+            "text": "",
+            "output_ids": list(output.tokens),
+            "meta_info": {
+                "id": body["rid"],
+                "finish_reason": {"type": output.finish_reason},
+                "prompt_tokens": len(body["input_ids"]),
+                "completion_tokens": count,
+                "weight_version": self.version,
+                "weight_versions": [{"version": self.version, "start": 0, "end": count}],
+                "output_token_logprobs": [[p, t, None] for p, t in zip(output.log_probs, output.tokens, strict=True)],
+            },
+        }
+
+    def _gone(self, handler: Handler) -> bool:
+        """Whether it was stopped, perhaps while it hung; then a connection that was open is cut without an answer."""
+        while self.hung and not self.ended.wait(0.02):
+            pass
+        handler.close_connection = handler.close_connection or self.ended.is_set()
+        return self.ended.is_set()
+
+
+@contextlib.contextmanager
+def fake_servers(model: str, count: int) -> Iterator[list[FakeServer]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(FakeServer(model)) for _ in range(count)]
+
+
+def main() -> None:
+    with FakeServer(sys.argv[1], int(sys.argv[2])):
+        while True:
+            time.sleep(1)
+
+
+if __name__ == "__main__":
+    main()

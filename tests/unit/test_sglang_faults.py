@@ -1,0 +1,323 @@
+"""Every way in which a server may fail, against servers that do: what is tried again, what is rejected, and that a run survives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from slime_like.errors import RunError
+from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.local import LocalEngine
+from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
+from slime_like.rollout.sglang.http import Deadlines, Retries
+from slime_like.rollout.sglang.weight_update import Transport, UpdateSettings, WeightUpdater
+from tests.fake_sglang import Answer, FakeServer, Fault, changed, death_in_the_middle, drip, fake_servers, silence, status, text
+
+SAMPLING = SamplingParams(max_new_tokens=8)
+REQUESTS = [GenerateRequest(10 + i, (3 + i, 5, 7), seed=100 + i) for i in range(3)]
+ATTEMPTS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        max_position_embeddings=64, initializer_range=0.3, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+@contextlib.contextmanager
+def engine_of(
+    model: str,
+    servers: list[FakeServer],
+    *,
+    transport: Transport = "disk",
+    synced: bool = True,
+    update_timeout_s: float = 5.0,
+    total_s: float = 10.0,
+    probe_timeout_s: float = 5.0,
+) -> Iterator[SglangEngine]:
+    messages: list[str] = []
+    health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, strikes=2)
+    fleet = Fleet([s.url for s in servers], [], None, health, 1.0, messages.append)
+    fleet.start()
+    updater = WeightUpdater(fleet, UpdateSettings(transport, timeout_s=update_timeout_s), model, torch.device("cpu"))
+    requests = RequestSettings(Deadlines(5.0, total_s, total_s), Retries(ATTEMPTS, 0.01, 0.02), 64)
+    engine = SglangEngine(fleet, updater, requests, model, check_updates=False)
+    try:
+        if synced:
+            engine.update_weights(weights_of(model), 1)
+            assert engine.weight_version == 1
+        yield engine
+    finally:
+        engine.close()
+
+
+def weights_of(model: str) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(load_file(Path(model) / "model.safetensors").items())
+
+
+def expected(model: str) -> list[GenerateOutput]:
+    engine = LocalEngine(model, None)
+    engine.update_weights(weights_of(model), 1)
+    return engine.generate(REQUESTS, SAMPLING)
+
+
+def assert_right(outputs: list[GenerateOutput], model: str) -> None:
+    for output, right in zip(outputs, expected(model), strict=True):
+        assert (output.sample_id, output.tokens, output.finish_reason, output.weight_versions) == (
+            right.sample_id, right.tokens, right.finish_reason, (1,) * len(right.tokens),
+        ), output.failure  # fmt: skip
+        assert output.log_probs == pytest.approx(right.log_probs, abs=1e-5)
+
+
+def test_what_servers_answer_is_what_the_local_engine_samples(model: str) -> None:
+    with fake_servers(model, 2) as servers, engine_of(model, servers) as engine:
+        assert_right(engine.generate(REQUESTS, SAMPLING), model)
+        assert all(server.count("/generate") for server in servers)  # both work
+        told = servers[0].seen[-1][1]["sampling_params"]
+        assert told["max_new_tokens"] == 8 and told["top_k"] == -1
+        metrics = engine.take_metrics()
+        assert metrics["engine/ready"] == 2 and metrics["engine/dropped"] == 0 and metrics["engine/weight_update_gb"] > 0
+
+
+# what goes wrong first -> the word under which it is counted. All of these are tried again, and succeed.
+PASSING: dict[str, tuple[Fault, str]] = {
+    "status 500": (status(500), "status_500"),
+    "status 503": (status(503), "status_503"),
+    "too many requests": (status(429), "status_429"),
+    "hang": (silence(5), "total_timeout"),
+    "slow drip": (drip, "total_timeout"),
+    "death in the middle of the body": (death_in_the_middle, "connection_lost"),
+    "given up by the server": (
+        changed(lambda a: a["meta_info"].update(finish_reason={"type": "abort", "status_code": 503, "message": "full"})), "refused_503",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_passing_fault_costs_time_only(model: str, name: str) -> None:
+    fault, counted = PASSING[name]
+    slow = counted == "total_timeout"
+    with fake_servers(model, 2) as servers, engine_of(model, servers, total_s=1.0 if slow else 10.0) as engine:
+        servers[0].faults = servers[1].faults = [fault]
+        start = time.monotonic()
+        assert_right(engine.generate(REQUESTS, SAMPLING), model)
+        assert time.monotonic() - start < 5
+        metrics = engine.take_metrics()
+        assert metrics[f"engine/{counted}"] == metrics["engine/retries"] >= 1 and metrics["engine/dropped"] == 0
+
+
+def test_a_lasting_fault_is_tried_a_few_times_and_dropped(model: str) -> None:
+    with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
+        server.faults = [status(500, "out of memory")] * ATTEMPTS
+        (output,) = engine.generate(REQUESTS[:1], SAMPLING)
+        assert (output.tokens, output.finish_reason) == ((), "abort")
+        assert output.failure is not None and f"{server.url}/generate: status 500: out of memory" in output.failure
+        assert server.count("/generate") == ATTEMPTS
+        assert engine.take_metrics()["engine/dropped"] == 1
+        assert_right(engine.generate(REQUESTS, SAMPLING), model)
+
+
+def meta(**changes: object) -> Callable[[Answer], None]:
+    return lambda answer: answer["meta_info"].update(changes)
+
+
+def log_probs(change: Callable[[list], list]) -> Callable[[Answer], None]:
+    return lambda answer: answer["meta_info"].update(output_token_logprobs=change(answer["meta_info"]["output_token_logprobs"]))
+
+
+# Status 200, and not what was asked for -> words of the rejection.
+WRONG: dict[str, tuple[Fault, str]] = {
+    "html": (text("<html>502 Bad Gateway</html>"), "no JSON"),
+    "garbage": (text("\x00\x01{{", "application/json"), "no JSON"),
+    "a list": (text("[1, 2]", "application/json"), "no answer of /generate"),
+    "text alone": (text(json.dumps({"text": "hello"}), "application/json"), "no answer of /generate"),
+    "fewer log-probs": (changed(log_probs(lambda p: p[:-1])), "log-probs for"),
+    "more log-probs": (changed(log_probs(lambda p: [*p, p[0]])), "log-probs for"),
+    "no log-probs": (changed(meta(output_token_logprobs=None)), "no log-probs"),
+    "NaN": (changed(log_probs(lambda p: [[float("nan"), *p[0][1:]], *p[1:]])), "the log-prob of token 0 is nan"),
+    "minus infinity": (changed(log_probs(lambda p: [[float("-inf"), *p[0][1:]], *p[1:]])), "is -inf"),
+    "None": (changed(log_probs(lambda p: [*p[:-1], [None, *p[-1][1:]]])), "is None"),
+    "a word": (changed(log_probs(lambda p: [["-1", *p[0][1:]], *p[1:]])), "is '-1'"),
+    "above 0": (changed(log_probs(lambda p: [[0.5, *p[0][1:]], *p[1:]])), "is 0.5"),
+    "of another token": (changed(log_probs(lambda p: [[p[0][0], p[0][1] + 1, None], *p[1:]])), "and the token there is"),
+    "too many tokens": (changed(lambda a: a.update(output_ids=[9] * 9)), "where 1 to 8 were asked for"),
+    "no tokens": (changed(lambda a: a.update(output_ids=[])), "0 tokens"),
+    "tokens that are words": (changed(lambda a: a.update(output_ids=["a"])), "no token ids"),
+    "another count": (changed(meta(completion_tokens=99)), "the server counted 99"),
+    "another prompt": (changed(meta(prompt_tokens=4)), "the server read 4"),
+    "an unknown finish reason": (changed(meta(finish_reason="stop")), "unknown finish_reason"),
+    "a version that was not sent": (changed(meta(weight_versions=None, weight_version="default")), "are not ones that were sent"),
+    "versions of other tokens": (changed(meta(weight_versions=[{"version": "1", "start": 0, "end": 99}])), "weight versions of 99 tokens"),
+    "versions with a hole": (changed(meta(weight_versions=[{"version": "1", "start": 1, "end": 8}])), "are not ones that were sent"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one(model: str) -> Iterator[tuple[FakeServer, SglangEngine]]:
+    with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
+        yield server, engine
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_answer_is_a_rejected_sample(one: tuple[FakeServer, SglangEngine], name: str) -> None:
+    """Nothing of it is passed on, padded or cut; it is counted, not asked for again, and the request's id is told."""
+    server, engine = one
+    fault, words = WRONG[name]
+    server.faults, before = [fault], server.count("/generate")
+    (output,) = engine.generate(REQUESTS[:1], SAMPLING)
+    assert (output.sample_id, output.tokens, output.log_probs, output.finish_reason) == (10, (), (), "abort")
+    rid = server.seen[-1][1]["rid"]
+    assert output.failure is not None and rid in output.failure and words in output.failure
+    assert server.count("/generate") == before + 1
+    metrics = engine.take_metrics()
+    assert metrics["engine/rejected"] + metrics["engine/dropped"] == 1 and metrics["engine/retries"] == 0
+
+
+@pytest.mark.parametrize("code", [400, 401, 403, 404, 422])
+def test_a_refused_request_is_not_sent_again(one: tuple[FakeServer, SglangEngine], code: int) -> None:
+    server, engine = one
+    server.faults, before = [status(code, "not you")], server.count("/generate")
+    (output,) = engine.generate(REQUESTS[:1], SAMPLING)
+    assert output.failure is not None and f"{server.url}/generate: status {code}: not you" in output.failure
+    assert server.count("/generate") == before + 1 and engine.take_metrics()["engine/dropped"] == 1
+
+
+def test_samples_of_a_server_that_dies_go_elsewhere(model: str) -> None:
+    with fake_servers(model, 2) as servers, engine_of(model, servers) as engine:
+        servers[0].faults = [silence(5)] * 3
+        threading.Timer(0.15, servers[0].stop).start()
+        assert_right(engine.generate(REQUESTS, SAMPLING), model)
+        wait_until(lambda: [w.url for w in engine.fleet.alive()] == [servers[1].url])
+        engine.check_health()
+        assert engine.weight_version == 1  # the one that is left has the weights
+        assert engine.take_metrics()["engine/evictions"] == 1
+        assert servers[1].seen and servers[1].count("/generate") >= 3
+
+
+def test_samples_of_a_server_that_hangs_go_elsewhere(model: str) -> None:
+    """It takes connections and answers nothing: its probes fail, and what waits for it is sent to the other long before the deadline of a minute."""
+    with fake_servers(model, 2) as servers, engine_of(model, servers, total_s=60, probe_timeout_s=0.5) as engine:
+        servers[0].hung = True
+        start = time.monotonic()
+        assert_right(engine.generate(REQUESTS, SAMPLING), model)
+        assert time.monotonic() - start < 20
+        metrics = engine.take_metrics()
+        assert metrics["engine/evicted"] >= 1 and metrics["engine/evictions"] == 1 and metrics["engine/ready"] == 1
+
+
+def test_a_server_that_comes_back_gets_the_weights_before_requests(model: str) -> None:
+    with fake_servers(model, 2) as servers, engine_of(model, servers, probe_timeout_s=0.5) as engine:
+        servers[0].hung = True
+        wait_until(lambda: len(engine.fleet.ready()) == 1)
+        updates = servers[0].count("/update_weights_from_disk")
+        servers[0].hung = False
+        wait_until(lambda: len(engine.fleet.ready()) == 2)
+        assert servers[0].count("/update_weights_from_disk") == updates + 1
+        assert_right(engine.generate(REQUESTS, SAMPLING), model)
+
+
+def test_when_no_server_is_left(model: str) -> None:
+    with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
+        server.stop()
+        outputs = engine.generate(REQUESTS, SAMPLING)
+        assert all((o.failure is not None and server.url in o.failure) or "no engine" in str(o.failure) for o in outputs)
+        wait_until(lambda: not engine.fleet.alive())
+        with pytest.raises(RunError, match=f"no engine answers any more: {server.url}"):
+            engine.check_health()
+
+
+def test_an_abort_returns_at_once_and_is_told_to_the_server(model: str) -> None:
+    with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
+        server.faults = [changed(lambda a: a["meta_info"].update(finish_reason={"type": "abort", "message": "", "status_code": None}))]
+
+        async def scenario() -> GenerateOutput:
+            task = asyncio.create_task(engine.generate_one(REQUESTS[0], SAMPLING))
+            while not server.count("/generate"):
+                await asyncio.sleep(0.01)
+            await engine.abort([10])
+            return await task
+
+        output = asyncio.run(scenario())
+        assert output.finish_reason == "abort" and output.failure is None and output.tokens  # partial, with its log-probs
+        generate, abort = (body for path, body in server.seen if path in ("/generate", "/abort_request"))
+        assert abort == {"rid": generate["rid"]}
+
+
+# --- weights
+
+
+def test_a_server_that_refuses_an_update_is_out(model: str) -> None:
+    with fake_servers(model, 2) as servers, engine_of(model, servers, synced=False) as engine:
+        servers[0].refused["/update_weights_from_disk"] = (400, "no such folder")
+        engine.update_weights(weights_of(model), 1)
+        assert engine.weight_version == 1 and [w.url for w in engine.fleet.ready()] == [servers[1].url]
+        assert_right(engine.generate(REQUESTS, SAMPLING), model)
+        assert servers[0].count("/generate") == 0
+
+
+def test_an_update_that_all_refuse_stops_the_run(model: str) -> None:
+    with fake_servers(model, 1) as (server,), engine_of(model, [server], synced=False) as engine:
+        server.refused["/update_weights_from_disk"] = (400, "no such folder")
+        with pytest.raises(RunError, match=r"failed on every engine: .*status 400.*no such folder"):
+            engine.update_weights(weights_of(model), 1)
+        with pytest.raises(RuntimeError, match="no complete weights"):
+            engine.generate(REQUESTS, SAMPLING)
+
+
+@pytest.mark.parametrize("path", ["/init_weights_update_group", "/begin_weight_update"])
+def test_a_refused_broadcast_ends_in_bounded_time(model: str, path: str) -> None:
+    with fake_servers(model, 1) as (server,), engine_of(model, [server], transport="broadcast", synced=False, update_timeout_s=3) as engine:
+        server.refused[path] = (400, "not now")
+        start = time.monotonic()
+        with contextlib.suppress(RunError):
+            engine.update_weights(weights_of(model), 1)
+        assert engine.weight_version == -1 and time.monotonic() - start < 6
+        assert not engine.fleet.ready()
+
+
+def test_another_version_than_was_sent_stops_the_run(model: str) -> None:
+    with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
+        server.get = lambda handler: handler.reply(200, b'{"weight_version": "7"}')  # type: ignore[method-assign]
+        with pytest.raises(RunError, match=r"has weights of version '7' after an update to 2; does another run use it\?"):
+            engine.update_weights(weights_of(model), 2)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "missing: model.norm.weight"),
+        (lambda w: w.update({"model.layers.7.x": torch.zeros(1)}), "unknown: model.layers.7.x"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"of another shape: model.norm.weight \[3\] \(there: \[32\]\)"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_the_checkpoints_stop_the_run(model: str, spoil: Callable[[dict], object], words: str) -> None:
+    weights = dict(weights_of(model))
+    spoil(weights)
+    with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
+        server.engine.update_weights = lambda weights, version: None  # type: ignore[method-assign]
+        with pytest.raises(RunError, match=words):
+            engine.update_weights(iter(weights.items()), 2)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
