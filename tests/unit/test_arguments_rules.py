@@ -17,6 +17,7 @@ from arguments.validate_losses import LOSS_RULES
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_run import RULES, WARNINGS
 from arguments.validate_scheduling import SCHEDULING_RULES
+from arguments.validate_sglang import SGLANG_RULES
 from slime_like.rewards.registry import reward_of
 from tests.unit.command_lines import complete, problems_of
 
@@ -159,10 +160,21 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
 ]  # fmt: skip
 NEEDS_A_DEVICE = {"backend_is_there", "transformer_engine_is_there", "local_layers_have_limits", "attention_backend_is_there"}
 # Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of validate_critic.py: test_arguments_critic.py;
-# of validate_moe.py: test_arguments_moe.py; of validate_scheduling.py: test_arguments_rollouts.py; of validate_lora.py: test_arguments_lora.py.
+# of validate_moe.py: test_arguments_moe.py; of validate_scheduling.py: test_arguments_rollouts.py; of validate_lora.py: test_arguments_lora.py;
+# of validate_sglang.py: test_arguments_sglang.py.
 ELSEWHERE = {
     rule.__name__
-    for rules in (CORRECTION_RULES, ADVANTAGE_RULES, CRITIC_RULES, LORA_RULES, DISTILLATION_RULES, LOSS_RULES, MOE_RULES, SCHEDULING_RULES)
+    for rules in (
+        CORRECTION_RULES,
+        ADVANTAGE_RULES,
+        CRITIC_RULES,
+        LORA_RULES,
+        DISTILLATION_RULES,
+        LOSS_RULES,
+        MOE_RULES,
+        SCHEDULING_RULES,
+        SGLANG_RULES,
+    )
     for rule in rules
 }
 ELSEWHERE |= {"critic_layout_is_possible"}  # test_arguments_critic_layout.py
