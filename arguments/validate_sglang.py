@@ -157,6 +157,10 @@ def weight_transport_fits(s: Settings) -> list[Problem]:
         found += problem("colocate", None, "is for servers that this run starts; add --rollout-num-gpus")
     if g.colocate and not s.machine.cuda:
         found += problem("colocate", None, "shares GPUs between trainer and servers, and there is none here; leave it out")
+    if g.colocate and s.scheduling.async_rollout:
+        found += problem(
+            "colocate", None, "releases the servers' memory while the trainer works, and --async-rollout samples then; give one"
+        )
     if g.update_weight_transport == "cuda_ipc" and not g.colocate:
         found += problem("update_weight_transport", "cuda_ipc", "needs --colocate: handles of GPU memory are of use on the same GPU only")
     disk = g.update_weight_transport == "disk"

@@ -59,6 +59,7 @@ class SglangEngine:
         self._pending: dict[str, int] = {}  # request id -> sample id
         self._abort_asked: set[str] = set()
         self._paused = False
+        self._updating = False  # requests wait meanwhile
         self._counts: Counter[str] = Counter()
         self._metrics: dict[str, float] = {}
 
@@ -75,7 +76,7 @@ class SglangEngine:
 
     async def generate_one(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
         assert self.fleet is not None, "rank 0 asks for all"
-        if self.weight_version < 0:
+        if self.weight_version < 0 and not self._updating:
             raise RuntimeError("the engines have no complete weights: the first or latest update_weights did not succeed")
         if not request.prompt_tokens:
             raise ValueError(f"sample {request.sample_id}: the prompt is empty")
@@ -162,8 +163,8 @@ class SglangEngine:
         """Waits for a server that may answer, as long as one may come back."""
         assert self.fleet is not None
         deadline = time.monotonic() + self._requests.deadlines.total_s
-        while not (ready := self.fleet.ready()):
-            if not self.fleet.may_recover() or time.monotonic() > deadline:
+        while self._updating or not (ready := self.fleet.ready()):
+            if not (self._updating or self.fleet.may_recover()) or time.monotonic() > deadline:
                 raise RequestFailed("no_engine", "no engine with the current weights is left", again=False)
             await asyncio.sleep(LOOK_S)
         if self.fleet.router is not None:
@@ -200,7 +201,7 @@ class SglangEngine:
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """See `RolloutEngine`. When a server fails in the middle, it is evicted and `weight_version` is -1 afterwards: call again for the others.
         Raises RunError when none is left, or when what was sent is not what --hf-checkpoint has."""
-        self.weight_version = -1
+        self.weight_version, self._updating = -1, True
         done = False
         error: Exception | None = None
         self.resume_memory()
@@ -211,9 +212,13 @@ class SglangEngine:
                 error = caught
         for _ in weights:  # the stream is a collective: all ranks take it to its end
             pass
-        done = self.agree(done, error)
-        if done:
-            self.weight_version = version
+        try:
+            done = self.agree(done, error)
+        except RunError:
+            self._updating = False
+            raise
+        if done:  # else there will be another attempt
+            self.weight_version, self._updating = version, False
 
     def _update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> bool:
         assert self.fleet is not None and self._updater is not None
