@@ -133,6 +133,7 @@ SCHEDULING_RULES: tuple[Rule, ...] = (
     idle_scheduling,
     scheduling_functions,
     custom_generate_is_async,
+    asynchronous,
     group_rewards,
     reward_server,
 )

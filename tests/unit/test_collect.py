@@ -42,6 +42,8 @@ class Prompts:
 class Script:
     """Engine, rollouter and grader in one: sample i has length(i) tokens i and the reward(i), written under `version`."""
 
+    group = None  # of collectives
+
     def __init__(self, length: Callable[[int], int], reward: Callable[[int], float]) -> None:
         self.length, self.reward, self.version = length, reward, 1
 
