@@ -179,7 +179,7 @@ def in_phase(phase: str, time: int, action: Callable[[], None]) -> None:
         seen[0] += name == phase
         if name == phase and seen[0] == time:
             self._on_phase(name)
-            sleep(0.5)  # the others hear of the phase
+            sleep(2.0)  # the others hear of the phase
             action()
         return enter(self, name)
 
