@@ -200,7 +200,9 @@ class Dispatcher:
     def find(self, id: str, owner: str) -> Request:
         """Raises HttpError 404 for a request that never was, 410 for one whose result is gone."""
         request = self.requests.get(id)
-        if request is not None and request.owner == owner:
+        if request is not None:
+            if request.owner != owner:
+                raise HttpError(404, f"request {id} does not exist")
             return request
         key, _, seq = id.rpartition("/")
         queue = self.queues.get(key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,25 +12,14 @@ from tinker import types
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.api_server import ApiServer, batch, critic, datum, policy, sampler_folder, tokens, weights_of
-from tests.e2e.helpers import Workspace, make_workspace
+from tests.e2e.helpers import Workspace
 
 ADAM = types.AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=5.0)
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    return make_workspace(tmp_path_factory.mktemp("work"))
-
-
-@pytest.fixture(scope="module")
-def server(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with ApiServer(work.model, tmp_path_factory.mktemp("server"), "--max-models", "40", "--max-resident-models", "3") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: ApiServer) -> tinker.ServiceClient:
-    return server.client()
+def client(api: ApiServer) -> tinker.ServiceClient:
+    return api.client()
 
 
 def reference(work: Workspace) -> Any:
@@ -45,7 +33,7 @@ def log_probs(model: Any, one: types.Datum) -> torch.Tensor:
     return model(ids).logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
-def test_a_training_run_is_that_of_torch(server: ApiServer, client: tinker.ServiceClient, work: Workspace) -> None:
+def test_a_training_run_is_that_of_torch(api: ApiServer, client: tinker.ServiceClient, work: Workspace) -> None:
     """Cross-entropy with weights of any sign, two calls for each step, Adam's settings at every step."""
     model = reference(work)
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -53,7 +41,7 @@ def test_a_training_run_is_that_of_torch(server: ApiServer, client: tinker.Servi
     adam = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, betas=(0.9, 0.95), eps=1e-12
     )
-    training = policy(client, server)
+    training = policy(client, api)
     info = training.get_info()
     assert info.is_lora is False and info.model_data.model_name == str(work.model)
     for step in range(3):
@@ -76,25 +64,25 @@ def test_a_training_run_is_that_of_torch(server: ApiServer, client: tinker.Servi
         total = sum(float(losses.sum()) for _, losses in expected)
         assert sum(f.result().metrics["loss:sum"] for f in futures) == pytest.approx(total, rel=1e-4, abs=1e-4)
         assert done.result().metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    saved = weights_of(sampler_folder(server, training.save_weights_for_sampler("trained").result().path))
+    saved = weights_of(sampler_folder(api, training.save_weights_for_sampler("trained").result().path))
     names = dict(model.named_parameters())
     for name, tensor in saved.items():
         if name in names:
             torch.testing.assert_close(tensor, names[name].detach(), atol=5e-4, rtol=1e-3)
 
 
-def test_targets_need_not_be_the_next_tokens(client: tinker.ServiceClient, server: ApiServer, work: Workspace) -> None:
+def test_targets_need_not_be_the_next_tokens(client: tinker.ServiceClient, api: ApiServer, work: Workspace) -> None:
     data = [datum(9, 1, targets=tokens(9, 77)), datum(5, 2, targets=tokens(5, 78))]
-    outputs = policy(client, server).forward(data, "cross_entropy").result().loss_fn_outputs
+    outputs = policy(client, api).forward(data, "cross_entropy").result().loss_fn_outputs
     for output, one in zip(outputs, data, strict=True):
         torch.testing.assert_close(output["logprobs"].to_torch(), log_probs(reference(work), one).detach(), atol=2e-5, rtol=1e-5)
 
 
-def test_a_forward_pass_leaves_the_gradients_alone(client: tinker.ServiceClient, server: ApiServer) -> None:
+def test_a_forward_pass_leaves_the_gradients_alone(client: tinker.ServiceClient, api: ApiServer) -> None:
     """Bit by bit: the same steps with and without forward passes between them."""
     paths = []
     for asks in (False, True):
-        training = policy(client, server)
+        training = policy(client, api)
         for step in range(2):
             training.forward_backward(batch(3, step), "cross_entropy")
             if asks:
@@ -102,12 +90,12 @@ def test_a_forward_pass_leaves_the_gradients_alone(client: tinker.ServiceClient,
                 training.forward([datum(6, 4, logprobs=np.zeros(6), advantages=np.ones(6))], "importance_sampling")
             training.optim_step(ADAM).result()
         paths.append(training.save_weights_for_sampler("end").result().path)
-    one, other = (weights_of(sampler_folder(server, path)) for path in paths)
+    one, other = (weights_of(sampler_folder(api, path)) for path in paths)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_saved_state_goes_on_bit_by_bit(client: tinker.ServiceClient, server: ApiServer) -> None:
-    training = policy(client, server)
+def test_a_saved_state_goes_on_bit_by_bit(client: tinker.ServiceClient, api: ApiServer) -> None:
+    training = policy(client, api)
     for step in range(2):
         training.forward_backward(batch(3, step), "cross_entropy")
         training.optim_step(ADAM)
@@ -123,13 +111,13 @@ def test_a_saved_state_goes_on_bit_by_bit(client: tinker.ServiceClient, server: 
             future = one.forward_backward(batch(3, step), "cross_entropy")
             one.optim_step(ADAM)
             losses.append(future.result().metrics["loss:sum"])
-        ends.append(weights_of(sampler_folder(server, one.save_weights_for_sampler("end").result().path)))
+        ends.append(weights_of(sampler_folder(api, one.save_weights_for_sampler("end").result().path)))
     assert losses[0:2] == losses[2:4], "the optimizer was not restored"
     assert losses[4] == losses[0] and losses[5] != losses[1], "weights alone: the second step is another"
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    rest = tinker.RestClient(base_url=server.url, api_key="tml-key-of-the-tests")
+    rest = tinker.RestClient(base_url=api.url, api_key="tml-key-of-the-tests")
     info = rest.get_weights_info_by_tinker_path(path).result()
-    assert info.base_model == str(server.model) and info.is_lora is False
+    assert info.base_model == str(api.model) and info.is_lora is False
     listed = {c.tinker_path: c for c in rest.list_checkpoints(training.model_id).result().checkpoints}
     assert listed[path].size_bytes and listed[path].size_bytes > 10_000
     rest.delete_checkpoint_from_tinker_path(path).result()
@@ -137,9 +125,9 @@ def test_a_saved_state_goes_on_bit_by_bit(client: tinker.ServiceClient, server: 
         client.create_training_client_from_state(path).result()
 
 
-def test_snapshots_stay_as_they_are(client: tinker.ServiceClient, server: ApiServer, work: Workspace) -> None:
+def test_snapshots_stay_as_they_are(client: tinker.ServiceClient, api: ApiServer, work: Workspace) -> None:
     """Log-probs belong to the sampled tokens, and to the weights of the snapshot, whatever is trained later."""
-    training = policy(client, server)
+    training = policy(client, api)
     sampler = training.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints([10, 20, 30])
     params = types.SamplingParams(max_tokens=6, seed=3, temperature=0.7)
@@ -163,9 +151,9 @@ def test_snapshots_stay_as_they_are(client: tinker.ServiceClient, server: ApiSer
         assert sequence.sequence_id
 
 
-def test_ends_of_responses(client: tinker.ServiceClient, server: ApiServer) -> None:
+def test_ends_of_responses(client: tinker.ServiceClient, api: ApiServer) -> None:
     """No stop keeps the model's own end, an empty list takes it away, tokens and texts are added."""
-    training = policy(client, server)
+    training = policy(client, api)
     rows = [datum(4, i, targets=[0, 0, 0, 0]) for i in range(8)]  # token 0 ends a response
     for _ in range(30):
         training.forward_backward(rows, "cross_entropy")
@@ -181,7 +169,7 @@ def test_ends_of_responses(client: tinker.ServiceClient, server: ApiServer) -> N
     free = sampled(stop=[])
     assert len(free.tokens) == 5 and free.tokens[0] == 0 and free.stop_reason == "length"
     assert list(sampled(stop=[0]).tokens) == [0]
-    base = client.create_sampling_client(base_model=str(server.model)).result()
+    base = client.create_sampling_client(base_model=str(api.model)).result()
     free = base.sample(prompt, 1, types.SamplingParams(max_tokens=5, seed=1, stop=[])).result().sequences[0]
     second = int(free.tokens[1])
     stopped = base.sample(prompt, 1, types.SamplingParams(max_tokens=5, seed=1, stop=[second])).result().sequences[0]
@@ -194,9 +182,9 @@ def test_ends_of_responses(client: tinker.ServiceClient, server: ApiServer) -> N
     )
 
 
-def test_a_custom_loss_of_the_client(client: tinker.ServiceClient, server: ApiServer) -> None:
+def test_a_custom_loss_of_the_client(client: tinker.ServiceClient, api: ApiServer) -> None:
     """forward_backward_custom needs cross-entropy with weights of any sign: a squared loss on log-probs goes down."""
-    training = policy(client, server)
+    training = policy(client, api)
     data = [datum(8, seed) for seed in range(3)]
 
     def squares(data: list[types.Datum], scores: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -211,10 +199,10 @@ def test_a_custom_loss_of_the_client(client: tinker.ServiceClient, server: ApiSe
     assert losses[3] < 0.8 * losses[0]
 
 
-def test_a_critic_learns_its_returns(client: tinker.ServiceClient, server: ApiServer) -> None:
+def test_a_critic_learns_its_returns(client: tinker.ServiceClient, api: ApiServer) -> None:
     """Declared with user_metadata; starts at values of 0; its loss is a sum; asked without values and returns it only tells."""
-    policy(client, server)
-    judge = critic(client, server)
+    policy(client, api)
+    judge = critic(client, api)
     returns = [np.linspace(-1, 1, 7), np.full(5, 0.5)]
 
     def data(values: list[np.ndarray[Any, Any]]) -> list[types.Datum]:

@@ -1,0 +1,87 @@
+"""Rank programs of test_server.py: the workers' loop with a host whose commands go wrong on some ranks."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slime_like.errors import RunError
+from slime_like.server import frames, worker
+from slime_like.server.errors import Refused
+
+
+class Source:
+    """Commands one after another, and what was answered."""
+
+    def __init__(self, commands: list[dict[str, Any]]) -> None:
+        self.commands, self.answers = commands, []  # type: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+
+    def next(self) -> bytes:
+        return frames.encode(self.commands.pop(0))
+
+    def answer(self, message: dict[str, Any]) -> None:
+        self.answers.append(message)
+
+
+class Host:
+    """Adds up over the ranks, or raises on the ranks that a command names."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.unloaded = rank, []  # type: tuple[int, list[str]]
+
+    def do_unload(self, model: str) -> None:
+        self.unloaded.append(model)
+
+    def execute(self, command: dict[str, Any]) -> Any:
+        if self.rank in command.get("refused_on", ()):
+            raise Refused("it is bad")
+        if self.rank in command.get("fails_on", ()):
+            raise RuntimeError("it broke")
+        total = torch.tensor([self.rank + 1])
+        if "no_collective" not in command:
+            dist.all_reduce(total)
+        return {"total": int(total), "data": command.get("data")}
+
+
+def errors_are_agreed(rank: int, world_size: int, arguments: dict[str, Any]) -> Any:
+    """Without collectives in between: every rank hears of it, and all go on with the next command."""
+    commands = [
+        {"id": "1", "op": "sum", "data": b"\x00\xff" * 100_000},
+        {"id": "2", "op": "sum", "refused_on": [0, 1]},
+        {"id": "3", "op": "pass", "model": "m", "fails_on": [1], "no_collective": True},
+        {"id": "4", "op": "idle"},
+        {"id": "5", "op": "sum"},
+        {"id": "6", "op": "stop"},
+    ]
+    host, layout = Host(rank), SimpleNamespace(rank=rank, world_size=world_size)
+    source = Source(commands) if rank == 0 else None
+    worker.Worker(host, layout).serve(source)  # type: ignore[arg-type]
+    answers = [] if source is None else [{k: len(v) if k == "data" else v for k, v in _flat(a).items()} for a in source.answers]
+    return {"answers": answers, "unloaded": host.unloaded}
+
+
+def _flat(answer: dict[str, Any]) -> dict[str, Any]:
+    value = answer.get("value")
+    return {
+        **{k: v for k, v in answer.items() if k != "value"},
+        **({k: v or b"" for k, v in value.items()} if isinstance(value, dict) else {}),
+    }
+
+
+def a_rank_is_left_in_a_collective(rank: int, world_size: int, arguments: dict[str, Any]) -> Any:
+    """Rank 1 fails before a collective that rank 0 is in: rank 1 does not wait for ever, it ends."""
+    worker.AGREE_S = 1.0
+    started = time.monotonic()
+    loop = worker.Worker(Host(rank), SimpleNamespace(rank=rank, world_size=world_size))  # type: ignore[arg-type]
+    if rank == 0:
+        time.sleep(2.5)  # as if in the collective
+        return {}
+    try:
+        loop.execute({"id": "1", "op": "pass", "model": "m", "fails_on": [1]})
+    except RunError as error:
+        return {"error": str(error), "seconds": time.monotonic() - started}
+    return {}

@@ -1,0 +1,129 @@
+"""Several ranks, and processes that die: the same gradient in every layout; what is lost is said, what is not goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from tests.e2e.api_server import ApiServer, batch, critic, datum, policy, sampler_folder, tokens, weights_of
+from tests.e2e.helpers import Workspace
+
+LAYOUTS = {
+    "tp2": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "pp2": ("--pipeline-model-parallel-size", "2"),
+    "dp2": ("--use-distributed-optimizer",),
+    "cp2": ("--context-parallel-size", "2"),
+}
+
+
+def run(server: ApiServer) -> dict[str, Any]:
+    """Two steps of a policy, of batches that leave a data-parallel rank without a sample and that need several micro-batches; a critic's;
+    a checkpoint; samples."""
+    client = server.client()
+    training = policy(client, server)
+    norms, losses, scores = [], [], []
+    for chunks in ([batch(5, 0), batch(1, 1)], [batch(4, 2)]):
+        futures = [training.forward_backward(chunk, "cross_entropy") for chunk in chunks]
+        step = training.optim_step(types.AdamParams(learning_rate=1e-3))
+        norms.append(step.result().metrics["grad_norm"])
+        losses += [future.result().metrics["loss:sum"] for future in futures]
+        scores += [out["logprobs"].to_torch() for future in futures for out in future.result().loss_fn_outputs]
+    judge = critic(client, server)
+    asked = [types.Datum(model_input=types.ModelInput.from_ints(tokens(7, 1)), loss_fn_inputs={"values": [0.0] * 7, "returns": [1.0] * 7})]
+    for one in asked:
+        one.loss_fn_inputs.update(
+            {k: types.TensorData(data=list(v.data), dtype="float32", shape=[7]) for k, v in one.loss_fn_inputs.items()}
+        )
+    losses.append(judge.forward_backward(asked, "ppo_critic").result().metrics["loss:sum"])
+    norms.append(judge.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"])
+    path = training.save_state("state").result().path
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
+    losses.append(resumed.forward([datum(6, 3)], "cross_entropy").result().metrics["loss:sum"])
+    weights = weights_of(sampler_folder(server, training.save_weights_for_sampler("end").result().path))
+    sampler = training.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints([9, 8, 7])
+    answer = sampler.sample(prompt, 3, types.SamplingParams(max_tokens=4, seed=5), include_prompt_logprobs=True).result()
+    return {"norms": norms, "losses": losses, "scores": scores, "weights": weights, "samples": [list(s.tokens) for s in answer.sequences]}
+
+
+@pytest.fixture(scope="module")
+def alone(api: ApiServer) -> dict[str, Any]:
+    return run(api)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_gradient(layout: str, alone: dict[str, Any], work: Workspace, tmp_path: Path) -> None:
+    with ApiServer(work.model, tmp_path, *LAYOUTS[layout], "--max-tokens-per-gpu", "24", ranks=2) as server:
+        found = run(server)
+    assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4, abs=1e-4)
+    for one, other in zip(found["scores"], alone["scores"], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    for name, tensor in alone["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, atol=2e-4, rtol=1e-3)
+    assert found["samples"] == alone["samples"]
+
+
+@pytest.mark.slow
+def test_the_api_process_may_die(work: Workspace, tmp_path: Path) -> None:
+    """It is started again, reads its journal, and asks the workers: models, results and the order of requests are as before."""
+    with ApiServer(work.model, tmp_path) as server:
+        training = policy(server.client(), server)
+        first = training.forward_backward(batch(3), "cross_entropy").result().metrics["loss:sum"]
+        for _ in range(2):
+            before = server.api_pid
+            os.kill(before, signal.SIGKILL)
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                with contextlib.suppress(OSError, ValueError):
+                    if server.api_pid != before:
+                        break
+                time.sleep(0.1)
+            server.wait_until_up()
+            assert training.forward(batch(3), "cross_entropy").result().metrics["loss:sum"] == first
+        norm = training.optim_step(types.AdamParams()).result().metrics["grad_norm"]
+        other = policy(server.client(), server)
+        other.forward_backward(batch(3), "cross_entropy")
+        assert other.optim_step(types.AdamParams()).result().metrics["grad_norm"] == norm, "gradients lived through it"
+
+
+@pytest.mark.slow
+def test_the_workers_may_die(work: Workspace, tmp_path: Path) -> None:
+    """The caller hears which model is lost and where to go on; new workers come to the same API process."""
+    with ApiServer(work.model, tmp_path, ranks=2) as server:
+        client = server.client()
+        training = policy(client, server)
+        training.forward_backward(batch(3), "cross_entropy")
+        training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        path = training.save_state("good").result().path
+        expected = training.forward(batch(2), "cross_entropy").result().metrics["loss:sum"]
+        ranks = [
+            p
+            for p in psutil.Process(server.process.pid).children(recursive=True)
+            if "slime_like.server" in p.cmdline() and p.pid != server.api_pid
+        ]
+        assert len(ranks) == 2
+        ranks[-1].kill()
+        time.sleep(1.0)
+        with pytest.raises(tinker.RequestFailedError, match=r"workers have ended|is lost"):
+            training.forward(batch(2), "cross_entropy").result()
+        with pytest.raises(tinker.RequestFailedError, match=rf"go on from its newest checkpoint, {path}"):
+            training.forward(batch(2), "cross_entropy").result()
+        server.process.wait(timeout=60)
+        api = server.api_pid
+        server.start()
+        resumed = client.create_training_client_from_state_with_optimizer(path).result()
+        assert resumed.forward(batch(2), "cross_entropy").result().metrics["loss:sum"] == pytest.approx(expected, rel=1e-6)
+        assert server.api_pid == api, "the API process lived on"
+    assert not psutil.pid_exists(api) or psutil.Process(api).status() == psutil.STATUS_ZOMBIE
