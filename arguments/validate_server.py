@@ -19,7 +19,7 @@ ALSO_SERVED = {
     "max_tokens_per_gpu", "log_probs_chunk_size", "rollout_local_batch_size", "print_megatron_patches", "no_verify_checkpoint", "config",
 }  # fmt: skip
 TRAINERS_GROUPS = (
-    "data", "eval", "rollout", "scheduling", "reward", "algorithm", "distillation", "off_policy", "critic", "value_loss", "gates", "schedule", "checkpoint",
+    "data", "eval", "rollout", "scheduling", "reward", "algorithm", "lora", "distillation", "off_policy", "critic", "value_loss", "gates", "schedule", "checkpoint",
     "logging", "debug",
 )  # fmt: skip
 OF_EVERY_STEP = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")

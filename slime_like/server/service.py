@@ -183,7 +183,9 @@ class Service:
         if lora is None or lora.rank == 0:
             return None
         if not self.base.supports_lora:
-            raise Refused(f"LoRA (rank {lora.rank}) is not offered by this server yet; rank 0 trains all weights")
+            raise Refused(
+                f"LoRA (rank {lora.rank}) is not offered with Transformer Engine layers (--transformer-impl); rank 0 trains all weights"
+            )
         if role == "critic":
             raise Refused(f"a critic of rank {lora.rank} is not offered; a critic trains all weights, with rank 0")
         return {name: getattr(lora, name) for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")}

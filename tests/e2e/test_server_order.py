@@ -198,7 +198,7 @@ def test_roles(api: ApiServer) -> None:
     assert "unknown model_role 'judge'; accepted: policy, critic" in create(1, model_role="judge")
     assert "give one of them" in create(2, model_role="policy", **as_critic)
     assert "is not served here" in create(3, base_model="another/model")
-    assert "LoRA (rank 8) is not offered" in create(4, lora_config={"rank": 8})
+    assert "a critic of rank 8 is not offered" in create(4, lora_config={"rank": 8}, **as_critic)
     assert "the only one is adamw" in create(5, optimizer_config={"type": "dimuon"})
     raw.create(6)
     judge = raw.create(7, model_role="critic")
