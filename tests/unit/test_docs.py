@@ -31,6 +31,7 @@ FOREIGN = {
     " --batch --rdzv-conf",
     "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend",
     "tensorboard": "--logdir",
+    "examples/tinker": "--model --base-url",
     "passed on to SGLang": "--sglang-mem-fraction-static",
 }
 OTHERS = {flag for flags in FOREIGN.values() for flag in flags.split()}
