@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arguments import hf_deepseek
 from arguments.hf_moe import MIXTRAL, QWEN2_MOE, QWEN_MOE, MoeFamily, moe_settings
 from slime_like.config import ConfigError, Problem
 
@@ -41,7 +42,7 @@ class HfModel:
 @dataclass(frozen=True, slots=True)
 class Family:
     """What distinguishes one architecture from another. required: keys beyond REQUIRED that the file must have. moe: its experts.
-    windows_by_size: `sliding_window` alone switches sliding windows on."""
+    windows_by_size: `sliding_window` alone switches sliding windows on. deepseek: latent attention, and experts chosen by sigmoids: hf_deepseek.py."""
 
     model_type: str
     qkv_bias: bool = False
@@ -49,6 +50,7 @@ class Family:
     required: tuple[str, ...] = ()
     moe: MoeFamily | None = None
     windows_by_size: bool = False
+    deepseek: bool = False
 
 
 MOE_KEYS = ("num_key_value_heads", "num_experts_per_tok")
@@ -61,6 +63,7 @@ FAMILIES: Mapping[str, Family] = {
         "qwen2_moe", qkv_bias=True, required=(*MOE_KEYS, "moe_intermediate_size", "shared_expert_intermediate_size"), moe=QWEN2_MOE
     ),
     "MixtralForCausalLM": Family("mixtral", required=(*MOE_KEYS, "num_local_experts"), moe=MIXTRAL, windows_by_size=True),
+    "DeepseekV3ForCausalLM": Family("deepseek_v3", required=hf_deepseek.REQUIRED, deepseek=True),
 }
 VALUE_MODELS = re.compile(r"For(?:Token|Sequence)Classification$")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -153,7 +156,7 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
     _check_keys(reader, family)
     _check_windows(reader, family)
     transformer = _transformer(reader, family)
-    gpt = _gpt(reader, head_dim=transformer["kv_channels"])
+    gpt = _gpt(reader, head_dim=transformer["kv_channels"], rope=_latent_rope(transformer) if family.deepseek else _rope(reader))
     dtype = reader.config.get("dtype") or reader.config.get("torch_dtype")
     if dtype is not None and dtype not in DTYPES:
         reader.refuse(f"dtype {dtype!r} is not supported; legal values: {', '.join(DTYPES)}")
@@ -201,6 +204,7 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, Family]:
 def _check_keys(reader: _Reader, family: Family) -> None:
     mapped = MAPPED | (family.moe.keys if family.moe is not None else set())
     mapped |= {"qkv_bias"} if family.qkv_bias else set()
+    mapped |= hf_deepseek.KEYS if family.deepseek else set()
     if family.qkv_bias and reader.config.get("qkv_bias") is False:
         reader.refuse("qkv_bias False: this architecture is supported with biases on query, key and value only")
     for key, value in reader.config.items():
@@ -255,13 +259,18 @@ def _transformer(reader: _Reader, family: Family) -> dict[str, Any]:
         "hidden_dropout": 0.0,
         "attention_dropout": float(dropout),
         **(moe_settings(reader, family.moe) if family.moe is not None else {}),
+        **(hf_deepseek.deepseek_settings(reader) if family.deepseek else {}),
     }
 
 
-def _gpt(reader: _Reader, head_dim: int) -> dict[str, Any]:
+def _latent_rope(transformer: Mapping[str, Any]) -> dict[str, Any]:
+    """Latent attention has its rotary embedding to itself; the model's is not used."""
+    return {"rope_theta": transformer["rotary_base"], "rope_type": "default", "factor": 1.0}
+
+
+def _gpt(reader: _Reader, head_dim: int, rope: Mapping[str, Any]) -> dict[str, Any]:
     if head_dim % 2:
         reader.refuse(f"head_dim {head_dim} is odd; rotary embeddings turn pairs of dimensions")
-    rope = _rope(reader)
     return {
         "vocab_size": reader.number("vocab_size"),
         "max_position_embeddings": reader.number("max_position_embeddings", default=2048),

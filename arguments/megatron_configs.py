@@ -110,7 +110,7 @@ def _of(config_type: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _transformer(build: Build) -> Any:
     from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     parallel, dtype = build.parallel, _dtype(build)
     values = {**_fusions(build), **build.values}
@@ -140,7 +140,8 @@ def _transformer(build: Build) -> Any:
         "batch_p2p_comm": build.nccl and not overlap,
         "barrier_with_L1_time": False,
     }
-    return TransformerConfig(**_of(TransformerConfig, values))
+    config_type = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
+    return config_type(**_of(config_type, values))
 
 
 def _fusions(build: Build) -> dict[str, bool]:

@@ -20,7 +20,7 @@ from arguments.hf_model import HfModel
 from arguments.megatron import merge_network
 from arguments.megatron_configs import Machine, build_megatron_configs
 from slime_like.config import ConfigError
-from slime_like.convert.families import global_parameters
+from slime_like.convert.families import global_parameters, named_weights
 from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, sharded_state
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.model import build_chunks, model_shape
@@ -85,7 +85,7 @@ def make_blueprint(hf: HfModel, parallel: ParallelConfig, layout: ParallelLayout
     state = sharded_state(SavedNetwork(chunks, None, None, layout), is_loading=False)
     parameters, entries = {}, {}
     for index, chunk in enumerate(chunks):
-        for (own, _), (name, parameter) in zip(chunk.named_parameters(), global_parameters([chunk]), strict=True):
+        for (own, _), (name, parameter) in zip(named_weights(chunk), global_parameters([chunk]), strict=True):
             if own in state[f"model{index}"]:  # the last stage's copy of a tied embedding is not saved
                 parameters[name], entries[name] = parameter, state[f"model{index}"][own]
     return Blueprint(hf, gpt, layout, value_head, chunks, state, parameters, entries)

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from arguments.groups import GPTModelConfig
 from arguments.hf_moe import moe_layers
-from slime_like.convert.mappings import QKV, GatedMLP, Mapping, Replicated, ReplicatedRows, RowParallel, Sizes, VocabParallel
+from slime_like.convert.mappings import (
+    QKV,
+    ColumnParallel,
+    GatedMLP,
+    Mapping,
+    Replicated,
+    ReplicatedRows,
+    RowParallel,
+    Sizes,
+    VocabParallel,
+)
 
 _ATTENTION = "model.layers.{layer}.self_attn"
 _MLP = "model.layers.{layer}.mlp"
@@ -73,6 +83,26 @@ QWEN2_MOE: dict[str, Mapping] = {
     f"{_MEGATRON_MLP}.shared_experts.gate_weight": ReplicatedRows(f"{_MLP}.shared_expert_gate.weight", "one"),
 }
 
+_LATENT = "decoder.layers.{layer}.self_attention"
+# megatron-core turns the rotated part of queries and keys from pairs into halves itself, as the file's architecture does
+DEEPSEEK_V3: dict[str, Mapping] = {
+    **{name: mapping for name, mapping in LLAMA.items() if ".self_attention." not in name},
+    f"{_LATENT}.linear_q_proj.weight": ColumnParallel(f"{_ATTENTION}.q_proj.weight", "latent_query"),
+    f"{_LATENT}.linear_q_down_proj.weight": ColumnParallel(f"{_ATTENTION}.q_a_proj.weight", "q_latent"),
+    f"{_LATENT}.q_layernorm.weight": Replicated(f"{_ATTENTION}.q_a_layernorm.weight", "q_latent"),
+    f"{_LATENT}.linear_q_up_proj.weight": ColumnParallel(f"{_ATTENTION}.q_b_proj.weight", "latent_query", "q_latent"),
+    f"{_LATENT}.linear_kv_down_proj.weight": ColumnParallel(f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_latent_and_rotary"),
+    f"{_LATENT}.kv_layernorm.weight": Replicated(f"{_ATTENTION}.kv_a_layernorm.weight", "kv_latent"),
+    f"{_LATENT}.linear_kv_up_proj.weight": ColumnParallel(f"{_ATTENTION}.kv_b_proj.weight", "latent_key_value", "kv_latent"),
+    f"{_LATENT}.linear_proj.weight": RowParallel(f"{_ATTENTION}.o_proj.weight", "latent_value"),
+    **_experts(_MLP, "gate_proj", "up_proj", "down_proj"),
+    f"{_MEGATRON_MLP}.router.expert_bias": Replicated(f"{_MLP}.gate.e_score_correction_bias", "experts"),
+    f"{_MEGATRON_MLP}.shared_experts.linear_fc1.weight": GatedMLP(
+        f"{_MLP}.shared_experts.gate_proj.weight", f"{_MLP}.shared_experts.up_proj.weight", "shared_ffn"
+    ),
+    f"{_MEGATRON_MLP}.shared_experts.linear_fc2.weight": RowParallel(f"{_MLP}.shared_experts.down_proj.weight", "shared_ffn"),
+}
+
 MIXTRAL: dict[str, Mapping] = {**LLAMA, **_experts("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2")}
 
 FAMILIES = {
@@ -82,6 +112,7 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "MixtralForCausalLM": MIXTRAL,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
 }
 
 # A critic's head, under the names of *ForTokenClassification. *ForSequenceClassification has the same weight and no bias.
@@ -100,6 +131,10 @@ _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 
 
+_OF_WHOLE_QUERIES = (f"{_LATENT}.linear_q_proj.weight",)
+_OF_COMPRESSED_QUERIES = tuple(f"{_LATENT}.{name}.weight" for name in ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj"))
+
+
 def family_map(architecture: str, config: Any, *, tied: bool, value_head: bool = False) -> dict[str, Mapping]:
     """Every parameter of the whole model, in the order of the network. Layer numbers are global, from 0.
 
@@ -112,6 +147,9 @@ def family_map(architecture: str, config: Any, *, tied: bool, value_head: bool =
     family = dict(FAMILIES[architecture])
     if tied:
         family["output_layer.weight"] = family["embedding.word_embeddings.weight"]
+    if config.multi_latent_attention:
+        for name in _OF_COMPRESSED_QUERIES if config.q_lora_rank is None else _OF_WHOLE_QUERIES:
+            family.pop(name)
     per_layer = {name: mapping for name, mapping in family.items() if "{layer}" in name}
     ends = ("decoder.final_layernorm.weight", "output_layer.weight")
     whole = {name: mapping for name, mapping in family.items() if name not in per_layer and name not in ends}
@@ -159,6 +197,19 @@ def model_sizes(config: Any, gpt: GPTModelConfig) -> Sizes:
         experts=config.num_moe_experts or 0,
         expert_ffn=config.moe_ffn_hidden_size or 0,
         shared_ffn=config.moe_shared_expert_intermediate_size or 0,
+        **_latent_sizes(config),
+    )
+
+
+def _latent_sizes(config: Any) -> dict[str, int]:
+    if not config.multi_latent_attention:
+        return {}
+    return dict(
+        q_latent=config.q_lora_rank or 0,
+        kv_latent=config.kv_lora_rank,
+        rotary=config.qk_pos_emb_head_dim,
+        head_key=config.qk_head_dim,
+        head_value=config.v_head_dim,
     )
 
 
@@ -177,10 +228,16 @@ def unwrap(chunk: Any) -> Any:
     return chunk
 
 
+def named_weights(chunk: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the routers' biases, which are buffers."""
+    yield from chunk.named_parameters()
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+
+
 def global_parameters(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
     """(canonical name with the global layer number and the global expert number, parameter) of everything on this rank."""
     for chunk in map(unwrap, model_chunks):
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in named_weights(chunk):
             prefix, full = "decoder.layers.", canonical_name(name)
             if name.startswith(prefix):
                 local, _, rest = full.removeprefix(prefix).partition(".")

@@ -29,10 +29,31 @@ class Sizes:
     experts: int = 0  # of an expert layer
     expert_ffn: int = 0  # inner size of one expert
     shared_ffn: int = 0  # inner size of the shared expert
+    q_latent: int = 0  # latent attention: ranks of the compressed queries, and of keys and values with the part that is rotated
+    kv_latent: int = 0
+    rotary: int = 0
+    head_key: int = 0  # of one head: the query or key without and with that part, the value
+    head_value: int = 0
 
     @property
     def query(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def latent_query(self) -> int:
+        return self.heads * (self.head_key + self.rotary)
+
+    @property
+    def latent_key_value(self) -> int:
+        return self.heads * (self.head_key + self.head_value)
+
+    @property
+    def latent_value(self) -> int:
+        return self.heads * self.head_value
+
+    @property
+    def kv_latent_and_rotary(self) -> int:
+        return self.kv_latent + self.rotary
 
     @property
     def one(self) -> int:
@@ -128,6 +149,21 @@ class RowParallel(Mapping):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
         return [Part(self.hf, *_share(getattr(sizes, self.inner), tp_rank, tp_size))]
+
+
+@dataclass(frozen=True)
+class ColumnParallel(Mapping):
+    """[rows, columns], the output dimension cut. rows, columns: fields of Sizes."""
+
+    hf: str
+    rows: str
+    columns: str = "hidden"
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (getattr(sizes, self.rows), getattr(sizes, self.columns))}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        return [Part(self.hf, *_share(getattr(sizes, self.rows), tp_rank, tp_size))]
 
 
 @dataclass(frozen=True)

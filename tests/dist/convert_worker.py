@@ -17,7 +17,7 @@ from arguments.hf_model import HfModel, read_hf_model
 
 megatron_patches.apply()
 
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 from scripts.parity.steps import parallel  # noqa: E402
 from slime_like.convert.export import export_hf_weights  # noqa: E402
@@ -37,7 +37,7 @@ def build(
     """This rank's chunks for the model in `folder`, with random weights. The padding fits no vocabulary used here."""
     hf = read_hf_model(folder, value_head=value_head)
     gpt = GPTModelConfig(**hf.gpt, make_vocab_size_divisible_by=32)
-    config = TransformerConfig(
+    config = (MLATransformerConfig if hf.transformer.get("multi_latent_attention") else TransformerConfig)(
         **{**hf.transformer, "activation_func": F.silu},
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,

@@ -22,6 +22,28 @@ SIZES: dict[str, Any] = dict(
     max_position_embeddings=128,
     initializer_range=0.2,
 )
+DEEPSEEK: dict[str, Any] = dict(
+    num_key_value_heads=4,
+    q_lora_rank=20,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=2,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+    num_mtp_layers=0,
+    routed_scaling_factor=1.7,
+    norm_topk_prob=True,
+)
+YARN = dict(
+    rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0,
+    mscale=0.7, mscale_all_dim=0.9,
+)  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", dict(head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)),
     "qwen3-moe-dense-layers": (
@@ -32,6 +54,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         dict(moe_intermediate_size=24, shared_expert_intermediate_size=40, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=2),
     ),
+    "deepseek-v3": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "deepseek-v3-yarn": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN, "n_group": 1, "topk_group": 1}),
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
 }
 # tensor, pipeline, virtual, expert, expert-tensor
@@ -55,6 +79,9 @@ def make_models(folder: Path, names: list[str]) -> dict[str, str]:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 elif parameter_name.endswith("gate.weight"):
                     parameter.copy_(0.3 * torch.randn_like(parameter))  # see scripts/parity/cells.py
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("e_score_correction_bias"):
+                    buffer.copy_(0.2 * torch.randn_like(buffer))
             tokens = torch.randint(0, SIZES["vocab_size"], (24,))
             logits = model(tokens[None]).logits[0]
         model.save_pretrained(folder / name)
