@@ -27,6 +27,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "one, dense layers": ("qwen3-moe-dense-layers", ""),
         "one, shared experts": ("qwen2-moe", ""),
         "one, replay": ("qwen3-moe", "--use-routing-replay"),
+        "one, latent attention": ("deepseek-v3", ""),
         "one, sampler's routes": ("qwen3-moe-dense-layers", ROLLOUT_REPLAY),
     },
     2: {
@@ -47,6 +48,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
             "--recompute-method block --recompute-num-layers 3",
         ),
         "CP2 EP2, replay": ("qwen3-moe", f"--use-routing-replay {EP2} --context-parallel-size 2"),
+        "TP2 EP2, latent attention": ("deepseek-v3", f"{TP2} {EP2} --expert-tensor-parallel-size 1"),
         "CP2 EP2, sampler's routes": ("qwen3-moe-dense-layers", f"{ROLLOUT_REPLAY} {EP2} --context-parallel-size 2"),
         "TP2 EP2, sampler's routes": ("qwen3-moe-dense-layers", f"{ROLLOUT_REPLAY} {TP2} {EP2} --expert-tensor-parallel-size 1"),
         "EP2, recomputed": ("qwen3-moe", f"{EP2} --recompute-granularity selective --recompute-modules moe"),
@@ -63,6 +65,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
             "qwen3-moe-dense-layers",
             f"{ROLLOUT_REPLAY} {PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2",
         ),
+        "PP2 EP2, latent attention": ("deepseek-v3", f"{PP2} {EP2}"),
         "EP2 x ETP2, shared experts": ("qwen2-moe", f"{TP2} {EP2} --use-distributed-optimizer"),
     },
 }
@@ -78,7 +81,7 @@ OTHERS = tuple(name for ranks in (2, 4) for name in CASES[ranks] if name not in 
 
 def run_all(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """The cases in `names` and what they are compared with. One launch for each number of processes."""
-    models = make_models(folder, ["qwen3-moe", "qwen3-moe-dense-layers", "qwen2-moe"])
+    models = make_models(folder, ["qwen3-moe", "qwen3-moe-dense-layers", "qwen2-moe", "deepseek-v3"])
     found: dict[str, Any] = {}
     for ranks, cases in CASES.items():
         out = folder / f"{ranks}.pt"

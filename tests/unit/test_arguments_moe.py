@@ -40,6 +40,31 @@ MIXTRAL = {
 }
 
 
+DEEPSEEK_V3: dict[str, Any] = {
+    **HF_CONFIG,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": HF_CONFIG["num_attention_heads"],
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+
+
 def write(folder: Path, config: dict[str, Any]) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -105,7 +130,15 @@ def test_mixtral_and_qwen2_moe(tmp_path: Path) -> None:
         ({**MIXTRAL, "sliding_window": 64}, "sliding windows are not supported"),
         ({**MIXTRAL, "num_local_experts": None}, "num_local_experts is missing"),
         ({**HF_CONFIG, "num_experts": 8}, "num_experts 8 is unknown"),
-        ({**HF_CONFIG, "architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM'] is not supported"),
+        ({**HF_CONFIG, "architectures": ["DeepseekV2ForCausalLM"]}, "DeepseekV2ForCausalLM'] is not supported"),
+        ({**DEEPSEEK_V3, "num_nextn_predict_layers": 1}, "multi-token prediction is not supported"),
+        ({**DEEPSEEK_V3, "topk_group": 1}, "scores a group by its best"),
+        ({**DEEPSEEK_V3, "norm_topk_prob": False}, "norm_topk_prob False is not supported"),
+        ({**DEEPSEEK_V3, "scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ({**DEEPSEEK_V3, "rope_interleave": False}, "rope_interleave False is not supported"),
+        ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, "the norms of the latents"),
+        ({**DEEPSEEK_V3, "num_key_value_heads": 2}, "latent attention has no groups"),
+        ({**DEEPSEEK_V3, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "needs original_max_position_embeddings"),
     ],
 )
 def test_refused_by_name(tmp_path: Path, config: dict[str, Any], said: str) -> None:
