@@ -23,6 +23,7 @@ ORDER = (
     "torch_norm_sp",
     "recompute_no_te",
     "moe_no_te",
+    "mla_no_te",
     "moe_split_sizes",
     "gloo_uneven",
     "torch_adam_ckpt",

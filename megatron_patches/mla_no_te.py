@@ -1,0 +1,27 @@
+"""Latent attention without Transformer Engine: its output projection.
+
+Target    transformer.multi_latent_attention: the global HAVE_TE.
+Why       The module takes Transformer Engine for installed when ModelOpt's layers can be imported, whose TELinear is then None; the
+          constructor asks isinstance(..., None) and raises TypeError.
+When      No Transformer Engine.
+Versions  megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+from megatron_patches.patch import NO_TE, Patch, find, missing
+
+NAME = "mla_no_te"
+MODULE = "transformer.multi_latent_attention"
+
+
+def check() -> None:
+    if "HAVE_TE" not in find(NAME, f"{MODULE}:MultiLatentAttention.__init__").__code__.co_names:
+        raise missing(NAME, f"megatron.core.{MODULE}:MultiLatentAttention.__init__ no longer reads HAVE_TE")
+
+
+def install() -> None:
+    find(NAME, MODULE).HAVE_TE = False
+
+
+PATCH = Patch(NAME, NO_TE, check, install)
