@@ -50,6 +50,8 @@ def adapters_are_supported(s: Settings) -> list[Problem]:
         found += problem("debug_rollout_only", None, "does not go with --lora-rank: save the merged model (--save-hf) and sample from that")
     if resolve_transformer_impl(s.model, s.machine) == "transformer_engine":
         found += problem("lora_rank", rank, "is not supported with Transformer Engine layers yet; use --transformer-impl local")
+    if s.core.get("multi_latent_attention"):
+        found += problem("lora_rank", rank, "does not go with multi-latent attention yet, which has other linear layers; leave it out")
     for name in ("decoupled_lr", "decoupled_min_lr"):
         if s.core.get(name) is not None:
             found += problem(

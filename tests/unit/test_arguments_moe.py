@@ -13,7 +13,7 @@ from arguments.hf_moe import layer_pattern, moe_layers
 from arguments.parse import parse_args
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from slime_like.config import ConfigError
-from tests.unit.command_lines import HF_CONFIG, complete
+from tests.unit.command_lines import HF_CONFIG, complete, problems_of
 
 QWEN3_MOE: dict[str, Any] = {
     **HF_CONFIG,
@@ -259,3 +259,10 @@ def test_what_is_right_passes(tmp_path: Path, flags: str, world_size: int) -> No
     assert config.num_moe_experts == 8
     if "aux_loss seq_aux_loss" in flags:
         assert config.moe_router_load_balancing_type == ["aux_loss", "seq_aux_loss"] and config.moe_aux_loss_coeff == [0.1, 0.2]
+
+
+def test_what_does_not_go_with_latent_attention(tmp_path: Path) -> None:
+    argv = complete(tmp_path, "--lora-rank", "4", "--context-parallel-size", "2")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**DEEPSEEK_V3, "num_hidden_layers": 4}))
+    said = {p.flag: p.message for p in problems_of(argv, 2)}
+    assert "latent attention" in said["--lora-rank"] and "latent attention" in said["--context-parallel-size"]
