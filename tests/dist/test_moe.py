@@ -48,7 +48,6 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
             "--recompute-method block --recompute-num-layers 3",
         ),
         "CP2 EP2, replay": ("qwen3-moe", f"--use-routing-replay {EP2} --context-parallel-size 2"),
-        "TP2 EP2, latent attention": ("deepseek-v3", f"{TP2} {EP2} --expert-tensor-parallel-size 1"),
         "CP2 EP2, sampler's routes": ("qwen3-moe-dense-layers", f"{ROLLOUT_REPLAY} {EP2} --context-parallel-size 2"),
         "TP2 EP2, sampler's routes": ("qwen3-moe-dense-layers", f"{ROLLOUT_REPLAY} {TP2} {EP2} --expert-tensor-parallel-size 1"),
         "EP2, recomputed": ("qwen3-moe", f"{EP2} --recompute-granularity selective --recompute-modules moe"),
