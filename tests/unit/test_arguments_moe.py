@@ -228,7 +228,10 @@ def test_settings_of_experts_in_a_dense_network(tmp_path: Path, flags: str, flag
 
 
 def test_every_rule_is_broken_somewhere() -> None:
-    assert {rule.__name__ for rule in MOE_RULES} == {case[0] for case in CASES if case[0]} | {"experts_are_there", "latent_attention_is_whole"}
+    assert {rule.__name__ for rule in MOE_RULES} == {case[0] for case in CASES if case[0]} | {
+        "experts_are_there",
+        "latent_attention_is_whole",
+    }
 
 
 @pytest.mark.parametrize(
