@@ -162,6 +162,7 @@ def test_layouts_train_the_adapter_of_one_process(names: tuple[str, ...], alone:
             compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
 
 
+@pytest.mark.slow
 def test_experts_and_the_output_layer(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
     """Every linear layer of a mixture of experts, and an output layer with a weight of its own."""
     files = {**files, "model": files["experts"]}
