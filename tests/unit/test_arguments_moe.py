@@ -265,7 +265,7 @@ def test_what_is_right_passes(tmp_path: Path, flags: str, world_size: int) -> No
 
 
 def test_what_does_not_go_with_latent_attention(tmp_path: Path) -> None:
-    argv = complete(tmp_path, *"--lora-rank 4 --context-parallel-size 2 --tensor-model-parallel-size 2".split())
+    argv = complete(tmp_path, *["--lora-rank", "4", "--context-parallel-size", "2", "--tensor-model-parallel-size", "2"])
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**DEEPSEEK_V3, "num_hidden_layers": 4}))
     said = {p.flag for p in problems_of(argv, 4) if "latent attention" in p.message}
     assert said == {"--lora-rank", "--context-parallel-size", "--tensor-model-parallel-size"}
