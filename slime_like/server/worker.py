@@ -259,8 +259,8 @@ def serve(run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]) -
     reason, goodbye = "they were stopped", True
     try:
         worker.serve(source)
-    except Terminated:  # in the midst of a command: torchrun ends the others so when a rank has failed
-        reason, goodbye = "they were terminated", source is None or not source.busy
+    except Terminated:  # which is also how torchrun ends this rank when another has died
+        reason, goodbye = "they were terminated", source is None or (layout.world_size == 1 and not source.busy)
         raise
     except Exception as error:
         reason, goodbye = words_of(explain(error, layout.world_size)), False
