@@ -100,6 +100,7 @@ class ApiProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ended.set)
         self._tasks = [asyncio.create_task(self._housekeeping())]
+        self._wait_for_workers()
         serving = asyncio.create_task(server._serve([listening]))
         await self._ended.wait()
         server.should_exit = True
@@ -127,9 +128,12 @@ class ApiProcess:
         if self.link.said_goodbye:
             self._ended.set()
             return
-        seconds = self.run.server.worker_restart_s
-        log.warning("the workers have ended; waiting %g s for others (--worker-restart-s)", seconds)
-        self._deserted = asyncio.get_running_loop().call_later(seconds, self._ended.set)
+        log.warning("the workers have ended; waiting %g s for others (--worker-restart-s)", self.run.server.worker_restart_s)
+        self._wait_for_workers()
+
+    def _wait_for_workers(self) -> None:
+        """The process ends when none come."""
+        self._deserted = asyncio.get_running_loop().call_later(self.run.server.worker_restart_s, self._ended.set)
 
     async def _housekeeping(self) -> None:
         while True:

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import tinker
 from tinker import types
 
@@ -95,11 +96,15 @@ class ApiServer:
         for client in self._clients:
             with contextlib.suppress(Exception):
                 client.close("success").result(timeout=10)
-        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            os.kill(self.api_pid, signal.SIGKILL)
+        ranks = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=30)
+        for process in ranks:  # torchrun gives them sessions of their own; rank 0 would start another API process
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            os.kill(self.api_pid, signal.SIGKILL)
 
 
 def policy(client: tinker.ServiceClient, server: ApiServer, **settings: Any) -> tinker.TrainingClient:
