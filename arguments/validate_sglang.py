@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from arguments.aliases import PASSED_ON
 from arguments.groups import SglangConfig
 from arguments.sglang_install import interpreter, nearest, packages_of, router_fields, server_fields
 from arguments.validate import Rule, Settings, problem
@@ -54,7 +55,15 @@ def idle_sglang_settings(s: Settings) -> list[Problem]:
         return []
     idle = [f.name for f in dataclasses.fields(SglangConfig) if f.name in s.given]
     words = "has no effect with --rollout-engine local; add --rollout-engine sglang, or leave it out"
-    return [p for name in idle for p in problem(name, None if getattr(s.sglang, name) is True else getattr(s.sglang, name), words)]
+    found = []
+    for name in idle:
+        value = getattr(s.sglang, name)
+        if isinstance(value, dict):  # of flags that are passed on, as they were typed
+            prefix = next(prefix for prefix, field in PASSED_ON.items() if field == name)
+            found += [Problem(prefix + key.replace("_", "-"), text, words) for key, text in value.items()]
+        else:
+            found += problem(name, None if value is True else value, words)
+    return found
 
 
 def engines_are_named(s: Settings) -> list[Problem]:

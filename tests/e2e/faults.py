@@ -128,8 +128,8 @@ def flip_a_moment_after_load(rank: int) -> None:
 
     inner = load._load_network
 
-    def flipped(folder: Any, network: Any, **keywords: Any) -> None:
-        inner(folder, network, **keywords)
+    def flipped(network: Any, folder: Any, **keywords: Any) -> None:
+        inner(network, folder, **keywords)
         state = next(iter(network.optimizer.optimizer.state.values()))
         bits = state["exp_avg_sq"].view(torch.int32).view(-1)
         bits[3] ^= 1

@@ -136,6 +136,6 @@ def test_experts(tmp_path: Path) -> None:
 
 def test_every_size_has_a_flag() -> None:
     """What is left is of the whole program."""
-    names = {name for name in ParallelConfig.__dataclass_fields__ if not name.startswith("distributed_")}
+    names = {name for name in ParallelConfig.__dataclass_fields__ if not name.startswith(("distributed_", "heartbeat_"))}
     assert set(LAYOUT) == names and all(PREFIX + name in CriticConfig.__dataclass_fields__ for name in names)
     assert layout_flags(CriticConfig()) == {}

@@ -118,10 +118,10 @@ def test_all_problems_are_collected() -> None:
 
 SLIME_FLAGS_NOT_HERE = """
 --critic-num-nodes
---moe-enable-deepep --custom-generate-function-path
+--moe-enable-deepep
 --rollout-function-path --lora-dropout --use-wandb --actor-num-nodes
---moe-shared-expert-overlap --fp8-format --update-weight-mode --group-rm --multimodal-keys --ref-update-interval
---mtp-num-layers --enable-mtp-training --optimizer-cpu-offload --use-precision-aware-optimizer --eval-config
+--moe-shared-expert-overlap --fp8-format --update-weight-mode --multimodal-keys --ref-update-interval
+--mtp-num-layers --enable-mtp-training --optimizer-cpu-offload --use-precision-aware-optimizer
 --critic-train-only --only-train-params-name-list
 """.split()  # noqa: SIM905
 

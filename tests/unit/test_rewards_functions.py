@@ -143,7 +143,7 @@ def test_task_needs_a_task_source():
 
 
 def test_registry_names():
-    assert rewards.names() == ["exact_match", "gsm8k", "math", "task", "zero"]
+    assert rewards.names() == ["code", "exact_match", "gsm8k", "math", "remote_rm", "task", "zero"]
     assert [name for name, reward in rewards.items() if reward.bounded] == ["exact_match", "gsm8k", "zero"]
 
 

@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject,
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_patches.torch_adam_ckpt import init_adam_state
 from slime_like.megatron_backend.layout import ParallelLayout, in_own_layout
@@ -86,7 +87,8 @@ def prefer_main_params(wanted: dict[str, Any], saved: Mapping[str, Any]) -> None
     for name, part in wanted.items():
         for value in _leaves(part, lambda leaf: isinstance(leaf, kinds)) if name.startswith("model") else ():
             entry = saved.get(value.key)
-            rounded = value.data.dtype == torch.float32 and entry is not None and entry.properties.dtype != torch.float32
+            # what is no tensor there is told by `shape_problems`
+            rounded = isinstance(entry, TensorStorageMetadata) and value.data.dtype == torch.float32 != entry.properties.dtype
             if rounded and (main := next((p + value.key for p in MAIN_PARAMS if p + value.key in saved), None)):
                 value.key = main
 
