@@ -14,12 +14,14 @@ import contextlib
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,10 +132,19 @@ def clean_environment() -> dict[str, str]:
     }
 
 
+_GIVEN: deque[int] = deque(maxlen=100)  # not twice in a row
+
+
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """Of a range that the system gives to no outgoing connection, and no other test process looks in: nobody takes it meanwhile."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
+    while True:
+        port = 20000 + 1000 * worker + random.randrange(1000)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            if port not in _GIVEN:
+                _GIVEN.append(port)
+                return port
 
 
 def _rank_main(request: dict[str, Any], rank: int) -> int:

@@ -99,7 +99,19 @@ def test_a_script_starts_under_torchrun(models: Path, tmp_path: Path) -> None:
 def test_interrupted_conversion_goes_on(server: TrainServer, models: Path, converted: Path, tmp_path: Path) -> None:
     """One whole file is kept, one with a flipped byte and a partial one are written again; there is no output folder until all is whole."""
     out = tmp_path / "hf"
-    words = ("--load", converted, "--hf-checkpoint", models / "moe", "--output", out, "--max-shard-size", "25KB", "--no-progress")
+    words = (
+        "--load",
+        converted,
+        "--hf-checkpoint",
+        models / "moe",
+        "--output",
+        out,
+        "--max-shard-size",
+        "25KB",
+        "--workers",
+        1,
+        "--no-progress",
+    )
     killed = server.run(TO_HF, words, tmp_path / "log1", hook="tests.e2e.faults:kill_in_shard 3")
     assert killed.status == 9
     partial = tmp_path / ".hf.partial"
