@@ -24,7 +24,8 @@ def command_line(demo: Path, servers: list[str], out: Path, *more: str) -> list[
         "--hf-checkpoint", str(demo / "model"), "--prompt-data", str(demo / "train.jsonl"), "--input-key", "messages", "--label-key", "answer",
         "--apply-chat-template", "--rollout-shuffle", "--custom-rm-path", "scripts/demo_reward.py:score", "--rollout-max-response-len", "8",
         "--num-rollout", "3", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "2", "--micro-batch-size", "16",
-        "--lr", "1e-2", "--output-dir", str(out), "--no-tensorboard", "--no-progress", "--rollout-engine", "sglang", "--sglang-python", PYTHON,
+        "--lr", "1e-2", "--entropy-coef", "0.01",  # a gradient where a rollout's rewards happen to be equal, too
+        "--output-dir", str(out), "--no-tensorboard", "--no-progress", "--rollout-engine", "sglang", "--sglang-python", PYTHON,
         *(["--rollout-external-engine-addrs", *servers] if servers else []), *more,
     ]  # fmt: skip
 
