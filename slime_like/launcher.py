@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,17 +39,11 @@ def run(config: RunConfig, rank: int) -> int:
 
 def run_ranks(config: RunConfig, rank: int) -> int:
     """The run without what it leaves for a script that started it."""
-    die_with_the_launcher()
     write_stacks_on_request()
-    quiet_dependencies()
-    report = megatron_patches.apply()
-    if rank == 0:
-        for text in config.warnings:
-            print(f"warning: {text}", flush=True)
-        if os.environ.get(STATUS_FILE) and config.checkpoint.load != config.checkpoint.save:
-            print("warning: this job may be requeued, and would start over: give --load the folder of --save", flush=True)
-        if config.debug.print_megatron_patches:
-            print(report, flush=True)
+    cautions = list(config.warnings)
+    if os.environ.get(STATUS_FILE) and config.checkpoint.load != config.checkpoint.save:
+        cautions.append("this job may be requeued, and would start over: give --load the folder of --save")
+    prepare(config, rank, cautions)
     # megatron-core reads its globals on import, so this comes after the patches
     from slime_like.megatron_backend.init import process_groups
 
@@ -58,6 +53,18 @@ def run_ranks(config: RunConfig, rank: int) -> int:
     except RunError as error:  # the ranks could not meet: each tells what it saw
         print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED
+
+
+def prepare(config: RunConfig, rank: int, cautions: Sequence[str]) -> None:
+    """What every program does before its ranks meet: patches, and on rank 0 what there is to say."""
+    die_with_the_launcher()
+    quiet_dependencies()
+    report = megatron_patches.apply()
+    if rank == 0:
+        for text in cautions:
+            print(f"warning: {text}", flush=True)
+        if config.debug.print_megatron_patches:
+            print(report, flush=True)
 
 
 def die_with_the_launcher() -> None:

@@ -6,23 +6,15 @@ import signal
 import sys
 from typing import Any
 
-import megatron_patches
 from arguments.run_config import RunConfig
 from slime_like.errors import RunError
-from slime_like.launcher import FAILED, INTERRUPTED, die_with_the_launcher, is_first_to_fail, quiet_dependencies, tell
+from slime_like.launcher import FAILED, INTERRUPTED, is_first_to_fail, prepare, tell
 from slime_like.lost_ranks import explain, leave_address, say_failed
 
 
 def run(config: RunConfig, rank: int) -> int:
     """Returns the exit status."""
-    die_with_the_launcher()
-    quiet_dependencies()
-    report = megatron_patches.apply()
-    if rank == 0:
-        for text in config.warnings:
-            print(f"warning: {text}", flush=True)
-        if config.debug.print_megatron_patches:
-            print(report, flush=True)
+    prepare(config, rank, config.warnings)
     # megatron-core reads its globals on import, so this comes after the patches
     from slime_like.megatron_backend.init import process_groups
     from slime_like.server.worker import Terminated, serve
