@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from scripts.parity.ranks import run_ranks
 from scripts.parity_table import GROUP_SIZE, make_model, make_rollouts
@@ -83,16 +80,6 @@ def test_bf16_is_near_fp32(two: list[dict[str, Any]]) -> None:
         for key, limit in (("losses", 0.05), ("grad_norms", 0.05)):
             assert half[key] == pytest.approx(exact[key], rel=limit, abs=2e-3), key
         assert 0 < half["distance"] < 0.02
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with worker.parallel() as layout:
-            yield layout
-    finally:
-        dist.destroy_process_group()
 
 
 def transformers_loss(folder: str, samples: list[Any], clip: float) -> tuple[float, dict[str, torch.Tensor]]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from scripts.parity.ranks import run_ranks
-from scripts.parity.steps import parallel
 from scripts.parity_table import make_model, make_rollouts
 from slime_like.losses import ValueLossConfig
 from tests.dist import critic_worker as worker
@@ -40,16 +37,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     make_rollouts(str(folder / "model" / "rollout_{rollout_id}"))
     (folder / "out").mkdir()
     return {"model": str(folder / "model"), "out": str(folder / "out")}
-
-
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with parallel() as layout:
-            yield layout
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

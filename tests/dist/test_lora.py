@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from scripts.parity.cells import make_moe_model
 from scripts.parity.ranks import run_ranks
-from scripts.parity.steps import largest, parallel, random_samples, relative, share
+from scripts.parity.steps import largest, random_samples, relative, share
 from scripts.parity_table import make_model, make_rollouts
 from tests.dist import lora_worker as worker
 
@@ -49,16 +47,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     make_rollouts(str(folder / "experts" / "rollout_{rollout_id}"))
     (folder / "out").mkdir()
     return {"model": str(folder / "model"), "experts": str(folder / "experts"), "out": str(folder / "out")}
-
-
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with parallel() as layout:
-            yield layout
-    finally:
-        dist.destroy_process_group()
 
 
 def policy_loss(model: Any, samples: list[Any]) -> Tensor:

@@ -1,0 +1,22 @@
+"""What the tests of one process and of several share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """The layout of a process group of one."""
+    from scripts.parity.steps import parallel  # only once a test's own module has applied the patches
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with parallel() as layout:
+            yield layout
+    finally:
+        dist.destroy_process_group()
