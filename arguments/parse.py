@@ -21,9 +21,11 @@ from arguments.megatron import NOT_COMPARED, disagreements, merge_network, netwo
 from arguments.megatron_configs import Machine, build_megatron_configs, resolve_transformer_impl
 from arguments.run_config import RunConfig, TeacherModel
 from arguments.table import GROUPS, FlagTable, flag_table, normalise
-from arguments.validate import Rule, Settings, global_batch_of, virtual_stages_of
+from arguments.validate import Rule, Settings
+from arguments.validate_batches import global_batch_of
 from arguments.validate_critic import completed_critic, has_critic
 from arguments.validate_moe import MOE_WARNINGS
+from arguments.validate_parallel import virtual_stages_of
 from arguments.validate_run import RULES, WARNINGS, Warn, settings_of_other_losses
 from arguments.validate_server import SERVER_RULES
 from arguments.validate_sglang import completed_sglang

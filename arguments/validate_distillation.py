@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from arguments.hf_model import HfModel, read_hf_model
-from arguments.validate import Rule, Settings, problem, virtual_stages_of
+from arguments.validate import Rule, Settings, problem
+from arguments.validate_parallel import virtual_stages_of
 from slime_like.config import ConfigError, Problem, flag_name
 
 SETTINGS = ("opd_type", "opd_kl_coef", "opd_teacher_load")

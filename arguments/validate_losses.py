@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from arguments.validate import Rule, Settings, global_batch_of, problem
+from arguments.validate import Rule, Settings, problem
+from arguments.validate_batches import global_batch_of
 from slime_like.advantages.registry import OutcomeEstimator, advantage_estimators
 from slime_like.config import Problem
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from arguments.megatron_configs import resolve_transformer_impl
-from arguments.validate import LayoutSettings, Rule, Settings, problem, virtual_stages_of
+from arguments.validate import LayoutSettings, Rule, Settings, problem
+from arguments.validate_parallel import virtual_stages_of
 from slime_like.config import Problem, flag_name
 
 NEEDS_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")

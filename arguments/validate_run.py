@@ -10,15 +10,17 @@ from arguments.critic_layout import critic_layout_is_possible
 from arguments.eval_sets import EvalSet
 from arguments.from_dataclass import Flag
 from arguments.loss_choice import loss_fields
-from arguments.validate import BATCH_RULES, NETWORK_RULES, PARALLEL_RULES, TASK_PREFIX, Rule, Settings, global_batch_of, problem
+from arguments.validate import TASK_PREFIX, Rule, Settings, problem
 from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES, idle_advantage_settings, idle_correction_settings
-from arguments.validate_batches import MICRO_BATCH_RULES
+from arguments.validate_batches import BATCH_RULES, MICRO_BATCH_RULES, global_batch_of
 from arguments.validate_critic import CRITIC_RULES
 from arguments.validate_distillation import DISTILLATION_RULES, nothing_to_learn
 from arguments.validate_files import FILE_RULES
 from arguments.validate_lora import LORA_RULES, nothing_to_overlap
 from arguments.validate_losses import LOSS_RULES, gmpo_needs_one_advantage, wide_gspo_range
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
+from arguments.validate_network import NETWORK_RULES
+from arguments.validate_parallel import PARALLEL_RULES
 from arguments.validate_scheduling import SCHEDULING_RULES
 from arguments.validate_server import only_the_server_has_these
 from arguments.validate_sglang import SGLANG_RULES

@@ -8,8 +8,10 @@ import ipaddress
 from pathlib import Path
 
 from arguments.groups import ServerConfig
-from arguments.validate import NETWORK_RULES, PARALLEL_RULES, Rule, Settings, problem
+from arguments.validate import Rule, Settings, problem
 from arguments.validate_moe import MOE_RULES
+from arguments.validate_network import NETWORK_RULES
+from arguments.validate_parallel import PARALLEL_RULES
 from slime_like.config import Problem, flag_name
 from slime_like.losses.registry import policy_losses
 

@@ -99,7 +99,7 @@ def value_problem(value: Any, choices: Sequence[Any] | None, legal: Range | None
 
 
 def check_fields(config: Any) -> list[Problem]:
-    """Problems of the fields of `config` on their own: legal values, ranges, NaN and infinity. Cross-field rules live in arguments/validate.py."""
+    """Problems of the fields of `config` on their own: legal values, ranges, NaN and infinity. Cross-field rules live in arguments/validate_*.py."""
     problems = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from arguments.parse import SERVER, parse_args
-from arguments.validate import NETWORK_RULES, PARALLEL_RULES
 from arguments.validate_moe import MOE_RULES
+from arguments.validate_network import NETWORK_RULES
+from arguments.validate_parallel import PARALLEL_RULES
 from arguments.validate_server import SERVER_RULES, is_loopback
 from slime_like.config import ConfigError
 from tests.unit.command_lines import write_files
