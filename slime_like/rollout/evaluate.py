@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from arguments.eval_sets import EvalSet
 from arguments.groups import RewardConfig, RolloutConfig
+from arguments.run_config import RunConfig
+from slime_like.data.prompts import load_eval_sets
 from slime_like.rewards.grader import Grader
+from slime_like.rewards.registry import answer_check
 from slime_like.rollout.rollouter import Rollouter, eval_sampling
 from slime_like.types import Prompt, SampleGroup
 
@@ -56,6 +60,16 @@ class Evaluator:
     def close(self) -> None:
         for grader in self._graders.values():
             grader.close()
+
+
+def make_evaluator(run: RunConfig, rollouter: Rollouter | None, tokenizer: Any) -> tuple[Evaluator | None, list[str]]:
+    """The evaluation of a run that has one, and what is to be told about its prompts."""
+    if run.eval.eval_interval is None or rollouter is None:
+        return None, []
+    flag = "--eval-config" if run.eval.eval_config is not None else "--eval-prompt-data"
+    check = answer_check(run.reward.rm_type, run.reward.custom_rm_path)
+    prompts, notes = load_eval_sets(run.eval_sets, run.data, tokenizer, flag=flag, answer_check=check)
+    return Evaluator(rollouter, run.eval_sets, prompts, run.rollout, run.reward), notes
 
 
 def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:

@@ -129,7 +129,7 @@ def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
 def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     """Advantages of this rank's samples with a KL penalty, and what a hand computation needs: log-probs of policy and reference."""
     with make_trainer(folder, layout, out, f"--kl-coef 0.5 --ref-load {ref} --advantage-estimator grpo") as trainer:
-        groups, _ = trainer._next_groups(0)
+        groups, _ = trainer.supply.groups_of(0)
         samples = [sample for group in groups for sample in group.samples]
         batches, metrics = trainer.batches.make(samples, weight_version=0)
         mine = [sample for batch in batches.policy for sample in batch.samples]

@@ -33,6 +33,7 @@ LAYERS = (
     ("slime_like.batch_maker", "slime_like.critic_batches", "slime_like.run_checkpoints"),
     ("slime_like.weight_check",),
     ("slime_like.engines",),
+    ("slime_like.group_supply", "slime_like.updates"),
     ("slime_like.trainer",),
     ("slime_like.launcher", "train"),
     ("slime_like.server", "scripts"),
