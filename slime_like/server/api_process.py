@@ -120,11 +120,11 @@ class ApiProcess:
         if self._deserted is not None:
             self._deserted.cancel()
             self._deserted = None
-        self.service.workers_came(hello)
+        self.service.lifetimes.workers_came(hello)
         print(f"slime_like.server: {hello['facts']['layout']}, http://{self.run.server.host}:{self.run.server.port}", flush=True)
 
     def _workers_ended(self, reason: str) -> None:
-        self.service.workers_ended(reason)
+        self.service.lifetimes.workers_ended(reason)
         if self.link.said_goodbye:
             self._ended.set()
             return
@@ -139,7 +139,7 @@ class ApiProcess:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             try:
-                self.service.end_silent_sessions()
+                self.service.lifetimes.end_silent_sessions()
             except Exception:
                 log.exception("housekeeping")
 

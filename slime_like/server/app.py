@@ -1,9 +1,9 @@
-"""The routes of the API. Bodies are parsed here, what they mean is in service.py."""
+"""The routes of the API. Bodies are parsed here; what they mean is in service.py, how records are told in records.py."""
 
 from __future__ import annotations
 
-import datetime
 import json
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -14,7 +14,7 @@ from slime_like.server import bodies
 from slime_like.server.errors import HttpError
 from slime_like.server.futures import PROTOBUF
 from slime_like.server.limits import OWNER
-from slime_like.server.registry import Checkpoint, Model
+from slime_like.server.records import checkpoint_record, page_of, run_record, session_record
 from slime_like.server.service import Service
 
 ROOT = "/api/v1"
@@ -25,7 +25,6 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_bytes_count": 5_000_000, "sample_use_retrieve_futures": False, "custom_loss_server_side": False,
     "sample_join_sampling_session": True,
 }  # fmt: skip
-PAGE = 100
 METADATA_ONLY_BYTES = 2**20  # results above this are announced by their size first, where the client allows it
 
 
@@ -33,10 +32,10 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="slime_like", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(HttpError, _told)
     app.add_exception_handler(HTTPException, _told)
+    _posts(app, service)
+    _work_routes(app, service)
     _session_routes(app, service)
-    _training_routes(app, service)
-    _sampling_routes(app, service)
-    _question_routes(app, service)
+    _list_routes(app, service)
     return app
 
 
@@ -70,89 +69,38 @@ def owner_of(request: Request) -> str:
     return str(request.scope[OWNER])
 
 
-def _session_routes(app: FastAPI, service: Service) -> None:
-    @app.get(f"{ROOT}/healthz")
-    async def healthz() -> Response:
-        return answer({"status": "ok"})
+def _posts(app: FastAPI, service: Service) -> None:
+    """Routes that take a body in JSON and answer at once; what needs the workers is answered by a future's id."""
 
-    @app.post(f"{ROOT}/client/config")
-    async def client_config(request: Request) -> Response:
-        await read(request, bodies.ClientConfig)
-        return answer(CLIENT_CONFIG)
+    def post(path: str, kind: type[B], does: Callable[[B, str], Any]) -> None:
+        async def route(request: Request) -> Response:
+            return answer(does(await read(request, kind), owner_of(request)))
 
-    @app.post(f"{ROOT}/client/dynamic_config")
-    async def dynamic_config(request: Request) -> Response:
-        await read(request, bodies.ClientConfig)
-        return answer({"sample_cancel_enabled": False})
+        app.add_api_route(f"{ROOT}/{path}", route, methods=["POST"])
 
-    @app.post(f"{ROOT}/create_session")
-    async def create_session(request: Request) -> Response:
-        return answer(service.create_session(await read(request, bodies.CreateSession), owner_of(request)))
-
-    @app.post(f"{ROOT}/session_heartbeat")
-    async def heartbeat(request: Request) -> Response:
-        service.registry.session((await read(request, bodies.Heartbeat)).session_id, owner_of(request))
-        return answer({"type": "session_heartbeat"})
-
-    @app.post(f"{ROOT}/sessions/{{session_id}}/finish")
-    async def finish(request: Request, session_id: str) -> Response:
-        await read(request, bodies.FinishSession)
-        service.finish_session(session_id, owner_of(request))
-        return answer({})
-
-    @app.get(f"{ROOT}/sessions")
-    async def sessions(request: Request) -> Response:
-        owner = owner_of(request)
-        return answer({"sessions": [s.id for s in service.registry.sessions.values() if s.owner == owner]})
-
-    @app.get(f"{ROOT}/sessions/{{session_id}}")
-    async def session(request: Request, session_id: str) -> Response:
-        registry, owner = service.registry, owner_of(request)
-        found = registry.sessions.get(session_id)
-        if found is None or found.owner != owner:
-            raise HttpError(404, f"session {session_id} does not exist")
-        runs = [m.id for m in registry.models.values() if m.session == session_id]
-        samplers = [s.id for s in registry.samplers.values() if s.session == session_id]
-        metadata = texts(found.user_metadata)
-        return answer({"training_run_ids": runs, "sampler_ids": samplers, "user_metadata": metadata, "display_name": found.display_name})
-
-    @app.post(f"{ROOT}/telemetry")
-    async def telemetry(request: Request) -> Response:
-        return answer({"status": "accepted"})  # and thrown away
+    post("client/config", bodies.ClientConfig, lambda body, owner: CLIENT_CONFIG)
+    post("client/dynamic_config", bodies.ClientConfig, lambda body, owner: {"sample_cancel_enabled": False})
+    post("create_session", bodies.CreateSession, service.lifetimes.create_session)
+    post("session_heartbeat", bodies.Heartbeat, service.heartbeat)
+    post("create_model", bodies.CreateModel, service.create_model)
+    post("get_info", bodies.ModelRequest, service.get_info)
+    post("optim_step", bodies.OptimStep, service.optim_step)
+    post("save_weights", bodies.SaveWeights, service.save_weights)
+    post("save_weights_for_sampler", bodies.SaveWeightsForSampler, service.save_for_sampler)
+    post("save_weights_external", bodies.SaveWeightsExternal, service.save_external)
+    post("load_weights", bodies.LoadWeights, service.load_weights)
+    post("create_sampling_session", bodies.CreateSamplingSession, service.create_sampling_session)
+    post("join_sampling_session", bodies.JoinSamplingSession, service.join_sampling_session)
+    post("asample", bodies.Sample, service.sample)
+    post("weights_info", bodies.WeightsInfo, service.weights_info)
 
 
-def _training_routes(app: FastAPI, service: Service) -> None:
-    @app.post(f"{ROOT}/create_model")
-    async def create_model(request: Request) -> Response:
-        return answer(service.create_model(await read(request, bodies.CreateModel), owner_of(request)))
-
-    @app.post(f"{ROOT}/get_info")
-    async def get_info(request: Request) -> Response:
-        return answer(service.get_info((await read(request, bodies.ModelRequest)).model_id, owner_of(request)))
+def _work_routes(app: FastAPI, service: Service) -> None:
+    """Bodies and results that are no JSON."""
 
     @app.post(f"{ROOT}/forward_backward")
     async def forward_backward(request: Request) -> Response:
         return answer(service.forward_backward(await request.body(), owner_of(request)))
-
-    @app.post(f"{ROOT}/optim_step")
-    async def optim_step(request: Request) -> Response:
-        return answer(service.optim_step(await read(request, bodies.OptimStep), owner_of(request)))
-
-    @app.post(f"{ROOT}/save_weights")
-    async def save_weights(request: Request) -> Response:
-        return answer(service.save_weights(await read(request, bodies.SaveWeights), owner_of(request)))
-
-    @app.post(f"{ROOT}/save_weights_for_sampler")
-    async def save_for_sampler(request: Request) -> Response:
-        return answer(service.save_for_sampler(await read(request, bodies.SaveWeightsForSampler), owner_of(request)))
-
-    @app.post(f"{ROOT}/save_weights_external")
-    async def save_external(request: Request) -> Response:
-        return answer(service.save_external(await read(request, bodies.SaveWeightsExternal), owner_of(request)))
-
-    @app.post(f"{ROOT}/load_weights")
-    async def load_weights(request: Request) -> Response:
-        return answer(service.load_weights(await read(request, bodies.LoadWeights), owner_of(request)))
 
     @app.post(f"{ROOT}/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
@@ -168,49 +116,58 @@ def _training_routes(app: FastAPI, service: Service) -> None:
             raise HttpError(406, f"this result is protobuf: accept {PROTOBUF}")
         return Response(content, media_type=content_type)
 
-
-def _sampling_routes(app: FastAPI, service: Service) -> None:
-    @app.post(f"{ROOT}/create_sampling_session")
-    async def create_sampling_session(request: Request) -> Response:
-        return answer(service.create_sampling_session(await read(request, bodies.CreateSamplingSession), owner_of(request)))
-
-    @app.post(f"{ROOT}/join_sampling_session")
-    async def join_sampling_session(request: Request) -> Response:
-        sampler = service.sampler((await read(request, bodies.JoinSamplingSession)).sampling_session_id, owner_of(request))
-        sampler.clients += 1
-        service.registry.keep(sampler)
-        return answer({"client_counter": sampler.clients, "type": "join_sampling_session"})
-
-    @app.get(f"{ROOT}/samplers/{{sampler_id}}")
-    async def get_sampler(request: Request, sampler_id: str) -> Response:
-        sampler = service.sampler(sampler_id, owner_of(request))
-        return answer({"sampler_id": sampler.id, "base_model": service.base.name, "model_path": sampler.source})
-
-    @app.post(f"{ROOT}/asample")
-    async def asample(request: Request) -> Response:
-        return answer(service.sample(await read(request, bodies.Sample), owner_of(request)))
+    @app.post(f"{ROOT}/telemetry")
+    async def telemetry(request: Request) -> Response:
+        return answer({"status": "accepted"})  # and thrown away, unread
 
 
-def _question_routes(app: FastAPI, service: Service) -> None:
+def _session_routes(app: FastAPI, service: Service) -> None:
     registry = service.registry
+
+    @app.get(f"{ROOT}/healthz")
+    async def healthz() -> Response:
+        return answer({"status": "ok"})
 
     @app.get(f"{ROOT}/get_server_capabilities")
     async def capabilities() -> Response:
         return answer(service.capabilities())
 
-    @app.post(f"{ROOT}/weights_info")
-    async def weights_info(request: Request) -> Response:
-        return answer(service.weights_info((await read(request, bodies.WeightsInfo)).tinker_path, owner_of(request)))
+    @app.get(f"{ROOT}/sessions")
+    async def sessions(request: Request) -> Response:
+        owner = owner_of(request)
+        return answer({"sessions": [s.id for s in registry.sessions.values() if s.owner == owner]})
+
+    @app.get(f"{ROOT}/sessions/{{session_id}}")
+    async def session(request: Request, session_id: str) -> Response:
+        found = registry.sessions.get(session_id)
+        if found is None or found.owner != owner_of(request):
+            raise HttpError(404, f"session {session_id} does not exist")
+        return answer(session_record(registry, found))
+
+    @app.post(f"{ROOT}/sessions/{{session_id}}/finish")
+    async def finish(request: Request, session_id: str) -> Response:
+        await read(request, bodies.FinishSession)
+        service.lifetimes.finish_session(session_id, owner_of(request))
+        return answer({})
+
+    @app.get(f"{ROOT}/samplers/{{sampler_id}}")
+    async def sampler(request: Request, sampler_id: str) -> Response:
+        found = service.sampler(sampler_id, owner_of(request))
+        return answer({"sampler_id": found.id, "base_model": service.base.name, "model_path": found.source})
+
+
+def _list_routes(app: FastAPI, service: Service) -> None:
+    registry = service.registry
 
     @app.get(f"{ROOT}/training_runs")
     async def training_runs(request: Request) -> Response:
         mine = sorted((m for m in registry.models.values() if m.owner == owner_of(request)), key=lambda m: -m.created)
-        page, cursor = page_of(mine, request)
-        return answer({"training_runs": [run_record(service, model) for model in page], "cursor": cursor})
+        page, cursor = page_of(mine, request.query_params)
+        return answer({"training_runs": [run_record(registry, model) for model in page], "cursor": cursor})
 
     @app.get(f"{ROOT}/training_runs/{{run_id}}")
     async def training_run(request: Request, run_id: str) -> Response:
-        return answer(run_record(service, registry.model(run_id, owner_of(request))))
+        return answer(run_record(registry, registry.model(run_id, owner_of(request))))
 
     @app.get(f"{ROOT}/training_runs/{{run_id}}/checkpoints")
     async def checkpoints_of_run(request: Request, run_id: str) -> Response:
@@ -220,62 +177,10 @@ def _question_routes(app: FastAPI, service: Service) -> None:
     @app.get(f"{ROOT}/checkpoints")
     async def checkpoints(request: Request) -> Response:
         mine = sorted((c for c in registry.checkpoints.values() if c.owner == owner_of(request)), key=lambda c: -c.created)
-        page, cursor = page_of(mine, request)
+        page, cursor = page_of(mine, request.query_params)
         return answer({"checkpoints": [checkpoint_record(c) for c in page], "cursor": cursor})
 
     @app.delete(f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}")
     async def delete_checkpoint(request: Request, run_id: str, checkpoint_id: str) -> Response:
         service.operations.drop_checkpoint(service.checkpoint(f"tinker://{run_id}/{checkpoint_id}", owner_of(request)))
         return answer({})
-
-
-def page_of(records: list[Any], request: Request) -> tuple[list[Any], dict[str, int]]:
-    """The part that `limit` and `offset` of the query ask for. Raises HttpError."""
-    try:
-        limit, offset = int(request.query_params.get("limit", 20)), int(request.query_params.get("offset", 0))
-    except ValueError:
-        raise HttpError(422, "limit and offset are whole numbers") from None
-    if not 1 <= limit <= 10 * PAGE or not 0 <= offset < 2**31:
-        raise HttpError(422, f"limit is 1 to {10 * PAGE}, offset at least 0")
-    return records[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(records)}
-
-
-def moment(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
-
-
-def texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
-    """Clients read texts alone."""
-    return None if metadata is None else {key: str(value) for key, value in metadata.items()}
-
-
-def checkpoint_record(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        "checkpoint_id": checkpoint.checkpoint_id,
-        "checkpoint_type": checkpoint.kind,
-        "time": moment(checkpoint.created),
-        "tinker_path": checkpoint.path,
-        "size_bytes": checkpoint.size,
-        "public": False,
-        "user_metadata": texts(checkpoint.user_metadata),
-        "expires_at": None if checkpoint.expires is None else moment(checkpoint.expires),
-    }
-
-
-def run_record(service: Service, model: Model) -> dict[str, Any]:
-    def newest(kind: str) -> dict[str, Any] | None:
-        mine = [c for c in service.registry.checkpoints.values() if c.run == model.id and c.kind == kind]
-        return checkpoint_record(max(mine, key=lambda c: c.created)) if mine else None
-
-    return {
-        "training_run_id": model.id,
-        "base_model": model.base_model,
-        "model_owner": model.owner,
-        "is_lora": model.lora is not None,
-        "lora_rank": None if model.lora is None else model.lora["rank"],
-        "corrupted": model.state == "ended",
-        "last_request_time": moment(model.seen),
-        "last_checkpoint": newest("training"),
-        "last_sampler_checkpoint": newest("sampler"),
-        "user_metadata": texts(model.user_metadata),
-    }
