@@ -39,7 +39,11 @@ class ServerConfig:
     )
     max_request_tokens: int = arg(4_000_000, "Most tokens of one request, over its sequences or samples.", legal=AT_LEAST_ONE)
     max_body_mb: float = arg(64.0, "Largest body of a request, in MB, unpacked.", legal=POSITIVE)
-    max_queued_requests: int = arg(4096, "Most requests that wait to be executed, of all clients.", legal=AT_LEAST_ONE)
+    max_queued_requests: int = arg(
+        4096,
+        "Most requests that wait to be executed, of all clients; those of one model or sampler are at most as many as they leave room for.",
+        legal=AT_LEAST_ONE,
+    )
     session_timeout_s: float = arg(
         600.0, "A session that has not been heard of for so long is finished, and its models are unloaded.", legal=POSITIVE
     )

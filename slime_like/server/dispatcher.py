@@ -47,6 +47,7 @@ class Dispatcher:
         self._most_waiting, self._gap_s, self._batch = most_waiting, gap_s, batch
         self._wake = asyncio.Event()
         self._last = ""
+        self._bytes: dict[str, int] = {}  # of the bodies that wait or are executed, by queue
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -79,17 +80,24 @@ class Dispatcher:
         return None
 
     def accept(self, request: Request) -> Request:
-        """Put a new request into its queue. Raises HttpError 429 when too much is waiting: clients come again later."""
+        """Put a new request into its queue. Raises HttpError 429 when too much is waiting: clients come again later. A queue may take as much
+        room as it leaves free, so that one that is flooded leaves some for the others."""
         body = frames.encode(request.body)
         request.size = len(body)
-        waiting_bytes = sum(r.size for r in self.requests.values() if r.state != "done")
-        if self.waiting >= self._most_waiting or waiting_bytes + request.size > MAX_WAITING_BYTES:
-            raise HttpError(429, f"{self.waiting} requests are waiting (--max-queued-requests); try again later")
+        mine, all_queues = len(self.queues[request.queue]), self.waiting
+        my_bytes = self._bytes.get(request.queue, 0)
+        if mine >= self._most_waiting - all_queues or my_bytes + request.size > MAX_WAITING_BYTES - sum(self._bytes.values()):
+            words = f"{mine} requests of {request.queue} are waiting, {all_queues} in all (--max-queued-requests)"
+            raise HttpError(429, f"{words}; try again later")
         self.journal.put("request", request.id, request.record(), body=body)
         self.requests[request.id] = request
-        self.queues[request.queue].add(request)
+        self._add(request)
         self._wake.set()
         return request
+
+    def _add(self, request: Request) -> None:
+        self.queues[request.queue].add(request)
+        self._bytes[request.queue] = self._bytes.get(request.queue, 0) + request.size
 
     def restore(self, interrupted: Callable[[Request], bool]) -> None:
         """Take up what the journal has. Queues are there already. interrupted: whether a request that was not done cannot be executed any
@@ -102,7 +110,7 @@ class Dispatcher:
             if request.queue not in self.queues or interrupted(request):
                 self._fail(request, Failed("the server restarted before this request was executed, and its model is lost"))
             else:
-                self.queues[request.queue].add(request)
+                self._add(request)
         self._wake.set()
 
     # --- executing --------------------------------------------------------------------------------------------------
@@ -152,6 +160,8 @@ class Dispatcher:
         self._done(request)
 
     def _done(self, request: Request) -> None:
+        if (left := self._bytes.pop(request.queue, 0) - request.size) > 0:
+            self._bytes[request.queue] = left
         self.journal.put("request", request.id, request.record(), result=request.result)
         self.operations.executed(request)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from slime_like.server.api_process import listen
 from slime_like.server.dispatcher import Dispatcher, request_id
 from slime_like.server.errors import Failed, HttpError, Refused
 from slime_like.server.futures import Request, json_result
@@ -83,14 +86,49 @@ def test_samples_alike_are_executed_together_up_to_a_batch() -> None:
 
 
 def test_too_much_waiting_is_refused_for_a_while() -> None:
+    """One model fills half of the room; what it leaves is there for others, who fill half of that."""
+
     async def run() -> None:
-        dispatcher, _ = make(Journal(":memory:"), most_waiting=2)
-        dispatcher.queue("a", next_seq=1)
-        dispatcher.accept(request("a", 1))
-        dispatcher.accept(request("a", 2))
-        with pytest.raises(HttpError, match="try again later") as caught:
-            dispatcher.accept(request("a", 3))
-        assert caught.value.status == 429, "which clients repeat"
+        dispatcher, _ = make(Journal(":memory:"), most_waiting=8)
+        for key, room in (("a", 4), ("b", 2), ("c", 1)):
+            dispatcher.queue(key, next_seq=1)
+            for seq in range(1, room + 1):
+                dispatcher.accept(request(key, seq))
+            with pytest.raises(HttpError, match="try again later") as caught:
+                dispatcher.accept(request(key, room + 1))
+            assert caught.value.status == 429, "which clients repeat"
+        dispatcher.start()
+        await settled(dispatcher)
+        dispatcher.accept(request("a", 5))
+        await dispatcher.stop()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_floods_does_not_hold_others_up() -> None:
+    """While one model has a hundred requests waiting, others send one, wait for it, send the next: between two of theirs there is one of the
+    flood and one of each other."""
+
+    async def run() -> None:
+        dispatcher, operations = make(Journal(":memory:"), most_waiting=1000)
+        for key in ("flood", "first", "second", "third"):
+            dispatcher.queue(key, next_seq=1)
+        for seq in range(1, 101):
+            dispatcher.accept(request("flood", seq))
+        dispatcher.start()
+
+        async def polite(key: str) -> None:
+            for seq in range(1, 11):
+                await asyncio.wait_for(dispatcher.accept(request(key, seq)).done.wait(), 5)
+
+        await asyncio.gather(*(polite(key) for key in ("first", "second", "third")))
+        executed = [ids[0].partition("/")[0] for ids in operations.seen]
+        for key in ("first", "second", "third"):
+            places = [place for place, name in enumerate(executed) if name == key]
+            assert len(places) == 10 and max(b - a for a, b in itertools.pairwise(places)) <= 5, executed
+        await settled(dispatcher)
+        assert len(operations.seen) == 130, "and the flood is served too"
+        await dispatcher.stop()
 
     asyncio.run(run())
 
@@ -170,5 +208,25 @@ def test_a_lasting_failure_keeps_its_words() -> None:
         waiting = dispatcher.accept(request("a", 2))
         dispatcher.fail_all("a", Failed("the model is lost"))
         assert await dispatcher.result(waiting, hold_s=1) == {"error": "the model is lost", "category": "server"}
+
+    asyncio.run(run())
+
+
+def test_answers_do_not_wait_for_more_to_send() -> None:
+    """Nagle's algorithm is off on the API's connections: an answer is two writes, and the second would wait 40 ms for the client's word."""
+
+    async def run() -> None:
+        listening = await listen("127.0.0.1", 0)
+        seen: asyncio.Queue[int] = asyncio.Queue()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            seen.put_nowait(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        server = await asyncio.start_server(serve, sock=listening)
+        _, writer = await asyncio.open_connection(*listening.getsockname())
+        assert await asyncio.wait_for(seen.get(), 5) == 1
+        writer.close()
+        server.close()
 
     asyncio.run(run())
