@@ -75,9 +75,9 @@ def test_gsm8k_label_without_a_number(label):
 def test_gsm8k_is_linear_in_the_text(piece):
     """It has no deadline, so nothing a model writes may make it slow."""
     text = piece * (1_000_000 // len(piece))
-    start = time.perf_counter()
+    start = time.process_time()
     gsm8k.score(text + " 7", "#### 7", {})
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(
