@@ -28,6 +28,7 @@ from arguments.groups import (
     ServerConfig,
     SglangConfig,
 )
+from arguments.groups.lora import TARGETS, UNEMBEDDING
 from arguments.megatron_configs import MegatronConfigs
 from slime_like.advantages.registry import advantage_estimators, needs_critic
 from slime_like.losses.off_policy import OffPolicyConfig
@@ -109,6 +110,12 @@ class RunConfig:
         """With adapters: whether the reference model of a KL term is the model without them."""
         same = self.model.ref_load is None or Path(self.model.ref_load).resolve() == Path(str(self.model.hf_checkpoint)).resolve()
         return self.lora.lora_rank > 0 and same
+
+    @property
+    def unties_output_layer(self) -> bool:
+        """Whether the policy's output layer and embedding, one weight in its checkpoint, are not the same any more."""
+        targets = {name for word in self.lora.lora_target_modules for name in TARGETS[word]}
+        return self.lora.lora_rank > 0 and not self.gpt.untie_embeddings_and_output_weights and not targets.isdisjoint(UNEMBEDDING)
 
     @property
     def virtual_stages(self) -> int | None:

@@ -75,11 +75,13 @@ def targets_are_there(s: Settings) -> list[Problem]:
         if name in strange:
             legal = ", ".join(word for word in TARGETS if word not in strange)
             found += problem("lora_target_modules", name, f"is no module of {model.architecture}; legal values: {legal}")
-        if TARGETS[name] == UNEMBEDDING and not model.gpt["untie_embeddings_and_output_weights"]:
+        tied = not model.gpt["untie_embeddings_and_output_weights"]
+        if TARGETS[name] == UNEMBEDDING and tied and s.rollout.rollout_engine == "sglang" and s.generates:
             message = (
-                "shares its weight with the embedding in this model (tie_word_embeddings), which merged weights could not do any more; "
+                "shares its weight with the embedding in this model (tie_word_embeddings), and SGLang's servers could not take the merged "
+                "weights, where it does not; "
             )
-            found += problem("lora_target_modules", name, message + "leave it out")
+            found += problem("lora_target_modules", name, message + "leave it out, or --rollout-engine local")
     return found
 
 

@@ -67,4 +67,5 @@ def make_engine(
         device=device,
         dtype=run.megatron.transformer.params_dtype,
         trust_remote_code=run.model.trust_remote_code,
+        tied=False if run.unties_output_layer else None,
     )

@@ -12,8 +12,18 @@ from torch import Tensor
 
 from arguments.groups import GPTModelConfig
 from arguments.hf_model import HfModel
-from slime_like.convert.families import any_expert, expert_number, family_map, global_parameters, model_sizes, unwrap
-from slime_like.convert.mappings import Mapping, Sizes
+from slime_like.convert.families import (
+    EMBEDDING,
+    LM_HEAD,
+    OUTPUT_LAYER,
+    any_expert,
+    expert_number,
+    family_map,
+    global_parameters,
+    model_sizes,
+    unwrap,
+)
+from slime_like.convert.mappings import Mapping, Sizes, VocabParallel
 from slime_like.megatron_backend.layout import ParallelLayout
 
 
@@ -26,6 +36,7 @@ def export_hf_weights(
     dtype: torch.dtype | None = None,
     value_head: bool = False,
     deltas: MappingOf[str, Callable[[], Tensor]] | None = None,
+    own_head: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of every Hugging Face tensor, in the order of the network.
 
@@ -33,12 +44,17 @@ def export_hf_weights(
     the iterator, to the end; all get the same tensors. Tensors are new ones on the model's device, in `dtype` or that of the
     parameter. At any time one parameter is held whole (twice while it is put together). Padding is dropped; a tied output
     layer is not repeated. value_head: the network is a critic. deltas: by a parameter's canonical name, what is added to this
-    rank's shard of it, in float32. Raises RuntimeError when no stage has a parameter that the family needs.
+    rank's shard of it, in float32. own_head: of a tied model, the output layer is a weight of its own in what comes out, for there is a
+    delta to it alone. Raises RuntimeError when no stage has a parameter that the family needs.
     """
     config = unwrap(model_chunks[0]).config
     sizes = model_sizes(config, gpt)
     family = family_map(hf.architecture, config, tied=not gpt.untie_embeddings_and_output_weights, value_head=value_head)
     local = dict(global_parameters(model_chunks))
+    if own_head:
+        family = {**family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}
+        if layout.is_last_stage and OUTPUT_LAYER not in local:  # the only stage; with several the last has the embedding's twin
+            local[OUTPUT_LAYER] = local[EMBEDDING]
     device = next(iter(local.values())).device
     owners = _owners(local, layout)
     done: set[str] = set()

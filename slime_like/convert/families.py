@@ -27,11 +27,14 @@ from slime_like.convert.mappings import (
     VocabParallel,
 )
 
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+LM_HEAD = "lm_head.weight"  # Hugging Face's name of it
 _ATTENTION = "model.layers.{layer}.self_attn"
 _MLP = "model.layers.{layer}.mlp"
 
 LLAMA: dict[str, Mapping] = {
-    "embedding.word_embeddings.weight": VocabParallel("model.embed_tokens.weight"),
+    EMBEDDING: VocabParallel("model.embed_tokens.weight"),
     "decoder.layers.{layer}.input_layernorm.weight": Replicated("model.layers.{layer}.input_layernorm.weight"),
     "decoder.layers.{layer}.self_attention.linear_qkv.weight": QKV(
         f"{_ATTENTION}.q_proj.weight", f"{_ATTENTION}.k_proj.weight", f"{_ATTENTION}.v_proj.weight"
@@ -41,7 +44,7 @@ LLAMA: dict[str, Mapping] = {
     "decoder.layers.{layer}.mlp.linear_fc1.weight": GatedMLP(f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"),
     "decoder.layers.{layer}.mlp.linear_fc2.weight": RowParallel(f"{_MLP}.down_proj.weight", "ffn"),
     "decoder.final_layernorm.weight": Replicated("model.norm.weight"),
-    "output_layer.weight": VocabParallel("lm_head.weight"),
+    OUTPUT_LAYER: VocabParallel(LM_HEAD),
 }
 
 QWEN2: dict[str, Mapping] = {
@@ -146,12 +149,12 @@ def family_map(architecture: str, config: Any, *, tied: bool, value_head: bool =
         raise ValueError(f"architecture {architecture!r} has no conversion map; legal values: {', '.join(FAMILIES)}")
     family = dict(FAMILIES[architecture])
     if tied:
-        family["output_layer.weight"] = family["embedding.word_embeddings.weight"]
+        family[OUTPUT_LAYER] = family[EMBEDDING]
     if config.multi_latent_attention:
         for name in _OF_COMPRESSED_QUERIES if config.q_lora_rank is None else _OF_WHOLE_QUERIES:
             family.pop(name)
     per_layer = {name: mapping for name, mapping in family.items() if "{layer}" in name}
-    ends = ("decoder.final_layernorm.weight", "output_layer.weight")
+    ends = ("decoder.final_layernorm.weight", OUTPUT_LAYER)
     whole = {name: mapping for name, mapping in family.items() if name not in per_layer and name not in ends}
     experts = config.num_moe_experts or 0
     for layer, sparse in enumerate(moe_layers(config.moe_layer_freq if experts else None, config.num_layers)):

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_like.checkpoints.files import sync_path
+from slime_like.convert.families import LM_HEAD
 from slime_like.convert.shards import ShardPlan, TensorPlan, main_dtype, write_index
 from slime_like.convert.weight_files import file_names
 from slime_like.errors import RunError
@@ -71,20 +72,24 @@ def write_hf(folder: Path, stream: Iterator[tuple[str, Tensor]], source: Path, m
     temporary.mkdir(parents=True)
     try:
         shards = _write_weights(temporary, stream, max_shard_bytes)
-        finish_folder(temporary, folder, source, dtype=main_dtype(shards))
+        names = {tensor.name for shard in shards for tensor in shard.tensors}
+        finish_folder(temporary, folder, source, dtype=main_dtype(shards), own_head=LM_HEAD in names)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def finish_folder(temporary: Path, folder: Path, source: Path, *, dtype: str, value_head: bool = False) -> None:
+def finish_folder(temporary: Path, folder: Path, source: Path, *, dtype: str, value_head: bool = False, own_head: bool = False) -> None:
     """Give a folder that has the weights all the rest, config.json last, and then its name. dtype: of most weights. value_head: they are a
-    critic's, which transformers loads as a model that classifies tokens."""
+    critic's, which transformers loads as a model that classifies tokens. own_head: the output layer's weight is among them, and so is not the
+    embedding, whatever the source says."""
     for pattern in COPIED:
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, temporary / path.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype  # transformers 4, transformers 5
+    if own_head and config.get("tie_word_embeddings"):
+        config["tie_word_embeddings"] = False
     if value_head:
         config["architectures"] = [name.replace("ForCausalLM", "ForTokenClassification") for name in config["architectures"]]
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}

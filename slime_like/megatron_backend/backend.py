@@ -230,9 +230,9 @@ class MegatronBackend:
         if not isinstance(self.policy, LoraNetwork):
             return {"lora_rank": 0}
         assert self._hf_checkpoint is not None
-        if path is not None:
-            load_adapter(path, self.policy)
         base = self._hf_checkpoint
+        if path is not None:
+            load_adapter(path, self.policy, base)
         return {**self.policy.spec.describe(), "base_model_digest": from_rank_zero(lambda: weights_digest(base))}
 
     def save_adapter(self, folder: str) -> str:

@@ -40,6 +40,7 @@ class LocalEngine:
     """`RolloutEngine` in process. The network comes from the config in `hf_checkpoint` (a folder), its weights only from `update_weights`.
 
     tokenizer: needed for its end-of-sequence id and for stop strings; None where prompts and stops are token ids.
+    tied: whether the output layer is the embedding, where it is not as the config says (adapters on the output layer untie them).
     local_batch_size: responses decoded together. dtype: of weights and KV cache; sampling is in float32 logits whatever it is.
     """
 
@@ -52,14 +53,18 @@ class LocalEngine:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         trust_remote_code: bool = False,
+        tied: bool | None = None,
     ) -> None:
         if local_batch_size < 1:
             raise ValueError(f"--rollout-local-batch-size is {local_batch_size}, must be >= 1")
         config = AutoConfig.from_pretrained(hf_checkpoint, trust_remote_code=trust_remote_code)
+        if tied is not None:
+            config.tie_word_embeddings = tied
         with no_init_weights(), torch.device(device):  # no random numbers are drawn: every weight is received later
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         model.tie_weights()
         self.weight_version = -1
+        self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self.serves_all_ranks = False
         self._serving = LocalServing(self._decode, local_batch_size)
         self._model = model.eval().requires_grad_(False)

@@ -172,12 +172,8 @@ class ModelHost:
         )
 
     def _new_adapter(self, lora: Mapping[str, Any]) -> ServedAdapter:
-        """On the one frozen base, which is made with the first adapter. Raises Refused for an output layer that cannot have one."""
+        """On the one frozen base, which is made with the first adapter. Raises Refused when there is nothing to train."""
         parts = {"attn": lora["train_attn"], "mlp": lora["train_mlp"], "unembed": lora["train_unembed"]}
-        if lora["train_unembed"] and not self.run.gpt.untie_embeddings_and_output_weights:
-            raise Refused(
-                "train_unembed is not offered for this model, whose output layer shares its weight with the embedding; give False"
-            )
         targets = frozenset(name for part, wanted in parts.items() if wanted for name in TARGETS[part])
         if not targets:
             raise Refused("train_attn, train_mlp and train_unembed are all False: there is nothing to train")

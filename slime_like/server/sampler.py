@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,16 +65,19 @@ class SnapshotSampler:
     def _engine(self, folder: str) -> LocalEngine:
         engine = self._engines.pop(folder, None)
         if engine is None:
-            engine = self._free_engine()
+            engine = self._free_engine(tied=is_tied(folder))
             self._updates += 1
             engine.update_weights(weights_in(folder), self._updates)
         self._engines[folder] = engine
         return engine
 
-    def _free_engine(self) -> LocalEngine:
-        """A new one, or the oldest, whose weights are about to be replaced."""
+    def _free_engine(self, *, tied: bool) -> LocalEngine:
+        """A new one, or the oldest, whose weights are about to be replaced. tied: see `is_tied`."""
         if len(self._engines) >= self.run.server.max_sampler_engines:
-            return self._engines.popitem(last=False)[1]
+            oldest = self._engines.popitem(last=False)[1]
+            if oldest.tied == tied:
+                return oldest
+            oldest.close()
         model = self.run.model
         assert model.hf_checkpoint is not None
         if self._tokenizer is None:
@@ -87,12 +91,23 @@ class SnapshotSampler:
             device=device_of_this_process(),
             dtype=self.run.megatron.transformer.params_dtype,
             trust_remote_code=model.trust_remote_code,
+            tied=tied,
         )
 
 
 def seed_of(seed: int, sample: int) -> int:
     """Of the j-th sample of a request, 63 bits that depend on both alone."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def is_tied(folder: str) -> bool:
+    """Whether output layer and embedding are one weight: not after training with an adapter on the output layer. Raises ValueError when the
+    folder is gone."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"the snapshot {folder} is gone") from error
+    return bool(config.get("tie_word_embeddings", False))
 
 
 def weights_in(folder: str) -> Iterator[tuple[str, Tensor]]:

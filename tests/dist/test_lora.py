@@ -29,7 +29,8 @@ TWO_RANKS = {
     "DP2 distributed optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "TP2 SP recompute": "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-EVERYTHING = "--lora-target-modules all-linear unembed --clip-grad 0.5"
+WITH_HEAD = "--lora-target-modules all-linear unembed "  # the small model's output layer is its embedding, which has no adapter
+EVERYTHING = f"{WITH_HEAD}--clip-grad 0.5"
 EXPERT_LAYOUTS = {
     "EP2": "--expert-model-parallel-size 2 --use-distributed-optimizer",
     "ETP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -76,11 +77,11 @@ def with_adapters(folder: str, factors: dict[str, Tensor], scale: float) -> tupl
 
 def test_one_process_takes_the_steps_of_plain_autograd(alone: Any, files: dict[str, str]) -> None:
     """Losses, gradients of every factor and the factors after three steps of AdamW; nothing of the base has moved, or has a gradient."""
-    backend = worker.MegatronBackend(worker.settings(files["model"], PLAIN), alone, total_steps=STEPS)
+    backend = worker.MegatronBackend(worker.settings(files["model"], PLAIN + WITH_HEAD), alone, total_steps=STEPS)
     start = worker.factors(backend)
     assert all(bool((t == 0).all()) == name.endswith("lora_B") for name, t in start.items())
     model, leaves = with_adapters(files["model"], start, scale=2.0)
-    assert len(leaves) == 4 * 7 * 2
+    assert len(leaves) == 4 * 7 * 2 + 2
     optimizer = torch.optim.AdamW(leaves.values(), **ADAM)  # type: ignore[arg-type]
     base = {name: p.clone() for chunk in backend.policy.chunks for name, p in chunk.named_parameters()}
     for step in range(1, STEPS + 1):
@@ -142,9 +143,11 @@ def compare(found: dict[str, Any], one: dict[str, Any], label: str) -> None:
 
 @pytest.mark.parametrize("names", [FAST, pytest.param(tuple(n for n in TWO_RANKS if n not in FAST), marks=pytest.mark.slow)], ids=len)
 def test_layouts_train_the_adapter_of_one_process(names: tuple[str, ...], alone: Any, files: dict[str, str], tmp_path: Path) -> None:
-    one = worker.train(files["model"], alone, "")
+    one = worker.train(files["model"], alone, WITH_HEAD)
     assert min(one["norms"]) > 1.0, "clipped"
-    run_ranks("tests.dist.lora_worker:layouts", 2, tmp_path, {**files, "layouts": {n: TWO_RANKS[n] for n in names}}, timeout_s=240)
+    run_ranks(
+        "tests.dist.lora_worker:layouts", 2, tmp_path, {**files, "layouts": {n: WITH_HEAD + TWO_RANKS[n] for n in names}}, timeout_s=240
+    )
     for name in names:
         for rank in range(2):
             compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
@@ -172,15 +175,17 @@ def test_one_process_takes_the_steps_of_peft(alone: Any, files: dict[str, str], 
 
     torch.manual_seed(3)
     base = AutoModelForCausalLM.from_pretrained(files["model"], attn_implementation="eager")
-    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj", "lm_head"], init_lora_weights=False
+    )
     model = peft.get_peft_model(base, config).eval()
     model.save_pretrained(tmp_path / "start")
-    flags = f"{PLAIN} --lora-target-modules q_proj v_proj gate_proj down_proj --lora-adapter-path {tmp_path / 'start'}"
+    flags = f"{PLAIN} --lora-target-modules q_proj v_proj gate_proj down_proj lm_head --lora-adapter-path {tmp_path / 'start'}"
     backend = worker.MegatronBackend(worker.settings(files["model"], flags), alone, total_steps=STEPS)
     leaves = {
         name.removeprefix("base_model.model.").replace(".default.weight", ""): p for name, p in model.named_parameters() if p.requires_grad
     }
-    assert len(leaves) == 4 * 4 * 2
+    assert len(leaves) == 4 * 4 * 2 + 2
     optimizer = torch.optim.AdamW(leaves.values(), **ADAM)  # type: ignore[arg-type]
     for step in range(1, STEPS + 1):
         samples = random_samples(step)
@@ -206,6 +211,17 @@ def test_one_process_takes_the_steps_of_peft(alone: Any, files: dict[str, str], 
             log_p = loaded(sample.tokens[None]).logits[0, :-1].log_softmax(-1)[-sample.response_length :]
             its = log_p.gather(1, sample.tokens[-sample.response_length :, None])[:, 0]
             torch.testing.assert_close(ours.log_probs, torch.where(sample.loss_mask, its, 0.0), rtol=1e-5, atol=1e-5)
-    merged = loaded.merge_and_unload().state_dict()
+    head = loaded.get_base_model().lm_head.get_delta_weight("default")
+    merged = {name: tensor.clone() for name, tensor in loaded.merge_and_unload().state_dict().items()}
+    # PEFT adds the output layer's product to the embedding too, for they are one tensor there; its model before the merge does not
+    assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+    merged["model.embed_tokens.weight"] -= head
     for name, tensor in worker.weights(backend).items():
         torch.testing.assert_close(tensor, merged[name], rtol=1e-5, atol=1e-6)
+
+    folder = backend.save_hf(str(tmp_path / "merged"))
+    untied = AutoModelForCausalLM.from_pretrained(folder)
+    assert not untied.config.tie_word_embeddings
+    state = untied.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in worker.weights(backend).items())
+    assert not torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])

@@ -18,7 +18,6 @@ from tests.e2e.helpers import Workspace, make_workspace
 
 ADAM = types.AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=5.0)
 RANK, SEED = 4, 7
-NO_HEAD = dict(train_unembed=False)  # the model's embeddings are tied
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +32,7 @@ def server(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def adapter(server: ApiServer, client: tinker.ServiceClient, seed: int, **settings: Any) -> tinker.TrainingClient:
-    return client.create_lora_training_client(str(server.model), rank=RANK, seed=seed, **{**NO_HEAD, **settings}).result()
+    return client.create_lora_training_client(str(server.model), rank=RANK, seed=seed, **settings).result()
 
 
 def reference(work: Workspace, seed: int) -> tuple[Any, list[torch.Tensor]]:
@@ -62,7 +61,7 @@ def scores(training: tinker.TrainingClient, data: list[types.Datum]) -> list[tor
 def test_adapters_on_one_base(server: ApiServer, work: Workspace) -> None:
     """One adapter trains as plain torch does, while another, and a model of all weights, stay as they are."""
     client = server.client()
-    first, other = (adapter(server, client, seed, train_mlp=False) for seed in (SEED, 8))
+    first, other = (adapter(server, client, seed, train_mlp=False, train_unembed=False) for seed in (SEED, 8))
     whole = policy(client, server)
     info = first.get_info()
     assert info.is_lora is True and info.lora_rank == RANK
@@ -101,6 +100,24 @@ def test_adapters_on_one_base(server: ApiServer, work: Workspace) -> None:
     assert {n for n, t in ends[0].items() if not torch.equal(t, base[n])} == {n for n in ends[0] if ".self_attn." in n and "_proj" in n}
 
 
-def test_an_output_layer_that_is_the_embedding_is_refused_by_name(server: ApiServer) -> None:
-    with pytest.raises(tinker.RequestFailedError, match="train_unembed is not offered for this model"):
-        adapter(server, server.client(), 1, train_unembed=True)
+def test_the_defaults_train_the_output_layer_of_a_tied_model(server: ApiServer, work: Workspace) -> None:
+    """The SDK asks for train_unembed. The embedding stays as it is, samplers get both, and other samplers the tied model."""
+    client = server.client()
+    training = client.create_lora_training_client(str(server.model), rank=RANK, seed=SEED).result()
+    unchanged = client.create_sampling_client(base_model=str(server.model))
+    (one,) = datum = batch(1, 60)
+    prompt = types.ModelInput.from_ints([*one.model_input.to_ints(), one.loss_fn_inputs["target_tokens"].data[-1]])
+    before = unchanged.compute_logprobs(prompt).result()[1:]
+    for _ in range(3):
+        training.forward_backward(datum, "cross_entropy")
+        training.optim_step(ADAM).result()
+    sampler = training.save_weights_and_get_sampling_client()
+    (now,) = scores(training, datum)
+    torch.testing.assert_close(torch.tensor(sampler.compute_logprobs(prompt).result()[1:]), now, atol=1e-5, rtol=1e-5)
+    assert unchanged.compute_logprobs(prompt).result()[1:] == before
+
+    folder = sampler_folder(server, training.save_weights_for_sampler("end").result().path)
+    end, base = weights_of(folder), AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32).state_dict()
+    assert torch.equal(end["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    assert not torch.equal(end["lm_head.weight"], base["lm_head.weight"])
+    torch.testing.assert_close(log_probs(AutoModelForCausalLM.from_pretrained(folder), one), now, atol=1e-5, rtol=1e-5)

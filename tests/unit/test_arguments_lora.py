@@ -45,7 +45,7 @@ def test_the_reference_is_the_base(tmp_path: Path) -> None:
 REFUSED = [
     ("", "--lora-rank -1", "--lora-rank (given: '-1'): must be >= 0"),
     ("", "--lora-rank 4 --lora-alpha 0", "--lora-alpha (given: '0'): must be > 0"),
-    ("targets_are_there", "--lora-rank 4 --lora-target-modules lm_head", "shares its weight with the embedding"),
+    ("targets_are_there", "--lora-rank 4 --lora-target-modules lm_head --rollout-engine sglang", "shares its weight with the embedding"),
     ("settings_have_adapters", "--lora-alpha 4", "--lora-alpha: has no effect without --lora-rank"),
     ("settings_have_adapters", "--lora-save-path {folder}/x", "--lora-save-path: has no effect without --lora-rank"),
     ("", "--lora-rank 4 --lora-dropout 0.1", "dropout within adapters"),

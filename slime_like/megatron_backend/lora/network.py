@@ -20,7 +20,7 @@ from arguments.hf_model import HfModel
 from slime_like.convert.export import export_hf_weights
 from slime_like.megatron_backend.lora.adapter import AdapterChunk
 from slime_like.megatron_backend.lora.base import LoraBase
-from slime_like.megatron_backend.lora.plan import Target, targets_of
+from slime_like.megatron_backend.lora.plan import HEAD, Target, targets_of
 from slime_like.megatron_backend.lora.spec import LoraSpec
 from slime_like.megatron_backend.network import TrainedNetwork
 
@@ -72,10 +72,16 @@ class LoraNetwork(TrainedNetwork):
             yield
 
     def export_hf(self, hf: HfModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The merged weights: what the model would be with the adapter in it."""
+        """The merged weights: what the model would be with the adapter in it. With one on the output layer of a tied model they are not tied."""
         layers = {name: layer for adapter in self.adapters for name, layer in adapter.layers.items()}
         return export_hf_weights(
-            self.chunks, hf=hf, gpt=self.gpt, layout=self.layout, dtype=dtype, deltas={n: layer.delta for n, layer in layers.items()}
+            self.chunks,
+            hf=hf,
+            gpt=self.gpt,
+            layout=self.layout,
+            dtype=dtype,
+            deltas={n: layer.delta for n, layer in layers.items()},
+            own_head=self.base.tied and any(target.parameter == HEAD for target in self.targets),
         )
 
     def finalize_gradients(self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any) -> None:

@@ -14,14 +14,17 @@ from torch import Tensor
 
 from arguments.peft_adapter import ADAPTER_CONFIG, PeftAdapter, adapter_config, read_adapter_config
 from slime_like.checkpoints.files import sync_path
+from slime_like.convert.families import LM_HEAD
 from slime_like.convert.save import put_in_place
-from slime_like.convert.weight_files import listed
+from slime_like.convert.weight_files import WeightFiles, listed
 from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, together
 from slime_like.megatron_backend.lora.network import LoraNetwork
 from slime_like.megatron_backend.lora.whole import set_factors, whole_factors
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+BASE_HEAD = "lm_head.base_layer"  # PEFT writes it beside the factors of an output layer
+EMBED_TOKENS = "model.embed_tokens.weight"
 
 
 def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> None:
@@ -33,13 +36,13 @@ def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> N
     from_rank_zero(lambda: _write(Path(folder), config, tensors))
 
 
-def load_adapter(folder: str, network: LoraNetwork) -> None:
-    """Collective. Raises ValueError, the same on every rank and before a number has changed: another rank or alpha, tensors that are missing,
-    surplus, of another shape, or not finite."""
+def load_adapter(folder: str, network: LoraNetwork, base_model: str) -> None:
+    """Collective. base_model: its Hugging Face folder. Raises ValueError, the same on every rank and before a number has changed: another rank
+    or alpha, tensors that are missing, surplus, of another shape, or not finite, an output layer other than the base's."""
 
     def read() -> dict[str, Tensor]:
         _check_config(folder, read_adapter_config(folder), network)
-        return _read_tensors(Path(folder) / WEIGHTS, network)
+        return _read_tensors(Path(folder) / WEIGHTS, network, base_model)
 
     set_factors(network, together(read))
 
@@ -65,13 +68,16 @@ def _check_config(folder: str, found: PeftAdapter, network: LoraNetwork) -> None
         raise ValueError(f"adapter {folder} has rank {found.rank} and alpha {found.alpha:g}; here they are {spec.rank} and {spec.alpha:g}")
 
 
-def _read_tensors(path: Path, network: LoraNetwork) -> dict[str, Tensor]:
+def _read_tensors(path: Path, network: LoraNetwork, base_model: str) -> dict[str, Tensor]:
     wanted = {factor.name: factor.shape for target in network.targets for pair in target.factors for factor in pair}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             found = {_own_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+    head = found.pop(BASE_HEAD, None)
+    if head is not None and not torch.equal(head, head_of(base_model).to(head.dtype)):
+        raise ValueError(f"{path}: {BASE_HEAD} is not the output layer of {base_model}")
     problems = [
         f"{words}: {listed(names)}"
         for words, names in (
@@ -85,6 +91,13 @@ def _read_tensors(path: Path, network: LoraNetwork) -> dict[str, Tensor]:
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}")
     return {name: tensor.to(torch.float32) for name, tensor in found.items()}
+
+
+def head_of(folder: str) -> Tensor:
+    """The output layer of a Hugging Face folder, [vocabulary, hidden]."""
+    with WeightFiles(folder) as files:
+        name = LM_HEAD if LM_HEAD in files.names else EMBED_TOKENS
+        return files.read(name, 0, 0, files.shape(name)[0])
 
 
 def _peft_name(name: str) -> str:

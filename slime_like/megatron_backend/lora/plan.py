@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 
-from slime_like.convert.families import expert_number
+from slime_like.convert.families import LM_HEAD, OUTPUT_LAYER, expert_number
 from slime_like.convert.mappings import QKV, GatedMLP, Mapping, RowParallel, Sizes, VocabParallel
 from slime_like.megatron_backend.lora.spec import LoraSpec
 
-HEAD = "output_layer.weight"
-LM_HEAD = "lm_head"
+HEAD = OUTPUT_LAYER
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Target:
 def targets_of(spec: LoraSpec, family: MappingOf[str, Mapping], sizes: Sizes, *, tied: bool) -> list[Target]:
     """family: every parameter of the model, see `family_map`. tied: the output layer is the embedding; lm_head's factors are then of the
     output layer alone. Raises ValueError naming targets that the model does not have."""
-    family = {**family, HEAD: VocabParallel(f"{LM_HEAD}.weight")} if tied else family
+    family = {**family, HEAD: VocabParallel(LM_HEAD)} if tied else family
     targets = [target for name, mapping in family.items() if (target := _target(spec, name, mapping, sizes)) is not None]
     found = {_last(module) for target in targets for module in target.modules}
     if not found:
