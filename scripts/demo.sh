@@ -4,14 +4,19 @@
 #
 #   bash scripts/demo.sh                          SAPO, tensor parallel 2
 #   LOSS=ppo LAYOUT=pp2 bash scripts/demo.sh      another loss; LAYOUT is tp2, pp2, dp2 or one (a single process)
+#   ENGINE=sglang MODE=async bash scripts/demo.sh  responses from an SGLang server that the run starts (make sglang-env), while it trains
 #
 # Everything lands in $OUTPUT (default outputs/demo-<loss>-<layout>): sft/ and rl/ with metrics.jsonl, report.png, TensorBoard and hf/.
+# START=<output of another demo> takes its prompts and warm-started model. scripts/demo_engines.sh compares engines so.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 LOSS=${LOSS:-sapo}
 LAYOUT=${LAYOUT:-tp2}
+ENGINE=${ENGINE:-local}
+MODE=${MODE:-sync}
 OUTPUT=${OUTPUT:-outputs/demo-$LOSS-$LAYOUT}
+START=${START:-$OUTPUT}
 ROLLOUTS=${ROLLOUTS:-160}
 SFT_STEPS=${SFT_STEPS:-112}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -27,24 +32,35 @@ case $LOSS in
   sapo) ALGORITHM=(--policy-loss-type sapo --sapo-tau-pos 1.0 --sapo-tau-neg 1.05) ;;
   *) ALGORITHM=(--policy-loss-type "$LOSS") ;;
 esac
+case $ENGINE in
+  local) ROLLOUT=() ;;
+  sglang) ROLLOUT=(--rollout-engine sglang --rollout-num-gpus 1 --sglang-python "${SGLANG_PYTHON:-scripts/sglang_cpu/python}") ;;
+  *) echo "ENGINE=$ENGINE is unknown; legal values: local, sglang" >&2; exit 2 ;;
+esac
+case $MODE in
+  sync) ;;
+  async) ROLLOUT+=(--async-rollout --max-staleness 1) ;;
+  *) echo "MODE=$MODE is unknown; legal values: sync, async" >&2; exit 2 ;;
+esac
 
 # Prints a command as a user would type it, then runs it.
 show() { printf '\n$ %s\n' "$*"; "$@"; }
 train() { show "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" train.py "${PARALLEL[@]}" "$@"; }
 
 STARTED=$SECONDS
+DATA=(--prompt-data "$START/train.jsonl" --input-key messages --label-key answer --apply-chat-template --rollout-shuffle)
+EVAL=(--eval-prompt-data heldout "$START/heldout.jsonl" --n-samples-per-eval-prompt 4 --custom-rm-path scripts/demo_reward.py:score --rollout-max-response-len 8)
+
 rm -rf "$OUTPUT"
-show "$PYTHON" scripts/make_demo.py --output-dir "$OUTPUT" --max-word-len 4
+if [ "$START" = "$OUTPUT" ]; then
+  show "$PYTHON" scripts/make_demo.py --output-dir "$OUTPUT" --max-word-len 4
+  train --hf-checkpoint "$OUTPUT/model" --loss-type sft_loss "${DATA[@]}" "${EVAL[@]}" --eval-interval 50 \
+    --num-rollout "$SFT_STEPS" --rollout-batch-size 128 --micro-batch-size 64 \
+    --lr 3e-3 --lr-decay-style linear --lr-warmup-iters 20 \
+    --output-dir "$OUTPUT/sft" --save-hf "$OUTPUT/sft/hf" --log-interval 25
+fi
 
-DATA=(--prompt-data "$OUTPUT/train.jsonl" --input-key messages --label-key answer --apply-chat-template --rollout-shuffle)
-EVAL=(--eval-prompt-data heldout "$OUTPUT/heldout.jsonl" --n-samples-per-eval-prompt 4 --custom-rm-path scripts/demo_reward.py:score --rollout-max-response-len 8)
-
-train --hf-checkpoint "$OUTPUT/model" --loss-type sft_loss "${DATA[@]}" "${EVAL[@]}" --eval-interval 50 \
-  --num-rollout "$SFT_STEPS" --rollout-batch-size 128 --micro-batch-size 64 \
-  --lr 3e-3 --lr-decay-style linear --lr-warmup-iters 20 \
-  --output-dir "$OUTPUT/sft" --save-hf "$OUTPUT/sft/hf" --log-interval 25
-
-train --hf-checkpoint "$OUTPUT/sft/hf" --advantage-estimator grpo "${ALGORITHM[@]}" "${DATA[@]}" "${EVAL[@]}" --eval-interval 20 \
+train --hf-checkpoint "$START/sft/hf" --advantage-estimator grpo "${ALGORITHM[@]}" "${DATA[@]}" "${EVAL[@]}" "${ROLLOUT[@]}" --eval-interval 20 \
   --num-rollout "$ROLLOUTS" --rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout 2 --micro-batch-size 64 \
   --lr 1e-3 --lr-decay-style linear --min-lr 2e-4 --entropy-coef 0.01 --output-dir "$OUTPUT/rl" --save-hf "$OUTPUT/rl/hf" --log-interval 10
 

@@ -102,7 +102,7 @@ class Server(ThreadingHTTPServer):
 
 class FakeServer:
     """seen: (path, body) of every POST, in order. faults: of the next /generate calls, one each; None: a right answer. hung: no call is
-    answered, not even probes. spoil: applied to weights that are loaded."""
+    answered, not even probes. spoil: applied to weights that are loaded. workers: addresses that it names as a router would."""
 
     def __init__(self, model: str, port: int = 0) -> None:
         self.engine = LocalEngine(model, None)
@@ -111,6 +111,7 @@ class FakeServer:
         self.refused: dict[str, tuple[int, str]] = {}  # path -> status and text
         self.hung = False
         self.spoil: Callable[[dict[str, Any]], None] = lambda weights: None
+        self.workers: list[str] = []
         self.version = "default"
         self.ended = threading.Event()
         self._lock = threading.Lock()
@@ -143,6 +144,7 @@ class FakeServer:
             "/health": {},
             "/model_info": {"weight_version": self.version},
             "/server_info": {"tp_size": 1, "pp_size": 1},
+            "/workers": {"workers": [{"url": url, "id": str(i)} for i, url in enumerate(self.workers)]},
         }
         if handler.path in answers:
             handler.reply(200, json.dumps(answers[handler.path]).encode())
@@ -180,7 +182,7 @@ class FakeServer:
         words = body["sampling_params"]
         sampling = SamplingParams(
             words["temperature"], words.get("top_p", 1.0), words.get("top_k", -1), words["max_new_tokens"], (),
-            tuple(words.get("stop_token_ids", ())),
+            tuple(words.get("stop_token_ids", ())), ignore_end_tokens=words.get("ignore_eos", False),
         )  # fmt: skip
         request = GenerateRequest(0, tuple(body["input_ids"]), words.get("sampling_seed", 0))
         with self._lock:

@@ -18,6 +18,7 @@ PHASES = (
     "save",
 )  # in the order of a rollout; others are shown after these
 STEP_SECONDS = "perf/step_s"
+SAMPLING_SECONDS = "perf/sampling_s"  # of a thread that samples while the phases go on
 
 
 def phase_metric(phase: str) -> str:
@@ -25,11 +26,11 @@ def phase_metric(phase: str) -> str:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase out of logged metrics: every ``perf/<phase>_s`` that is neither the whole step nor a rate per second."""
+    """Seconds by phase out of logged metrics: every ``perf/<phase>_s`` that is neither the whole step, nor beside it, nor a rate."""
     found = {
         name.removeprefix("perf/").removesuffix("_s"): value
         for name, value in metrics.items()
-        if name.startswith("perf/") and name.endswith("_s") and name != STEP_SECONDS and not name.endswith("_per_s")
+        if name.startswith("perf/") and name.endswith("_s") and name not in (STEP_SECONDS, SAMPLING_SECONDS) and not name.endswith("_per_s")
     }
     order = {phase: i for i, phase in enumerate(PHASES)}
     return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))

@@ -8,9 +8,11 @@ is sampled by the weights that it is trained from, as without a thread. New weig
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
+from slime_like.metrics.timers import SAMPLING_SECONDS
 from slime_like.types import SampleGroup
 
 Groups = tuple[list[SampleGroup], dict[str, float]]
@@ -88,14 +90,15 @@ class RolloutsAhead:
                     return
                 step = self._next
             try:
-                position = self._position()
-                groups = self._make(step)
+                position, started = self._position(), time.perf_counter()
+                groups, metrics = self._make(step)
+                metrics = metrics | {SAMPLING_SECONDS: time.perf_counter() - started}
             except BaseException as error:
                 with self._changed:
                     self._error = error
                     self._changed.notify_all()
                 return
             with self._changed:
-                self._done[step], self._positions[step] = groups, position
+                self._done[step], self._positions[step] = (groups, metrics), position
                 self._next = step + 1
                 self._changed.notify_all()

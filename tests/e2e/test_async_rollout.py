@@ -41,6 +41,7 @@ def test_one_version_behind(server: TrainServer, work: Workspace, tmp_path: Path
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert max(row["rollout/staleness_max"] for row in rows) == 1
     for row in rows:
+        assert row["perf/sampling_s"] > 0 and row["perf/step_s"] > row["perf/generate_s"]
         shares = [value for name, value in row.items() if name.startswith("rollout/staleness_frac_")]
         assert sum(shares) == pytest.approx(1)
     for rollout in range(5):

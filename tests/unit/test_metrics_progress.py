@@ -65,6 +65,7 @@ def test_phase_seconds_are_told_from_rates_and_the_step() -> None:
         "perf/odd_s": 2.0,
         "perf/generate_s": 3.0,
         "perf/step_s": 9.0,
+        "perf/sampling_s": 8.0,  # of another thread
         "perf/tokens_per_s": 50.0,
         "train/loss_s": 1.0,
     }
@@ -126,3 +127,21 @@ def test_sparkline() -> None:
     assert sparkline([3, 3]) == "▁▁"
     assert sparkline([0, float("nan"), 1, float("inf")]) == "▁?█?"
     assert sparkline([]) == ""
+
+
+def test_engines_side_by_side() -> None:
+    """scripts/engine_table.py: seconds are sums over the run, and what was sampled while the training went on is told."""
+    from scripts.engine_table import HEAD, table_row
+
+    rows = [
+        {"eval/heldout/mean": 0.4, "perf/sync_s": 1.0, "perf/eval_s": 2.0, "perf/step_s": 3.5},
+        {"rollout/reward_mean": 0.4, "perf/generate_s": 4.0, "perf/train_s": 1.0, "perf/log_probs_s": 0.5, "perf/step_s": 6.0},
+        {"rollout/reward_mean": 0.5, "perf/generate_s": 2.0, "perf/train_s": 1.0, "perf/step_s": 3.0, "eval/heldout/mean": 0.9},
+    ]
+    told = dict(zip(HEAD, table_row("plain", rows), strict=True))
+    assert told == {
+        "run": "plain", "rollouts": "2", "score": "0.400 -> 0.900", "whole": "12.5", "sampling": "6.0", "waiting": "6.0", "training": "2.5",
+        "weights": "1.0", "evaluation": "2.0", "overlap": "0%",
+    }  # fmt: skip
+    ahead = [row | {"perf/sampling_s": 5.0} for row in rows if "rollout/reward_mean" in row]
+    assert dict(zip(HEAD, table_row("ahead", ahead), strict=True))["overlap"] == "40%"

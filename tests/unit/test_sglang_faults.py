@@ -21,6 +21,7 @@ from slime_like.rollout.local import LocalEngine
 from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
 from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
 from slime_like.rollout.sglang.http import Deadlines, Retries
+from slime_like.rollout.sglang.router import Router
 from slime_like.rollout.sglang.weight_update import Transport, UpdateSettings, WeightUpdater
 from tests.fake_sglang import Answer, FakeServer, Fault, changed, death_in_the_middle, drip, fake_servers, silence, status, text
 
@@ -51,10 +52,11 @@ def engine_of(
     update_timeout_s: float = 5.0,
     total_s: float = 10.0,
     probe_timeout_s: float = 5.0,
+    router: Router | None = None,
 ) -> Iterator[SglangEngine]:
     messages: list[str] = []
     health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, strikes=2)
-    fleet = Fleet([s.url for s in servers], [], None, health, 1.0, messages.append)
+    fleet = Fleet([s.url for s in servers], [], router, health, 1.0, messages.append)
     fleet.start()
     updater = WeightUpdater(fleet, UpdateSettings(transport, timeout_s=update_timeout_s), model, torch.device("cpu"))
     requests = RequestSettings(Deadlines(5.0, total_s, total_s), Retries(ATTEMPTS, 0.01, 0.02), 64)
@@ -220,6 +222,34 @@ def test_samples_of_a_server_that_hangs_go_elsewhere(model: str) -> None:
         assert time.monotonic() - start < 20
         metrics = engine.take_metrics()
         assert metrics["engine/evicted"] >= 1 and metrics["engine/evictions"] == 1 and metrics["engine/ready"] == 1
+
+
+def test_a_router_that_sees_no_server_costs_time_only(model: str) -> None:
+    """It takes healthy servers for dead ones (its circuits are open), and requests go to them directly."""
+    with (
+        fake_servers(model, 2) as (server, fake),
+        engine_of(model, [server], router=Router(fake.url, None, 1.0, print), synced=False) as engine,
+    ):
+        fake.workers = [server.url]
+        fake.faults = [status(503, "No available workers (all circuits open or unhealthy)")] * 100
+        engine.update_weights(weights_of(model), 1)
+        assert_right(engine.generate(REQUESTS, SAMPLING), model)
+        assert (fake.count("/generate"), server.count("/generate")) == (3, 3)
+        metrics = engine.take_metrics()
+        assert metrics["engine/status_503"] == metrics["engine/retries"] == 3 and metrics["engine/dropped"] == 0
+
+
+def test_end_tokens_are_ignored_where_that_is_asked_for(model: str) -> None:
+    request = GenerateRequest(10, (3, 5, 7), seed=0)
+    plain, forced = SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, ignore_end_tokens=True)
+    with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
+        bodies = []
+        for sampling in (plain, forced):
+            (output,) = engine.generate([request], sampling)
+            bodies.append(server.seen[-1][1]["sampling_params"]["ignore_eos"])
+        assert bodies == [False, True] and len(output.tokens) == 40 and output.finish_reason == "length"
+        with pytest.raises(ValueError, match="ignores the stop tokens \\[1\\]"):
+            engine.generate([request], SamplingParams(stop_token_ids=(1,), ignore_end_tokens=True))
 
 
 def test_a_server_that_comes_back_gets_the_weights_before_requests(model: str) -> None:

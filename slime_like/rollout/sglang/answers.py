@@ -25,7 +25,12 @@ class Refused(ValueError):
 
 
 def generation_body(request: GenerateRequest, sampling: SamplingParams, rid: str) -> dict[str, Any]:
-    """The JSON of one request. Seeds count only on servers with --sglang-enable-deterministic-inference."""
+    """The JSON of one request. Seeds count only on servers with --sglang-enable-deterministic-inference. Raises ValueError for what SGLang cannot
+    do: it knows no stop tokens while it ignores the model's."""
+    if sampling.ignore_end_tokens and sampling.stop_token_ids:
+        raise ValueError(
+            f"SGLang ignores the stop tokens {list(sampling.stop_token_ids)} together with the model's end tokens; give one of the two"
+        )
     return {
         "rid": rid,
         "input_ids": list(request.prompt_tokens),
@@ -37,6 +42,7 @@ def generation_body(request: GenerateRequest, sampling: SamplingParams, rid: str
             "max_new_tokens": sampling.max_new_tokens,
             "stop": list(sampling.stop),
             "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": sampling.ignore_end_tokens,
             "sampling_seed": request.seed & (2**63 - 1),
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,

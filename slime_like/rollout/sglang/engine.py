@@ -19,7 +19,7 @@ from slime_like.errors import RunError
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.sglang.answers import BadAnswer, Refused, generation_body, read_generation
 from slime_like.rollout.sglang.fleet import Fleet, Worker
-from slime_like.rollout.sglang.http import Deadlines, RequestFailed, Retries, post_once, with_retries
+from slime_like.rollout.sglang.http import Deadlines, RequestFailed, Retries, async_client, post_once, with_retries
 from slime_like.rollout.sglang.manifest import compare_with_checkpoint
 from slime_like.rollout.sglang.weight_update import CONTROL_S, UpdateIncomplete, WeightUpdater
 
@@ -134,7 +134,7 @@ class SglangEngine:
         return output
 
     async def _post(self, client: httpx.AsyncClient, body: dict[str, Any], avoid: set[str]) -> Any:
-        """Through the router, or to the server with the fewest requests of ours."""
+        """Through the router, or to the server with the fewest requests of ours. avoid: addresses where this request failed; grows."""
         assert self.fleet is not None
         url, worker = await self._target(avoid)
         task = asyncio.current_task()
@@ -160,14 +160,15 @@ class SglangEngine:
                     worker.in_flight.discard(task)
 
     async def _target(self, avoid: set[str]) -> tuple[str, Worker | None]:
-        """Waits for a server that may answer, as long as one may come back."""
+        """Waits for a server that may answer, as long as one may come back. A request that failed at the router goes to a server itself: the
+        router may be gone, or take servers for dead that are not."""
         assert self.fleet is not None
         deadline = time.monotonic() + self._requests.deadlines.total_s
         while self._updating or not (ready := self.fleet.ready()):
             if not (self._updating or self.fleet.may_recover()) or time.monotonic() > deadline:
                 raise RequestFailed("no_engine", "no engine with the current weights is left", again=False)
             await asyncio.sleep(LOOK_S)
-        if self.fleet.router is not None:
+        if self.fleet.router is not None and self.fleet.router.url not in avoid:
             return self.fleet.router.url, None
         worker = min(ready, key=lambda w: (w.url in avoid, len(w.in_flight)))
         return worker.url, worker
@@ -178,7 +179,7 @@ class SglangEngine:
         if self._client is None or self._loop is not loop:
             assert self.fleet is not None
             limit = self._requests.concurrency * max(1, len(self.fleet.workers))
-            self._client = httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=limit))
+            self._client = async_client(limit)
             self._loop, self._slots = loop, asyncio.Semaphore(limit)
         return self._client
 
@@ -300,7 +301,7 @@ class SglangEngine:
         workers = self.fleet.ready()
 
         async def ask() -> list[list[GenerateOutput]]:
-            async with httpx.AsyncClient(trust_env=False) as client:
+            async with async_client(len(requests)) as client:
 
                 async def one(worker: Worker, request: GenerateRequest) -> GenerateOutput:
                     rid = f"{self._run}-probe-{next(self._numbers)}"

@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx
 
+# Seconds that a connection without work is kept. The server closes its side after 5, and a request that meets the closing is lost.
+KEEPALIVE_S = 2.0
 _SHOWN = 200  # characters of a body in an error message
 
 
@@ -56,6 +58,12 @@ class RequestFailed(Exception):
         self.kind = kind
         self.again = again
         self.server_gone = server_gone
+
+
+def async_client(connections: int) -> httpx.AsyncClient:
+    """For one event loop. connections: that are kept; more may be open."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=connections, keepalive_expiry=KEEPALIVE_S)
+    return httpx.AsyncClient(trust_env=False, limits=limits)
 
 
 async def post_once(client: httpx.AsyncClient, url: str, body: Any, deadlines: Deadlines) -> Any:
@@ -111,7 +119,7 @@ class ControlClient:
     """Calls that steer a server, one at a time, from the training thread or the one that watches health."""
 
     def __init__(self, connect_s: float) -> None:
-        self._client = httpx.Client(trust_env=False)
+        self._client = httpx.Client(trust_env=False, limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S))
         self._connect_s = connect_s
 
     def call(self, url: str, body: Any = None, *, timeout_s: float, method: str = "POST") -> Any:

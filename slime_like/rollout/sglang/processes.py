@@ -97,9 +97,12 @@ class ServerProcess:
 
 
 def clean_environment() -> dict[str, str]:
-    """Without what torchrun tells a rank: a server has process groups of its own. A variable for the trainer's modules is left out too."""
+    """Without what torchrun tells a rank: a server has process groups of its own. A variable for the trainer's modules is left out too. A server
+    keeps connections longer than its 5 s, which is shorter than a router does: requests that meet the closing count against the server, and a
+    router sends it nothing more for a minute after 10 of them."""
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "ROLE_RANK")
-    return {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("TORCHELASTIC_")}
+    kept = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("TORCHELASTIC_")}
+    return {"SGLANG_TIMEOUT_KEEP_ALIVE": "600"} | kept
 
 
 def server_command(python: str, settings: Mapping[str, Any]) -> tuple[str, ...]:

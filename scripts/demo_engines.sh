@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The demo through each engine, synchronous and asynchronous, from one warm-started model; ends with a table of scores and seconds by phase.
+#
+#   bash scripts/demo_engines.sh
+#   RUNS="sglang-sync sglang-async" ROLLOUTS=40 bash scripts/demo_engines.sh
+#
+# A run is an engine (local; sglang: --rollout-engine sglang) and a mode (sync; async: --async-rollout --max-staleness 1).
+# SGLang: make sglang-env, or SGLANG_ENV, or SGLANG_PYTHON. One process trains here and one server samples, so that two cores are shared out;
+# LAYOUT is as in demo.sh. Everything lands in $OUTPUT, a folder for each run.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python}
+ROOT=${OUTPUT:-outputs/engines}
+export LAYOUT=${LAYOUT:-one} PYTHON
+RUNS=${RUNS:-local-sync local-async sglang-sync sglang-async}
+
+FIRST='' FOLDERS=() FAILED=()
+for RUN in $RUNS; do
+  printf '\n== %s\n' "$RUN"
+  FOLDER=$ROOT/$RUN
+  OUTPUT=$FOLDER START=${FIRST:-$FOLDER} ENGINE=${RUN%-*} MODE=${RUN#*-} bash scripts/demo.sh || FAILED+=("$RUN")
+  FIRST=${FIRST:-$FOLDER}
+  FOLDERS+=("$FOLDER")
+done
+
+printf '\n'
+"$PYTHON" scripts/engine_table.py "${FOLDERS[@]}"
+if [ ${#FAILED[@]} -gt 0 ]; then
+  echo "failed: ${FAILED[*]}" >&2
+  exit 1
+fi
