@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from scripts.parity.models import make_model  # noqa: E402
 from slime_like.rollout.debug_data import save_rollout  # noqa: E402
 from slime_like.types import Sample, SampleGroup  # noqa: E402
 
@@ -69,26 +70,6 @@ COMMON = (
     "--num-rollout {steps} --micro-batch-size 1 --use-rollout-logprobs --use-kl-loss --kl-loss-coef 0.3 --entropy-coef 0.01 "
     "--no-tensorboard --no-progress"
 )
-
-
-def make_model(folder: Path, seed: int) -> None:
-    """A tiny Qwen3 model with random weights; no tokenizer is needed."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 def make_rollouts(template: str) -> None:

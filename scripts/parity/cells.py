@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
-from scripts.parity_table import make_model
-
+Run = tuple[str, str, str]  # of one process: precision, model, loss
 SEQUENCES = "--loss-reduction sequence_mean"
 LOSSES = {
     "ppo": "--policy-loss-type ppo",
@@ -126,35 +124,36 @@ def matrix(
     return cells
 
 
-def make_moe_model(folder: Path) -> None:
-    """A tiny Qwen3-MoE. Its routers are no sharper than a trained one's: with logits of size 5 the softmax saturates, and float32's
-    rounding comes out of the gradients 200 times larger."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(5)
-    config = Qwen3MoeConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        router_aux_loss_coef=0.0,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-    )
-    model = Qwen3MoeForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("gate.weight"):
-                parameter.copy_(0.3 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+def base_runs_of(cells: Iterable[Cell]) -> list[Run]:
+    """The runs of one process that these cells need. bfloat16 is measured by the worst loss in it, so by all of them."""
+    needed = []
+    for cell in cells:
+        model = LAYOUTS[cell.layout].model
+        base = PRECISIONS[cell.precision].base
+        if cell.precision == base:
+            needed.append((base, model, cell.loss))
+        else:
+            needed += [(precision, model, loss) for precision in (base, cell.precision) for loss in LOSSES]
+    return list(dict.fromkeys(needed))
 
 
-MODELS: dict[str, Callable[[Path], None]] = {"dense": lambda folder: make_model(folder, seed=3), "experts": make_moe_model}
+def sizes_of(flags: str) -> dict[str, int]:
+    """The sizes of the groups that a run with these flags needs, by the parameters of `scripts.parity.steps.parallel`."""
+    words = flags.split()
+    names = {
+        "tp": "--tensor-model-parallel-size",
+        "pp": "--pipeline-model-parallel-size",
+        "vp": "--num-virtual-stages-per-pipeline-rank",
+        "ep": "--expert-model-parallel-size",
+        "cp": "--context-parallel-size",
+        "etp": "--expert-tensor-parallel-size",
+    }
+    return {short: int(words[words.index(name) + 1]) for short, name in names.items() if name in words}
+
+
+def by_sizes(cells: Sequence[Cell]) -> list[tuple[dict[str, int], list[Cell]]]:
+    """The cells by the sizes of their groups, which are made once for all of them."""
+    chosen: dict[tuple[tuple[str, int], ...], list[Cell]] = {}
+    for cell in cells:
+        chosen.setdefault(tuple(sizes_of(cell.flags).items()), []).append(cell)
+    return [(dict(sizes), own) for sizes, own in chosen.items()]

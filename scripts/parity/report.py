@@ -1,45 +1,15 @@
-"""What the parity matrix found, and how it is shown."""
+"""How what the parity matrix found is shown."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.parity.cells import LAYOUTS, PRECISIONS, Cell
+from scripts.parity.cells import LAYOUTS, PRECISIONS
+from scripts.parity.results import WORDS, Found, over_limit
 
-WORDS = ("loss", "gradients", "weights", "log_probs")  # what is compared
 DOCS = tuple(Path(__file__).parents[2] / "docs" / language / "parity.md" for language in ("en", "zh"))
 BEGIN, END = "<!-- parity matrix: begin -->\n", "<!-- parity matrix: end -->\n"
-
-
-@dataclass(frozen=True)
-class Found:
-    """A cell's largest differences, by what is compared (in bfloat16 their ratios), and the tensor of the largest gradient difference;
-    seconds that it took."""
-
-    cell: Cell
-    apart: dict[str, float]
-    tensor: str
-    seconds: float
-
-    @property
-    def worst(self) -> float:
-        return max(self.apart.values())
-
-
-def save(found: Sequence[Found], path: Path) -> None:
-    path.write_text(json.dumps([asdict(f) for f in found], indent=1))
-
-
-def load(path: Path) -> list[Found]:
-    return [Found(**{**entry, "cell": Cell(**entry["cell"])}) for entry in json.loads(path.read_text())]
-
-
-def over_limit(found: Sequence[Found]) -> list[Found]:
-    """The cells that fail. A figure that is not a number fails."""
-    return [f for f in found if not all(value <= PRECISIONS[f.cell.precision].limit for value in f.apart.values())]
 
 
 def table(found: Sequence[Found]) -> Iterator[str]:
@@ -57,8 +27,8 @@ def table(found: Sequence[Found]) -> Iterator[str]:
         own = [f for f in found if f.cell.precision == precision]
         yield f"{precision}: {len(own)} cells, limit {PRECISIONS[precision].limit:g}"
         for word in WORDS:
-            worst = max(own, key=lambda f: f.apart[word])
-            yield f"  largest of {word}: {worst.apart[word]:.1e} ({worst.cell.name})"
+            worst = max(own, key=lambda f: f.of(word))
+            yield f"  largest of {word}: {worst.of(word):.1e} ({worst.cell.name})"
 
 
 def summary(found: Sequence[Found]) -> Iterator[str]:

@@ -57,20 +57,6 @@ def parallel(tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None
             dist.destroy_process_group(group)
 
 
-def sizes_of(flags: str) -> dict[str, int]:
-    """What `parallel` is to make, by the flags of the run."""
-    words = flags.split()
-    names = {
-        "tp": "--tensor-model-parallel-size",
-        "pp": "--pipeline-model-parallel-size",
-        "vp": "--num-virtual-stages-per-pipeline-rank",
-        "ep": "--expert-model-parallel-size",
-        "cp": "--context-parallel-size",
-        "etp": "--expert-tensor-parallel-size",
-    }
-    return {short: int(words[words.index(name) + 1]) for short, name in names.items() if name in words}
-
-
 def settings(folder: str, flags: str = "") -> RunConfig:
     """A run on the model in `folder` for `SAMPLES` samples a step. flags: further ones."""
     words = (

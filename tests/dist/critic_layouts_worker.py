@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.parity.steps import parallel, sizes_of
+from scripts.parity.cells import sizes_of
+from scripts.parity.steps import parallel
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from tests.dist.backend_worker import random_samples, settings, share

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.parity.steps import STEPS, parallel, settings, share, sizes_of, train_samples, weights, whole_gradients
+from scripts.parity.cells import sizes_of
+from scripts.parity.steps import STEPS, parallel, settings, share, train_samples, weights, whole_gradients
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.lora import LoraNetwork

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from arguments.hf_moe import moe_layers
 from arguments.parse import parse_args
-from scripts.parity.steps import gradients, parallel, random_samples, settings, share, sizes_of, weights
+from scripts.parity.cells import sizes_of
+from scripts.parity.steps import gradients, parallel, random_samples, settings, share, weights
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.ops.router import routers_of

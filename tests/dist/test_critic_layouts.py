@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.parity.cells import make_moe_model
+from scripts.parity.models import make_moe_model
 from scripts.parity.ranks import run_ranks
 from scripts.parity.steps import parallel
 from scripts.parity_table import make_model, make_rollouts

@@ -47,7 +47,7 @@ def name(path: Path) -> str:
 
 
 def flags_of_our_scripts() -> set[str]:
-    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").glob("*.py"))
+    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").rglob("*.py"))
     return set(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)) | set(re.findall(r"\"(--[\w-]+)\" in sys\.argv", text))
 
 

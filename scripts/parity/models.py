@@ -1,0 +1,61 @@
+"""The tiny models of the parity table, the parity matrix and tests/dist, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """A tiny Qwen3 model with random weights; no tokenizer is needed."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def make_moe_model(folder: Path) -> None:
+    """A tiny Qwen3-MoE. Its routers are no sharper than a trained one's: with logits of size 5 the softmax saturates, and float32's
+    rounding comes out of the gradients 200 times larger."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.0,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+
+
+MODELS: dict[str, Callable[[Path], None]] = {"dense": lambda folder: make_model(folder, seed=3), "experts": make_moe_model}
