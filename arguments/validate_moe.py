@@ -151,20 +151,8 @@ def replay_has_something_to_replay(s: Settings) -> list[Problem]:
     return []
 
 
-def latent_attention_is_whole(s: Settings) -> list[Problem]:
-    """megatron-core's local layers leave the gradient of the compressed keys and values with each tensor-parallel rank."""
-    if not s.core.get("multi_latent_attention"):
-        return []
-    sizes = {
-        "tensor_model_parallel_size": s.parallel.tensor_model_parallel_size,
-        "critic_tensor_model_parallel_size": s.critic.critic_tensor_model_parallel_size or 1,
-    }
-    message = "does not go with multi-latent attention in training yet; the only legal value is 1 (pipeline and expert parallelism do)"
-    return [p for name, size in sizes.items() if size > 1 for p in problem(name, size, message)]
-
-
 MOE_RULES: tuple[Rule, ...] = (
-    latent_attention_is_whole, experts_are_there, expert_parallel_sizes, experts_need_sequence_parallel, dispatcher_fits_the_pipeline, expert_kernels_are_there,
+    experts_are_there, expert_parallel_sizes, experts_need_sequence_parallel, dispatcher_fits_the_pipeline, expert_kernels_are_there,
     balancing_is_complete, routing_is_possible, replay_has_something_to_replay, rollout_replay_has_something_to_replay,
 )  # fmt: skip
 

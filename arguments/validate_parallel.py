@@ -51,9 +51,10 @@ def context_parallel_has_limits(s: Settings) -> list[Problem]:
             found += problem(
                 name, s.core[name], "must be 0 with --context-parallel-size above 1, whose ranks would all drop the same positions"
             )
-    if s.core.get("multi_latent_attention"):
-        found += problem("context_parallel_size", size, "does not go with multi-latent attention yet; the only legal value is 1")
-    if resolve_transformer_impl(s.model, s.machine) == "local" and how not in (None, "all_gather"):
+    local = resolve_transformer_impl(s.model, s.machine) == "local"
+    if s.core.get("multi_latent_attention") and not local:
+        found += problem("context_parallel_size", size, "is proved for multi-latent attention with --transformer-impl local only; use that")
+    if local and how not in (None, "all_gather"):
         found += problem("cp_comm_type", how, "needs Transformer Engine layers, which are not used here; use all_gather, or leave it out")
     heads, tensor = s.core.get("num_attention_heads"), s.parallel.tensor_model_parallel_size
     groups = s.core.get("num_query_groups") or heads

@@ -106,6 +106,12 @@ DEEPSEEK_V3: dict[str, Mapping] = {
     f"{_MEGATRON_MLP}.shared_experts.linear_fc2.weight": RowParallel(f"{_MLP}.shared_experts.down_proj.weight", "shared_ffn"),
 }
 
+# Transformer Engine's layers have the down-projections whole on every tensor-parallel rank
+_WHOLE_DOWN_PROJECTIONS: dict[str, Mapping] = {
+    f"{_LATENT}.linear_q_down_proj.weight": ReplicatedRows(f"{_ATTENTION}.q_a_proj.weight", "q_latent"),
+    f"{_LATENT}.linear_kv_down_proj.weight": ReplicatedRows(f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_latent_and_rotary"),
+}
+
 MIXTRAL: dict[str, Mapping] = {**LLAMA, **_experts("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2")}
 
 FAMILIES = {
@@ -128,6 +134,8 @@ VALUE_HEAD: dict[str, Mapping] = {
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
 # Transformer Engine's grouped experts: one layer, a weight for each.
 _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
@@ -151,6 +159,8 @@ def family_map(architecture: str, config: Any, *, tied: bool, value_head: bool =
     if tied:
         family[OUTPUT_LAYER] = family[EMBEDDING]
     if config.multi_latent_attention:
+        if config.transformer_impl == "transformer_engine":
+            family |= _WHOLE_DOWN_PROJECTIONS
         for name in _OF_COMPRESSED_QUERIES if config.q_lora_rank is None else _OF_WHOLE_QUERIES:
             family.pop(name)
     per_layer = {name: mapping for name, mapping in family.items() if "{layer}" in name}

@@ -100,12 +100,12 @@ class PackedAttention(MegatronModule):
         self,
         query: Tensor,  # (T, heads, d), T / cp rows under context parallelism
         key: Tensor,  # (T, groups, d)
-        value: Tensor,  # (T, groups, d)
+        value: Tensor,  # (T, groups, dv); d, but for latent attention
         attention_mask: Tensor | None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> Tensor:  # (T, heads * d)
+    ) -> Tensor:  # (T, heads * dv)
         assert isinstance(packed_seq_params, PackedRows), "rows are packed by slime_like.ops.attention.packed_rows"
         assert attention_bias is None and attention_mask is None, "packed rows carry no mask tensor"
         with self._dropout_rng():

@@ -129,16 +129,18 @@ def context_parallel_attention(
 ) -> Tensor:
     """Causal attention of this rank's queries to the keys of their sequences on all ranks of `group`.
 
-    query: (T / cp, heads, d); key, value: (T / cp, groups, d). attend: scaled dot-product attention of a batch, with a mask. A chunk gets
-    only the keys up to its end. Returns (T / cp, heads, d).
+    query: (T / cp, heads, d); key: (T / cp, groups, d); value: (T / cp, groups, dv). attend: scaled dot-product attention of a batch, with
+    a mask. A chunk gets only the keys up to its end. Returns (T / cp, heads, dv).
     """
-    gathered = gather_rows(torch.cat([key, value], dim=1), group)[rows.natural]  # (T, 2 groups, d)
-    keys, values = gathered.split([key.size(1), value.size(1)], dim=1)
+    parts = [key.flatten(1), value.flatten(1)]
+    gathered = gather_rows(torch.cat(parts, dim=1), group)[rows.natural]  # (T, groups * (d + dv))
+    columns = gathered.split([part.size(1) for part in parts], dim=1)
+    keys, values = (x.unflatten(1, like.shape[1:]) for x, like in zip(columns, (key, value)))
     return attend_chunks(query, keys, values, rows, attend)
 
 
 def attend_chunks(query: Tensor, keys: Tensor, values: Tensor, rows: ContextRows, attend: Attend) -> Tensor:
-    """Attention of a rank's queries (T / cp, heads, d) to natural rows of keys and values (T, groups, d)."""
+    """Attention of a rank's queries (T / cp, heads, d) to natural rows of keys (T, groups, d) and values (T, groups, dv)."""
     if rows.scatter is not None:
         outputs = [attend(query[c.queries], keys[c.keys], values[c.keys], c.mask) for c in rows.padded]
         return torch.cat([out.flatten(0, 1) for out in outputs])[rows.scatter]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from scripts.parity.ranks import run_ranks
-from slime_like.convert.families import any_expert, canonical_name, expert_number
+from slime_like.convert.families import any_expert, canonical_name, expert_number, family_map
 from tests.dist import convert_worker
 
 SIZES: dict[str, Any] = dict(
@@ -103,6 +104,20 @@ def test_logits_and_round_trips_under_every_layout(folders: dict[str, str], tmp_
         worst.update(result)
     assert len(worst) == len(layouts) * len(MODELS)
     assert max(worst.values()) < convert_worker.TOLERANCE, {case: v for case, v in worst.items() if v >= convert_worker.TOLERANCE}
+
+
+@pytest.mark.parametrize(("impl", "whole"), [("local", False), ("transformer_engine", True)])
+def test_latent_attention_of_the_transformer_engine_spec(impl: str, whole: bool) -> None:
+    """There the norms of the latents belong to the up-projections, and the down-projections are whole on every tensor-parallel rank."""
+    layer = "decoder.layers.0.self_attention."
+    for latent in ("q", "kv"):
+        assert canonical_name(f"{layer}linear_{latent}_up_proj.layer_norm_weight") == f"{layer}{latent}_layernorm.weight"
+    config = SimpleNamespace(
+        multi_latent_attention=True, transformer_impl=impl, q_lora_rank=20, num_moe_experts=8, moe_layer_freq=[1], num_layers=1
+    )
+    family = family_map("DeepseekV3ForCausalLM", config, tied=False)
+    assert [family[f"{layer}linear_{latent}_down_proj.weight"].sharded for latent in ("q", "kv")] == [not whole, not whole]
+    assert family[f"{layer}linear_q_up_proj.weight"].sharded
 
 
 def test_grouped_experts_of_the_transformer_engine_spec() -> None:

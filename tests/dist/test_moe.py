@@ -28,6 +28,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "one, shared experts": ("qwen2-moe", ""),
         "one, replay": ("qwen3-moe", "--use-routing-replay"),
         "one, latent attention": ("deepseek-v3", ""),
+        "one, latent attention with YaRN": ("deepseek-v3-yarn", ""),
         "one, sampler's routes": ("qwen3-moe-dense-layers", ROLLOUT_REPLAY),
     },
     2: {
@@ -51,6 +52,10 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "CP2 EP2, sampler's routes": ("qwen3-moe-dense-layers", f"{ROLLOUT_REPLAY} {EP2} --context-parallel-size 2"),
         "TP2 EP2, sampler's routes": ("qwen3-moe-dense-layers", f"{ROLLOUT_REPLAY} {TP2} {EP2} --expert-tensor-parallel-size 1"),
         "EP2, recomputed": ("qwen3-moe", f"{EP2} --recompute-granularity selective --recompute-modules moe"),
+        "TP2 EP2, latent attention": ("deepseek-v3", f"{TP2} {EP2} --expert-tensor-parallel-size 1 --use-distributed-optimizer"),
+        "TP2, latent attention with YaRN": ("deepseek-v3-yarn", TP2),
+        "CP2 EP2, latent attention": ("deepseek-v3", f"{EP2} --context-parallel-size 2"),
+        "CP2, latent attention with YaRN": ("deepseek-v3-yarn", "--context-parallel-size 2"),
     },
     4: {
         "EP2 x ETP2": ("qwen3-moe", f"{TP2} {EP2}"),
@@ -65,6 +70,11 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
             f"{ROLLOUT_REPLAY} {PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2",
         ),
         "PP2 EP2, latent attention": ("deepseek-v3", f"{PP2} {EP2}"),
+        "TP2 PP2, latent attention": ("deepseek-v3", f"{TP2} {PP2}"),
+        "TP2 CP2, latent attention": (
+            "deepseek-v3",
+            f"{TP2} {EP2} --context-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
         "EP2 x ETP2, shared experts": ("qwen2-moe", f"{TP2} {EP2} --use-distributed-optimizer"),
     },
 }
@@ -72,7 +82,7 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
 
 # what `make test` runs; the others are slow tests
 IN_MAKE_TEST = (
-    *("EP2 distributed optimizer", "TP2 EP2, replay, recomputed", "ETP2, shared experts"),
+    *("EP2 distributed optimizer", "TP2 EP2, replay, recomputed", "ETP2, shared experts", "TP2 EP2, latent attention"),
     *("EP2 x ETP2 allgather", "PP2 VP2 EP2, sampler's routes", "PP2 EP2, replay"),
 )
 OTHERS = tuple(name for ranks in (2, 4) for name in CASES[ranks] if name not in IN_MAKE_TEST)
@@ -80,11 +90,12 @@ OTHERS = tuple(name for ranks in (2, 4) for name in CASES[ranks] if name not in 
 
 def run_all(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """The cases in `names` and what they are compared with. One launch for each number of processes."""
-    models = make_models(folder, ["qwen3-moe", "qwen3-moe-dense-layers", "qwen2-moe", "deepseek-v3"])
+    bases = {base_of(*(CASES[2] | CASES[4])[name]) for name in names}
+    models = make_models(folder, ["qwen3-moe", "qwen3-moe-dense-layers", "qwen2-moe", "deepseek-v3", "deepseek-v3-yarn"])
     found: dict[str, Any] = {}
     for ranks, cases in CASES.items():
         out = folder / f"{ranks}.pt"
-        chosen = {name: (models[model], flags) for name, (model, flags) in cases.items() if ranks == 1 or name in names}
+        chosen = {name: (models[model], flags) for name, (model, flags) in cases.items() if name in (bases if ranks == 1 else names)}
         run_ranks("tests.dist.moe_worker:run_cases", ranks, folder / f"run{ranks}", {"cases": chosen, "out": str(out)}, timeout_s=240)
         found.update(torch.load(out))
     return found

@@ -85,8 +85,9 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(monkeypatch: 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object() if name == "transformer_engine" else real(name, *rest))
     monkeypatch.setattr(megatron_patches, "_installed", {})
     report = megatron_patches.apply()
-    assert [entry.name for entry in report.applied] == ["safe_checkpoints"]
-    assert [entry.name for entry in report.skipped] == [name for name in megatron_patches.ORDER if name != "safe_checkpoints"]
+    always = ["mla_tp_grads", "safe_checkpoints"]
+    assert [entry.name for entry in report.applied] == always
+    assert [entry.name for entry in report.skipped] == [name for name in megatron_patches.ORDER if name not in always]
     reasons = dict(report.skipped)
     assert reasons["rng_on_cpu"] == "CUDA is available"
     assert reasons["torch_norm_sp"] == "Transformer Engine is installed"
@@ -95,7 +96,7 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(monkeypatch: 
 def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     due = [name for name in megatron_patches.ORDER if megatron_patches.load_patch(name).condition.holds()]
-    assert due == ["torch_norm_sp", "recompute_no_te", "moe_no_te", "mla_no_te", "torch_adam_ckpt", "safe_checkpoints"]
+    assert due == ["torch_norm_sp", "recompute_no_te", "moe_no_te", "mla_no_te", "mla_tp_grads", "torch_adam_ckpt", "safe_checkpoints"]
 
 
 def test_report_prints_as_a_table() -> None:
@@ -121,6 +122,8 @@ TARGETS = [
     ("recompute_no_te", "tensor_parallel.random", "CheckpointWithoutOutput.__init__"),
     ("moe_no_te", "transformer.moe.moe_utils", "RouterGatingLinearFunction.forward"),
     ("mla_no_te", "transformer.multi_latent_attention", "MultiLatentAttention.__init__"),
+    ("mla_tp_grads", "transformer.multi_latent_attention", "MLASelfAttention.__init__"),
+    ("mla_tp_grads", "transformer.multi_latent_attention", "MLASelfAttention.get_query_key_value_tensors"),
     ("moe_split_sizes", "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
     ("gloo_uneven", "tensor_parallel.mappings", "_gather_along_first_dim"),
     ("gloo_uneven", "tensor_parallel.mappings", "_reduce_scatter_along_first_dim"),

@@ -20,7 +20,12 @@ from slime_like.megatron_backend.layout import ParallelLayout, in_own_layout
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 # A layer of megatron-core's local modules and one of Transformer Engine's call the norm before a mixture of experts differently. (Before a
 # dense layer, and before attention, megatron-core's local specification uses Transformer Engine's names in checkpoints itself.)
-NAMES_OF_SPECS = (("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."), ("self_attention.linear_qkv.layer_norm_", "input_layernorm."))
+NAMES_OF_SPECS = (
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
+)
 EXTRA_STATE = "_extra_state"
 # fp32 parameters of the distributed optimizer and of the plain one in half precision; a plain one in fp32 has the weights themselves
 MAIN_PARAMS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
