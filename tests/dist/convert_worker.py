@@ -45,6 +45,7 @@ def build(
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,
         moe_token_dispatcher_type="alltoall",
+        transformer_impl="local",
         pipeline_dtype=dtype,
         params_dtype=dtype,
     )
