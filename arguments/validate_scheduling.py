@@ -5,12 +5,26 @@ from __future__ import annotations
 import inspect
 
 from arguments.validate import Rule, Settings, problem
+from slime_like.advantages.registry import TokenEstimator, advantage_estimators
 from slime_like.config import Problem, flag_name
 from slime_like.custom_function import load_function
 
 BUILT_IN_FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters."
-PATHS = ("dynamic_sampling_filter_path", "buffer_filter_path", "rollout_sample_filter_path", "custom_generate_function_path")
+PATHS = (
+    "dynamic_sampling_filter_path",
+    "buffer_filter_path",
+    "rollout_sample_filter_path",
+    "custom_generate_function_path",
+    "rollout_function_path",
+)
 CUSTOM_GENERATE = "custom_generate_function_path"
+ROLLOUT_FUNCTION, EVAL_FUNCTION = "rollout_function_path", "eval_function_path"
+OWN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"  # what a run does without a function
+OTHER_ROLLOUTS = {
+    "slime.rollout.fully_async_rollout.": "--async-rollout samples ahead of the training",
+    "slime.rollout.sft_rollout.": "--loss-type sft_loss needs no function",
+    "slime.rollout.forge_load.": "rollouts are read with --load-debug-rollout-data",
+}
 SWITCHES = (
     "over_sampling_batch_size",
     "partial_rollout",
@@ -24,7 +38,8 @@ SWITCHES = (
 def scheduling_needs_sampling(s: Settings) -> list[Problem]:
     if s.generates:
         return []
-    given = {name: getattr(s.scheduling, name) for name in SWITCHES if not (s.evaluates and name == CUSTOM_GENERATE)}
+    of_evaluation = (CUSTOM_GENERATE, ROLLOUT_FUNCTION) if s.evaluates else ()
+    given = {name: getattr(s.scheduling, name) for name in SWITCHES if name not in of_evaluation}
     words = "has no effect: this run samples no rollouts; leave it out"
     return [p for name, value in given.items() if value for p in problem(name, None if value is True else value, words)]
 
@@ -40,8 +55,9 @@ def idle_scheduling(s: Settings) -> list[Problem]:
     """Settings that need another one."""
     config, found = s.scheduling, []
     if not config.partial_rollout:
+        gives_back = config.rollout_function_path is not None  # a function may keep groups itself
         for name in ("mask_offpolicy_in_partial_rollout", "buffer_filter_path"):
-            if getattr(config, name):
+            if getattr(config, name) and not (gives_back and name == "buffer_filter_path"):
                 found += problem(name, None, "has no effect without --partial-rollout; add the switch")
     if config.rollout_slice_len is not None and not (
         config.partial_rollout
@@ -60,9 +76,9 @@ def idle_scheduling(s: Settings) -> list[Problem]:
 def scheduling_functions(s: Settings) -> list[Problem]:
     """They can be imported."""
     found = []
-    for name in PATHS if s.generates or s.evaluates else ():
+    for name in (*PATHS, EVAL_FUNCTION) if s.generates or s.evaluates else ():
         path = getattr(s.scheduling, name)
-        if path is None or path in FILTERS:
+        if path is None or path in FILTERS or path.startswith((OWN_ROLLOUT, *OTHER_ROLLOUTS)):
             continue
         flag = flag_name(name)
         try:
@@ -95,6 +111,41 @@ def custom_generate_is_async(s: Settings) -> list[Problem]:
     if s.rollout.use_rollout_routing_replay:
         words = "does not go with --custom-generate-function-path yet, whose samples tell no routes; leave one out"
         found += problem("use_rollout_routing_replay", None, words)
+    return found
+
+
+def rollout_functions(s: Settings) -> list[Problem]:
+    """What the functions of whole rollouts can be, and what does not go with them."""
+    config, found = s.scheduling, []
+    for name in (ROLLOUT_FUNCTION, EVAL_FUNCTION):
+        path = getattr(config, name)
+        hint = next((words for start, words in OTHER_ROLLOUTS.items() if path is not None and path.startswith(start)), None)
+        if path is not None and hint is not None:
+            found += problem(name, path, f"is slime's own, and not here: {hint}")
+        elif path is not None and path != OWN_ROLLOUT and (s.generates or s.evaluates):
+            try:
+                function = load_function(path, flag_name(name))
+            except ValueError:
+                continue  # told already
+            if inspect.iscoroutinefunction(function):
+                found += problem(name, path, "must be a plain function, not an async one; wait with slime_api.run in it")
+    if config.eval_function_path is not None and not s.evaluates:
+        found += problem(EVAL_FUNCTION, config.eval_function_path, "has no effect: this run evaluates nothing; add --eval-interval")
+    if config.rollout_function_path in (None, OWN_ROLLOUT):
+        if "rollout_function_timeout_s" in s.given and config.eval_function_path in (None, OWN_ROLLOUT):
+            words = "has no effect without --rollout-function-path or --eval-function-path; leave it out"
+            found += problem("rollout_function_timeout_s", config.rollout_function_timeout_s, words)
+        return found
+    estimator = advantage_estimators.get(s.algorithm.advantage_estimator)
+    refused = {
+        "rollout_slice_len": (config.rollout_slice_len is not None, "which asks the engine for whole responses"),
+        "renormalize_sampled_log_probs": (s.rollout.renormalize_sampled_log_probs, "whose samples tell no token sets"),
+        "use_rollout_routing_replay": (s.rollout.use_rollout_routing_replay, "whose samples tell no routes"),
+        "advantage_estimator": (isinstance(estimator, TokenEstimator) and estimator.needs_greedy, "which makes no greedy responses"),
+    }
+    for name, (given, words) in refused.items():
+        if given:
+            found += problem(name, None, f"does not go with --rollout-function-path, {words}; leave one out")
     return found
 
 
@@ -133,6 +184,7 @@ SCHEDULING_RULES: tuple[Rule, ...] = (
     idle_scheduling,
     scheduling_functions,
     custom_generate_is_async,
+    rollout_functions,
     asynchronous,
     group_rewards,
     reward_server,

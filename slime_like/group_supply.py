@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from arguments.run_config import RunConfig
+from arguments.validate_scheduling import OWN_ROLLOUT
 from slime_like.advantages import TokenEstimator, advantage_estimators
 from slime_like.data.prompts import PromptSource
 from slime_like.data.sft import answer_problem, sft_samples
@@ -23,17 +24,26 @@ from slime_like.rollout.buffer import GroupBuffer
 from slime_like.rollout.collect import Collector
 from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.debug_data import load_rollout
+from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.greedy import with_greedy_rewards
+from slime_like.rollout.rollout_function import FunctionCollector, FunctionEvaluator
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.slime_samples import slime_args
 from slime_like.types import SampleGroup
 
 
 class GroupSupply:
-    """Collective over all ranks. source, rollouter: None in a run that needs none."""
+    """Collective over all ranks. source, rollouter, evaluator: None in a run that needs none."""
 
     def __init__(
-        self, run: RunConfig, source: PromptSource | None, rollouter: Rollouter | None, tokenizer: Any, *, num_rollouts: int
+        self,
+        run: RunConfig,
+        source: PromptSource | None,
+        rollouter: Rollouter | None,
+        evaluator: Evaluator | None,
+        tokenizer: Any,
+        *,
+        num_rollouts: int,
     ) -> None:
         self.run_config = run
         self.num_rollouts = num_rollouts
@@ -41,7 +51,7 @@ class GroupSupply:
         self._rollouter = rollouter
         self._tokenizer = tokenizer
         self._is_sft = run.algorithm.loss_type == "sft_loss"
-        self._collector = self._make_collector()
+        self._collector = self._make_collector(evaluator)
         self._ahead = self._make_ahead()
 
     def groups_of(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
@@ -103,11 +113,18 @@ class GroupSupply:
             )
         return groups
 
-    def _make_collector(self) -> Collector | None:
+    @property
+    def buffer(self) -> GroupBuffer | None:
+        """What is sampled next; None in a run that samples no groups."""
+        return None if self._collector is None else self._collector.buffer
+
+    def _make_collector(self, evaluator: Evaluator | None) -> Collector | FunctionCollector | None:
         """What collects the groups of each rollout, in a run that samples them."""
         if self._rollouter is None or self._source is None or self._is_sft or self.run_config.debug.load_debug_rollout_data:
             return None
         buffer = GroupBuffer(self._source, self.run_config.rollout.n_samples_per_prompt)
+        if self.run_config.scheduling.rollout_function_path not in (None, OWN_ROLLOUT):
+            return FunctionCollector(self.run_config, self._rollouter, buffer, evaluator)
         return Collector(self.run_config, self._rollouter, buffer, training_sampling(self.run_config.rollout))
 
     def _make_ahead(self) -> RolloutsAhead | None:
@@ -125,6 +142,18 @@ class GroupSupply:
         """Where sampling goes on."""
         assert self._source is not None and self._collector is not None
         return {"data": self._source.state_dict(), "waiting_groups": self._collector.buffer.state_dict()}
+
+
+def function_evaluator(
+    run: RunConfig, rollouter: Rollouter | None, evaluator: Evaluator | None, supply: GroupSupply
+) -> Evaluator | FunctionEvaluator | None:
+    """`evaluator`, or in its place the user's function for evaluations, which is that of rollouts where none is named."""
+    config = run.scheduling
+    flag = "--rollout-function-path" if config.eval_function_path is None else "--eval-function-path"
+    path = config.rollout_function_path if config.eval_function_path is None else config.eval_function_path
+    if evaluator is None or rollouter is None or path is None or path == OWN_ROLLOUT:
+        return evaluator
+    return FunctionEvaluator(path, flag, run, rollouter, supply.buffer, evaluator)
 
 
 def make_source(run: RunConfig, tokenizer: Any) -> PromptSource | None:

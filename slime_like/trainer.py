@@ -14,7 +14,7 @@ from arguments.run_config import RunConfig
 from slime_like.batch_maker import BatchMaker
 from slime_like.engines import WeightSync
 from slime_like.errors import RunError
-from slime_like.group_supply import GroupSupply, make_rollouter, make_source
+from slime_like.group_supply import GroupSupply, function_evaluator, make_rollouter, make_source
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.metrics.logger import MetricsLogger
@@ -23,6 +23,7 @@ from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.rollout.batch import check_token_sets, flatten, usable
 from slime_like.rollout.debug_data import save_rollout
 from slime_like.rollout.evaluate import make_evaluator
+from slime_like.rollout.function_results import UNKNOWN_VERSIONS
 from slime_like.rollout.metrics import engine_troubles, failed_fraction, first_failure, rollout_metrics
 from slime_like.run_checkpoints import RunCheckpoints
 from slime_like.stopping import StopConditions
@@ -54,9 +55,10 @@ class Trainer:
         if self.backend.critic is not None and self.backend.critic.layout is not layout:
             self.progress.message(f"critic: {self.backend.critic.layout.describe()}")
         self.rollouter = make_rollouter(run, self.backend, tokenizer, self.progress, rank=layout.rank, output_dir=output_dir)
-        self.supply = GroupSupply(run, source, self.rollouter, tokenizer, num_rollouts=self.num_rollouts)
         self.weight_sync = None if self.rollouter is None else WeightSync(run, self.backend, self.rollouter.engine, self.progress)
-        self.evaluator, eval_notes = make_evaluator(run, self.rollouter, tokenizer)
+        evaluator, eval_notes = make_evaluator(run, self.rollouter, tokenizer)
+        self.supply = GroupSupply(run, source, self.rollouter, evaluator, tokenizer, num_rollouts=self.num_rollouts)
+        self.evaluator = function_evaluator(run, self.rollouter, evaluator, self.supply)
         self.weight_version = 1  # of the policy; the engine has its own, which lags until the next sync
         self.start = 0
         for note in [*([] if source is None else source.notes), *eval_notes]:
@@ -89,14 +91,14 @@ class Trainer:
         self.progress.start_at(self.start)
         with self.progress:
             if self.start == 0 and self.evaluator and not run.eval.skip_eval_before_train:
-                scores = self._evaluate()
+                scores = self._evaluate(self.start)
                 self.progress.message("before training: " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items() if k.endswith("/mean")))
                 self._log(-1, scores | self.progress.take_seconds())
             for step in range(self.start, self.num_rollouts):
                 metrics = self._step(step)
                 stop = self.stop.requested(step + 1, any_rank)
                 if stop is None and is_due(step, run.eval.eval_interval, self.num_rollouts) and self.evaluator:
-                    metrics |= self._evaluate()
+                    metrics |= self._evaluate(step)
                     stop = self.stop.requested(step + 1, any_rank)
                 last = stop is not None or step + 1 == self.num_rollouts
                 if self.checkpoints.wants(step + 1, last=last):
@@ -141,7 +143,8 @@ class Trainer:
         samples = [usable(sample) for sample in flatten(groups)]
         check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
         recorded = run.debug.load_debug_rollout_data is not None  # under weight versions of another run
-        metrics = {} if self.is_sft else rollout_metrics(samples, None if recorded else self.weight_version) | collected
+        metrics = {} if self.is_sft else merged(rollout_metrics(samples, None if recorded else self.weight_version), collected)
+        self._check_staleness(step, metrics)
         if self.rollouter is not None and not self.is_sft:
             metrics |= self.rollouter.engine.take_metrics()
             self.rollouter.engine.release_memory()
@@ -164,22 +167,33 @@ class Trainer:
         if self.backend.critic is not None:
             metrics |= self.updates.train_critic(batches.critic, values_abs=metrics.get("rollout/values_abs", 0.0))
         if step >= run.critic.num_critic_only_steps:
-            on_policy = metrics.get("rollout/staleness_max", 0.0) == 0
+            on_policy = not metrics.get("rollout/staleness_max") and not metrics.get(UNKNOWN_VERSIONS)
             metrics |= self.updates.train_policy(step, batches.policy, weight_version=self.weight_version, on_policy=on_policy)
             self.weight_version += 1
         return metrics
+
+    def _check_staleness(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The bound that --async-rollout gives holds by itself, unless a function of the user's brings older samples."""
+        config = self.run_config.scheduling
+        bound = 1 if config.max_staleness is None else config.max_staleness
+        found = metrics.get("rollout/staleness_max", 0.0)
+        if config.async_rollout and found > bound:
+            raise RunError(
+                f"--rollout-function-path {config.rollout_function_path}: rollout {step} has tokens that are {found:g} weight versions old, and "
+                f"--max-staleness is {bound}"
+            )
 
     def _sync_weights(self) -> None:
         """Hand the policy's weights to the engine, unless it has them."""
         if self.weight_sync is not None:
             self.weight_sync.hand_over(self.weight_version)
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, step: int) -> dict[str, float]:
         assert self.evaluator is not None
         self.supply.drain()
         self._sync_weights()
         with self.progress.phase("eval"):
-            return self.evaluator.evaluate()
+            return self.evaluator.evaluate(step)
 
     def _state(self) -> dict[str, Any]:
         """What a checkpoint holds beside the networks; plain JSON."""
@@ -239,6 +253,14 @@ def any_rank(flags: list[bool]) -> list[bool]:
 def is_due(step: int, interval: int | None, total: int) -> bool:
     """Every `interval` rollouts, and after the last."""
     return step + 1 == total or (interval is not None and (step + 1) % interval == 0)
+
+
+def merged(ours: dict[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+    """Raises ValueError for a name that is there twice, as a user's function may choose it."""
+    twice = sorted(ours.keys() & theirs.keys())
+    if twice:
+        raise ValueError(f"--rollout-function-path: the metric {twice[0]!r} is one of the run's own; give it another name")
+    return {**ours, **theirs}
 
 
 def speed_and_memory(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -55,6 +55,18 @@ class SchedulingConfig:
     custom_generate_timeout_s: float = arg(
         1800.0, "Seconds after which --custom-generate-function-path is given up for a sample, which is then lost.", legal=POSITIVE
     )
+    rollout_function_path: str | None = arg(
+        None,
+        "module.function or file.py:function that makes a whole rollout, as slime calls it: function(args, rollout_id, data_source, "
+        "evaluation=False), on rank 0. It draws prompts from data_source and returns --rollout-batch-size groups; over-sampling, filters and "
+        "partial rollouts are then its own. slime's slime.rollout.sglang_rollout.generate_rollout is what a run does without it.",
+    )
+    eval_function_path: str | None = arg(
+        None, "As --rollout-function-path, for evaluations, with evaluation=True; default: --rollout-function-path."
+    )
+    rollout_function_timeout_s: float = arg(
+        3600.0, "Seconds after which the run stops because --rollout-function-path or --eval-function-path did not return.", legal=POSITIVE
+    )
     async_rollout: bool = arg(False, "Sample the next rollouts while this one is trained on; new weights reach responses in the middle.")
     max_staleness: int | None = arg(
         None,

@@ -66,8 +66,11 @@ class GroupBuffer:
         self.waiting = [group for group in self.waiting if group.group_id not in {*chosen, *discarded}]
         groups = [by_id[i] for i in chosen]
         new = self.source.next_prompts(count - len(groups)) if len(groups) < count else []
-        groups += [OpenGroup(p, tuple(unwritten(p, p.group_id * self.n_samples + j) for j in range(self.n_samples))) for p in new]
+        groups += [self.unwritten_group(prompt) for prompt in new]
         return groups, [by_id[i] for i in discarded]
+
+    def unwritten_group(self, prompt: Prompt) -> OpenGroup:
+        return OpenGroup(prompt, tuple(unwritten(prompt, prompt.group_id * self.n_samples + j) for j in range(self.n_samples)))
 
     def give_back(self, groups: Sequence[OpenGroup]) -> None:
         self.waiting += groups

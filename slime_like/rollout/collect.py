@@ -6,18 +6,18 @@ their end, and then it is looked which groups have ended. So what is kept depend
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from arguments.run_config import RunConfig
 from slime_like.errors import RunError
 from slime_like.rollout.buffer import GroupBuffer, OpenGroup
 from slime_like.rollout.engine import SamplingParams
-from slime_like.rollout.filters import DynamicFilter, samples_to_remove, take_from_buffer
+from slime_like.rollout.filters import DynamicFilter, choose_waiting, samples_to_remove
+from slime_like.rollout.rank_zero import on_rank_0
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.slime_samples import slime_args, to_slime_groups
 from slime_like.types import Prompt, Sample, SampleGroup
@@ -95,12 +95,9 @@ class Collector:
         """The next groups to sample: those that wait, then new prompts."""
 
         def choose(waiting: list[OpenGroup], count: int) -> tuple[list[int], list[int]]:
-            def ask() -> tuple[list[int], list[int]]:
-                buffer = to_slime_groups(g.samples for g in waiting)
-                taken = take_from_buffer(self.config.buffer_filter_path, self.args, rollout_id, buffer, count)
-                return taken.chosen, taken.discarded
-
-            return on_rank_0(ask, self.rollouter.group)
+            return on_rank_0(
+                lambda: choose_waiting(self.config.buffer_filter_path, self.args, rollout_id, waiting, count), self.rollouter.group
+            )
 
         groups, discarded = self.buffer.take(self.draw_size, choose)
         tally.draws += 1
@@ -215,19 +212,3 @@ def slice_length(run: RunConfig) -> int | None:
     if run.scheduling.rollout_slice_len is not None or not run.scheduling.partial_rollout:
         return run.scheduling.rollout_slice_len
     return max(1, run.rollout.rollout_max_response_len // 8)
-
-
-def on_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """The plain value that rank 0 finds, on all ranks. Its error is raised on all of them."""
-    if not dist.is_initialized():
-        return function()
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = function()
-        except ValueError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0, group=group)
-    if answer[1] is not None:
-        raise ValueError(answer[1])
-    return answer[0]

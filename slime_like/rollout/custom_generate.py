@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from slime_like.custom_function import load_function
-from slime_like.rollout.engine import RolloutEngine, SamplingParams
+from slime_like.rollout.engine import Asked, SamplingParams
 from slime_like.rollout.episode import Aborted, Model, episode_of, sample_of
-from slime_like.rollout.slime_api import call_slime_function
+from slime_like.rollout.slime_requests import call_slime_function
 from slime_like.rollout.slime_samples import SlimeArgs
 from slime_like.types import Sample, SampleStatus
 
@@ -38,7 +38,7 @@ class CustomGenerate:
     def run(
         self,
         samples: Sequence[Sample],
-        engine: RolloutEngine,
+        engine: Asked,
         tokenizer: Any,
         sampling: SamplingParams,
         seed_of: SeedOf,
@@ -48,22 +48,23 @@ class CustomGenerate:
         """The samples with their responses, in the same order. Not from within an event loop."""
         model = Model(engine, tokenizer, sampling, seed_of)
 
-        async def one(sample: Sample) -> Sample:
-            try:
-                return await asyncio.wait_for(self._one(sample, model, engine, seed_of, evaluation=evaluation), self.timeout_s)
-            except TimeoutError:
-                return lost(sample, f"{FLAG} {self.path} took longer than --custom-generate-timeout-s {self.timeout_s:g}")
-            except ValueError:
-                raise
-            except Exception as error:
-                return lost(sample, f"{FLAG} {self.path} raised {type(error).__name__}: {error}"[:500])
-
         async def every() -> list[Sample]:
-            return list(await asyncio.gather(*map(one, samples)))
+            return list(await asyncio.gather(*(self.make(s, model, engine, seed_of, evaluation=evaluation) for s in samples)))
 
         return asyncio.run(every())
 
-    async def _one(self, sample: Sample, model: Model, engine: RolloutEngine, seed_of: SeedOf, *, evaluation: bool) -> Sample:
+    async def make(self, sample: Sample, model: Model, engine: Asked, seed_of: SeedOf, *, evaluation: bool) -> Sample:
+        """One sample with its response."""
+        try:
+            return await asyncio.wait_for(self._one(sample, model, engine, seed_of, evaluation=evaluation), self.timeout_s)
+        except TimeoutError:
+            return lost(sample, f"{FLAG} {self.path} took longer than --custom-generate-timeout-s {self.timeout_s:g}")
+        except ValueError:
+            raise
+        except Exception as error:
+            return lost(sample, f"{FLAG} {self.path} raised {type(error).__name__}: {error}"[:500])
+
+    async def _one(self, sample: Sample, model: Model, engine: Asked, seed_of: SeedOf, *, evaluation: bool) -> Sample:
         if self.is_slime:
             return await call_slime_function(self.function, self.args, sample, model, engine, seed_of, evaluation=evaluation)
         episode = episode_of(sample, model.sampling, model.tokenizer, evaluation=evaluation)

@@ -141,6 +141,12 @@ class RolloutEngine(Protocol):
     def close(self) -> None: ...
 
 
+class Asked(Protocol):
+    """What answers single requests: an engine, or something before it."""
+
+    async def generate_one(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput: ...
+
+
 def asking_ranks(engine: RolloutEngine, world_size: int) -> int:
     """How many of the first ranks send requests; the others get the samples from them."""
     return 1 if engine.serves_all_ranks else world_size

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from slime_like.rollout.engine import FinishReason, GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
+from slime_like.rollout.engine import Asked, FinishReason, GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 
@@ -88,7 +88,7 @@ class Episode:
 class Model:
     """The engine, for functions of the user's; local or served."""
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Any, sampling: SamplingParams, seed_of: Callable[[int, int], int]) -> None:
+    def __init__(self, engine: Asked, tokenizer: Any, sampling: SamplingParams, seed_of: Callable[[int, int], int]) -> None:
         self.tokenizer = tokenizer
         self.sampling = sampling
         self._engine = engine

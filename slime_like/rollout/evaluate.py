@@ -13,6 +13,7 @@ from arguments.run_config import RunConfig
 from slime_like.data.prompts import load_eval_sets
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
+from slime_like.rollout.engine import SamplingParams
 from slime_like.rollout.rollouter import Rollouter, eval_sampling
 from slime_like.types import Prompt, SampleGroup
 
@@ -43,16 +44,23 @@ class Evaluator:
         self._rollout = rollout
         self._graders = {each.name: Grader(**asdict(own_reward(each, reward))) for each in sets if each.rm_type or each.custom_rm_path}
 
-    def evaluate(self) -> dict[str, float]:
+    def sampling(self, each: EvalSet) -> SamplingParams:
+        return eval_sampling(each, self._rollout)
+
+    def grader(self, name: str) -> Grader | None:
+        """A set's own; None: the run's."""
+        return self._graders.get(name)
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Scores of every set under the engine's current weights, by metric name."""
         metrics: dict[str, float] = {}
         for each in self.sets:
             groups = self._rollouter.generate(
                 self.prompts[each.name],
                 each.n_samples_per_eval_prompt,
-                eval_sampling(each, self._rollout),
+                self.sampling(each),
                 purpose=f"eval/{each.name}",
-                grader=self._graders.get(each.name),
+                grader=self.grader(each.name),
             )
             metrics |= score(each.name, groups)
         return metrics
@@ -79,13 +87,9 @@ def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:
     over all prompts.
     """
     samples = [s for g in groups for s in g.samples]
-    values = {s.sample_id: s.reward if s.reward is not None and math.isfinite(s.reward) else 0.0 for s in samples}
-    metrics = {
-        f"eval/{name}/mean": sum(values.values()) / len(values),
-        f"eval/{name}/response_length_mean": sum(s.response_length for s in samples) / len(samples),
-        f"eval/{name}/truncated_frac": sum(s.status == "truncated" for s in samples) / len(samples),
-        f"eval/{name}/unscored_frac": sum(s.reward is None or not math.isfinite(s.reward) for s in samples) / len(samples),
-    }
+    values = {s.sample_id: _value(s.reward) for s in samples}
+    metrics = score_rewards(name, [s.reward for s in samples], [s.status == "truncated" for s in samples])
+    metrics[f"eval/{name}/response_length_mean"] = sum(s.response_length for s in samples) / len(samples)
     size = min(len(g.samples) for g in groups)
     k = 1
     while k <= size:
@@ -93,6 +97,19 @@ def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:
         metrics[f"eval/{name}/pass@{k}"] = sum(per_group) / len(per_group)
         k *= 2
     return metrics
+
+
+def score_rewards(name: str, rewards: Sequence[float | None], truncated: Sequence[bool] | None = None) -> dict[str, float]:
+    """The part of `score` that needs no samples. truncated: None where it is not known."""
+    metrics = {
+        f"eval/{name}/mean": sum(map(_value, rewards)) / len(rewards),
+        f"eval/{name}/unscored_frac": sum(r is None or not math.isfinite(r) for r in rewards) / len(rewards),
+    }
+    return metrics if truncated is None else metrics | {f"eval/{name}/truncated_frac": sum(truncated) / len(truncated)}
+
+
+def _value(reward: float | None) -> float:
+    return reward if reward is not None and math.isfinite(reward) else 0.0
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -11,7 +11,8 @@ from typing import Any
 
 from arguments.validate_scheduling import FILTERS
 from slime_like.custom_function import load_function
-from slime_like.rollout.slime_samples import SlimeArgs, SlimeSample
+from slime_like.rollout.buffer import OpenGroup
+from slime_like.rollout.slime_samples import SlimeArgs, SlimeSample, to_slime_groups
 
 DYNAMIC_FILTER = "--dynamic-sampling-filter-path"
 NO_SPREAD = 1e-6  # standard deviation of rewards up to which a group teaches nothing
@@ -105,13 +106,21 @@ class Taken:
 
 def take_from_buffer(path: str | None, args: SlimeArgs, rollout_id: int, buffer: list[list[SlimeSample]], count: int) -> Taken:
     """Ask --buffer-filter-path for at most `count` groups. It takes those that it returns out of the list; what else it takes out is gone."""
-    before = [group[0].group_index for group in buffer]
+    before = [_number(group[0].group_index) for group in buffer]
     chosen = (pop_first if path is None else load_function(path, "--buffer-filter-path"))(args, rollout_id, buffer, count)
-    ids = [group[0].group_index for group in chosen]
+    ids = [_number(group[0].group_index) for group in chosen]
     if len(ids) > count or len(set(ids)) < len(ids) or not set(ids) <= set(before):
         raise ValueError(f"--buffer-filter-path {path}: was asked for at most {count} of the groups {before} and returned {ids}")
     left = {group[0].group_index for group in buffer} - set(ids)
     return Taken(ids, [i for i in before if i not in left and i not in ids])
+
+
+def choose_waiting(
+    path: str | None, args: SlimeArgs, rollout_id: int, waiting: Sequence[OpenGroup], count: int
+) -> tuple[list[int], list[int]]:
+    """Of the groups that wait: ids of at most `count` to go on with, and of those to throw away."""
+    taken = take_from_buffer(path, args, rollout_id, to_slime_groups(g.samples for g in waiting), count)
+    return taken.chosen, taken.discarded
 
 
 def samples_to_remove(path: str | None, args: SlimeArgs, groups: list[list[SlimeSample]]) -> list[int]:
@@ -119,4 +128,9 @@ def samples_to_remove(path: str | None, args: SlimeArgs, groups: list[list[Slime
     if path is None:
         return []
     load_function(path, "--rollout-sample-filter-path")(args, groups)
-    return [sample.index for group in groups for sample in group if sample.remove_sample]
+    return [_number(sample.index) for group in groups for sample in group if sample.remove_sample]
+
+
+def _number(index: int | None) -> int:
+    assert index is not None, "samples of the run are numbered"
+    return index

@@ -7,7 +7,6 @@ the run's seed and its own id alone, so neither the number of ranks nor the layo
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from arguments.groups import RolloutConfig
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams, asking_ranks
+from slime_like.rollout.seeds import sample_seed
 from slime_like.rollout.slime_samples import unwritten
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
 
@@ -112,9 +112,9 @@ class Rollouter:
     def _shared(self, mine: Sequence[Sample], samples: Sequence[Sample]) -> list[Sample]:
         """What all ranks did, on all of them, in the order of `samples`, which all of them have as they were before."""
         shares: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(shares, [_to_plain(s) for s in mine], group=self.group)
+        dist.all_gather_object(shares, [to_plain(s) for s in mine], group=self.group)
         by_id = {record["sample_id"]: record for share in shares for record in share}
-        return [_from_plain(by_id[sample.sample_id], sample) for sample in samples]
+        return [from_plain(by_id[sample.sample_id], sample) for sample in samples]
 
     def _write(self, samples: Sequence[Sample], sampling: SamplingParams, purpose: str, limit: int | None) -> list[Sample]:
         """What this rank's engine adds. Requests that may grow alike are asked for together."""
@@ -205,14 +205,7 @@ def side_by_side(sets: Sequence[Tensor]) -> Tensor:
     return pad_sequence(list(sets), batch_first=True, padding_value=-1) if sets else torch.empty((0, 0), dtype=torch.int32)
 
 
-def sample_seed(seed: int, purpose: str, sample_id: int, position: int = 0) -> int:
-    """A 63-bit seed that depends on its arguments alone. position: tokens that the response has already."""
-    part = f"@{position}" if position else ""
-    digest = hashlib.blake2b(f"{seed}/{purpose}/{sample_id}{part}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def _to_plain(sample: Sample) -> dict[str, Any]:
+def to_plain(sample: Sample) -> dict[str, Any]:
     """What another rank needs of a sample that it did not generate: no torch tensors, without what its prompt tells."""
     told = sample.rollout_log_probs
     return {
@@ -231,7 +224,7 @@ def _to_plain(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _from_plain(record: dict[str, Any], before: Sample) -> Sample:
+def from_plain(record: dict[str, Any], before: Sample) -> Sample:
     """before: the sample as all ranks have it."""
     arrays = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
     tensors = {name: None if record[name] is None else torch.from_numpy(record[name]) for name in arrays}

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from arguments.run_config import RunConfig
+from slime_like.rollout.engine import GenerateOutput
 from slime_like.types import Prompt, Sample, SampleStatus
 
 
 @dataclass(slots=True)
 class SlimeSample:
-    """tokens: prompt and response. loss_mask and rollout_log_probs have an entry for each response token. loss_mask None: all ones."""
+    """tokens: prompt and response. loss_mask and rollout_log_probs have an entry for each response token. loss_mask None: all ones.
+    weight_versions: of the requests that wrote it, as numbers or text. written: what the engine wrote, in order; ours, not to be changed."""
 
     class Status(Enum):
         PENDING = "pending"
@@ -29,20 +31,21 @@ class SlimeSample:
         ABORTED = "aborted"
         FAILED = "failed"
 
-    group_index: int
-    index: int
-    prompt: str
+    group_index: int | None = None
+    index: int | None = None
+    prompt: str = ""
     tokens: list[int] = field(default_factory=list)
     response: str = ""
     response_length: int = 0
     label: Any = None
     reward: Any = None
     loss_mask: list[int] | None = None
-    weight_versions: list[int] = field(default_factory=list)
+    weight_versions: list[int | str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
     remove_sample: bool = False
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
+    written: list[GenerateOutput] = field(default_factory=list, repr=False, compare=False)
 
     def get_reward_value(self, args: Any) -> Any:
         """The number to train on, of a reward that may be a dict."""

@@ -26,6 +26,14 @@ CASES = [
     ("custom_generate_is_async", "--custom-generate-function-path json.dumps", "--custom-generate-function-path", "must be an async function"),
     ("custom_generate_is_async", "--partial-rollout --custom-generate-function-path examples.calculator.calculator.generate",
      "--partial-rollout", "does not go with --custom-generate-function-path"),
+    ("rollout_functions", "--rollout-function-path examples.calculator.calculator.generate", "--rollout-function-path", "must be a plain function"),
+    ("rollout_functions", "--eval-function-path json.dumps", "--eval-function-path", "add --eval-interval"),
+    ("rollout_functions", "--rollout-function-timeout-s 5", "--rollout-function-timeout-s", "without --rollout-function-path"),
+    ("rollout_functions", "--rollout-function-path json.dumps --advantage-estimator remax", "--advantage-estimator", "no greedy responses"),
+    ("rollout_functions", "--rollout-function-path json.dumps --rollout-slice-len 4 --over-sampling-batch-size 8", "--rollout-slice-len",
+     "asks the engine for whole responses"),
+    ("scheduling_functions", "--rollout-function-path json.nothing", "--rollout-function-path", "has no 'nothing'"),
+    ("scheduling_needs_sampling", "--loss-type sft_loss --rollout-function-path json.dumps", "--rollout-function-path", "samples no rollouts"),
     ("asynchronous", "--max-staleness 1", "--max-staleness", "without --async-rollout"),
     ("asynchronous", "--async-rollout --partial-rollout", "--async-rollout", "does not go with --partial-rollout"),
     ("group_rewards", "--group-rm", "--group-rm", "needs --custom-rm-path"),
@@ -56,6 +64,16 @@ def test_slimes_filters_are_built_in(tmp_path: Path) -> None:
 def read_sets(folder: Path, text: str, *flags: str) -> tuple[EvalSet, ...]:
     (folder / "eval.yaml").write_text(text.replace("{folder}", str(folder)))
     return parse_args(complete(folder, "--eval-interval", "1", "--eval-config", str(folder / "eval.yaml"), *flags), 1).eval_sets
+
+
+def test_slimes_own_rollout_functions(tmp_path: Path) -> None:
+    """The default is built in; the others name what there is in their place, and nothing is imported."""
+    own = "slime.rollout.sglang_rollout.generate_rollout"
+    run = parse_args(complete(tmp_path, "--rollout-function-path", own), 1)
+    assert run.scheduling.rollout_function_path == own
+    path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+    (found,) = problems_of(complete(tmp_path, "--rollout-function-path", path))
+    assert "is slime's own, and not here: --async-rollout samples ahead of the training" in str(found)
 
 
 def test_evaluation_sets_of_a_file(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_all_problems_are_collected() -> None:
 SLIME_FLAGS_NOT_HERE = """
 --critic-num-nodes
 --moe-enable-deepep
---rollout-function-path --lora-dropout --use-wandb --actor-num-nodes
+--custom-megatron-init-path --lora-dropout --use-wandb --actor-num-nodes
 --moe-shared-expert-overlap --fp8-format --update-weight-mode --multimodal-keys --ref-update-interval
 --mtp-num-layers --enable-mtp-training --optimizer-cpu-offload --use-precision-aware-optimizer
 --critic-train-only --only-train-params-name-list

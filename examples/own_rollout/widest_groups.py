@@ -1,0 +1,55 @@
+"""A whole rollout in slime's convention: more prompts than are needed are answered, and those groups are trained on whose rewards differ most.
+
+    python train.py ... --rollout-function-path examples/own_rollout/widest_groups.py:generate_rollout --tis-ratio-type token
+
+The best of the others are given back (`data_source.add_samples`) and come first in the next rollout: they are finished, so nothing is sampled
+for them again, and they are trained on under newer weights than wrote them, which is what the correction is for. In slime the imports are
+from ``slime.rollout.sglang_rollout``, ``slime.rollout.base_types``, ``slime.utils.async_utils`` and ``slime.utils.types``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from typing import Any
+
+from slime_like.rollout.slime_api import (
+    GenerateState,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    Sample,
+    eval_rollout,
+    generate_and_rm_group,
+    run,
+)
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    if evaluation:
+        output, _ = run(eval_rollout(args, rollout_id))
+        return output
+    wanted = args.rollout_batch_size
+    groups = run(answered(args, data_source.get_samples(wanted + wanted // 2)))
+    groups.sort(key=lambda group: (was_carried(group), spread(group)), reverse=True)
+    kept, others = groups[:wanted], [group for group in groups[wanted:] if spread(group)]
+    carried = others[: wanted // 4]
+    for sample in (sample for group in carried for sample in group):
+        sample.metadata["carried"] = True
+    data_source.add_samples(carried)
+    return RolloutFnTrainOutput(kept, metrics={"spread_mean": statistics.fmean(map(spread, kept)), "carried_groups": len(carried)})
+
+
+async def answered(args: Any, groups: list[list[Sample]]) -> list[list[Sample]]:
+    """With responses and rewards; groups that have them stay as they are."""
+    sampling_params = GenerateState(args).sampling_params
+    return list(await asyncio.gather(*(generate_and_rm_group(args, group, sampling_params) for group in groups)))
+
+
+def was_carried(group: list[Sample]) -> bool:
+    return bool(group[0].metadata.get("carried"))
+
+
+def spread(group: list[Sample]) -> float:
+    """Standard deviation of the rewards that there are."""
+    rewards = [sample.reward for sample in group if sample.reward is not None]
+    return statistics.pstdev(rewards) if rewards else 0.0
