@@ -10,7 +10,6 @@ from arguments.validate_parallel import virtual_stages_of
 from slime_like.config import Problem, flag_name
 
 NEEDS_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
-ENGINES_WITH_ROUTES = ("local",)  # --rollout-engine: those that tell which experts a token went to
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -132,9 +131,6 @@ def rollout_replay_has_something_to_replay(s: Settings) -> list[Problem]:
         return problem(name, None, "has no effect: the network has no experts; leave it out")
     if s.algorithm.loss_type == "sft_loss":
         return problem(name, None, "has no effect with --loss-type sft_loss, which samples nothing to train on; leave it out")
-    if s.generates and s.rollout.rollout_engine not in ENGINES_WITH_ROUTES:
-        legal = ", ".join(ENGINES_WITH_ROUTES)
-        return problem(name, None, f"needs an engine that tells its routes: --rollout-engine {legal}, not {s.rollout.rollout_engine}")
     return []
 
 

@@ -9,6 +9,7 @@ As a program it takes a model folder and a port: python -m tests.fake_sglang FOL
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import sys
@@ -19,11 +20,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from slime_like.rollout.engine import GenerateRequest, SamplingParams
 from slime_like.rollout.local import LocalEngine
+from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
+from slime_like.rollout.sglang.http import Deadlines, Retries
+from slime_like.rollout.sglang.router import Router
+from slime_like.rollout.sglang.routes import RoutesFormat
+from slime_like.rollout.sglang.weight_update import Transport, UpdateSettings, WeightUpdater
 
+ATTEMPTS = 3  # of a request
 Answer = dict[str, Any]
 Fault = Callable[["Handler", Answer], None]  # writes what comes back in place of the answer
 
@@ -102,14 +111,17 @@ class Server(ThreadingHTTPServer):
 
 class FakeServer:
     """seen: (path, body) of every POST, in order. faults: of the next /generate calls, one each; None: a right answer. hung: no call is
-    answered, not even probes. spoil: applied to weights that are loaded. workers: addresses that it names as a router would."""
+    answered, not even probes. spoil: applied to weights that are loaded. workers: addresses that it names as a router would. info: what
+    /server_info tells."""
 
     def __init__(self, model: str, port: int = 0) -> None:
+        self.model = model
         self.engine = LocalEngine(model, None)
         self.faults: list[Fault | None] = []
         self.seen: list[tuple[str, Any]] = []
         self.refused: dict[str, tuple[int, str]] = {}  # path -> status and text
         self.hung = False
+        self.info: dict[str, Any] = {"tp_size": 1, "pp_size": 1}
         self.spoil: Callable[[dict[str, Any]], None] = lambda weights: None
         self.workers: list[str] = []
         self.version = "default"
@@ -143,7 +155,7 @@ class FakeServer:
         answers: dict[str, Any] = {
             "/health": {},
             "/model_info": {"weight_version": self.version},
-            "/server_info": {"tp_size": 1, "pp_size": 1},
+            "/server_info": self.info,
             "/workers": {"workers": [{"url": url, "id": str(i)} for i, url in enumerate(self.workers)]},
         }
         if handler.path in answers:
@@ -183,6 +195,7 @@ class FakeServer:
         sampling = SamplingParams(
             words["temperature"], words.get("top_p", 1.0), words.get("top_k", -1), words["max_new_tokens"], (),
             tuple(words.get("stop_token_ids", ())), ignore_end_tokens=words.get("ignore_eos", False),
+            report_routes=body.get("return_routed_experts", False),
         )  # fmt: skip
         request = GenerateRequest(0, tuple(body["input_ids"]), words.get("sampling_seed", 0))
         with self._lock:
@@ -194,10 +207,12 @@ class FakeServer:
                 }
             output = self.engine.generate([request], sampling)[0]
         count = len(output.tokens)
+        routes = {} if output.routes is None else {"routed_experts": base64.b64encode(output.routes[:-1].int().numpy().tobytes()).decode()}
         return {
             "text": "",
             "output_ids": list(output.tokens),
             "meta_info": {
+                **routes,
                 "id": body["rid"],
                 "finish_reason": {"type": output.finish_reason},
                 "prompt_tokens": len(body["input_ids"]),
@@ -220,6 +235,40 @@ class FakeServer:
 def fake_servers(model: str, count: int) -> Iterator[list[FakeServer]]:
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(FakeServer(model)) for _ in range(count)]
+
+
+@contextlib.contextmanager
+def engine_of(
+    model: str,
+    servers: list[FakeServer],
+    *,
+    transport: Transport = "disk",
+    synced: bool = True,
+    update_timeout_s: float = 5.0,
+    total_s: float = 10.0,
+    probe_timeout_s: float = 5.0,
+    router: Router | None = None,
+    routes: RoutesFormat | None = None,
+) -> Iterator[SglangEngine]:
+    """An engine that asks `servers`; synced: they have the model's weights, as version 1."""
+    messages: list[str] = []
+    health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, strikes=2)
+    fleet = Fleet([s.url for s in servers], [], router, health, 1.0, messages.append)
+    fleet.start()
+    updater = WeightUpdater(fleet, UpdateSettings(transport, timeout_s=update_timeout_s), model, torch.device("cpu"))
+    requests = RequestSettings(Deadlines(5.0, total_s, total_s), Retries(ATTEMPTS, 0.01, 0.02), 64)
+    engine = SglangEngine(fleet, updater, requests, model, check_updates=False, routes=routes)
+    try:
+        if synced:
+            engine.update_weights(weights_of(model), 1)
+            assert engine.weight_version == 1
+        yield engine
+    finally:
+        engine.close()
+
+
+def weights_of(model: str) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(load_file(Path(model) / "model.safetensors").items())
 
 
 def main() -> None:

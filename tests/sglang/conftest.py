@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from slime_like.rollout.sglang.processes import CPU_SETTINGS, Launch, ServerProcess, free_ports, server_command
+from tests.e2e.helpers import Workspace, make_expert_model
 from tests.e2e.programs import ROOT, TrainServer
 
 PYTHON = str(ROOT / "scripts" / "sglang_cpu" / "python")
@@ -36,9 +39,18 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch(model: Path, port: int, log: Path) -> ServerProcess:
+@pytest.fixture(scope="session")
+def expert_demo(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a model that has experts."""
+    folder = tmp_path_factory.mktemp("expert_demo")
+    (folder / "train.jsonl").symlink_to(demo / "train.jsonl")
+    make_expert_model(Workspace(demo / "model", folder / "model", folder / "train.jsonl", folder))
+    return folder
+
+
+def launch(model: Path, port: int, log: Path, **more: Any) -> ServerProcess:
     settings = {**CPU_SETTINGS, "model_path": str(model), "host": "127.0.0.1", "port": port, "dtype": "float32", "max_running_requests": 16}
-    return ServerProcess(Launch(server_command(PYTHON, settings), log))
+    return ServerProcess(Launch(server_command(PYTHON, settings | more), log))
 
 
 def wait_for(url: str, process: ServerProcess) -> None:
@@ -55,12 +67,26 @@ def wait_for(url: str, process: ServerProcess) -> None:
 @pytest.fixture(scope="session")
 def servers(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """host:port of two servers with a model of the demo's shape: those of $SGLANG_SERVERS, where that is set, or two that are started."""
-    if os.environ.get("SGLANG_SERVERS"):
-        yield os.environ["SGLANG_SERVERS"].split()
+    with two_servers("SGLANG_SERVERS", demo / "model", tmp_path_factory.mktemp("servers")) as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="session")
+def expert_servers(expert_demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Two with experts, that tell where tokens go: those of $SGLANG_EXPERT_SERVERS, or two that are started."""
+    logs = tmp_path_factory.mktemp("expert_servers")
+    with two_servers("SGLANG_EXPERT_SERVERS", expert_demo / "model", logs, enable_return_routed_experts=True) as addresses:
+        yield addresses
+
+
+@contextlib.contextmanager
+def two_servers(variable: str, model: Path, logs: Path, **more: Any) -> Iterator[list[str]]:
+    """host:port of each. variable: of the environment, which may name some that run. more: settings of a server."""
+    if os.environ.get(variable):
+        yield os.environ[variable].split()
         return
-    logs = tmp_path_factory.mktemp("servers")
     ports = free_ports(2)
-    processes = [launch(demo / "model", port, logs / f"{port}.log") for port in ports]
+    processes = [launch(model, port, logs / f"{port}.log", **more) for port in ports]
     try:
         for port, process in zip(ports, processes, strict=True):
             wait_for(f"http://127.0.0.1:{port}", process)

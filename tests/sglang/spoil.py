@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +10,29 @@ from torch import Tensor
 
 def one_weight(rank: int) -> None:
     """Every update has one wrong weight: a layer's output projection, twice as large."""
+    change_exports(lambda name, tensor: (name, tensor * 2 if name == "model.layers.0.self_attn.o_proj.weight" else tensor))
+
+
+def two_experts(rank: int) -> None:
+    """In every update two experts of a layer have each other's names."""
+    places = {
+        "model.layers.1.mlp.experts.0.": "model.layers.1.mlp.experts.1.",
+        "model.layers.1.mlp.experts.1.": "model.layers.1.mlp.experts.0.",
+    }
+
+    def exchanged(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        found = next((place for place in places if name.startswith(place)), None)
+        return (name if found is None else places[found] + name.removeprefix(found)), tensor
+
+    change_exports(exchanged)
+
+
+def change_exports(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> None:
     from slime_like.megatron_backend.backend import MegatronBackend
 
     right = MegatronBackend.export_weights
 
     def wrong(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in right(self, *args, **kwargs):
-            yield name, tensor * 2 if name == "model.layers.0.self_attn.o_proj.weight" else tensor
+        return (change(name, tensor) for name, tensor in right(self, *args, **kwargs))
 
     MegatronBackend.export_weights = wrong  # type: ignore[method-assign]

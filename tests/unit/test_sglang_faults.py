@@ -8,26 +8,34 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slime_like.errors import RunError
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.local import LocalEngine
-from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
-from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
-from slime_like.rollout.sglang.http import Deadlines, Retries
+from slime_like.rollout.sglang.engine import SglangEngine
 from slime_like.rollout.sglang.router import Router
-from slime_like.rollout.sglang.weight_update import Transport, UpdateSettings, WeightUpdater
-from tests.fake_sglang import Answer, FakeServer, Fault, changed, death_in_the_middle, drip, fake_servers, silence, status, text
+from tests.fake_sglang import (
+    ATTEMPTS,
+    Answer,
+    FakeServer,
+    Fault,
+    changed,
+    death_in_the_middle,
+    drip,
+    engine_of,
+    fake_servers,
+    silence,
+    status,
+    text,
+    weights_of,
+)
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 REQUESTS = [GenerateRequest(10 + i, (3 + i, 5, 7), seed=100 + i) for i in range(3)]
-ATTEMPTS = 3
 
 
 @pytest.fixture(scope="module")
@@ -40,38 +48,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return str(folder)
-
-
-@contextlib.contextmanager
-def engine_of(
-    model: str,
-    servers: list[FakeServer],
-    *,
-    transport: Transport = "disk",
-    synced: bool = True,
-    update_timeout_s: float = 5.0,
-    total_s: float = 10.0,
-    probe_timeout_s: float = 5.0,
-    router: Router | None = None,
-) -> Iterator[SglangEngine]:
-    messages: list[str] = []
-    health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, strikes=2)
-    fleet = Fleet([s.url for s in servers], [], router, health, 1.0, messages.append)
-    fleet.start()
-    updater = WeightUpdater(fleet, UpdateSettings(transport, timeout_s=update_timeout_s), model, torch.device("cpu"))
-    requests = RequestSettings(Deadlines(5.0, total_s, total_s), Retries(ATTEMPTS, 0.01, 0.02), 64)
-    engine = SglangEngine(fleet, updater, requests, model, check_updates=False)
-    try:
-        if synced:
-            engine.update_weights(weights_of(model), 1)
-            assert engine.weight_version == 1
-        yield engine
-    finally:
-        engine.close()
-
-
-def weights_of(model: str) -> Iterator[tuple[str, torch.Tensor]]:
-    return iter(load_file(Path(model) / "model.safetensors").items())
 
 
 def expected(model: str) -> list[GenerateOutput]:

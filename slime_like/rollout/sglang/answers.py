@@ -31,7 +31,8 @@ def generation_body(request: GenerateRequest, sampling: SamplingParams, rid: str
         raise ValueError(
             f"SGLang ignores the stop tokens {list(sampling.stop_token_ids)} together with the model's end tokens; give one of the two"
         )
-    return {
+    extra = {"return_routed_experts": True} if sampling.report_routes else {}
+    return extra | {
         "rid": rid,
         "input_ids": list(request.prompt_tokens),
         "return_logprob": True,
@@ -59,7 +60,7 @@ def scoring_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
 
 def read_generation(answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str) -> GenerateOutput:
     """Raises BadAnswer where tokens, log-probs, versions and finish reason do not belong together, Refused where the server gave up."""
-    meta = _meta(answer, rid)
+    meta = meta_of(answer, rid)
     finish, words = _finish_reason(meta, rid)
     if finish == "abort" and "status_code" in words and words["status_code"] is not None:
         raise Refused(f"request {rid}: {str(words.get('message'))[:_SHOWN]}", int(words["status_code"]))
@@ -76,14 +77,15 @@ def read_generation(answer: Any, request: GenerateRequest, sampling: SamplingPar
 
 def read_scores(answer: Any, tokens: Sequence[int], rid: str) -> tuple[float, ...]:
     """Log-probs of tokens[1:]. Raises BadAnswer."""
-    entries = _meta(answer, rid).get("input_token_logprobs")
+    entries = meta_of(answer, rid).get("input_token_logprobs")
     if not isinstance(entries, list) or len(entries) != len(tokens):
         found = f"{len(entries)} log-probs" if isinstance(entries, list) else "no log-probs"
         raise BadAnswer(f"request {rid}: {found} for {len(tokens)} input tokens")
     return _log_probs(entries[1:], tuple(tokens[1:]), rid)
 
 
-def _meta(answer: Any, rid: str) -> Mapping[str, Any]:
+def meta_of(answer: Any, rid: str) -> Mapping[str, Any]:
+    """Raises BadAnswer."""
     if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
         raise BadAnswer(f"request {rid}: no answer of /generate: {str(answer)[:_SHOWN]!r}")
     return answer["meta_info"]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from arguments.groups import SglangConfig
+from arguments.hf_moe import moe_layers
 from arguments.run_config import RunConfig
 from arguments.sglang_install import interpreter, packages_of
 from arguments.validate_sglang import engine_url
@@ -19,9 +20,11 @@ from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
 from slime_like.rollout.sglang.http import Deadlines, RequestFailed, Retries
 from slime_like.rollout.sglang.processes import Launch, free_ports, gpus_of_engines, router_command, server_command, server_settings
 from slime_like.rollout.sglang.router import Router
-from slime_like.rollout.sglang.weight_update import UpdateSettings, WeightUpdater
+from slime_like.rollout.sglang.routes import RoutesFormat
+from slime_like.rollout.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater
 
 LOOPBACK = "127.0.0.1"
+ROUTES_SETTING = "enable_return_routed_experts"  # of a server
 Tell = Callable[[str], None]
 
 
@@ -39,7 +42,7 @@ def make_sglang_engine(run: RunConfig, *, rank: int, device: torch.device, outpu
             error = caught
     engine = SglangEngine(
         fleet, updater, request_settings(run.sglang), run.model.hf_checkpoint, check_updates=run.sglang.check_weight_update_equal,
-        colocated=run.sglang.colocate,
+        colocated=run.sglang.colocate, routes=routes_format(run),
     )  # fmt: skip
     engine.agree(True, error)
     return engine
@@ -63,6 +66,8 @@ def start_fleet(run: RunConfig, *, device: torch.device, logs: Path, tell: Tell)
         if router is not None and config.sglang_router_ip is None:
             router.start(config.rollout_health_check_first_wait)
         fleet.start()
+        if run.rollout.use_rollout_routing_replay:
+            require_routes(fleet)
         return fleet
     except BaseException:
         if fleet is not None:
@@ -70,6 +75,30 @@ def start_fleet(run: RunConfig, *, device: torch.device, logs: Path, tell: Tell)
         elif router is not None:
             router.close()
         raise
+
+
+def routes_format(run: RunConfig) -> RoutesFormat | None:
+    """None where the network has no experts."""
+    config = run.megatron.transformer
+    if not config.num_moe_experts:
+        return None
+    return RoutesFormat(tuple(moe_layers(config.moe_layer_freq, config.num_layers)), config.moe_router_topk, config.num_moe_experts)
+
+
+def require_routes(fleet: Fleet) -> None:
+    """Raises RunError naming a server that says that it does not tell its routes."""
+    if fleet.router is not None:
+        fleet.tell("requests of rollouts go to the engines directly: sglang_router does not pass on that they ask for routes")
+    for worker in fleet.alive():
+        try:
+            info = fleet.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
+        except RequestFailed as failure:
+            raise RunError(str(failure)) from None
+        if isinstance(info, dict) and info.get(ROUTES_SETTING) is False:
+            raise RunError(
+                f"--use-rollout-routing-replay: the engine {worker.url} does not tell which experts its tokens go to; start it with "
+                "--enable-return-routed-experts"
+            )
 
 
 def workers_of(router: Router) -> list[str]:
@@ -110,6 +139,8 @@ def engine_launches(run: RunConfig, *, device: torch.device, logs: Path) -> list
             dtype=str(run.megatron.transformer.params_dtype).removeprefix("torch."), cuda=device.type == "cuda",
             memory_saver=config.colocate, given=config.sglang_server_flags or {},
         )  # fmt: skip
+        if run.rollout.use_rollout_routing_replay:
+            settings[ROUTES_SETTING] = True
         command = server_command(interpreter(config.sglang_python), settings)
         launches.append((f"http://{LOOPBACK}:{port}", Launch(command, logs / f"engine-{number}.log")))
     return launches

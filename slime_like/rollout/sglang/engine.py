@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -17,10 +17,11 @@ from torch import Tensor
 
 from slime_like.errors import RunError
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.sglang.answers import BadAnswer, Refused, generation_body, read_generation
+from slime_like.rollout.sglang.answers import BadAnswer, Refused, generation_body, meta_of, read_generation
 from slime_like.rollout.sglang.fleet import Fleet, Worker
 from slime_like.rollout.sglang.http import Deadlines, RequestFailed, Retries, async_client, post_once, with_retries
 from slime_like.rollout.sglang.manifest import compare_with_checkpoint
+from slime_like.rollout.sglang.routes import RoutesFormat, read_routes
 from slime_like.rollout.sglang.weight_update import CONTROL_S, UpdateIncomplete, WeightUpdater
 
 LOOK_S = 0.1  # between two looks for a server that may answer
@@ -36,11 +37,12 @@ class RequestSettings:
 
 
 class SglangEngine:
-    """`RolloutEngine` over HTTP. fleet, updater: on rank 0 only, where they are made before this; None elsewhere."""
+    """`RolloutEngine` over HTTP. fleet, updater: on rank 0 only, where they are made before this; None elsewhere. routes: of the network that
+    is served; None: it has no experts."""
 
     def __init__(
         self, fleet: Fleet | None, updater: WeightUpdater | None, requests: RequestSettings, hf_checkpoint: str, *,
-        check_updates: bool, colocated: bool = False,
+        check_updates: bool, colocated: bool = False, routes: RoutesFormat | None = None,
     ) -> None:  # fmt: skip
         self.weight_version = -1
         self.serves_all_ranks = True
@@ -50,6 +52,7 @@ class SglangEngine:
         self._hf_checkpoint = hf_checkpoint
         self._check_updates = check_updates
         self._colocated = colocated
+        self._routes = routes
         self._released = False
         self._numbers = itertools.count()
         self._run = f"{os.getpid():x}-{time.time_ns():x}"
@@ -80,6 +83,8 @@ class SglangEngine:
             raise RuntimeError("the engines have no complete weights: the first or latest update_weights did not succeed")
         if not request.prompt_tokens:
             raise ValueError(f"sample {request.sample_id}: the prompt is empty")
+        if sampling.report_routes and self._routes is None:
+            raise ValueError("report_routes: the network has no experts")
         client = self._client_here()
         rid = f"{self._run}-{request.sample_id}-{next(self._numbers)}"
         self._pending[rid] = request.sample_id
@@ -91,7 +96,8 @@ class SglangEngine:
             self._counts["dropped" if isinstance(failure, RequestFailed) else "rejected"] += 1
             if isinstance(failure, BadAnswer):
                 self._counts[kind] += 1
-            return GenerateOutput(request.sample_id, (), (), "abort", (), failure=f"request {rid}: {failure}")
+            words = str(failure) if rid in str(failure) else f"request {rid}: {failure}"
+            return GenerateOutput(request.sample_id, (), (), "abort", (), failure=words)
         finally:
             self._pending.pop(rid, None)
             self._abort_asked.discard(rid)
@@ -113,6 +119,8 @@ class SglangEngine:
 
     async def _ask(self, client: httpx.AsyncClient, request: GenerateRequest, sampling: SamplingParams, rid: str) -> GenerateOutput:
         avoid: set[str] = set()
+        if sampling.report_routes and self.fleet is not None and self.fleet.router is not None:
+            avoid.add(self.fleet.router.url)  # of a request it passes on the fields that it knows: asking for routes is none of them
 
         async def attempt(number: int) -> GenerateOutput:
             if rid in self._abort_asked:
@@ -122,7 +130,7 @@ class SglangEngine:
             try:
                 answer = await self._post(client, generation_body(request, sampling, this_rid), avoid)
                 try:
-                    return read_generation(answer, request, sampling, this_rid)
+                    return self._read(answer, request, sampling, this_rid)
                 except Refused as refused:
                     raise RequestFailed(f"refused_{refused.status}", str(refused), again=refused.status >= 500) from None
             finally:
@@ -132,6 +140,14 @@ class SglangEngine:
 
         output: GenerateOutput = await with_retries(attempt, self._requests.retries, self._counts)
         return output
+
+    def _read(self, answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str) -> GenerateOutput:
+        """Raises BadAnswer, Refused."""
+        output = read_generation(answer, request, sampling, rid)
+        if not sampling.report_routes:
+            return output
+        assert self._routes is not None
+        return replace(output, routes=read_routes(meta_of(answer, rid), request, output, self._routes, rid))
 
     async def _post(self, client: httpx.AsyncClient, body: dict[str, Any], avoid: set[str]) -> Any:
         """Through the router, or to the server with the fewest requests of ours. avoid: addresses where this request failed; grows."""
