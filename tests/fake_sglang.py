@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import pickle
 import sys
 import threading
 import time
@@ -78,6 +79,12 @@ def death_in_the_middle(handler: Handler, answer: Answer) -> None:
     handler.close_connection = True
 
 
+def death(handler: Handler, answer: Answer) -> None:
+    """Of the server: from now on connections are refused."""
+    handler.close_connection = True
+    threading.Thread(target=handler.server.fake.stop, daemon=True).start()
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Server
@@ -110,7 +117,7 @@ class Server(ThreadingHTTPServer):
 
 
 class FakeServer:
-    """seen: (path, body) of every POST, in order. faults: of the next /generate calls, one each; None: a right answer. hung: no call is
+    """seen: (path, body) of every POST, in order. faults: of the next /generate calls of rollouts, one each; None: a right answer. hung: no call is
     answered, not even probes. spoil: applied to weights that are loaded. workers: addresses that it names as a router would. info: what
     /server_info tells."""
 
@@ -125,6 +132,7 @@ class FakeServer:
         self.spoil: Callable[[dict[str, Any]], None] = lambda weights: None
         self.workers: list[str] = []
         self.version = "default"
+        self._taken: dict[str, torch.Tensor] = {}
         self.ended = threading.Event()
         self._lock = threading.Lock()
         self._http = Server(("127.0.0.1", port), Handler)
@@ -158,7 +166,10 @@ class FakeServer:
             "/server_info": self.info,
             "/workers": {"workers": [{"url": url, "id": str(i)} for i, url in enumerate(self.workers)]},
         }
-        if handler.path in answers:
+        if handler.path in self.refused:
+            code, words = self.refused[handler.path]
+            handler.reply(code, words.encode(), "text/plain")
+        elif handler.path in answers:
             handler.reply(200, json.dumps(answers[handler.path]).encode())
         else:
             handler.reply(404, b"no such call", "text/plain")
@@ -171,7 +182,8 @@ class FakeServer:
             code, words = self.refused[handler.path]
             handler.reply(code, json.dumps({"success": False, "message": words}).encode())
         elif handler.path == "/generate":
-            fault = self.faults.pop(0) if self.faults else None
+            is_probe = "-probe-" in body["rid"]  # of the weights, by the run
+            fault = self.faults.pop(0) if self.faults and not is_probe else None
             answer = self.generate(body)
             if fault is None:
                 handler.reply(200, json.dumps(answer).encode())
@@ -184,10 +196,32 @@ class FakeServer:
                 self.engine.update_weights(iter(weights.items()), int(body["weight_version"]))
                 self.version = body["weight_version"]
             handler.reply(200, b'{"success": true, "message": ""}')
-        elif handler.path in ("/pause_generation", "/continue_generation", "/begin_weight_update", "/end_weight_update", "/abort_request"):
+        elif handler.path == "/update_weights_from_tensor":
+            self.take(body)
+            handler.reply(200, b'{"success": true, "message": ""}')
+        elif handler.path in (
+            "/pause_generation",
+            "/continue_generation",
+            "/begin_weight_update",
+            "/end_weight_update",
+            "/abort_request",
+            "/release_memory_occupation",
+            "/resume_memory_occupation",
+        ):
             handler.reply(200, b'{"success": true, "message": ""}')
         else:
             handler.reply(404, b"no such call", "text/plain")
+
+    def take(self, body: Any) -> None:
+        """A bucket of weights; all of them are loaded with the last one."""
+        (bucket,) = (pickle.loads(base64.b64decode(words)) for words in body["serialized_named_tensors"])
+        for entry in bucket["metadata"]:
+            part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx]
+            self._taken[entry.name] = part.view(entry.dtype).reshape(entry.shape)
+        if "weight_version" in body:
+            with self._lock:
+                self.engine.update_weights(iter(self._taken.items()), int(body["weight_version"]))
+                self.version, self._taken = body["weight_version"], {}
 
     def generate(self, body: Any) -> Answer:
         """As SGLang answers."""
@@ -248,6 +282,8 @@ def engine_of(
     total_s: float = 10.0,
     probe_timeout_s: float = 5.0,
     router: Router | None = None,
+    buffer_bytes: int = 2**20,
+    colocated: bool = False,
     routes: RoutesFormat | None = None,
 ) -> Iterator[SglangEngine]:
     """An engine that asks `servers`; synced: they have the model's weights, as version 1."""
@@ -255,9 +291,9 @@ def engine_of(
     health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, strikes=2)
     fleet = Fleet([s.url for s in servers], [], router, health, 1.0, messages.append)
     fleet.start()
-    updater = WeightUpdater(fleet, UpdateSettings(transport, timeout_s=update_timeout_s), model, torch.device("cpu"))
+    updater = WeightUpdater(fleet, UpdateSettings(transport, buffer_bytes, timeout_s=update_timeout_s), model, torch.device("cpu"))
     requests = RequestSettings(Deadlines(5.0, total_s, total_s), Retries(ATTEMPTS, 0.01, 0.02), 64)
-    engine = SglangEngine(fleet, updater, requests, model, check_updates=False, routes=routes)
+    engine = SglangEngine(fleet, updater, requests, model, check_updates=False, colocated=colocated, routes=routes)
     try:
         if synced:
             engine.update_weights(weights_of(model), 1)

@@ -26,7 +26,7 @@ def weights(model: str, factor: float) -> Iterator[tuple[str, Tensor]]:
     return iter((name, tensor * factor) for name, tensor in load_file(Path(model) / "model.safetensors").items())
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "tensor"])
 def test_versions_and_log_probs_of_tokens_around_an_update(demo: Path, servers: list[str], transport: Transport) -> None:
     model = str(demo / "model")
     fleet = Fleet([f"http://{server}" for server in servers], [], None, HealthSettings(), 5.0, print)

@@ -45,7 +45,7 @@ def assert_the_servers_have_the_weights(done: Done, out: Path, engines: int) -> 
     assert found[-1]["engine/weight_update_gb_per_s"] > 0
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "tensor"])
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"], ids=["tp2", "pp2"])
 def test_every_way_to_update_weights(
     demo: Path, servers: list[str], programs: TrainServer, tmp_path: Path, transport: str, layout: str

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingP
 from slime_like.rollout.local import LocalEngine
 from slime_like.rollout.sglang.engine import SglangEngine
 from slime_like.rollout.sglang.router import Router
+from slime_like.rollout.sglang.weight_update import Transport
 from tests.fake_sglang import (
     ATTEMPTS,
     Answer,
@@ -285,6 +287,45 @@ def test_an_update_that_all_refuse_stops_the_run(model: str) -> None:
             engine.update_weights(weights_of(model), 1)
         with pytest.raises(RuntimeError, match="no complete weights"):
             engine.generate(REQUESTS, SAMPLING)
+
+
+def test_weights_in_requests(model: str) -> None:
+    """In several buckets to two servers; what the second of them refuses in the middle, the first still gets."""
+    with fake_servers(model, 2) as servers, engine_of(model, servers, transport="tensor", synced=False, buffer_bytes=3000) as engine:
+        engine.update_weights(weights_of(model), 1)
+        assert all(server.count("/update_weights_from_tensor") > 3 for server in servers)
+        assert_right(engine.generate(REQUESTS, SAMPLING), model)
+        servers[1].refused["/update_weights_from_tensor"] = (400, "not this one")
+        before = servers[1].count("/update_weights_from_tensor")
+        engine.update_weights(((name, tensor * 1.1) for name, tensor in weights_of(model)), 2)
+        assert engine.weight_version == 2 and [w.url for w in engine.fleet.ready()] == [servers[0].url]
+        assert servers[1].count("/update_weights_from_tensor") == before + 1  # no other after the one that it refused
+        (output,) = engine.generate(REQUESTS[:1], SAMPLING)
+        assert output.weight_versions == (2,) * len(output.tokens)
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "tensor"])
+def test_a_server_that_does_not_tell_its_size_is_out(model: str, transport: Transport) -> None:
+    """The update is given up, not the run: all ranks make another attempt, for the servers that are left."""
+    with fake_servers(model, 1) as (server,), engine_of(model, [server], transport=transport, synced=False) as engine:
+        server.refused["/server_info"] = (500, "no")
+        engine.update_weights(weights_of(model), 1)
+        assert engine.weight_version == -1 and not engine.fleet.ready() and engine.fleet.evictions == 1
+
+
+def test_memory_is_given_back_where_it_was_taken(model: str) -> None:
+    """A server that was out between the two has been started again: it would end over being told to take back what it has."""
+    with fake_servers(model, 2) as servers, engine_of(model, servers, colocated=True) as engine:
+        engine.release_memory()
+        engine.release_memory()
+        assert engine.weight_version == -1 and [s.count("/release_memory_occupation") for s in servers] == [1, 1]
+        engine.fleet.workers[1].evictions += 1
+        engine.update_weights(weights_of(model), 2)
+        assert [s.count("/resume_memory_occupation") for s in servers] == [1, 0]
+        paths = [path for path, _ in servers[0].seen]
+        assert paths.index("/resume_memory_occupation") > paths.index("/update_weights_from_disk")  # of the first update
+        assert "/update_weights_from_disk" in paths[paths.index("/resume_memory_occupation") :]
+        assert_right([replace(o, weight_versions=(1,) * len(o.tokens)) for o in engine.generate(REQUESTS, SAMPLING)], model)
 
 
 @pytest.mark.parametrize("path", ["/init_weights_update_group", "/begin_weight_update"])

@@ -152,7 +152,7 @@ def request_settings(config: SglangConfig) -> RequestSettings:
 
 
 def update_settings(config: SglangConfig) -> UpdateSettings:
-    assert config.update_weight_transport in ("broadcast", "disk", "cuda_ipc")
+    assert config.update_weight_transport in ("broadcast", "disk", "cuda_ipc", "tensor")
     return UpdateSettings(
         transport=config.update_weight_transport,  # type: ignore[arg-type]
         buffer_bytes=config.update_weight_buffer_size,

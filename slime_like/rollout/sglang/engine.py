@@ -53,7 +53,7 @@ class SglangEngine:
         self._check_updates = check_updates
         self._colocated = colocated
         self._routes = routes
-        self._released = False
+        self._released: list[tuple[Worker, int]] | None = None  # servers without memory, and how often each had been out by then
         self._numbers = itertools.count()
         self._run = f"{os.getpid():x}-{time.time_ns():x}"
         self._client: httpx.AsyncClient | None = None
@@ -303,9 +303,12 @@ class SglangEngine:
                 )
 
     def _tell_all(self, path: str, body: dict[str, Any]) -> None:
-        if self.fleet is None:
-            return
-        for worker in self.fleet.alive():
+        if self.fleet is not None:
+            self._tell(self.fleet.alive(), path, body)
+
+    def _tell(self, workers: Sequence[Worker], path: str, body: dict[str, Any]) -> None:
+        assert self.fleet is not None
+        for worker in workers:
             try:
                 self.fleet.call(worker, path, body, timeout_s=CONTROL_S)
             except RequestFailed as failure:
@@ -338,16 +341,17 @@ class SglangEngine:
 
     def release_memory(self) -> None:
         """Before training: the servers give up weights and KV cache on the GPUs that they share with the trainer."""
-        if self._colocated and not self._released:
+        if self._colocated and self._released is None:
             self._tell_all("/release_memory_occupation", {})
-            self._released = True
+            self._released = [] if self.fleet is None else [(worker, worker.evictions) for worker in self.fleet.alive()]
             self.weight_version = -1
 
     def resume_memory(self) -> None:
-        """Before new weights: they get it back. The weights are gone, so that an update has to follow."""
-        if self._colocated and self._released:
-            self._tell_all("/resume_memory_occupation", {})
-            self._released = False
+        """Before new weights: they get it back. The weights are gone, so that an update has to follow. One that was started again meanwhile has
+        its memory, and would not survive to be told so."""
+        released, self._released = self._released, None
+        if released:
+            self._tell([w for w, evictions in released if w.alive and w.evictions == evictions], "/resume_memory_occupation", {})
 
     # --- health
 

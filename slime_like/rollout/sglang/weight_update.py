@@ -1,4 +1,4 @@
-"""New weights for all servers: bracketed, bounded, versioned, over one of three ways."""
+"""New weights for all servers: bracketed, bounded, versioned, over one of four ways."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from torch import Tensor
 from slime_like.convert.save import write_hf
 from slime_like.errors import RunError
 from slime_like.rollout.sglang.broadcast import BroadcastFailed, BroadcastGroup
-from slime_like.rollout.sglang.buckets import in_buckets
+from slime_like.rollout.sglang.buckets import Bucket, in_buckets
 from slime_like.rollout.sglang.fleet import Fleet, Worker
 from slime_like.rollout.sglang.http import RequestFailed
 from slime_like.rollout.sglang.processes import ServerProcess
+from slime_like.rollout.sglang.tensor_update import tensor_update
 
-Transport = Literal["broadcast", "disk", "cuda_ipc"]
+Transport = Literal["broadcast", "disk", "cuda_ipc", "tensor"]
 CONTROL_S = 30.0  # of calls that move no weights
 
 
@@ -123,7 +124,7 @@ class WeightUpdater:
         body = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
         self._fleet.call(worker, "/update_weights_from_disk", body, timeout_s=self._settings.timeout_s)
 
-    # --- over a group, or handles of GPU memory
+    # --- over a group, or in requests
 
     def _in_session(self, workers: Sequence[Worker], move: Callable[[Sequence[Worker]], None]) -> None:
         """begin_weight_update ... end_weight_update on all servers. One that was left inside a session by another run is freed first."""
@@ -145,22 +146,30 @@ class WeightUpdater:
         )  # fmt: skip
 
     def _move(self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]) -> None:
-        group = None if self._settings.transport == "cuda_ipc" else self._group_of(workers)
+        if self._settings.transport != "broadcast":
+            self._move_in_requests(weights, version, workers)
+            return
+        group = self._group_of(workers)
         for bucket in in_buckets(weights, self._settings.buffer_bytes):
-            if group is not None:
-                try:
-                    group.send(bucket, version)
-                except BroadcastFailed as failure:
-                    self._group = None
-                    group.abandon()
-                    self._blame(failure, workers)
-            else:
-                from slime_like.rollout.sglang.cuda_ipc import tensor_update
+            try:
+                group.send(bucket, version)
+            except BroadcastFailed as failure:
+                self._group = None
+                group.abandon()
+                self._blame(failure, workers)
 
-                flat = bucket.flat().to(self._device)
-                for worker in workers:
-                    body = tensor_update(bucket, flat, version, self._size(worker))
-                    self._fleet.call(worker, "/update_weights_from_tensor", body, timeout_s=self._settings.timeout_s)
+    def _move_in_requests(self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]) -> None:
+        """A server that fails with one bucket gets no other."""
+        sizes = dict(zip(map(id, workers), self._sizes(workers), strict=True))
+        device = self._device if self._settings.transport == "cuda_ipc" else torch.device("cpu")
+        for bucket in in_buckets(weights, self._settings.buffer_bytes):
+            flat = bucket.flat().to(device)
+
+            def send(worker: Worker, bucket: Bucket = bucket, flat: Tensor = flat) -> None:
+                body = tensor_update(bucket, flat, version, sizes[id(worker)])
+                self._fleet.call(worker, "/update_weights_from_tensor", body, timeout_s=self._settings.timeout_s)
+
+            workers = self._evict_failures(workers, send, "a bucket of weights")
 
     def _group_of(self, workers: Sequence[Worker]) -> BroadcastGroup:
         """The group with just these servers: the one that is there, or a new one."""
@@ -179,7 +188,7 @@ class WeightUpdater:
         try:
             self._group = BroadcastGroup(
                 f"slime_like_weights_{time.time_ns():x}_{self._groups_made}", [w.url for w in workers], [call_of(w) for w in workers],
-                [self._size(w) for w in workers], backend, self._device, self._settings.timeout_s,
+                self._sizes(workers), backend, self._device, self._settings.timeout_s,
             )  # fmt: skip
         except BroadcastFailed as failure:
             self._blame(failure, workers)
@@ -187,8 +196,19 @@ class WeightUpdater:
         assert self._group is not None
         return self._group
 
+    def _sizes(self, workers: Sequence[Worker]) -> list[int]:
+        """Tensor-parallel ranks of each. One that does not answer is evicted, and this update given up."""
+        sizes = []
+        for worker in workers:
+            try:
+                sizes.append(self._size(worker))
+            except RequestFailed as failure:
+                self._fleet.evict(worker, str(failure))
+                raise UpdateIncomplete(str(failure)) from None
+        return sizes
+
     def _size(self, worker: Worker) -> int:
-        """Its tensor-parallel ranks."""
+        """Raises RequestFailed."""
         info = self._fleet.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
         if not isinstance(info, dict) or info.get("pp_size", 1) != 1 or info.get("dp_size", 1) != 1:
             raise RunError(
