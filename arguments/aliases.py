@@ -50,6 +50,10 @@ NO_EFFECT: Mapping[str, str] = {
     "--exit-signal-handler": "a run with --save always saves on SIGTERM",
 }
 _ENGINES = "this setting of rollout engines"
+_OFFLOAD = (
+    "--colocate gives the servers' memory to the trainer and back without a flag of its own; the trainer's gradients and optimizer state stay on "
+    "its GPUs while the servers generate"
+)
 _HOOKS = "custom functions at this place"
 _WANDB = "metrics go to metrics.jsonl and TensorBoard"
 _OPD = "a teacher in Megatron's format"
@@ -62,7 +66,8 @@ _SYNC = "this way of handing over weights"
 _DEBUG = "this debugging aid"
 
 NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
-    _ENGINES: """offload offload-train no-offload-train offload-rollout no-offload-rollout rollout-skip-special-tokens rollout-max-context-len use-distributed-post http-proxy
+    _OFFLOAD: "offload offload-train no-offload-train offload-rollout no-offload-rollout",
+    _ENGINES: """rollout-skip-special-tokens rollout-max-context-len use-distributed-post http-proxy
         rollout-data-transport enable-mtp-training release-train""",
     _HOOKS: """custom-pg-loss-reducer-function-path custom-advantage-function-path custom-reward-post-process-path
         custom-convert-samples-to-train-data-path custom-rollout-log-function-path custom-eval-rollout-log-function-path
