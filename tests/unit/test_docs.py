@@ -29,7 +29,7 @@ FOREIGN = {
     "torchrun": "--nproc-per-node --nnodes --node-rank --master-addr --master-port --standalone",
     "slurm": "--nodes --gpus-per-node --ntasks-per-node --signal --job-name --output --kill-on-bad-exit --export --ntasks --relative --requeue --open-mode"
     " --batch --rdzv-conf",
-    "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend",
+    "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend --enable-return-routed-experts",
     "tensorboard": "--logdir",
     "examples/tinker": "--model --base-url",
     "passed on to SGLang": "--sglang-mem-fraction-static",
