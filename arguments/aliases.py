@@ -102,7 +102,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     "this model setting": """model-name padded-vocab-size post-self-attn-layernorm post-mlp-layernorm use-gated-attention
         spec v-head-dim q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim rotary-scaling-factor mscale
         mscale-all-dim seq-length decoder-seq-length no-rope-freq""",
-    "this optimizer setting": "reset-optimizer-states use-stateless-adam use-rollout-entropy main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype",
+    "this optimizer setting": "reset-optimizer-states use-stateless-adam use-rollout-entropy",
     "Megatron-LM's own training loop": """train-iters train-samples lr-decay-samples lr-warmup-samples eval-iters data-path split tokenizer-type
         tokenizer-model vocab-file merge-file num-workers ckpt-format use-checkpoint-opt_param-scheduler override-opt-param-scheduler
         use-checkpoint-args rampup-batch-size""",

@@ -49,6 +49,8 @@ SUPPORTED = frozenset(
     moe_router_bias_update_rate moe_token_dispatcher_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity
     moe_token_drop_policy moe_grouped_gemm moe_permute_fusion moe_router_fusion
     lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay sgd_momentum clip_grad
+    use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype main_grads_dtype main_params_dtype
+    optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params
     use_distributed_optimizer overlap_param_gather overlap_grad_reduce grad_reduce_in_fp32 align_param_gather
     bucket_size pad_buckets_for_high_nccl_busbw average_in_collective
     """.split()  # noqa: SIM905
@@ -83,11 +85,19 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "moe_token_dispatcher_type": ("alltoall", "allgather"),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
 }
+# Fields that are a torch.dtype, and Megatron-LM's words for it: what Transformer Engine's Adam can do; `validate_optimizer.py` knows more.
+OPTIMIZER_DTYPES: Mapping[str, tuple[str, ...]] = {
+    "main_grads_dtype": ("fp32", "bf16"),
+    "main_params_dtype": ("fp32", "fp16"),
+    "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
+    "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
+}
 # Fields of several types: as what they are read. One item of a list is the plain value; see `network_of_flags`.
 UNIONS: Mapping[str, Shape] = {
     "moe_layer_freq": Shape("value", str),
     "moe_router_load_balancing_type": Shape("list", str),
     "moe_aux_loss_coeff": Shape("list", float),
+    **{name: Shape("value", str, words) for name, words in OPTIMIZER_DTYPES.items()},
 }
 DEFAULT_WORDS = {
     "num_layers": "from --hf-checkpoint",
@@ -112,6 +122,8 @@ DEFAULT_WORDS = {
     "moe_shared_expert_intermediate_size": "from --hf-checkpoint, else none",
     "moe_shared_expert_gate": "from --hf-checkpoint, else off",
     "moe_token_dispatcher_type": "alltoall",
+    **dict.fromkeys(OPTIMIZER_DTYPES, "fp32"),
+    "optimizer_offload_fraction": "1.0",
     "lr": "none; it has to be given",
     "min_lr": "0.0",
     "grad_reduce_in_fp32": "on with --bf16, else off",

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from arguments.groups import ModelConfig, ParallelConfig
-from arguments.megatron import megatron_fields
+from arguments.megatron import OPTIMIZER_DTYPES, megatron_fields
 from slime_like.config import Problem, flag_name
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+OF_PRECISION_AWARE = {"use_precision_aware_optimizer", "optimizer_cpu_offload", *OPTIMIZER_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,18 @@ class Machine:
     cuda: bool
     transformer_engine: bool
     gradient_fusion: bool  # Apex's extension
+    apex: bool = False
 
     @classmethod
     def here(cls) -> Machine:
         import torch
 
+        from megatron_patches.patch import has_apex
+
         def installed(name: str) -> bool:
             return importlib.util.find_spec(name) is not None
 
-        return cls(torch.cuda.is_available(), installed("transformer_engine"), installed("fused_weight_gradient_mlp_cuda"))
+        return cls(torch.cuda.is_available(), installed("transformer_engine"), installed("fused_weight_gradient_mlp_cuda"), has_apex())
 
 
 def resolve_transformer_impl(model: ModelConfig, machine: Machine) -> str:
@@ -169,13 +175,41 @@ def activation_function(name: str) -> Any:
 def _optimizer(build: Build) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
-    values = {"min_lr": 0.0, **build.values, "params_dtype": _dtype(build)}
-    return OptimizerConfig(**_of(OptimizerConfig, values))
+    values = {"min_lr": 0.0, "optimizer_offload_fraction": 1.0, **build.values, "params_dtype": _dtype(build)}
+    values |= {name: _dtype_of_word(values[name]) for name in OPTIMIZER_DTYPES if name in values}
+    if _main_gradients_in_bf16(build):
+        values["main_grads_dtype"] = _dtype_of_word("bf16")
+    fields = _of(OptimizerConfig, values)
+    if build.machine.transformer_engine or not fields.get("use_precision_aware_optimizer"):
+        return OptimizerConfig(**fields)
+    # megatron-core asks for Transformer Engine's Adam here; megatron_patches/precision_adam.py has another one
+    config = OptimizerConfig(**{name: value for name, value in fields.items() if name not in OF_PRECISION_AWARE})
+    for name in OF_PRECISION_AWARE & fields.keys():
+        setattr(config, name, fields[name])
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # fp8 is refused
+    config.store_param_remainders = False
+    return config
+
+
+def _main_gradients_in_bf16(build: Build) -> bool:
+    """Of the precision-aware optimizer, which takes them as the buffers have them."""
+    values = build.values
+    if not values.get("use_precision_aware_optimizer") or not values.get("bf16"):
+        return False
+    return values.get("main_grads_dtype") == "bf16" or values.get("grad_reduce_in_fp32") is False
+
+
+def _dtype_of_word(word: str) -> Any:
+    """Megatron-LM's words for types of the optimizer's state."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}[word]
 
 
 def _ddp(build: Build) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     # a non-finite gradient is counted and its step skipped, on all ranks; megatron-core's check would raise
-    values = {"grad_reduce_in_fp32": bool(build.values.get("bf16")), **build.values, "check_for_nan_in_grad": False}
+    in_fp32 = bool(build.values.get("bf16")) and not _main_gradients_in_bf16(build)
+    values = {"grad_reduce_in_fp32": in_fp32, **build.values, "check_for_nan_in_grad": False}
     return DistributedDataParallelConfig(**_of(DistributedDataParallelConfig, values))

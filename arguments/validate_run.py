@@ -20,6 +20,7 @@ from arguments.validate_lora import LORA_RULES, nothing_to_overlap
 from arguments.validate_losses import LOSS_RULES, gmpo_needs_one_advantage, wide_gspo_range
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from arguments.validate_network import NETWORK_RULES
+from arguments.validate_optimizer import OPTIMIZER_RULES, OPTIMIZER_WARNINGS
 from arguments.validate_parallel import PARALLEL_RULES
 from arguments.validate_scheduling import SCHEDULING_RULES
 from arguments.validate_server import only_the_server_has_these
@@ -263,7 +264,7 @@ RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
     kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, offloading_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
     *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *LORA_RULES, *DISTILLATION_RULES,
-    learning_rate, optimizer_numbers, warmup, wsd, weight_decay_schedule, overlap,
+    learning_rate, optimizer_numbers, *OPTIMIZER_RULES, warmup, wsd, weight_decay_schedule, overlap,
     prompts, renormalization_needs_truncation, reward_is_chosen, reward_is_usable, evaluation, *SCHEDULING_RULES, *SGLANG_RULES, *FILE_RULES, only_the_server_has_these,
 )  # fmt: skip
 
@@ -322,7 +323,7 @@ def a_first_run(s: Settings) -> str | None:
 WARNINGS: tuple[Warn, ...] = (
     reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling, a_first_run,
     wide_gspo_range, gmpo_needs_one_advantage, idle_correction_settings, idle_advantage_settings, nothing_to_learn,
-    *MOE_WARNINGS, nothing_to_overlap,
+    *MOE_WARNINGS, *OPTIMIZER_WARNINGS, nothing_to_overlap,
 )  # fmt: skip
 
 

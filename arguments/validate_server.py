@@ -11,6 +11,7 @@ from arguments.groups import ServerConfig
 from arguments.validate import Rule, Settings, problem
 from arguments.validate_moe import MOE_RULES
 from arguments.validate_network import NETWORK_RULES
+from arguments.validate_optimizer import OFFLOAD, OPTIMIZER_RULES, PRECISE
 from arguments.validate_parallel import PARALLEL_RULES
 from slime_like.config import Problem, flag_name
 from slime_like.losses.registry import policy_losses
@@ -57,6 +58,12 @@ def gradients_wait_for_the_step(s: Settings) -> list[Problem]:
 def optimizer_is_adam(s: Settings) -> list[Problem]:
     name = s.core.get("optimizer", "adam")
     return [] if name == "adam" else problem("optimizer", name, "the API has AdamW alone; the only legal value is adam")
+
+
+def optimizer_state_is_swapped(s: Settings) -> list[Problem]:
+    """Between models, tensor by tensor: which of them belong together is known for torch's Adam."""
+    message = "does not go with the server, which changes models in and out; leave it out"
+    return [p for name in (PRECISE, OFFLOAD) if s.core.get(name) for p in problem(name, None, message)]
 
 
 def is_loopback(host: str) -> bool:
@@ -123,6 +130,6 @@ def folder_can_be_written(s: Settings) -> list[Problem]:
 
 
 SERVER_RULES: tuple[Rule, ...] = (
-    *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, nothing_of_the_trainer, gradients_wait_for_the_step, optimizer_is_adam, address_needs_a_key,
+    *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, nothing_of_the_trainer, gradients_wait_for_the_step, optimizer_is_adam, optimizer_state_is_swapped, *OPTIMIZER_RULES, address_needs_a_key,
     keys_are_usable, libraries_are_there, sequences_fit_the_model, folder_can_be_written,
 )  # fmt: skip

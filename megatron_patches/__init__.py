@@ -5,7 +5,7 @@
 
 megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch lifts one such assumption, lives in a
 file of its own that says what it changes and why, and applies only where its condition holds: on a machine with CUDA and
-Transformer Engine only `mla_tp_grads` and `safe_checkpoints` are left. Before anything is changed, every patch checks that what it is about to change is
+Transformer Engine only `mla_tp_grads`, `offload_ckpt` and `safe_checkpoints` are left. Before anything is changed, every patch checks that what it is about to change is
 still there. Importing this package imports neither torch nor megatron-core.
 """
 
@@ -27,7 +27,10 @@ ORDER = (
     "mla_tp_grads",
     "moe_split_sizes",
     "gloo_uneven",
+    "precision_adam",
+    "offload_on_cpu",
     "torch_adam_ckpt",
+    "offload_ckpt",
     "safe_checkpoints",
 )
 

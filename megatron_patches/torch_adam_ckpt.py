@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from megatron_patches.patch import TORCH_ADAM, Patch, find
+from megatron_patches.precision_adam import PrecisionAwareAdam
 
 NAME = "torch_adam_ckpt"
 CLASS = "optimizer.distrib_optimizer:DistributedOptimizer"
@@ -32,7 +33,11 @@ def init_adam_state(adam: torch.optim.Optimizer) -> None:
     """Give every parameter of a fresh Adam the state it has before its first step."""
     for group in adam.param_groups:
         for parameter in group["params"]:
-            if not adam.state[parameter]:
+            if adam.state[parameter]:
+                continue
+            if isinstance(adam, PrecisionAwareAdam):
+                adam.initialize_state(parameter)
+            else:
                 adam.state[parameter] = {
                     "step": torch.tensor(0.0),
                     "exp_avg": torch.zeros_like(parameter),

@@ -35,6 +35,7 @@ MODULES = (
     "distributed.distributed_data_parallel",
     "distributed.param_and_grad_buffer",
     "optimizer.clip_grads",
+    "optimizer.cpu_offloading.hybrid_optimizer",
     "optimizer.distrib_optimizer",
     "optimizer.grad_scaler",
     "optimizer.optimizer",

@@ -121,7 +121,7 @@ SLIME_FLAGS_NOT_HERE = """
 --moe-enable-deepep
 --custom-megatron-init-path --lora-dropout --use-wandb --actor-num-nodes
 --moe-shared-expert-overlap --fp8-format --update-weight-mode --multimodal-keys --ref-update-interval
---mtp-num-layers --enable-mtp-training --optimizer-cpu-offload --use-precision-aware-optimizer
+--mtp-num-layers --enable-mtp-training
 --critic-train-only --only-train-params-name-list
 """.split()  # noqa: SIM905
 

@@ -85,7 +85,7 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(monkeypatch: 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object() if name == "transformer_engine" else real(name, *rest))
     monkeypatch.setattr(megatron_patches, "_installed", {})
     report = megatron_patches.apply()
-    always = ["mla_tp_grads", "safe_checkpoints"]
+    always = ["mla_tp_grads", "offload_ckpt", "safe_checkpoints"]
     assert [entry.name for entry in report.applied] == always
     assert [entry.name for entry in report.skipped] == [name for name in megatron_patches.ORDER if name not in always]
     reasons = dict(report.skipped)
@@ -96,7 +96,17 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(monkeypatch: 
 def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     due = [name for name in megatron_patches.ORDER if megatron_patches.load_patch(name).condition.holds()]
-    assert due == ["torch_norm_sp", "recompute_no_te", "moe_no_te", "mla_no_te", "mla_tp_grads", "torch_adam_ckpt", "safe_checkpoints"]
+    assert due == [
+        "torch_norm_sp",
+        "recompute_no_te",
+        "moe_no_te",
+        "mla_no_te",
+        "mla_tp_grads",
+        "precision_adam",
+        "torch_adam_ckpt",
+        "offload_ckpt",
+        "safe_checkpoints",
+    ]
 
 
 def test_report_prints_as_a_table() -> None:
@@ -127,6 +137,13 @@ TARGETS = [
     ("moe_split_sizes", "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
     ("gloo_uneven", "tensor_parallel.mappings", "_gather_along_first_dim"),
     ("gloo_uneven", "tensor_parallel.mappings", "_reduce_scatter_along_first_dim"),
+    ("precision_adam", "optimizer", "is_te_min_version"),
+    ("precision_adam", "optimizer", "_get_megatron_optimizer_based_on_param_groups"),
+    ("precision_adam", "optimizer.clip_grads", "l2_norm_impl"),
+    ("precision_adam", "optimizer.distrib_optimizer", "DistributedOptimizer._copy_model_params_to_main_params"),
+    ("offload_on_cpu", "optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer._get_sub_optimizer_param_groups"),
+    ("offload_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer.state_dict"),
+    ("offload_ckpt", "optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer._sync_sub_optimizers_state_to_hdo"),
     ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer.sharded_state_dict"),
     ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer._set_main_param_and_optimizer_states"),
     ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict"),

@@ -10,6 +10,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -115,7 +116,9 @@ def available_name(name: str, available: Collection[str]) -> str:
 def optimizer_kind(network: SavedNetwork) -> list[str]:
     """What the parts of a state depend on that are not tensors: the classes of the optimizer."""
     optimizer: Any = network.optimizer
-    return [] if optimizer is None else [type(part).__name__ for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
+    offloaded = ["" if not isinstance(part.optimizer, HybridDeviceOptimizer) else " on the CPU" for part in parts]
+    return [type(part).__name__ + where for part, where in zip(parts, offloaded, strict=True)]
 
 
 def optimizer_step(network: SavedNetwork) -> float:

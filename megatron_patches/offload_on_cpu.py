@@ -1,0 +1,58 @@
+"""The CPU-offloading optimizer where parameters lie on the CPU anyway.
+
+Target    optimizer.cpu_offloading.hybrid_optimizer: HybridDeviceOptimizer._get_sub_optimizer_param_groups.
+Why       It offloads parameters that are on a GPU, pins their copies, and its step looks up the copy of every parameter that the CPU's
+          optimizer has: KeyError for one that was never on a GPU.
+How       The same division without a GPU: as large a part of the parameters as `--optimizer-offload-fraction` says is copied, and the
+          CPU's optimizer steps on the copies, whose values come back after the step. It is the code of a GPU run, checkpoints included, and
+          saves nothing: both copies are in host memory.
+When      No CUDA device.
+Versions  megatron-core 0.16.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_patches.patch import NO_CUDA, Patch, find
+
+NAME = "offload_on_cpu"
+CLASS = "optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
+
+
+def check() -> None:
+    find(NAME, f"{CLASS}._get_sub_optimizer_param_groups")
+
+
+def install() -> None:
+    find(NAME, CLASS)._get_sub_optimizer_param_groups = sub_optimizer_groups
+
+
+def sub_optimizer_groups(self: Any, offload_fraction: float) -> tuple[list[Any], list[Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
+    """(groups of the CPU's optimizers, groups of the device's, parameter -> offloaded copy, the reverse, parameter -> fp32 copy)."""
+    left = offload_fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
+    host_groups, device_groups = [], []
+    copies: dict[Tensor, Tensor] = {}
+    in_fp32: dict[Tensor, Tensor] = {}
+    for group in self.param_groups:
+        host: list[Tensor] = []
+        device: list[Tensor] = []
+        for parameter in group["params"]:
+            offloaded, inner = left > 0, parameter
+            if self.param_update_in_fp32 and parameter.dtype != torch.float32:
+                inner = in_fp32[parameter] = parameter.detach().float()
+            elif offloaded:
+                inner = parameter.detach().clone()
+            if offloaded:
+                left -= parameter.numel()
+                copies[parameter] = inner
+            (host if offloaded else device).append(inner)
+        host_groups += [{**group, "params": host}] if host else []
+        device_groups += [{**group, "params": device}] if device else []
+    return host_groups, device_groups, copies, {inner: parameter for parameter, inner in copies.items()}, in_fp32
+
+
+PATCH = Patch(NAME, NO_CUDA, check, install)

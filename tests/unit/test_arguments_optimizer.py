@@ -1,0 +1,91 @@
+"""Settings of the optimizer's memory: what goes together, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from arguments.megatron_configs import Machine
+from arguments.parse import parse_args
+from arguments.validate_optimizer import OPTIMIZER_RULES
+from slime_like.config import ConfigError
+from tests.unit.command_lines import complete
+
+SHARDED = "--use-distributed-optimizer"
+PRECISE = f"{SHARDED} --use-precision-aware-optimizer"
+OFFLOADED = f"--bf16 {PRECISE} --optimizer-cpu-offload"
+GPU = dict(cuda=True)
+# rule, flags, machine, flag that is named, words
+CASES: list[tuple[str, str, dict[str, Any], str, str]] = [
+    ("types_of_optimizer_state", "--exp-avg-dtype bf16", {}, "--exp-avg-dtype", "needs --use-precision-aware-optimizer"),
+    ("types_of_optimizer_state", "--main-grads-dtype bf16", {}, "--main-grads-dtype", "needs --use-precision-aware-optimizer"),
+    ("types_of_optimizer_state", "--use-precision-aware-optimizer", {}, "--use-precision-aware-optimizer", "needs --use-distributed-optimizer"),
+    ("types_of_optimizer_state", f"{PRECISE} --optimizer sgd", {}, "--use-precision-aware-optimizer", "needs --optimizer adam"),
+    ("types_of_optimizer_state", f"{PRECISE} --lora-rank 4", {}, "--use-precision-aware-optimizer", "does not go with --lora-rank"),
+    ("types_of_optimizer_state", f"{PRECISE} --exp-avg-sq-dtype fp8", {}, "--exp-avg-sq-dtype", "legal values are: fp32, bf16"),
+    ("types_of_optimizer_state", f"{PRECISE} --main-params-dtype fp16", {}, "--main-params-dtype", "needs Transformer Engine"),
+    ("types_of_optimizer_state", PRECISE, dict(apex=True), "--use-precision-aware-optimizer", "takes Apex's"),
+    ("main_gradients_have_one_type", f"{PRECISE} --main-grads-dtype bf16", {}, "--main-grads-dtype", "needs --bf16"),
+    ("main_gradients_have_one_type", f"{PRECISE} --bf16 --main-grads-dtype bf16 --grad-reduce-in-fp32", {}, "--main-grads-dtype", "contradicts --grad"),
+    ("main_gradients_have_one_type", f"{PRECISE} --bf16 --main-grads-dtype fp32 --no-grad-reduce-in-fp32", {}, "--main-grads-dtype", "contradicts --no-"),
+    ("offloading_is_possible", "--optimizer-offload-fraction 0.5", {}, "--optimizer-offload-fraction", "no effect without"),
+    ("offloading_is_possible", "--no-pin-cpu-grads", {}, "--pin-cpu-grads", "no effect without"),
+    ("offloading_is_possible", "--bf16 --optimizer-cpu-offload", {}, "--optimizer-cpu-offload", "needs --use-precision-aware-optimizer"),
+    ("offloading_is_possible", f"{PRECISE} --optimizer-cpu-offload", {}, "--optimizer-cpu-offload", "needs --bf16"),
+    ("offloading_is_possible", f"{OFFLOADED} --no-decoupled-weight-decay", {}, "--decoupled-weight-decay", "must be on"),
+    ("offloading_is_possible", f"{OFFLOADED} --exp-avg-dtype bf16", {}, "--exp-avg-dtype", "keeps all of this in fp32"),
+    ("offloading_is_possible", f"{OFFLOADED} --optimizer-offload-fraction 0", {}, "--optimizer-offload-fraction", "must be above 0"),
+    ("offloading_is_possible", f"{OFFLOADED} --optimizer-offload-fraction 0.5", GPU, "--optimizer-offload-fraction", "only legal value is 1.0"),
+]  # fmt: skip
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, **has: bool) -> None:
+    machine = Machine(**{"cuda": False, "transformer_engine": False, "gradient_fusion": False, **has})
+    monkeypatch.setattr(Machine, "here", lambda: machine)
+
+
+@pytest.mark.parametrize(("rule", "flags", "machine", "flag", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
+def test_wrong_combinations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, flags: str, machine: dict[str, bool], flag: str, said: str
+) -> None:
+    on_machine(monkeypatch, **machine)
+    with pytest.raises(ConfigError) as caught:
+        parse_args(complete(tmp_path, *flags.split()), 1)
+    assert [p for p in caught.value.problems if p.flag == flag and said in str(p)], str(caught.value)
+
+
+def test_every_rule_is_broken_somewhere() -> None:
+    assert {rule.__name__ for rule in OPTIMIZER_RULES} == {case[0] for case in CASES}
+
+
+def test_what_transformer_engine_can_do_passes_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second mistake is on the line, so that megatron-core is not asked."""
+    on_machine(monkeypatch, cuda=True, transformer_engine=True)
+    types = "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"
+    for flags in (f"--bf16 {PRECISE} {types}", f"{OFFLOADED} --optimizer-offload-fraction 0.5"):
+        with pytest.raises(ConfigError) as caught:
+            parse_args(complete(tmp_path, *flags.split(), "--gamma", "2"), 1)
+        assert [p.flag for p in caught.value.problems] == ["--gamma"]
+
+
+def test_types_reach_megatron_core(tmp_path: Path) -> None:
+    flags = f"--bf16 {PRECISE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16 --adam-beta2 0.98"
+    run = parse_args(complete(tmp_path, *flags.split()), 1)
+    optimizer, bf16 = run.megatron.optimizer, torch.bfloat16
+    assert (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype, optimizer.main_grads_dtype) == (bf16, bf16, bf16)
+    assert optimizer.main_params_dtype == torch.float32
+    assert optimizer.use_precision_aware_optimizer and optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    assert run.megatron.ddp.grad_reduce_in_fp32 is False and not run.warnings
+    kept = parse_args(complete(tmp_path, *f"--bf16 {PRECISE}".split()), 1).megatron
+    assert kept.optimizer.main_grads_dtype == torch.float32 and kept.ddp.grad_reduce_in_fp32 is True
+
+
+def test_warnings(tmp_path: Path) -> None:
+    said = "\n".join(map(str, parse_args(complete(tmp_path, *f"--bf16 {PRECISE} --exp-avg-sq-dtype bf16".split()), 1).warnings))
+    assert "does not shrink" in said
+    offloaded = parse_args(complete(tmp_path, *OFFLOADED.split()), 1)
+    assert "saves nothing without a GPU" in "\n".join(map(str, offloaded.warnings))
+    assert offloaded.megatron.optimizer.optimizer_offload_fraction == 1.0
