@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 
 from arguments.groups import LoraConfig
-from arguments.groups.lora import MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING
-from arguments.hf_model import read_hf_model
+from arguments.groups.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING
+from arguments.hf_model import HfModel, read_hf_model
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.peft_adapter import read_adapter_config
 from arguments.validate import Rule, Settings, problem
@@ -50,8 +50,6 @@ def adapters_are_supported(s: Settings) -> list[Problem]:
         found += problem("debug_rollout_only", None, "does not go with --lora-rank: save the merged model (--save-hf) and sample from that")
     if resolve_transformer_impl(s.model, s.machine) == "transformer_engine":
         found += problem("lora_rank", rank, "is not supported with Transformer Engine layers yet; use --transformer-impl local")
-    if s.core.get("multi_latent_attention"):
-        found += problem("lora_rank", rank, "does not go with multi-latent attention yet, which has other linear layers; leave it out")
     for name in ("decoupled_lr", "decoupled_min_lr"):
         if s.core.get(name) is not None:
             found += problem(
@@ -69,7 +67,7 @@ def targets_are_there(s: Settings) -> list[Problem]:
         model = read_hf_model(folder)
     except ConfigError:  # told where the model is read
         return []
-    strange = MLP if model.architecture == "MixtralForCausalLM" else MIXTRAL_MLP
+    strange = _modules_of_others(model)
     found = []
     for name in names:
         if name in strange:
@@ -83,6 +81,14 @@ def targets_are_there(s: Settings) -> list[Problem]:
             )
             found += problem("lora_target_modules", name, message + "leave it out, or --rollout-engine local")
     return found
+
+
+def _modules_of_others(model: HfModel) -> tuple[str, ...]:
+    """Names in `TARGETS` that modules of other architectures have."""
+    if not model.transformer.get("multi_latent_attention"):
+        return (*LATENT_ATTENTION, *(MLP if model.architecture == "MixtralForCausalLM" else MIXTRAL_MLP))
+    queries = ("q_proj",) if model.transformer["q_lora_rank"] else ("q_a_proj", "q_b_proj")
+    return (*queries, "k_proj", "v_proj", *MIXTRAL_MLP)
 
 
 def adapter_to_start_from(s: Settings) -> list[Problem]:

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from slime_like.config import NON_NEGATIVE, POSITIVE, arg
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT_ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # DeepSeek-V3's, or q_proj with the last two; and o_proj
 MLP = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_MLP = ("w1", "w3", "w2")  # the same three, as Mixtral names those of its experts
 UNEMBEDDING = ("lm_head",)
 TARGETS = {
-    "all-linear": (*ATTENTION, *MLP, *MIXTRAL_MLP),
-    "attn": ATTENTION,
+    "all-linear": (*ATTENTION, *LATENT_ATTENTION, *MLP, *MIXTRAL_MLP),
+    "attn": (*ATTENTION, *LATENT_ATTENTION),
     "mlp": (*MLP, *MIXTRAL_MLP),
     "unembed": UNEMBEDDING,
-} | {name: (name,) for name in (*ATTENTION, *MLP, *MIXTRAL_MLP, *UNEMBEDDING)}
+} | {name: (name,) for name in (*ATTENTION, *LATENT_ATTENTION, *MLP, *MIXTRAL_MLP, *UNEMBEDDING)}
 
 
 @dataclass(frozen=True, slots=True)

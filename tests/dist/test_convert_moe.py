@@ -64,15 +64,15 @@ LAYOUTS = [(1, 1, 1, 4, 1), (2, 1, 1, 2, 2), (2, 2, 1, 1, 2), (1, 2, 2, 2, 1)]
 MORE_LAYOUTS = [(1, 1, 1, 1, 1), (1, 1, 1, 2, 1), (2, 1, 1, 2, 1), (1, 2, 1, 2, 1)]
 
 
-def make_models(folder: Path, names: list[str]) -> dict[str, str]:
-    """Tiny models as transformers saves them, with what they answer to some tokens."""
+def make_models(folder: Path, names: list[str], **changes: Any) -> dict[str, str]:
+    """Tiny models as transformers saves them, with what they answer to some tokens. changes: to their sizes."""
     import transformers
 
     made = {}
     for number, name in enumerate(names):
         family, settings = MODELS[name]
         torch.manual_seed(number)
-        config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings}, attn_implementation="eager")
+        config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings, **changes}, attn_implementation="eager")
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
@@ -83,7 +83,7 @@ def make_models(folder: Path, names: list[str]) -> dict[str, str]:
             for buffer_name, buffer in model.named_buffers():
                 if buffer_name.endswith("e_score_correction_bias"):
                     buffer.copy_(0.2 * torch.randn_like(buffer))
-            tokens = torch.randint(0, SIZES["vocab_size"], (24,))
+            tokens = torch.randint(0, config.vocab_size, (24,))
             logits = model(tokens[None]).logits[0]
         model.save_pretrained(folder / name)
         torch.save({"tokens": tokens, "logits": logits}, folder / name / "expected.pt")

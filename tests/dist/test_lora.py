@@ -14,6 +14,7 @@ from scripts.parity.ranks import run_ranks
 from scripts.parity.steps import largest, random_samples, relative, share
 from scripts.parity_table import make_model, make_rollouts
 from tests.dist import lora_worker as worker
+from tests.dist.test_convert_moe import make_models
 
 CLIP = 0.2
 ADAM = dict(lr=3e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1)
@@ -35,6 +36,11 @@ EXPERT_LAYOUTS = {
     "EP2": "--expert-model-parallel-size 2 --use-distributed-optimizer",
     "ETP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel",
     "experts PP2": "--pipeline-model-parallel-size 2",
+}
+LATENT_LAYOUTS = {
+    "latent TP2 SP EP2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    "latent CP2": "--context-parallel-size 2",
+    "latent PP2": "--pipeline-model-parallel-size 2",
 }
 FAST = ("TP2 SP recompute", "PP2 VP2", "DP2 distributed optimizer")
 
@@ -161,6 +167,23 @@ def test_experts_and_the_output_layer(alone: Any, files: dict[str, str], tmp_pat
     assert "lm_head.lora_A" in one["factors"] and "model.layers.3.mlp.experts.2.down_proj.lora_B" in one["factors"]
     assert min(float(g.norm()) for name, g in one["gradients"].items() if "lm_head" in name) > 0
     layouts = {name: f"{EVERYTHING} {flags}" for name, flags in EXPERT_LAYOUTS.items()}
+    run_ranks("tests.dist.lora_worker:layouts", 2, tmp_path, {**files, "layouts": layouts}, timeout_s=240)
+    for name in layouts:
+        for rank in range(2):
+            compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
+
+
+@pytest.mark.slow
+def test_latent_attention(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+    """Every linear layer of DeepSeek-V3's attention, with compressed queries."""
+    make_models(tmp_path, ["deepseek-v3"], vocab_size=61)
+    make_rollouts(str(tmp_path / "deepseek-v3" / "rollout_{rollout_id}"))
+    files = {**files, "model": str(tmp_path / "deepseek-v3")}
+    one = worker.train(files["model"], alone, EVERYTHING)
+    targeted = {name.split(".")[-2] for name in one["factors"] if ".self_attn." in name}
+    assert targeted == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    assert min(float(g.norm()) for name, g in one["gradients"].items() if ".self_attn." in name) > 0
+    layouts = {name: f"{EVERYTHING} {flags}" for name, flags in LATENT_LAYOUTS.items()}
     run_ranks("tests.dist.lora_worker:layouts", 2, tmp_path, {**files, "layouts": layouts}, timeout_s=240)
     for name in layouts:
         for rank in range(2):

@@ -10,6 +10,7 @@ import pytest
 
 from arguments.hf_model import read_hf_model
 from arguments.hf_moe import layer_pattern, moe_layers
+from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
 from slime_like.config import ConfigError
@@ -261,8 +262,18 @@ def test_what_is_right_passes(tmp_path: Path, flags: str, world_size: int) -> No
         assert config.moe_router_load_balancing_type == ["aux_loss", "seq_aux_loss"] and config.moe_aux_loss_coeff == [0.1, 0.2]
 
 
-def test_what_does_not_go_with_latent_attention(tmp_path: Path) -> None:
-    argv = complete(tmp_path, *["--lora-rank", "4", "--context-parallel-size", "2", "--tensor-model-parallel-size", "2"])
+def test_modules_of_latent_attention(tmp_path: Path) -> None:
+    """An adapter is of modules that the model has: no keys and values apart, and queries in one piece or in two."""
+    words = "--lora-rank 4 --lora-target-modules k_proj q_proj q_a_proj kv_a_proj_with_mqa o_proj w1"
+    for rank, strange in ((DEEPSEEK_V3["q_lora_rank"], {"k_proj", "q_proj", "w1"}), (None, {"k_proj", "q_a_proj", "w1"})):
+        argv = complete(tmp_path, *words.split())
+        (tmp_path / "hf" / "config.json").write_text(json.dumps({**DEEPSEEK_V3, "num_hidden_layers": 4, "q_lora_rank": rank}))
+        assert {p.value for p in problems_of(argv) if "is no module of" in p.message} == strange
+
+
+def test_context_parallel_latent_attention_is_of_local_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "here", lambda: Machine(cuda=True, transformer_engine=True, gradient_fusion=False))
+    argv = complete(tmp_path, *["--context-parallel-size", "2"])
     (tmp_path / "hf" / "config.json").write_text(json.dumps({**DEEPSEEK_V3, "num_hidden_layers": 4}))
-    said = {p.flag for p in problems_of(argv, 4) if "latent attention" in p.message}
-    assert said == {"--lora-rank"}
+    assert "--transformer-impl local" in "".join(p.message for p in problems_of(argv, 2) if p.flag == "--context-parallel-size")
+    assert not [p for p in problems_of([*argv, "--transformer-impl", "local", "--gamma", "2"], 2) if p.flag != "--gamma"]

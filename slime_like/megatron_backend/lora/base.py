@@ -23,6 +23,9 @@ from slime_like.megatron_backend.lora.plan import HEAD
 from slime_like.megatron_backend.network import Network
 from slime_like.megatron_backend.policy_model import Slot
 
+LATENT = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+LINEAR = ("linear_qkv", *LATENT, "linear_proj", "linear_fc1", "linear_fc2")
+
 
 class LoraBase(Network):
     """A frozen network on which adapters can be made active, one at a time."""
@@ -73,14 +76,15 @@ def _slots(chunk: Any, *, has_head: bool) -> dict[str, Slot]:
         name = None if weight is None else names[id(weight)]
         if name is not None and _is_linear(name):
             slots[name] = Slot()
-            module.register_forward_hook(_Hook(slots[name]))
+            # before others, which see the layer with its adapter: megatron_patches/mla_tp_grads.py has one
+            module.register_forward_hook(_Hook(slots[name]), prepend=True)
     if has_head:
         slots[HEAD] = unwrap(chunk).head_slot
     return slots
 
 
 def _is_linear(name: str) -> bool:
-    return name.rpartition(".")[0].rpartition(".")[2] in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    return name.rpartition(".")[0].rpartition(".")[2] in LINEAR
 
 
 class _Hook:

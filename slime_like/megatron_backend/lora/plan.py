@@ -11,7 +11,7 @@ from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 
 from slime_like.convert.families import LM_HEAD, OUTPUT_LAYER, expert_number
-from slime_like.convert.mappings import QKV, GatedMLP, Mapping, RowParallel, Sizes, VocabParallel
+from slime_like.convert.mappings import QKV, ColumnParallel, GatedMLP, Mapping, RowParallel, Sizes, VocabParallel
 from slime_like.megatron_backend.lora.spec import LoraSpec
 
 HEAD = OUTPUT_LAYER
@@ -60,7 +60,9 @@ def targets_of(spec: LoraSpec, family: MappingOf[str, Mapping], sizes: Sizes, *,
 
 
 def _target(spec: LoraSpec, name: str, mapping: Mapping, sizes: Sizes) -> Target | None:
-    is_linear = isinstance(mapping, GatedMLP | RowParallel) or (isinstance(mapping, QKV) and not mapping.bias) or name == HEAD
+    is_linear = (
+        isinstance(mapping, GatedMLP | RowParallel | ColumnParallel) or (isinstance(mapping, QKV) and not mapping.bias) or name == HEAD
+    )
     if not is_linear:
         return None
     shapes = {weight.removesuffix(".weight"): shape for weight, shape in mapping.hf_shapes(sizes).items()}
