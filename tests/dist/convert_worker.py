@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,7 @@ megatron_patches.apply()
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 from scripts.parity.steps import parallel  # noqa: E402
+from slime_like.convert import families  # noqa: E402
 from slime_like.convert.export import export_hf_weights  # noqa: E402
 from slime_like.convert.load import load_hf_weights  # noqa: E402
 from slime_like.convert.save import save_hf  # noqa: E402
@@ -106,7 +110,33 @@ def check_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict
                 assert all(torch.equal(tensor, stored[name]) for name, tensor in exported), case
                 own = {parameter.data_ptr() for chunk in chunks for parameter in chunk.parameters()}
                 assert not own & {tensor.data_ptr() for _, tensor in exported}, f"{case}: exported tensors must not alias parameters"
+                if Path(folder).name == arguments.get("grouped"):
+                    check_names_of_transformer_engine(chunks, folder, exported, hf=hf, gpt=gpt, layout=layout)
     return worst
+
+
+def check_names_of_transformer_engine(chunks: list[Any], folder: str, expected: list[tuple[str, Tensor]], **model: Any) -> None:
+    """Loading and exporting when parameters have the names of grouped experts, a numbered one for each of the rank's, and of fused norms."""
+    renamed = 0
+
+    def named_weights(chunk: Any) -> Iterator[tuple[str, Tensor]]:
+        nonlocal renamed
+        for name, weight in families_named_weights(chunk):
+            other = re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", name)
+            other = re.sub(r"\.input_layernorm\.weight$", ".self_attention.linear_qkv.layer_norm_weight", other)
+            renamed += other != name
+            yield other, weight
+
+    families_named_weights = families.named_weights
+    with mock.patch.object(families, "named_weights", named_weights):
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.data.zero_()
+        load_hf_weights(chunks, folder, **model)
+        found = list(export_hf_weights(chunks, **model))
+    assert renamed > 0
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(found, expected))
 
 
 def check_half_precision(rank: int, world_size: int, arguments: dict[str, Any]) -> list[str]:

@@ -98,7 +98,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)], ids=["some", "more"])
 def test_logits_and_round_trips_under_every_layout(folders: dict[str, str], tmp_path: Path, layouts: list[tuple[int, ...]]) -> None:
-    arguments = {"layouts": layouts, "folders": list(folders.values())}
+    arguments = {"layouts": layouts, "folders": list(folders.values()), "grouped": "qwen3-moe"}
     worst: dict[str, float] = {}
     for result in run_ranks("tests.dist.convert_worker:check_layouts", 4, tmp_path, arguments, timeout_s=240):
         worst.update(result)

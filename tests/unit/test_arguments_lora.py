@@ -30,7 +30,7 @@ def test_defaults_and_groups(tmp_path: Path) -> None:
     assert run.lora.lora_alpha == 32 and lora_spec(run.lora, 1).scale == 4
     assert {"q_proj", "o_proj", "gate_proj", "down_proj"} < lora_spec(run.lora, 1).targets
     assert lora_spec(parse(tmp_path, "--lora-rank 8 --target-modules attn up_proj").lora, 1).targets == {
-        "q_proj", "k_proj", "v_proj", "o_proj", "up_proj"
+        "q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "up_proj"
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from arguments.validate_distillation import DISTILLATION_RULES
 from arguments.validate_lora import LORA_RULES
 from arguments.validate_losses import LOSS_RULES
 from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
+from arguments.validate_optimizer import OPTIMIZER_RULES, OPTIMIZER_WARNINGS
 from arguments.validate_run import RULES, WARNINGS
 from arguments.validate_scheduling import SCHEDULING_RULES
 from arguments.validate_sglang import SGLANG_RULES
@@ -172,6 +173,7 @@ ELSEWHERE = {
         DISTILLATION_RULES,
         LOSS_RULES,
         MOE_RULES,
+        OPTIMIZER_RULES,
         SCHEDULING_RULES,
         SGLANG_RULES,
     )
@@ -221,7 +223,7 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
     words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
     warnings = parse_args(complete(tmp_path, *words), 1).warnings
     assert len(warnings) == 1 and said in warnings[0]
-    assert len(set(WARNINGS) - set(MOE_WARNINGS)) == 12, "a new warning has a case here"
+    assert len(set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS}) == 12, "a new warning has a case here"
 
 
 @pytest.mark.parametrize(

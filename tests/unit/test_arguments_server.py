@@ -9,6 +9,7 @@ import pytest
 from arguments.parse import SERVER, parse_args
 from arguments.validate_moe import MOE_RULES
 from arguments.validate_network import NETWORK_RULES
+from arguments.validate_optimizer import OPTIMIZER_RULES
 from arguments.validate_parallel import PARALLEL_RULES
 from arguments.validate_server import SERVER_RULES, is_loopback
 from slime_like.config import ConfigError
@@ -22,6 +23,12 @@ CASES = [
     ("nothing_of_the_trainer", "--clip-grad 1", "--clip-grad", "with every optimizer step"),
     ("gradients_wait_for_the_step", "--overlap-grad-reduce", "--overlap-grad-reduce", "at the optimizer step"),
     ("optimizer_is_adam", "--optimizer sgd", "--optimizer", "AdamW alone"),
+    (
+        "optimizer_state_is_swapped",
+        "--use-distributed-optimizer --use-precision-aware-optimizer",
+        "--use-precision-aware-optimizer",
+        "does not go with the server",
+    ),
     ("address_needs_a_key", "--host 0.0.0.0", "--host", "--api-key-file is needed"),
     ("address_needs_a_key", "--host somewhere.else", "--host", "--api-key-file is needed"),
     ("keys_are_usable", "--api-key-file {folder}/none", "--api-key-file", "cannot be read"),
@@ -51,7 +58,7 @@ def test_a_broken_rule(folder: Path, rule: str, flags: str, flag: str, said: str
 
 
 def test_every_rule_is_broken_somewhere() -> None:
-    own = {rule.__name__ for rule in SERVER_RULES if rule not in (*PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES)}
+    own = {rule.__name__ for rule in SERVER_RULES if rule not in (*PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *OPTIMIZER_RULES)}
     assert own - {"libraries_are_there"} == {case[0] for case in CASES}
 
 
