@@ -24,12 +24,12 @@ EXPERT_LAYOUTS = {
     "EP4 distributed optimizer": ("--expert-model-parallel-size 4 --use-distributed-optimizer", 4),
 }
 CRITIC_LAYOUTS = {name: LAYOUTS[name] for name in ("one process", "DP2 distributed optimizer", "TP2", "PP2", "CP2")}
-_BF16 = "--bf16 --use-distributed-optimizer"
+_BF16 = "--bf16 --use-distributed-optimizer --adam-beta2 0.98"
 _PRECISE = f"{_BF16} --use-precision-aware-optimizer"
 # of the optimizer's state: what a checkpoint holds is the same
 MEMORY = {
     "fp32 state": (_BF16, 2),
-    "bf16 state": (f"{_PRECISE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16 --adam-beta2 0.98", 2),
+    "bf16 state": (f"{_PRECISE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16", 2),
     "state on the CPU": (f"{_PRECISE} --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d", 2),
 }
 KINDS = {"dense": LAYOUTS, "experts": EXPERT_LAYOUTS, "critic": CRITIC_LAYOUTS, "memory": MEMORY}
