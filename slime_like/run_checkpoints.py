@@ -39,7 +39,7 @@ class RunCheckpoints:
         self.saver: CheckpointSaver | None = None
         if self.config.save is not None:
             policy = SavePolicy(self.config.save_retain_last, self.config.save_retain_interval, self.config.async_save)
-            self.saver = CheckpointSaver(self.config.save, policy)
+            self.saver = CheckpointSaver(self.config.save, policy, tell)
             for note in self.saver.notes:
                 tell(f"--save {self.config.save}: {note}, left by a save that was cut short")
 
@@ -149,7 +149,21 @@ class RunCheckpoints:
             self.tell(f"warning: {error}; going on without it (--on-save-failure continue)")
             return
         if report is not None:
+            assert self.saver is not None
+            self.tell(words_of(report, self.saver.root))
             for note in report.notes:
                 self.tell(f"warning: {note}")
             self._metrics["perf/save_gb"] = report.bytes / 1e9
             self._metrics["perf/save_gb_per_s"] = report.bytes / 1e9 / report.seconds
+            self._metrics["perf/save_free_gb"] = report.free_bytes / 1e9
+
+
+def words_of(report: SaveReport, root: Path) -> str:
+    """What a save has cost, and what it has replaced."""
+    name = checkpoint_folder(root, report.step).name
+    removed = ", ".join(checkpoint_folder(root, step).name for step in report.removed)
+    return (
+        f"{name} saved: {report.bytes / 1e9:.3f} GB in {report.seconds:.2f} s, of which training stood still for {report.blocked_s:.2f} s; "
+        + (f"removed {removed}; " if removed else "")
+        + f"{report.free_bytes / 1e9:.3f} GB free"
+    )

@@ -6,60 +6,116 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import shutil
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from time import sleep
 from typing import Any
+
+
+class Payload:
+    """Makes the folder `mark` when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def write_payload(path: Path, mark: Path) -> None:
+    """Make `path` a pickle, torch's where the name is one of torch's files, that makes the folder `mark` when it is loaded."""
+    if path.suffix in (".pt", ".distcp", ".bin"):
+        import torch
+
+        torch.save(Payload(mark), path)
+    else:
+        path.write_bytes(pickle.dumps(Payload(mark)))
+
 
 CALLS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
-def before_each_call(action: Callable[[], None]) -> None:
-    """Run `action` before every write, sync, rename, removal and new folder of a checkpoint."""
+EVERY = 256  # of the thousands of writes of a save, where a test cannot be at each
+
+
+def before_each_call(action: Callable[[str], None]) -> None:
+    """Run `action` before every write, sync, rename, removal and new folder of a checkpoint, with the name of the call. Writes are called
+    "open" (the first to a file), "write" (every 256th) and ""."""
     from slime_like.checkpoints import files
 
-    def guarded(real: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **keywords: Any) -> Any:
-            action()
+            action(name)
             return real(*args, **keywords)
 
         return call
 
+    write, lock, written = files.HashedFile.write, threading.Lock(), [0]
+
+    def guarded_write(self: Any, data: Any) -> int:
+        with lock:  # writers are threads
+            written[0] += 1
+            name = "open" if self.tell() == 0 else "write" if written[0] % EVERY == 0 else ""
+        action(name)
+        return write(self, data)
+
     for name in CALLS:
-        setattr(os, name, guarded(getattr(os, name)))
-    files.HashedFile.write = guarded(files.HashedFile.write)  # type: ignore[method-assign]
+        setattr(os, name, guarded(name, getattr(os, name)))
+    files.HashedFile.write = guarded_write  # type: ignore[method-assign]
 
 
-def in_save(number: int, action: Callable[[], None]) -> None:
-    """Arm `action` when the run begins to write its `number`th checkpoint."""
+def in_save(number: int, action: Callable[[str], None]) -> None:
+    """Arm `action` when the run begins to write its `number`th checkpoint, until that is published."""
     from slime_like.megatron_backend.checkpoint.save import CheckpointSaver
 
-    save, seen = CheckpointSaver.save, [0]
+    save, finish, seen = CheckpointSaver.save, CheckpointSaver.finish, [0]
 
     def counted(self: Any, *args: Any, **keywords: Any) -> Any:
         seen[0] += 1
         armed[0] = seen[0] == number
         return save(self, *args, **keywords)
 
+    def finished(self: Any) -> Any:
+        report = finish(self)
+        armed[0] = armed[0] and report is None
+        return report
+
     armed = [False]
     CheckpointSaver.save = counted  # type: ignore[method-assign]
-    before_each_call(lambda: action() if armed[0] else None)
+    CheckpointSaver.finish = finished  # type: ignore[method-assign]
+    before_each_call(lambda name: action(name) if armed[0] else None)
 
 
-def kill_in_second_save(rank: int, point: str) -> None:
+def kill_in_second_save(rank: int, call: str, point: str) -> None:
     left = [int(point)]
     lock = threading.Lock()
 
-    def count() -> None:
+    def count(name: str) -> None:
         with lock:  # writers are threads
-            left[0] -= 1
+            left[0] -= name == call
             if left[0] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     if rank == 0:
         in_save(2, count)
+
+
+def look_in_second_save(rank: int, root: str, report: str) -> None:
+    """Before each call: what would a process find that started now, had this one been killed? SIGKILL leaves what was written before it. A line of
+    `report` for each call: its name, the complete steps, the tracker's."""
+    from slime_like.checkpoints.folders import complete_steps, newest_step
+
+    def look(name: str) -> None:
+        line = f"{name or 'write'} {complete_steps(root)} {newest_step(root)}\n"
+        os.write(lines, line.encode())
+
+    if rank == 0:
+        lines = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        in_save(2, look)
 
 
 def kill_after(rank: int, seconds: str) -> None:
@@ -97,7 +153,7 @@ def disk_full_in_save(rank: int, number: str, on_rank: str) -> None:
     writes = [0]
     from slime_like.checkpoints import files
 
-    def fail() -> None:
+    def fail(name: str) -> None:
         writes[0] += 1
         if writes[0] > (3 if rank == 0 else 0):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -108,7 +164,7 @@ def disk_full_in_save(rank: int, number: str, on_rank: str) -> None:
     in_save(int(number), fail)
     for name, call in kept.items():
         setattr(os, name, call)
-    assert files.HashedFile.write.__name__ == "call"
+    assert files.HashedFile.write.__name__ == "guarded_write"
 
 
 def little_disk(rank: int, free: str) -> None:

@@ -4,13 +4,14 @@ complete checkpoint loads, or the run ends with one named error; nothing hangs, 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from slime_like.checkpoints.files import hash_file
 from slime_like.checkpoints.folders import TRACKER, complete_steps
 from slime_like.checkpoints.manifest import MANIFEST, damaged_files, read_manifest, write_manifest
+from tests.e2e.faults import write_payload
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
 
@@ -70,18 +72,21 @@ def no_process_left(server: TrainServer) -> None:
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 
+# (call, how many of it a save has at least, points that every test run takes), see faults.before_each_call
+CALLS = (
+    ("mkdir", 3, (2,)), ("open", 6, (0, 4)), ("write", 6, (3,)), ("fsync", 10, (5, 11)), ("rename", 1, (0,)), ("replace", 1, (0,)),
+)  # fmt: skip
+SOME = [(ranks, mode, call, points, 0) for ranks, mode in ((1, ""), (1, "async_save")) for call, _, points in CALLS]
+EVERY = [(ranks, mode, call, range(99), least) for ranks, mode in ((1, ""), (2, ""), (1, "async_save")) for call, least, _ in CALLS]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "mode", "points"),
-    [
-        (1, "", (0, 3, 9, 14, 19, 23, 26, 28)),
-        (1, "async_save", (0, 4, 12, 21, 27)),
-        pytest.param(1, "", tuple(range(60)), marks=pytest.mark.slow),
-        pytest.param(2, "", tuple(range(0, 40)), marks=pytest.mark.slow),
-        pytest.param(1, "async_save", tuple(range(60)), marks=pytest.mark.slow),
-    ],
+    ("ranks", "mode", "call", "points", "least"),
+    [*(case for case in SOME), *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY)],
+    ids=lambda value: value if isinstance(value, str) else "all" if isinstance(value, range) else None,
 )
 def test_killed_at_a_write_sync_or_rename(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int, mode: str, points: tuple[int, ...]
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int, mode: str, call: str, points: Sequence[int], least: int
 ) -> None:
     """SIGKILL before the n-th such call of rank 0 in the second save of a run that saves after 2 rollouts and after 4. The folder is then
     taken up by the same command line."""
@@ -89,12 +94,11 @@ def test_killed_at_a_write_sync_or_rename(
         out, root = tmp_path / f"run-{point}", tmp_path / f"checkpoints-{point}"
         more = {mode: ""} if mode else {}
         argv = flags(work, out, save=root, load=root, save_interval=2, **more)
-        hook = f"{FAULTS}:kill_in_second_save {point}"
-        done = server.train(argv, out / "log", ranks=ranks, hook=hook, timeout_s=90)
+        done = server.train(argv, out / "log", ranks=ranks, hook=f"{FAULTS}:kill_in_second_save {call} {point}", timeout_s=90)
         no_process_left(server)
         if done.status == 0:
-            assert point > 20, "the last point lies behind the save"
-            break
+            assert least and point >= least, "the save has fewer such calls"
+            return
         assert done.status in (-signal.SIGKILL, 1), done.err
         steps = complete_steps(root)
         assert steps in ([2], [2, 4])
@@ -102,21 +106,35 @@ def test_killed_at_a_write_sync_or_rename(
             folder = root / f"iter_{step:07d}"
             records = read_manifest(folder)
             assert damaged_files(folder, records, records, threads=2) == []
-        if point % 8 == 0 or not marked_slow(points):
+        if point % 4 == 0 or not least:
             resumes(server, work, whole, out, root, least=steps[-1], ranks=ranks, **more)
-    no_process_left(server)
+        shutil.rmtree(root)
+    assert not least, "the save has more such calls"
 
 
-def marked_slow(points: tuple[int, ...]) -> bool:
-    return len(points) > 10
+@pytest.mark.parametrize("mode", ["", "async_save"])
+def test_at_each_of_its_writes_a_save_could_be_killed(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, mode: str) -> None:
+    """What a kill at each call would leave, thousands of writes included: the checkpoint before, then both, and a tracker that names one."""
+    root, report = tmp_path / "checkpoints", tmp_path / "report"
+    argv = flags(work, tmp_path, save=root, save_interval=2, **({mode: ""} if mode else {}))
+    server.train(argv, tmp_path / "log", hook=f"{FAULTS}:look_in_second_save {root} {report}").ok()
+    lines = [line.split(" ", 1) for line in report.read_text().splitlines()]
+    calls = [call for call, _ in lines]
+    assert calls.count("write") > 1000 and calls.count("fsync") > 10 and calls.count("rename") == calls.count("replace") == 1
+    before, between, after = "[2] (2, None)", "[2, 4] (2, None)", "[2, 4] (4, None)"
+    renamed, replaced = calls.index("rename"), calls.index("replace")
+    assert {found for _, found in lines[: renamed + 1]} == {before}
+    assert {found for _, found in lines[renamed + 1 : replaced + 1]} == {between}
+    assert {found for _, found in lines[replaced + 1 :]} == {after}
 
 
 @pytest.mark.slow
-def test_killed_at_20_random_instants(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_at_10_random_instants(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, seed: int) -> None:
     """A run that does little but save, both ways; the same command line until it ends."""
-    rng = random.Random(5)
+    rng = random.Random(seed)
     root = tmp_path / "checkpoints"
-    for index in range(20):
+    for index in range(10):
         out = tmp_path / f"run-{index}"
         argv = flags(work, out, save=root, load=root, save_interval=1, num_rollout=200, **({"async_save": ""} if index % 2 else {}))
         before = complete_steps(root)[-1:] if root.exists() else []
@@ -279,14 +297,6 @@ def test_bits_that_change_after_they_were_read_stop_the_run(server: TrainServer,
 # --- payloads --------------------------------------------------------------------------------------------------------
 
 
-class Payload:
-    def __init__(self, mark: str) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.mark,)
-
-
 def test_a_payload_in_any_file_is_refused_and_runs_nothing(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
     """Each file in turn becomes a pickle, plain or torch's, and the manifest is made to agree: who can write one can write the other."""
     for index, name in enumerate(model_files(whole / "checkpoints" / "iter_0000004")):
@@ -294,10 +304,7 @@ def test_a_payload_in_any_file_is_refused_and_runs_nothing(server: TrainServer, 
         shutil.copytree(whole / "checkpoints", root)
         folder = root / "iter_0000004"
         records = read_manifest(folder)
-        if name.endswith((".pt", ".distcp")):
-            torch.save(Payload(str(mark)), folder / name)
-        else:
-            (folder / name).write_bytes(pickle.dumps(Payload(str(mark))))
+        write_payload(folder / name, mark)
         if name != MANIFEST:
             write_manifest(folder, {**records, name: hash_file(folder / name)})
         done = server.train(flags(work, out, num_rollout=5, load=root), out / "log", timeout_s=60)
@@ -306,7 +313,8 @@ def test_a_payload_in_any_file_is_refused_and_runs_nothing(server: TrainServer, 
         shutil.rmtree(root)
 
 
-def test_a_tensor_declared_an_object_runs_nothing(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("declared", ["object", "tensor"])
+def test_a_payload_where_tensors_lie_runs_nothing(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, declared: str) -> None:
     """torch unpickles what `.metadata` calls an object, so that a tensor's name is enough to be read so."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -316,17 +324,22 @@ def test_a_tensor_declared_an_object_runs_nothing(server: TrainServer, work: Wor
     root, mark = tmp_path / "checkpoints", tmp_path / "ran"
     shutil.copytree(whole / "checkpoints", root)
     folder = root / "iter_0000004"
-    torch.save(Payload(str(mark)), folder / "policy" / "evil.distcp")
+    write_payload(folder / "policy" / "evil.distcp", mark)
     metadata = read_metadata(folder / "policy" / ".metadata")
     size = (folder / "policy" / "evil.distcp").stat().st_size
-    for key in list(metadata.state_dict_metadata):
+    for index in list(metadata.storage_data):
+        metadata.storage_data[index] = _StorageInfo("evil.distcp", 0, size)
+    for key in list(metadata.state_dict_metadata) if declared == "object" else ():
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
         metadata.storage_data = {i: s for i, s in metadata.storage_data.items() if i.fqn != key}
         metadata.storage_data[MetadataIndex(key)] = _StorageInfo("evil.distcp", 0, size)
     (folder / "policy" / ".metadata").write_bytes(pickle.dumps(metadata))
     argv = flags(work, tmp_path, num_rollout=5, load=root, no_verify_checkpoint="")
-    assert "does not fit this model" in server.train(argv, tmp_path / "log", timeout_s=60).error()
+    words = "does not fit this model" if declared == "object" else "is damaged or does not fit this model"
+    assert words in server.train(argv, tmp_path / "log", timeout_s=60).error()
     assert not mark.exists()
+    torch.load(folder / "policy" / "evil.distcp", weights_only=False)
+    assert mark.exists(), "the payload is one"
 
 
 # --- retention, time -------------------------------------------------------------------------------------------------
@@ -335,14 +348,25 @@ def test_a_tensor_declared_an_object_runs_nothing(server: TrainServer, work: Wor
 def test_retention_and_what_a_save_costs(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, num_rollout=6, save=root, save_interval=1, save_retain_last=2, save_retain_interval=3, async_save="")
-    server.train(argv, tmp_path / "log").ok()
+    said = server.train(argv, tmp_path / "log").ok().out.splitlines()
     assert complete_steps(root) == [3, 5, 6]
     rows = rows_of(tmp_path)
+    announced = [re.fullmatch(r"saving .*/(iter_\d+): ([\d.]+) GB, the disk has ([\d.]+) GB free", line) for line in said]
+    assert [found[1] for found in announced if found] == [f"iter_{step:07d}" for step in range(1, 7)]
+    told = [
+        re.fullmatch(r"(iter_\d+) saved: ([\d.]+) GB in .* stood still for [\d.]+ s; (?:removed (.*); )?[\d.]+ GB free", line)
+        for line in said
+    ]
+    assert {found[1]: found[3] for found in told if found} == {
+        "iter_0000001": None, "iter_0000002": None, "iter_0000003": "iter_0000001", "iter_0000004": "iter_0000002", "iter_0000005": None,
+        "iter_0000006": "iter_0000004",
+    }  # fmt: skip
     size = sum(
         json.loads((root / "iter_0000006" / MANIFEST).read_text())["files"][n]["size"]
         for n in model_files(root / "iter_0000006")
         if n != MANIFEST
     )
     assert rows[-1]["perf/save_gb"] == pytest.approx(size / 1e9)
-    assert rows[-1]["perf/save_gb_per_s"] > 0
+    assert rows[-1]["perf/save_gb_per_s"] > 0 and rows[-1]["perf/save_free_gb"] > 0
+    assert {found[2] for found in told if found and found[1] == "iter_0000006"} == {f"{size / 1e9:.3f}"}
     assert all(row["perf/save_s"] > 0 for row in rows)

@@ -16,6 +16,10 @@ from safetensors.torch import load_file
 
 from scripts import inspect_checkpoint
 from scripts.make_demo import make_model, make_tokenizer
+from slime_like.checkpoints.files import hash_file
+from slime_like.checkpoints.folders import TRACKER
+from slime_like.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
+from tests.e2e.faults import write_payload
 from tests.e2e.programs import ENVIRONMENT, ROOT, Done, TrainServer, clean_environment
 
 TO_MEGATRON, TO_HF, INSPECT = "scripts.convert_hf_to_megatron", "scripts.convert_megatron_to_hf", "scripts.inspect_checkpoint"
@@ -190,6 +194,41 @@ def test_inspect_runs_nothing(converted: Path, tmp_path: Path) -> None:
     assert not mark.exists()
     pickle.loads(payload)
     assert mark.is_dir(), "the payload is one"
+
+
+def test_a_payload_in_any_file_runs_nothing(server: TrainServer, models: Path, converted: Path, tmp_path: Path) -> None:
+    """Of a checkpoint, with a manifest that agrees, and of a Hugging Face folder. What a conversion does not read it does not refuse."""
+    mark, out = tmp_path / "ran", tmp_path / "hf"
+    files = sorted(path.relative_to(converted) for path in converted.rglob("*") if path.is_file())
+    for number, name in enumerate(files):
+        root = tmp_path / f"ck-{number}"
+        shutil.copytree(converted, root)
+        folder = root / "iter_0000000"
+        records = read_manifest(folder)
+        write_payload(root / name, mark)
+        if name.parts[0] == folder.name and name.name != MANIFEST:
+            write_manifest(folder, {**records, str(Path(*name.parts[1:])): hash_file(root / name)})
+        words = ("--load", root, "--hf-checkpoint", models / "moe", "--output", out, "--no-progress")
+        done = server.run(TO_HF, words, tmp_path / f"log-{number}")
+        inspect_checkpoint.look(root, verify=True)
+        if name.name in ("common.pt", "metadata.json", TRACKER):
+            shutil.rmtree(out)  # converted
+        else:
+            refused(done, 1)
+        assert not mark.exists(), name
+    for number, name in enumerate(("config.json", "model.safetensors", "pytorch_model.bin")):
+        folder = tmp_path / f"model-{number}"
+        shutil.copytree(models / "llama", folder)
+        if name == "pytorch_model.bin":
+            (folder / "model.safetensors").unlink()
+        write_payload(folder / name, mark)
+        done = server.run(
+            TO_MEGATRON, ("--hf-checkpoint", folder, "--save", tmp_path / "new", "--no-progress"), tmp_path / f"log-hf-{number}"
+        )
+        assert done.status in (1, 2) and "Traceback" not in done.err, done.err
+        assert str(folder) in done.err and not mark.exists(), (name, done.err)
+    torch.load(folder / name, weights_only=False)
+    assert mark.exists(), "the payload is one"
 
 
 def test_a_critic_s_head_survives_both_directions(server: TrainServer, tmp_path: Path) -> None:

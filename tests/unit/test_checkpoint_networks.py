@@ -15,7 +15,13 @@ megatron_patches.apply()
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
 
 from slime_like.megatron_backend.checkpoint.fingerprint import bit_sums, differences, fingerprint  # noqa: E402
-from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, adapt_names, available_name, shape_problems  # noqa: E402
+from slime_like.megatron_backend.checkpoint.networks import (  # noqa: E402
+    SavedNetwork,
+    adapt_names,
+    available_name,
+    leave_out_extra_state,
+    shape_problems,
+)
 
 LAYERS = "decoder.layers."
 # what a layer is called in checkpoints of Transformer Engine's specification
@@ -23,6 +29,7 @@ DENSE = [
     LAYERS + name for name in ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight")
 ]
 MOE = [LAYERS + name for name in ("self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight", "mlp.router.weight")]
+LATENT = [LAYERS + "self_attention.linear_kv_up_proj.layer_norm_weight"]
 
 
 def tensor(key: str, *shape: int, **more: Any) -> ShardedTensor:
@@ -37,6 +44,9 @@ def tensor(key: str, *shape: int, **more: Any) -> ShardedTensor:
         (LAYERS + "pre_mlp_layernorm.weight", DENSE, DENSE[1]),
         (LAYERS + "input_layernorm.weight", DENSE, DENSE[0]),
         ("optimizer.state.exp_avg." + LAYERS + "pre_mlp_layernorm.weight", ["optimizer.state.exp_avg." + DENSE[1]], "optimizer.state.exp_avg." + DENSE[1]),
+        (LAYERS + "self_attention.kv_layernorm.weight", LATENT, LATENT[0]),
+        (LATENT[0], [LAYERS + "self_attention.kv_layernorm.weight"], LAYERS + "self_attention.kv_layernorm.weight"),
+        (LAYERS + "self_attention.q_layernorm.weight", DENSE, LAYERS + "self_attention.q_layernorm.weight"),
         (LAYERS + "mlp.linear_fc9.weight", DENSE, LAYERS + "mlp.linear_fc9.weight"),
         ("optimizer.state.param.a", ["a", "optimizer.state.fp32_param.a"], "optimizer.state.fp32_param.a"),  # plain optimizer, half precision
         ("optimizer.state.fp32_param.a", ["a", "optimizer.state.param.a"], "optimizer.state.param.a"),
@@ -50,13 +60,13 @@ def test_names_of_the_other_specification(wanted: str, available: list[str], fou
 
 def test_a_state_asks_for_what_is_there() -> None:
     extra = ShardedObject(LAYERS + "mlp.linear_fc1._extra_state", None, (1,), (0,))
-    kept = ShardedObject(LAYERS + "mlp.linear_fc2._extra_state", None, (1,), (0,))
+    kept = ShardedObject(LAYERS + "mlp.router.counts", None, (1,), (0,))
     wanted = {
         "model0": {"a": tensor(LAYERS + "mlp.linear_fc1.layer_norm_weight", 4), "b": extra, "c": kept},
         "optimizer": {"param_state": [{"d": tensor("optimizer.state.param." + LAYERS + "input_layernorm.weight", 4)}]},
     }
-    available = [*MOE, "optimizer.state.param." + MOE[0], kept.unique_key]
-    assert adapt_names(wanted, available) == [extra.key]
+    leave_out_extra_state(wanted["model0"])
+    adapt_names(wanted, [*MOE, "optimizer.state.param." + MOE[0], kept.unique_key])
     assert wanted["model0"]["a"].key == MOE[1]  # type: ignore[call-overload]
     assert list(wanted["model0"]) == ["a", "c"]
     assert wanted["optimizer"]["param_state"][0]["d"].key == "optimizer.state.param." + MOE[0]  # type: ignore[call-overload,index]

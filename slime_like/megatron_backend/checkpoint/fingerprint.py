@@ -11,28 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, plain_optimizers
+from slime_like.megatron_backend.checkpoint.networks import EXTRA_STATE, SavedNetwork, plain_optimizers
 
 COLUMNS = 4096
-KIND = "words"  # of sums; a fingerprint of another kind is not compared
+KIND = "names and words"  # of sums; a fingerprint of another kind is not compared
 THREADS = 4
 
 
 def fingerprint(network: SavedNetwork) -> dict[str, str]:
-    """By part ("weights"; of the optimizer "main_params", "exp_avg", "exp_avg_sq", "step"): the shapes' digest, a colon, the bits'."""
+    """By part ("weights"; of the optimizer "main_params", "exp_avg", "exp_avg_sq", "step"): the digest of the network's names and the part's
+    shapes, a colon, that of the bits."""
+    kind = hashlib.sha256(" ".join([KIND, *(name for name, _ in _weights(network))]).encode())
     shapes: dict[str, Any] = {}
     bits: dict[str, Any] = {}
     parts = list(_parts(network))
     with ThreadPoolExecutor(THREADS) as pool:  # torch computes without the interpreter's lock
         for (part, tensor), sums in zip(parts, pool.map(lambda item: bit_sums(item[1]), parts), strict=True):
-            shapes.setdefault(part, hashlib.sha256(KIND.encode())).update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+            shapes.setdefault(part, kind.copy()).update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
             bits.setdefault(part, hashlib.sha256()).update(sums)
     return {part: f"{shapes[part].hexdigest()[:8]}:{digest.hexdigest()[:24]}" for part, digest in bits.items()}
 
 
 def differences(saved: dict[str, str], found: dict[str, str]) -> list[str]:
     """Parts that hold other bits. A part of other shapes cannot be compared: an optimizer may cut its tensors in another way (distributed or
-    not, other buckets) in the same layout, and weights may have another precision."""
+    not, other buckets) in the same layout, weights may have another precision, and modules other names (Transformer Engine's layers)."""
     return sorted(p for p in saved.keys() & found.keys() if saved[p] != found[p] and saved[p].split(":")[0] == found[p].split(":")[0])
 
 
@@ -51,15 +53,20 @@ def bit_sums(tensor: Tensor) -> bytes:
 
 
 def _parts(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
-    for chunk in network.chunks:
-        for name, value in sorted(chunk.state_dict().items()):
-            if isinstance(value, Tensor) and not name.endswith("_extra_state"):
-                yield "weights", value
+    for _, value in _weights(network):
+        yield "weights", value
     for part in plain_optimizers(network.optimizer):
         for group in part.param_groups:
             for parameter in group["params"]:
                 yield "main_params", parameter
                 yield from _tensors(part.state.get(parameter, {}).items())
+
+
+def _weights(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of all chunks, by name."""
+    for chunk in network.chunks:
+        named = sorted((name, value) for name, value in chunk.state_dict().items() if not name.endswith(EXTRA_STATE))
+        yield from ((name, value) for name, value in named if isinstance(value, Tensor))
 
 
 def _tensors(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -19,15 +19,16 @@ from slime_like.megatron_backend.layout import ParallelLayout, in_own_layout
 
 # the format that can be loaded into another layout; megatron-core's default breaks without Transformer Engine
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-# A layer of megatron-core's local modules and one of Transformer Engine's call the norm before a mixture of experts differently. (Before a
-# dense layer, and before attention, megatron-core's local specification uses Transformer Engine's names in checkpoints itself.)
+# A layer of megatron-core's local modules and one of Transformer Engine's, which has norms as parameters of the linear layer behind them, call
+# these differently: the norm before a mixture of experts, and the norms of latent attention and before a dense layer beside it. (The others
+# have Transformer Engine's names in checkpoints of megatron-core's local specification too.)
 NAMES_OF_SPECS = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
-EXTRA_STATE = "_extra_state"
+EXTRA_STATE = "_extra_state"  # of fp8, which no flag asks for
 # fp32 parameters of the distributed optimizer and of the plain one in half precision; a plain one in fp32 has the weights themselves
 MAIN_PARAMS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 OWN_OPTIMIZER = "own_optimizer"
@@ -60,30 +61,25 @@ def sharded_state(network: SavedNetwork, *, is_loading: bool) -> dict[str, Any]:
             init_adam_state(adam)  # one that has not stepped yet has no state, and what is not saved cannot be loaded
     metadata = dict(METADATA)  # megatron-core writes its process group into it
     state: dict[str, Any] = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(network.chunks)}
+    for chunk in state.values():
+        leave_out_extra_state(chunk)
     if network.optimizer is not None:
         state["optimizer"] = network.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
     return state
 
 
-def adapt_names(wanted: dict[str, Any], available: Collection[str]) -> list[str]:
+def leave_out_extra_state(chunk: dict[str, Any]) -> None:
+    """Linear layers have an extra state, of fp8: nothing in megatron-core's local ones, and in Transformer Engine's a tensor of bytes that is
+    unpickled when it is loaded. It is neither written nor read. In place."""
+    for name in [name for name, value in chunk.items() if isinstance(value, ShardedObject) and value.key.endswith(EXTRA_STATE)]:
+        del chunk[name]
+
+
+def adapt_names(wanted: dict[str, Any], available: Collection[str]) -> None:
     """Ask for what a checkpoint of the other layer specification (local, or Transformer Engine's) calls otherwise by the name that it has
-    there, and do not ask for Transformer Engine's extra state (of fp8) where there is none. In place; returns the names left out."""
-    left_out: list[str] = []
-
-    def visit(container: Any) -> None:
-        items = list(container.items() if isinstance(container, dict) else enumerate(container))
-        for key, value in items:
-            if isinstance(value, dict | list):
-                visit(value)
-            elif isinstance(value, ShardedObject):
-                if value.key.endswith(EXTRA_STATE) and value.unique_key not in available:
-                    left_out.append(value.key)
-                    del container[key]
-            elif isinstance(value, ShardedBase | ShardedTensorFactory):
-                value.key = available_name(value.key, available)
-
-    visit(wanted)
-    return left_out
+    there. In place."""
+    for tensor in _leaves(wanted, lambda leaf: isinstance(leaf, ShardedTensor | ShardedTensorFactory)):
+        tensor.key = available_name(tensor.key, available)
 
 
 def prefer_main_params(wanted: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -46,6 +46,7 @@ from slime_like.megatron_backend.checkpoint.write import (
 TRAINER_FILE = "trainer.json"
 WRITERS = 4  # threads of one rank
 MIB = 2**20
+TRAINER_BYTES = 4 * MIB  # of its state and the metadata, at most
 
 
 class SaveError(RunError):
@@ -63,12 +64,15 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A published checkpoint. seconds: from its beginning until it was published. blocked_s: of these, training stood still."""
+    """A published checkpoint. seconds: from its beginning until it was published. blocked_s: of these, training stood still. removed: steps
+    of older checkpoints that went. free_bytes: of the disk, after that. notes: what did not go well."""
 
     step: int
     bytes: int
     seconds: float
     blocked_s: float
+    removed: tuple[int, ...]
+    free_bytes: int
     notes: tuple[str, ...] = ()
 
 
@@ -94,10 +98,11 @@ class _Pending:
 class CheckpointSaver:
     """Writes checkpoints of one run to one folder."""
 
-    def __init__(self, root: str | Path, policy: SavePolicy) -> None:
-        """Removes what a killed process has left in `root`; `notes` says what."""
+    def __init__(self, root: str | Path, policy: SavePolicy, tell: Callable[[str], None] = lambda text: None) -> None:
+        """Removes what a killed process has left in `root`; `notes` says what. tell: shows a line to the user, on whichever rank."""
         self.root = Path(root)
         self.policy = policy
+        self.tell = tell
         self._pending: _Pending | None = None
         self.notes: list[str] = from_rank_zero(lambda: clean_up(self.root))
 
@@ -122,8 +127,9 @@ class CheckpointSaver:
             )
             for name, network in networks.items()
         }
-        needed = sum(gather(sum(plan.estimated_bytes() for plan in plans.values())))
-        self._or_fail(step, lambda: _check_space(self.root, needed))
+        needed = sum(gather(sum(plan.estimated_bytes() for plan in plans.values()))) + TRAINER_BYTES
+        free = self._or_fail(step, lambda: _check_space(self.root, needed))
+        self.tell(f"saving {checkpoint_folder(self.root, step)}: {needed / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free")
         prints = gather({name: fingerprint(network) for name, network in networks.items()})
         layouts = layouts_of(networks)
         state = {**state, "step": step, "world_size": dist.get_world_size(), "has_rng": with_rng, "fingerprints": prints}
@@ -164,13 +170,14 @@ class CheckpointSaver:
             pending.thread.join()
         self._pending = None
         parts = gather((pending.error, pending.written))
-        size, notes = self._or_fail(pending.step, lambda: self._publish(pending, parts))
+        size = self._or_fail(pending.step, lambda: self._publish(pending, parts))
+        removed, notes, free = from_rank_zero(lambda: self._remove_old(pending.step))
         now = time.perf_counter()
         blocked = pending.blocked_s + now - waited if pending.thread is not None else now - pending.started
-        return SaveReport(pending.step, size, now - pending.started, blocked, notes)
+        return SaveReport(pending.step, size, now - pending.started, blocked, removed, free, notes)
 
-    def _publish(self, pending: _Pending, parts: list[tuple[str | None, Written]]) -> tuple[int, tuple[str, ...]]:
-        """On rank 0: (bytes, notes)."""
+    def _publish(self, pending: _Pending, parts: list[tuple[str | None, Written]]) -> int:
+        """On rank 0: the checkpoint's bytes."""
         for rank, (error, _) in enumerate(parts):
             if error is not None:
                 raise OSError(f"rank {rank}: {error}")
@@ -186,17 +193,19 @@ class CheckpointSaver:
         write_manifest(folder, records)
         sync_path(folder)
         publish(self.root, pending.step)
-        return total_bytes(records), tuple(self._remove_old(pending.step))
+        return total_bytes(records)
 
-    def _remove_old(self, newest: int) -> list[str]:
-        notes = []
+    def _remove_old(self, newest: int) -> tuple[tuple[int, ...], tuple[str, ...], int]:
+        """On rank 0, once `newest` is published: (steps removed, notes, bytes free then)."""
+        removed, notes = [], []
         steps = complete_steps(self.root)
         for step in steps_to_remove(steps, newest, keep_last=self.policy.keep_last, keep_every=self.policy.keep_every):
             try:
                 remove_checkpoint(self.root, step)
+                removed.append(step)
             except OSError as error:
                 notes.append(f"checkpoint {step} was not removed: {error}")
-        return notes
+        return tuple(removed), tuple(notes), free_bytes(self.root)
 
     def _or_fail(self, step: int, action: Callable[[], Any]) -> Any:
         """`action` on rank 0. An error removes what was written of this checkpoint, and is raised on all ranks."""
@@ -221,13 +230,14 @@ def _make_folders(folder: Path, networks: Mapping[str, SavedNetwork]) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def _check_space(root: Path, needed: int) -> None:
-    needed += 4 * MIB  # metadata and the trainer's state
+def _check_space(root: Path, needed: int) -> int:
+    """The free bytes of the disk. Raises OSError when they are too few."""
     if (free := free_bytes(root)) < needed:
         raise OSError(
             f"it needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; remove something, give another --save, or let "
             "--save-retain-last remove old checkpoints"
         )
+    return free
 
 
 def _write_all(folder: Path, pending: _Pending) -> None:
