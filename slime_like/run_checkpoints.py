@@ -9,9 +9,13 @@ from typing import Any
 
 from arguments.run_config import RunConfig
 from slime_like import __version__
+from slime_like.checkpoints.files import hash_file
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
-from slime_like.megatron_backend.backend import MegatronBackend
+from slime_like.checkpoints.manifest import MANIFEST
+from slime_like.convert.weight_files import weights_digest
+from slime_like.megatron_backend.backend import MegatronBackend, needs_reference
 from slime_like.megatron_backend.checkpoint import CheckpointSaver, SaveError, SavePolicy, SaveReport, is_converted, saved_networks
+from slime_like.megatron_backend.checkpoint.agree import from_rank_zero
 from slime_like.megatron_backend.layout import ParallelLayout
 
 
@@ -36,6 +40,7 @@ class RunCheckpoints:
         self.tell = tell
         self.failed = 0
         self._metrics: dict[str, float] = {}
+        self.reference: str | None = None
         self.saver: CheckpointSaver | None = None
         if self.config.save is not None:
             policy = SavePolicy(self.config.save_retain_last, self.config.save_retain_interval, self.config.async_save)
@@ -46,6 +51,10 @@ class RunCheckpoints:
     def load(self) -> Start:
         """What --load and --critic-load mean."""
         start = self._load_run()
+        self.reference = from_rank_zero(lambda: reference_digest(self.run))
+        before = None if start.state is None else start.state.get("reference")
+        if None not in (before, self.reference) and before != self.reference:
+            self.tell("warning: the reference model is not the one that the checkpoint's run had: the KL is to another model from here on")
         if self.backend.critic is not None and not start.has_critic:
             self.backend.start_critic(self.run.critic.critic_load, verify=not self.config.no_verify_checkpoint, tell=self.tell)
         return start
@@ -120,7 +129,7 @@ class RunCheckpoints:
         saver = self.saver
         if self._is_due(rollouts, last=last):
             self._attempt(saver.finish, last=False)
-            state = {**state, "version": __version__, "argv": list(self.run.argv)}
+            state = {**state, "version": __version__, "argv": list(self.run.argv), "reference": self.reference}
             self._attempt(lambda: self.backend.save(saver, rollouts, state, with_optimizer=self._optim, with_rng=self._rng), last=last)
             if last:
                 self._attempt(saver.finish, last=True)
@@ -156,6 +165,17 @@ class RunCheckpoints:
             self._metrics["perf/save_gb"] = report.bytes / 1e9
             self._metrics["perf/save_gb_per_s"] = report.bytes / 1e9 / report.seconds
             self._metrics["perf/save_free_gb"] = report.free_bytes / 1e9
+
+
+def reference_digest(run: RunConfig) -> str | None:
+    """Tells the reference model from others: it never changes, so that checkpoints need not hold its weights. None without one."""
+    root = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
+    if root is None or not needs_reference(run.algorithm):
+        return None
+    if not is_checkpoint_root(root):
+        return weights_digest(root)
+    step = newest_step(root, "--ref-load")[0] if run.model.ref_ckpt_step is None else run.model.ref_ckpt_step
+    return hash_file(checkpoint_folder(root, step) / MANIFEST).sha256[:24]
 
 
 def words_of(report: SaveReport, root: Path) -> str:

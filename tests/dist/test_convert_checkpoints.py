@@ -17,7 +17,7 @@ from tests.dist.test_convert_moe import make_models
 # tensor, pipeline, virtual, expert, expert-tensor: as written, as loaded
 DENSE = [((2, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (1, 1))]
 EXPERTS = [((1, 1, 1, 2, 1), (1, 2, 1, 1, 1)), ((1, 2, 1, 1, 1), (1, 1, 1, 2, 1))]
-DENSE_MODELS, EXPERT_MODELS = ("llama-llama3-untied", "qwen2-tied", "qwen3-tied"), ("qwen3-moe", "qwen2-moe", "mixtral")
+DENSE_MODELS, EXPERT_MODELS = ("llama-llama3-untied", "qwen2-tied", "qwen3-tied"), ("qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3")
 
 
 @pytest.fixture(scope="module")

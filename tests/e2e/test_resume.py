@@ -104,6 +104,17 @@ def test_a_kl_to_the_first_model_after_finetuning_is_no_breach(server: TrainServ
     assert rows_of(tmp_path / "a")[0]["train/kl"] > 1e-6
 
 
+def test_another_reference_model_is_told(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+    """Checkpoints do not hold it, and know which one it was."""
+    kl = dict(use_kl_loss="", kl_loss_coef=0.1, num_steps_per_rollout=1)
+    first = flags(work, tmp_path / "a", num_rollout=1, ref_load=work.model, save=tmp_path / "ck", **kl)
+    server.train(first, tmp_path / "log1").ok()
+    for number, (reference, told) in enumerate(((work.model, False), (whole / "hf", True), (whole / "checkpoints", True))):
+        argv = flags(work, tmp_path / f"b{number}", num_rollout=2, ref_load=reference, load=tmp_path / "ck", **kl)
+        done = server.train(argv, tmp_path / f"log2-{number}").ok()
+        assert ("warning: the reference model is not the one that the checkpoint's run had" in done.out) is told
+
+
 def test_no_load_optim_keeps_the_position(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
     argv = flags(work, tmp_path, num_rollout=3, load=whole / "checkpoints", ckpt_step=2, no_load_optim="")
     server.train(argv, tmp_path / "log").ok()
