@@ -7,10 +7,11 @@ import re
 import shutil
 from pathlib import Path
 
-from slime_like.checkpoints.files import remove_folder, replace_file, sync_path
+from slime_like.checkpoints.files import remove_folder, sync_path, write_file
 from slime_like.checkpoints.manifest import MANIFEST
 
 TRACKER = "latest_checkpointed_iteration.txt"
+NEXT_TRACKER = TRACKER + ".tmp"
 WRITING, REPLACED, REMOVED = ".tmp", ".replaced", ".removed"
 _NAME = re.compile(r"iter_(\d+)$")
 
@@ -36,9 +37,12 @@ def is_checkpoint_root(root: str | Path) -> bool:
 
 
 def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None]:
-    """The step that the tracker names, and None. Where the tracker is missing, unreadable or names a checkpoint that is not complete: the
-    newest complete one, and a warning. Raises ValueError when there is none: a run never starts over unasked."""
+    """The step that the tracker names (or the one that was about to take its place when the process was killed), and None. Where the tracker is
+    missing, unreadable or names a checkpoint that is not complete: the newest complete one, and a warning. Raises ValueError when there is
+    none: a run never starts over unasked."""
     path, steps = Path(root) / TRACKER, complete_steps(root)
+    if (published := _half_published(root)) is not None:
+        return published, None
     try:
         named = int(path.read_text().strip())
         problem = None if named in steps else f"names step {named}, which is not complete"
@@ -56,8 +60,14 @@ def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None
 def clean_up(root: str | Path) -> list[str]:
     """Undo what a process that was killed while it saved has left in `root`, which nobody else may be writing to. Returns what was done.
 
-    A checkpoint that was set aside for its successor comes back unless that one was published; half-written and half-removed ones go."""
+    A checkpoint that has its name already gets the tracker too. One that was set aside for its successor comes back unless that one was
+    published; half-written and half-removed ones go."""
     done = []
+    if (published := _half_published(root)) is not None:
+        os.replace(Path(root) / NEXT_TRACKER, Path(root) / TRACKER)
+        done.append(f"{TRACKER} set to {published}")
+    else:
+        (Path(root) / NEXT_TRACKER).unlink(missing_ok=True)
     for path in sorted(Path(root).glob(f"iter_*{REPLACED}")):
         final = path.with_name(path.name.removesuffix(REPLACED))
         if _NAME.match(final.name) and not final.exists():
@@ -70,21 +80,32 @@ def clean_up(root: str | Path) -> list[str]:
             if _NAME.match(path.name.removesuffix(ending)):
                 remove_folder(path)
                 done.append(f"{path.name} removed")
-    (Path(root) / (TRACKER + ".tmp")).unlink(missing_ok=True)
     return done
+
+
+def _half_published(root: str | Path) -> int | None:
+    """The step of a checkpoint that got its name, and not yet the tracker. See `publish`."""
+    try:
+        step = int((Path(root) / NEXT_TRACKER).read_text())
+    except (OSError, ValueError):
+        return None
+    return step if step in complete_steps(root) else None
 
 
 def publish(root: str | Path, step: int) -> Path:
     """Give the checkpoint its name, and then the tracker its step. Everything in the folder must be on the disk. An older checkpoint of the
-    same step is set aside until the new one has its name."""
+    same step is set aside until the new one has its name. The next tracker is written before, so that a kill between the two leaves no
+    doubt: which of the complete steps is the newest is not for their numbers to say, a run may have gone back."""
     final, temporary = checkpoint_folder(root, step), writing_folder(root, step)
     aside = final.with_name(final.name + REPLACED)
     if final.exists():
         remove_folder(aside)
         os.rename(final, aside)
+    write_file(Path(root) / NEXT_TRACKER, str(step))
     os.rename(temporary, final)
     sync_path(final.parent)
-    replace_file(Path(root) / TRACKER, str(step))
+    os.replace(Path(root) / NEXT_TRACKER, Path(root) / TRACKER)
+    sync_path(final.parent)
     remove_folder(aside)
     return final
 

@@ -18,6 +18,10 @@ from megatron_patches import patch  # noqa: E402
 patch.has_transformer_engine = lambda: False  # it has layers, and neither optimizers nor what else the patches stand in for
 megatron_patches.apply()
 
+from megatron.core.extensions import transformer_engine  # noqa: E402
+
+transformer_engine._get_extra_te_kwargs = lambda config: {"params_dtype": config.params_dtype}  # and no CUDA device
+
 from scripts.parity.steps import parallel, random_samples, settings, share, sizes_of, weights  # noqa: E402
 from slime_like.checkpoints.folders import checkpoint_folder  # noqa: E402
 from slime_like.megatron_backend.backend import MegatronBackend  # noqa: E402
