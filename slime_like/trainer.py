@@ -17,7 +17,7 @@ from slime_like.errors import RunError
 from slime_like.group_supply import GroupSupply, function_evaluator, make_rollouter, make_source
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.metrics.logger import MetricsLogger
+from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.progress import Progress
 from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.rollout.batch import check_token_sets, flatten, usable
@@ -78,7 +78,10 @@ class Trainer:
         if start.state is not None:
             self._restore(start.state)
         tensorboard = None if run.logging.no_tensorboard else Path(run.logging.tensorboard_dir or output_dir / "tensorboard")
-        self.logger = MetricsLogger(output_dir, tensorboard, start_step=self.start + 1 if self.start else 0) if layout.rank == 0 else None
+        self.logger: MetricsLogger | None = None
+        if layout.rank == 0:
+            last = None if start.state is None else start.state.get("metrics")
+            self.logger = MetricsLogger(output_dir, tensorboard, start_step=self.start + 1 if self.start else 0, last=last)
 
     def run(self) -> int:
         """The whole run, from the first rollout or from where it was resumed. Returns the exit status: 0, or that of a `Stop`."""
@@ -103,7 +106,7 @@ class Trainer:
                 last = stop is not None or step + 1 == self.num_rollouts
                 if self.checkpoints.wants(step + 1, last=last):
                     with self.progress.phase("save"):
-                        metrics |= self.checkpoints.after_rollout(step + 1, self._state(), last=last)
+                        metrics |= self.checkpoints.after_rollout(step + 1, self._state(metrics), last=last)
                 metrics |= self.progress.take_seconds()
                 metrics |= speed_and_memory(metrics)
                 self._log(step, metrics)
@@ -195,13 +198,14 @@ class Trainer:
         with self.progress.phase("eval"):
             return self.evaluator.evaluate(step)
 
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the networks; plain JSON."""
+    def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """What a checkpoint holds beside the networks; plain JSON. metrics: of the last rollout, whose line is not written yet."""
         return {
             **self.supply.state_dict(),
             **self.updates.state_dict(),
             "weight_version": self.weight_version,
             "batches": self.batches.state_dict(),
+            "metrics": to_json(metrics),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:

@@ -27,26 +27,36 @@ class MetricsLogger:
     """Writes metrics of one process (rank 0). Lines of an earlier run in `output_dir` with step < start_step are kept, later ones dropped:
     a resumed run repeats them. A line that was cut off when the process died is dropped too.
 
-    tensorboard_dir: None writes no TensorBoard files. Raises ValueError with file and line for a damaged metrics.jsonl.
+    tensorboard_dir: None writes no TensorBoard files. last: metrics of step start_step - 1 as its checkpoint has them (`to_json`); a process that
+    was killed between the checkpoint and the line has not written the line, and it is written now. Raises ValueError with file and line for
+    a damaged metrics.jsonl.
     """
 
-    def __init__(self, output_dir: str | Path, tensorboard_dir: str | Path | None = None, *, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        output_dir: str | Path,
+        tensorboard_dir: str | Path | None = None,
+        *,
+        start_step: int = 0,
+        last: Mapping[str, float | str] | None = None,
+    ) -> None:
         self.path = Path(output_dir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            _drop_from(self.path, start_step)
+        kept = _drop_from(self.path, start_step) if self.path.exists() else None
         self._file = self.path.open("a", encoding="utf-8")
         self._board: SummaryWriter | None = None
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
             self._board = SummaryWriter(str(tensorboard_dir), purge_step=start_step)
+        if last is not None and kept is not None and start_step - 1 not in kept:
+            self.log(start_step - 1, {name: _from_json(name, value) for name, value in last.items()})
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line, and have it on disk when this returns (not synced: a power cut may lose it)."""
         assert not _RESERVED & values.keys(), f"metrics may not be called {sorted(_RESERVED)}"
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
-        row.update((name, _to_json(float(value))) for name, value in values.items())
+        row.update(to_json(values))
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -64,6 +74,11 @@ class MetricsLogger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def to_json(values: Mapping[str, float]) -> dict[str, float | str]:
+    """Numbers, and words for those that JSON has none for."""
+    return {name: _to_json(float(value)) for name, value in values.items()}
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
@@ -107,12 +122,13 @@ def _from_json(name: str, value: Any) -> float:
     raise ValueError(f"{name!r} is {value!r}, neither a number nor NaN, Infinity or -Infinity")
 
 
-def _drop_from(path: Path, start_step: int) -> None:
-    """Rewrite the file without steps >= start_step; a reader, or a crash, sees the old file or the new one."""
-    kept = [line for line, row in _rows(path) if row["step"] < start_step]
+def _drop_from(path: Path, start_step: int) -> set[float]:
+    """Rewrite the file without steps >= start_step; a reader, or a crash, sees the old file or the new one. Returns the steps that are left."""
+    left = [(line, row["step"]) for line, row in _rows(path) if row["step"] < start_step]
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
+        file.writelines(line for line, _ in left)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    return {step for _, step in left}

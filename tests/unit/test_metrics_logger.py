@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.metrics.logger import MetricsLogger, read_metrics
+from slime_like.metrics.logger import MetricsLogger, read_metrics, to_json
 
 
 def test_values_are_kept_exactly_and_flushed(tmp_path: Path) -> None:
@@ -92,3 +92,15 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_without_tensorboard_only_one_file_is_written(tmp_path: Path) -> None:
     _write(tmp_path, range(1), 0.0)
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_line_that_a_kill_after_the_checkpoint_has_lost(tmp_path: Path) -> None:
+    """The checkpoint has its numbers. A run in a folder of its own begins with its own lines."""
+    path = _write(tmp_path, range(1, 3), 0.0)
+    last = to_json({"x": 3.25, "y": float("nan")})
+    for saved in (last, to_json({"x": 99.0})):
+        MetricsLogger(tmp_path, start_step=4, last=saved).close()
+        assert [(row["step"], row["x"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 3.25)]
+    assert math.isnan(read_metrics(path)[-1]["y"])
+    MetricsLogger(tmp_path / "other", start_step=4, last=last).close()
+    assert read_metrics(tmp_path / "other" / "metrics.jsonl") == []
