@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     family, settings = MODELS[DENSE]
     torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings, "num_key_value_heads": 2})
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(root / DENSE)
     return {**make_models(root, [name for name in FUSED if name != DENSE]), DENSE: str(root / DENSE)}
 
