@@ -13,6 +13,7 @@ from slime_like.rollout.debug_data import load_rollout, save_rollout
 from slime_like.types import SampleGroup
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, weights_of
 from tests.e2e.programs import TrainServer
+from tests.fake_sglang import fake_servers
 
 EXPERTS = (
     "--expert-model-parallel-size 2 --use-distributed-optimizer --use-routing-replay --moe-aux-loss-coeff 0.01 --moe-router-dtype fp32 "
@@ -81,3 +82,18 @@ def test_the_samplers_routes_are_replayed(server: TrainServer, work: Workspace, 
     server.train(flags(work, model, again, **changes), tmp_path / "log2", ranks=2).ok()
     (row,) = rows_of(again)
     assert row["rollout/moe_routing_disagreement"] > 0.3 and row["rollout/train_rollout_log_prob_diff_mean"] > 1e-3
+
+
+def test_the_routes_of_servers_are_replayed(server: TrainServer, work: Workspace, model: Path, tmp_path: Path) -> None:
+    """They come with the answers, whose experts the trainer's two ranks share."""
+    changes = {
+        "use_rollout_routing_replay": "", "rollout_engine": "sglang", "no_sglang_router": "", "update_weight_transport": "tensor",
+        "update_weight_buffer_size": 10000,
+    }  # fmt: skip
+    with fake_servers(str(model), 1) as (fake,):
+        argv = flags(work, model, tmp_path, **changes, rollout_external_engine_addrs=fake.address)
+        server.train(argv, tmp_path / "log", ranks=2).ok()
+        assert fake.count("/update_weights_from_tensor") > 10
+    for row in rows_of(tmp_path):
+        assert row["rollout/moe_routing_disagreement"] == 0 and row["rollout/train_rollout_log_prob_diff_max"] < 1e-4
+    assert any(row["train/moe_replay_disagreement"] > 0 for row in rows_of(tmp_path)), "no update changed what a router would choose"

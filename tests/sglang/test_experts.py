@@ -33,6 +33,22 @@ def test_experts_arrive_and_routes_come_back(
     assert any(row["train/moe_replay_disagreement"] > 0 for row in found)
 
 
+def test_routes_of_requests_that_new_weights_met(
+    expert_demo: Path, expert_servers: list[str], programs: TrainServer, tmp_path: Path
+) -> None:
+    """Asynchronous: weights change under requests, which are put back and computed again, and still bring as many routes as tokens."""
+    out = tmp_path / "out"
+    line = command_line(
+        expert_demo, expert_servers, out, "--async-rollout", "--max-staleness", "1", "--num-rollout", "4", "--rollout-max-response-len", "64",
+        "--use-rollout-routing-replay", "--moe-router-dtype", "fp32", "--micro-batch-size", "8",
+    )  # fmt: skip
+    programs.train(line, tmp_path / "run", ranks=1, timeout_s=300).ok()
+    found = rows(out)
+    assert len(found) == 4 and all(row["rollout/failed_frac"] == 0 for row in found)
+    assert any(0 < row["rollout/staleness_mean"] < 1 for row in found)
+    assert all(0 <= row["rollout/moe_routing_disagreement"] < 0.5 for row in found)
+
+
 def test_experts_in_each_others_place_are_caught(
     expert_demo: Path, expert_servers: list[str], programs: TrainServer, tmp_path: Path
 ) -> None:

@@ -3,8 +3,9 @@
 The request holds a pickle, which SGLang opens with a list of what may be in it (`SafeUnpickler` in 0.5.23). Metadata are plain namespaces, which
 are on that list: the server reads their fields only, and the trainer needs no SGLang. What stands for the bytes depends on where they are:
 
-- on a GPU, a handle of its memory, made by torch's reductions (--update-weight-transport cuda_ipc). The server must see that GPU. Not run in our
-  tests, which have no GPU beside a server;
+- on a GPU, a handle of its memory, made by torch's reductions (--update-weight-transport cuda_ipc). The server must see that GPU under the same
+  number. Each handle is counted until who opened it has let go of it, so that every rank of a server gets one of its own. Not run in our tests,
+  which have no GPU beside a server;
 - on a CPU, the bytes themselves (--update-weight-transport tensor). Shared memory would need the two processes to share keys, or a helper process
   that outlives them.
 """
@@ -26,19 +27,25 @@ from slime_like.rollout.sglang.buckets import Bucket
 def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dict[str, Any]:
     """The body for one bucket, whose bytes are `flat`; on a GPU it must live until the server has answered. ranks: of the server, each of which
     opens an entry of its own."""
-    metadata, start = [], 0
+    metadata: list[SimpleNamespace] = []
+    start = 0
     for name, tensor in bucket.weights:
         end = start + tensor.nbytes
         metadata.append(
             SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes)
         )
         start = end
-    buffer = io.BytesIO()
-    pickler = ForkingPickler(buffer) if flat.is_cuda else pickle.Pickler(buffer)
-    pickler.dump({"flattened_tensor": flat, "metadata": metadata})
+    content = {"flattened_tensor": flat, "metadata": metadata}
+    entries = [_pickled(content, ForkingPickler) for _ in range(ranks)] if flat.is_cuda else [_pickled(content, pickle.Pickler)] * ranks
     body: dict[str, Any] = {
-        "serialized_named_tensors": [base64.b64encode(buffer.getvalue()).decode()] * ranks,
+        "serialized_named_tensors": entries,
         "load_format": "flattened_bucket",
         "flush_cache": bucket.is_last,
     }
     return body | ({"weight_version": str(version)} if bucket.is_last else {})
+
+
+def _pickled(content: dict[str, Any], pickler: type[pickle.Pickler]) -> str:
+    buffer = io.BytesIO()
+    pickler(buffer).dump(content)
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -170,6 +170,8 @@ class WeightUpdater:
                 self._fleet.call(worker, "/update_weights_from_tensor", body, timeout_s=self._settings.timeout_s)
 
             workers = self._evict_failures(workers, send, "a bucket of weights")
+            if device.type == "cuda":
+                torch.cuda.ipc_collect()  # the memory of handles that the servers have let go of
 
     def _group_of(self, workers: Sequence[Worker]) -> BroadcastGroup:
         """The group with just these servers: the one that is there, or a new one."""
