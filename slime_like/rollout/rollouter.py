@@ -186,8 +186,8 @@ def cut_at_stop(tokenizer: Any, sample: Sample, output: GenerateOutput, stop: Se
 
 def joined_routes(before: Tensor | None, now: Tensor | None, length: int) -> Tensor | None:
     """[length, layers, topk] of a sample that grew: where its tokens went when they were first computed, under the weights of then."""
-    if now is None:
-        return None
+    if now is None:  # not asked for, or nothing was added
+        return before if before is not None and before.size(0) == length else None
     routes = now[:length].clone()
     if before is not None:
         known = routes[: before.size(0)]

@@ -255,3 +255,5 @@ def test_routes_of_a_sample_that_grew_are_those_of_their_first_time() -> None:
     cut = joined_routes(None, now, 4)
     assert cut is not None and cut.flatten().tolist() == [7, 7, 3, 4]
     assert joined_routes(None, None, 4) is None
+    assert joined_routes(before, None, 3) is before  # aborted before it was asked for again
+    assert joined_routes(before, None, 4) is None
