@@ -10,7 +10,7 @@ SLOW ?= tests
 TEST_WORKERS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: install demo test test-slow test-slurm sglang-env test-sglang lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-slow test-slurm sglang-env test-sglang cookbook-env test-cookbook lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -26,10 +26,10 @@ demo: install
 	bash scripts/demo.sh
 
 test: install
-	$(PYTEST) -m "not slow and not gpu and not slurm and not sglang" tests
+	$(PYTEST) -m "not slow and not gpu and not slurm and not sglang and not cookbook" tests
 
 test-slow: install
-	$(PYTEST) -m "slow and not sglang" $(SLOW)
+	$(PYTEST) -m "slow and not sglang and not cookbook" $(SLOW)
 
 # -rs prints why tests are skipped, where SLURM is not installed
 test-slurm: install
@@ -44,6 +44,16 @@ sglang-env:
 # Real servers, a router, and whole runs; minutes.
 test-sglang: install sglang-env
 	SGLANG_ENV=$(SGLANG_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m sglang tests/sglang
+
+# tinker-cookbook, which pins another transformers, in an environment of its own (2 GB).
+COOKBOOK_ENV ?= $(CURDIR)/.venv-cookbook
+
+cookbook-env:
+	PYTHON=$(PYTHON) bash scripts/make_cookbook_env.sh $(COOKBOOK_ENV)
+
+# Its loops against a server; minutes.
+test-cookbook: install cookbook-env
+	COOKBOOK_ENV=$(COOKBOOK_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m cookbook tests/cookbook
 
 lint: install
 	$(BIN)/ruff check .

@@ -10,7 +10,11 @@ from typing import Any
 
 
 def score(args: Any, sample: Any, **kwargs: Any) -> float:
+    return letters_in_place(sample.label, sample.response)
+
+
+def letters_in_place(word: str, response: str) -> float:
     """Share of letters in their place, between 0 and 1; 1 is the whole word and nothing else."""
-    expected, answer = sample.label.lower(), sample.response.strip().lower()
+    expected, answer = word.lower(), response.strip().lower()
     right = sum(a == b for a, b in zip(expected, answer))
     return right / max(len(expected), len(answer))

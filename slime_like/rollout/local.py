@@ -194,7 +194,9 @@ class LocalEngine:
             for row, token in zip(live, tokens.tolist(), strict=True):
                 rows[row].tokens.append(token)
                 rows[row].weight_versions.append(self.weight_version)
-            going_on = self._mark_stopped(rows, live, stop_ids, sampling.stop) if step + 1 < sampling.max_new_tokens else []
+            going_on = self._mark_stopped(rows, live, stop_ids, sampling.stop)
+            if step + 1 == sampling.max_new_tokens:
+                going_on = []
             for row in [live[j] for j in going_on if requests[live[j]].sample_id in aborted]:
                 rows[row].finish_reason = "abort"
             going_on = [j for j in going_on if rows[live[j]].finish_reason != "abort"]

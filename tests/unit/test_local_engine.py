@@ -207,6 +207,23 @@ def test_a_shorter_limit_gives_a_prefix(built: Built) -> None:
         assert b.finish_reason == ("length" if len(a.tokens) > 6 else "stop")
 
 
+def test_an_end_with_the_last_allowed_token_is_an_end(built: Built) -> None:
+    """By the model's own end token, a stop token or a stop text; one token earlier it is the limit that ends the response."""
+    engine = LocalEngine(built.folder, _tokenizer())
+    engine.update_weights(built.weights(), version=0)
+    requests, ends = _requests(16, n_samples=2), set()
+    for stops in ({"stop_token_ids": (7,)}, {"stop": ("C",)}):
+        for request, whole in zip(requests, engine.generate(requests, SamplingParams(max_new_tokens=24, **stops)), strict=True):
+            limit = len(whole.tokens)
+            if whole.finish_reason == "stop" and 1 < limit < 24:
+                (same,) = engine.generate([request], SamplingParams(max_new_tokens=limit, **stops))
+                (less,) = engine.generate([request], SamplingParams(max_new_tokens=limit - 1, **stops))
+                assert (same.tokens, same.finish_reason) == (whole.tokens, "stop")
+                assert (less.tokens, less.finish_reason) == (whole.tokens[:-1], "length")
+                ends.add(whole.tokens[-1])
+    assert ends >= {1, 7, _tokenizer().convert_tokens_to_ids("C")}
+
+
 def test_seeds_use_all_their_bits() -> None:
     rows = draw_uniforms([1, 1 + (1 << 32), 1 + (1 << 63), -1], 8)
     assert rows.unique(dim=0).size(0) == 4
