@@ -115,7 +115,10 @@ class Service:
                 f"LoRA (rank {lora.rank}) is not offered with Transformer Engine layers (--transformer-impl); rank 0 trains all weights"
             )
         if role == "critic":
-            raise Refused(f"a critic of rank {lora.rank} is not offered; a critic trains all weights, with rank 0")
+            raise Refused(
+                f"a critic of rank {lora.rank} is not offered: its value head is a weight of its own, which an adapter has no place for; a "
+                "critic trains all weights, with rank 0"
+            )
         return {name: getattr(lora, name) for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")}
 
     def load_weights(self, body: bodies.LoadWeights, owner: str) -> dict[str, Any]:

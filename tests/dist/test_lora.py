@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from scripts.parity.models import make_moe_model
 from scripts.parity.ranks import run_ranks
 from scripts.parity.steps import largest, random_samples, relative, share
 from scripts.parity_table import make_model, make_rollouts
+from slime_like.megatron_backend.backend import MegatronBackend
+from slime_like.megatron_backend.lora import load_adapter
 from tests.dist import lora_worker as worker
 from tests.dist.test_convert_moe import make_models
 
@@ -81,15 +84,9 @@ def with_adapters(folder: str, factors: dict[str, Tensor], scale: float) -> tupl
     return model, leaves
 
 
-def test_one_process_takes_the_steps_of_plain_autograd(alone: Any, files: dict[str, str]) -> None:
-    """Losses, gradients of every factor and the factors after three steps of AdamW; nothing of the base has moved, or has a gradient."""
-    backend = worker.MegatronBackend(worker.settings(files["model"], PLAIN + WITH_HEAD), alone, total_steps=STEPS)
-    start = worker.factors(backend)
-    assert all(bool((t == 0).all()) == name.endswith("lora_B") for name, t in start.items())
-    model, leaves = with_adapters(files["model"], start, scale=2.0)
-    assert len(leaves) == 4 * 7 * 2 + 2
+def take_the_same_steps(backend: MegatronBackend, alone: Any, model: Any, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Three steps of AdamW here and on the leaves of a transformers model; losses, gradients, norms and factors agree. Returns the factors."""
     optimizer = torch.optim.AdamW(leaves.values(), **ADAM)  # type: ignore[arg-type]
-    base = {name: p.clone() for chunk in backend.policy.chunks for name, p in chunk.named_parameters()}
     for step in range(1, STEPS + 1):
         samples = random_samples(step)
         pending = backend.accumulate(share(samples, alone))
@@ -98,18 +95,31 @@ def test_one_process_takes_the_steps_of_plain_autograd(alone: Any, files: dict[s
         loss.backward()
         assert pending.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
         found = worker.gradients(backend)
-        for name, leaf in leaves.items():
-            assert leaf.grad is not None
-            torch.testing.assert_close(found[name].double(), leaf.grad, rtol=1e-4, atol=1e-6, msg=f"step {step} {name}")
-        norm = float(torch.stack([leaf.grad.norm() for leaf in leaves.values()]).norm())  # type: ignore[union-attr]
-        result = backend.apply_gradients(pending)
-        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert found.keys() == leaves.keys()
+        grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        for name in leaves:
+            atol = 1e-6 + 1e-5 * float(grads[name].abs().max())
+            torch.testing.assert_close(found[name].to(grads[name]), grads[name], rtol=1e-4, atol=atol, msg=f"step {step} {name}")
+        norm = float(torch.stack([g.norm() for g in grads.values()]).norm())
+        assert backend.apply_gradients(pending).grad_norm == pytest.approx(norm, rel=1e-5)
         optimizer.step()
     after = worker.factors(backend)
+    for name, leaf in leaves.items():
+        assert relative(after[name].to(leaf), leaf.detach()) < 1e-4, name
+    return after
+
+
+def test_one_process_takes_the_steps_of_plain_autograd(alone: Any, files: dict[str, str]) -> None:
+    """Losses, gradients of every factor and the factors after three steps of AdamW; nothing of the base has moved, or has a gradient."""
+    backend = MegatronBackend(worker.settings(files["model"], PLAIN + WITH_HEAD), alone, total_steps=STEPS)
+    start = worker.factors(backend)
+    assert all(bool((t == 0).all()) == name.endswith("lora_B") for name, t in start.items())
+    model, leaves = with_adapters(files["model"], start, scale=2.0)
+    assert len(leaves) == 4 * 7 * 2 + 2
+    base = {name: p.clone() for chunk in backend.policy.chunks for name, p in chunk.named_parameters()}
+    after = take_the_same_steps(backend, alone, model, leaves)
     moved = {name: float((after[name] - start[name]).norm()) for name in start}
     assert min(moved.values()) > 1e-3
-    for name, leaf in leaves.items():
-        assert relative(after[name].double(), leaf.detach()) < 1e-4, name
     for chunk in backend.policy.chunks:
         for name, p in chunk.named_parameters():
             assert torch.equal(p, base[name]) and p.grad is None and not p.requires_grad and not hasattr(p, "main_grad"), name
@@ -204,26 +214,18 @@ def test_one_process_takes_the_steps_of_peft(alone: Any, files: dict[str, str], 
     model = peft.get_peft_model(base, config).eval()
     model.save_pretrained(tmp_path / "start")
     flags = f"{PLAIN} --lora-target-modules q_proj v_proj gate_proj down_proj lm_head --lora-adapter-path {tmp_path / 'start'}"
-    backend = worker.MegatronBackend(worker.settings(files["model"], flags), alone, total_steps=STEPS)
+    backend = MegatronBackend(worker.settings(files["model"], flags), alone, total_steps=STEPS)
     leaves = {
         name.removeprefix("base_model.model.").replace(".default.weight", ""): p for name, p in model.named_parameters() if p.requires_grad
     }
     assert len(leaves) == 4 * 4 * 2 + 2
-    optimizer = torch.optim.AdamW(leaves.values(), **ADAM)  # type: ignore[arg-type]
-    for step in range(1, STEPS + 1):
-        samples = random_samples(step)
-        pending = backend.accumulate(share(samples, alone))
-        optimizer.zero_grad()
-        loss = policy_loss(model, samples)
-        loss.backward()
-        assert pending.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
-        found = worker.gradients(backend)
-        assert found.keys() == leaves.keys()
-        assert largest(relative(found[name], leaf.grad) for name, leaf in leaves.items()) < 1e-4
-        backend.apply_gradients(pending)
-        optimizer.step()
-    after = worker.factors(backend)
-    assert largest(relative(after[name], leaf.detach()) for name, leaf in leaves.items()) < 1e-4
+    take_the_same_steps(backend, alone, model, leaves)
+
+    file = tmp_path / "start" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: t + 1 if "base_layer" in name else t for name, t in tensors.items()}, file)
+    with pytest.raises(ValueError, match=r"lm_head.base_layer is not the output layer of"):
+        load_adapter(str(file.parent), worker.adapter_of(backend), files["model"])
 
     backend.save_adapter(str(tmp_path / "end"))
     fresh = AutoModelForCausalLM.from_pretrained(files["model"], attn_implementation="eager")
