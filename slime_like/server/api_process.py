@@ -41,7 +41,9 @@ def base_model_of(run: RunConfig) -> BaseModel:
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     architecture = (config.get("architectures") or ["unknown"])[0]
     supports_lora = run.model.transformer_impl == "local"  # as on the command line of train.py
-    return BaseModel(folder, run.server.served_model_name or folder, architecture, supports_lora)
+    tied = not run.gpt.untie_embeddings_and_output_weights
+    supports_unembed = not (tied and run.rollout.rollout_engine == "sglang")
+    return BaseModel(folder, run.server.served_model_name or folder, architecture, supports_lora, supports_unembed)
 
 
 def limits_of(run: RunConfig) -> Limits:

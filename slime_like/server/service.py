@@ -23,12 +23,13 @@ from slime_like.server.sampling import sample_body
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """folder: of the Hugging Face model. name: for clients. arch: its class."""
+    """folder: of the Hugging Face model. name: for clients. arch: its class. supports_unembed: samplers can take an output layer that was trained."""
 
     folder: str
     name: str
     arch: str
     supports_lora: bool = False
+    supports_unembed: bool = True
 
     def is_called(self, name: str) -> bool:
         return name in (self.name, self.folder)
@@ -81,7 +82,7 @@ class Service:
             model.role = role_of(body.user_metadata, body.model_role)
             self._check_base(body.base_model)
             _check_optimizer(body.optimizer_config)
-            model.lora = self._lora(body.lora_config, model.role)
+            model.lora = adapter_of(body.lora_config, model.role, self.base)
             if model.role == "critic":
                 model.policy = self.registry.policy_for_critic(session.id)
         except Refused as error:
@@ -105,21 +106,6 @@ class Service:
     def _check_base(self, name: str) -> None:
         if not self.base.is_called(name):
             raise Refused(f"base_model {name!r} is not served here; it is {self.base.name!r}")
-
-    def _lora(self, lora: bodies.LoraConfig | None, role: str) -> dict[str, Any] | None:
-        """Rank 0 is full fine-tuning, as no lora_config is."""
-        if lora is None or lora.rank == 0:
-            return None
-        if not self.base.supports_lora:
-            raise Refused(
-                f"LoRA (rank {lora.rank}) is not offered with Transformer Engine layers (--transformer-impl); rank 0 trains all weights"
-            )
-        if role == "critic":
-            raise Refused(
-                f"a critic of rank {lora.rank} is not offered: its value head is a weight of its own, which an adapter has no place for; a "
-                "critic trains all weights, with rank 0"
-            )
-        return {name: getattr(lora, name) for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")}
 
     def load_weights(self, body: bodies.LoadWeights, owner: str) -> dict[str, Any]:
         by_model, by_session = body.model_id is not None, body.session_id is not None
@@ -146,6 +132,7 @@ class Service:
             if body.optimizer and body.optimizer_config is not None:
                 raise Refused("optimizer_config does not go with optimizer=True, which takes the checkpoint's")
             checkpoint = self.registry.checkpoint(body.path, owner, "training")
+            check_unembed(checkpoint.lora, self.base)
             model.role, model.lora = checkpoint.role, checkpoint.lora
             told = role_of(body.user_metadata, None)
             if (body.user_metadata or {}).get("model_role") is not None and told != model.role:
@@ -228,7 +215,9 @@ class Service:
             if body.base_model is not None:
                 self._check_base(body.base_model)
             if body.model_path is not None:
-                folder = self.registry.checkpoint(body.model_path, owner, "sampler").folder
+                checkpoint = self.registry.checkpoint(body.model_path, owner, "sampler")
+                check_unembed(checkpoint.lora, self.base)
+                folder = checkpoint.folder
         except Refused as error:
             raise HttpError(422, str(error)) from error
         before = self.registry.samplers.get(id)
@@ -297,6 +286,33 @@ class Service:
                 {"model_name": self.base.name, "max_context_length": self.limits.max_length, "trainable": True, "sampleable": True}
             ]
         }
+
+
+def adapter_of(lora: bodies.LoraConfig | None, role: str, base: BaseModel) -> dict[str, Any] | None:
+    """The settings of a model's adapter; None trains all weights, as rank 0 does. Raises Refused."""
+    if lora is None or lora.rank == 0:
+        return None
+    if not base.supports_lora:
+        raise Refused(
+            f"LoRA (rank {lora.rank}) is not offered with Transformer Engine layers (--transformer-impl); rank 0 trains all weights"
+        )
+    if role == "critic":
+        raise Refused(
+            f"a critic of rank {lora.rank} is not offered: its value head is a weight of its own, which an adapter has no place for; a "
+            "critic trains all weights, with rank 0"
+        )
+    settings = {name: getattr(lora, name) for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")}
+    check_unembed(settings, base)
+    return settings
+
+
+def check_unembed(lora: dict[str, Any] | None, base: BaseModel) -> None:
+    """Raises Refused for an adapter whose merged weights the sampler cannot take."""
+    if lora is not None and lora["train_unembed"] and not base.supports_unembed:
+        raise Refused(
+            "train_unembed is not offered with --rollout-engine sglang for this model, whose output layer is its embedding: SGLang's servers "
+            "hold one weight for both, and could not take the merged ones; give train_unembed=False, or serve with --rollout-engine local"
+        )
 
 
 def _check_optimizer(config: bodies.OptimizerConfig | None) -> None:

@@ -1,0 +1,38 @@
+"""Which adapters the server gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.server.bodies import LoraConfig
+from slime_like.server.errors import Refused
+from slime_like.server.service import BaseModel, adapter_of, check_unembed
+
+LOCAL = BaseModel("folder", "name", "Qwen3ForCausalLM", supports_lora=True)
+SGLANG = BaseModel("folder", "name", "Qwen3ForCausalLM", supports_lora=True, supports_unembed=False)
+
+
+def test_rank_0_trains_all_weights() -> None:
+    assert adapter_of(None, "policy", LOCAL) is None and adapter_of(LoraConfig(rank=0), "critic", SGLANG) is None
+
+
+def test_the_sdks_defaults_are_taken() -> None:
+    settings = adapter_of(LoraConfig(rank=32), "policy", LOCAL)
+    assert settings == {"rank": 32, "seed": None, "train_unembed": True, "train_mlp": True, "train_attn": True}
+
+
+def test_an_output_layer_that_samplers_cannot_take() -> None:
+    with pytest.raises(Refused, match="train_unembed is not offered with --rollout-engine sglang"):
+        adapter_of(LoraConfig(rank=32), "policy", SGLANG)
+    settings = adapter_of(LoraConfig(rank=32, train_unembed=False), "policy", SGLANG)
+    assert settings is not None and not settings["train_unembed"]
+    check_unembed(settings, SGLANG)
+    check_unembed(None, SGLANG)
+
+
+@pytest.mark.parametrize(
+    ("role", "base", "words"), [("critic", LOCAL, "its value head is a weight"), ("policy", BaseModel("", "", ""), "Transformer Engine")]
+)
+def test_refusals(role: str, base: BaseModel, words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        adapter_of(LoraConfig(rank=8), role, base)
