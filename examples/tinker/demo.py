@@ -98,7 +98,7 @@ def main() -> None:
     rng = np.random.default_rng(options.seed)
     order: list[int] = []
     for rollout in range(last + 1):
-        sampler = training.save_weights_and_get_sampling_client()
+        sampler = training.save_weights_and_get_sampling_client().result()
         if rollout % options.eval_every == 0 or rollout == last:
             tries = heldout.sample(sampler, list(range(len(heldout.rows))), 4, seed=0)
             ours[rollout] = float(np.mean([reward for group in tries for _, reward in group]))
