@@ -72,7 +72,9 @@ def dispatcher_fits_the_pipeline(s: Settings) -> list[Problem]:
     """megatron-core's condition on pipelines whose stages exchange shapes, which packed rows need."""
     plain_pipeline = s.parallel.pipeline_model_parallel_size > 1 and not virtual_stages_of(s.parallel, s.core.get("num_layers"))
     if experts_of(s) and s.core.get("moe_token_dispatcher_type") == "allgather" and plain_pipeline:
-        return problem("moe_token_dispatcher_type", "allgather", "does not go with the plain pipeline schedule; use alltoall")
+        return problem(
+            "moe_token_dispatcher_type", "allgather", "does not go with the plain schedule of --pipeline-model-parallel-size; use alltoall"
+        )
     return []
 
 

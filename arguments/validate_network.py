@@ -61,10 +61,12 @@ def attention_backend_is_there(s: Settings) -> list[Problem]:
 
 def recompute_is_complete(s: Settings) -> list[Problem]:
     granularity = s.core.get("recompute_granularity")
+    found = distributed_activations(s)
     if granularity is None:
         extra = [n for n in ("recompute_method", "recompute_num_layers", "recompute_modules") if s.core.get(n) is not None]
-        return [Problem(flag_name(n), s.core[n], "needs --recompute-granularity") for n in extra]
-    found = []
+        return found + [Problem(flag_name(n), s.core[n], "needs --recompute-granularity") for n in extra]
+    if granularity == "full" and s.core.get("recompute_modules") is not None:
+        found += problem("recompute_modules", s.core["recompute_modules"], "goes with --recompute-granularity selective only; leave it out")
     for name in ("recompute_method", "recompute_num_layers"):
         value = s.core.get(name)
         if granularity == "full" and value is None:
@@ -72,6 +74,21 @@ def recompute_is_complete(s: Settings) -> list[Problem]:
         if granularity == "selective" and value is not None:
             found += problem(name, value, "goes with --recompute-granularity full only; leave it out")
     return found
+
+
+def distributed_activations(s: Settings) -> list[Problem]:
+    """megatron-core's condition, and where they would be distributed over nobody."""
+    if not s.core.get("distribute_saved_activations"):
+        return []
+    if s.core.get("recompute_granularity") != "full":
+        return problem("distribute_saved_activations", None, "needs --recompute-granularity full")
+    if s.parallel.tensor_model_parallel_size == 1:
+        return problem("distribute_saved_activations", None, "needs --tensor-model-parallel-size above 1, whose ranks share what is saved")
+    if s.parallel.sequence_parallel:
+        return problem(
+            "distribute_saved_activations", None, "does not go with --sequence-parallel, which shares what is saved anyway; leave it out"
+        )
+    return []
 
 
 def network_numbers(s: Settings) -> list[Problem]:

@@ -1,6 +1,6 @@
 """Attention over packed rows on plain torch: forward and backward of one process, and what each context-parallel rank computes of it.
 
-    python scripts/bench_attention.py [--tokens 4096] [--output attention.json]
+    python scripts/bench_attention.py [--tokens 4096] [--json attention.json]
 
 Rows of the same number of tokens, cut into sequences of several lengths. For context parallelism the gathered keys and values are there
 already: the ratio is a rank's own seconds over the whole attention's, divided by the number of ranks (1: nothing is lost by sharing it).
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     results = []
     print(f"{'sequences':>9} {'length':>7} {'cp':>3} {'whole s':>8}   each rank's seconds over its fair share")
@@ -101,7 +101,7 @@ def main() -> None:
                 f"{count:9} {found['length']:7} {cp_size:3} {found['whole_s']:8.3f}   "
                 + " ".join(f"{r:.2f}" for r in found["over_fair_share"])
             )
-    write_json(options.output, results)
+    write_json(options.json, results)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,16 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.bench_common import write_json  # noqa: E402
 
 
 def main() -> int:
@@ -21,9 +27,12 @@ def main() -> int:
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path("outputs/bench_checkpoint"))
     parser.add_argument("--repeat", type=int, default=3, help="the best of this many is shown")
+    parser.add_argument("--json", type=Path, help="write the results here")
     chosen = parser.parse_args()
     shutil.rmtree(chosen.folder, ignore_errors=True)
-    print_table(measure(chosen.folder, chosen.hidden_size, chosen.num_layers, chosen.repeat))
+    result = measure(chosen.folder, chosen.hidden_size, chosen.num_layers, chosen.repeat)
+    print_table(result)
+    write_json(chosen.json, {"gb": result[0], "seconds": result[1]})
     shutil.rmtree(chosen.folder)
     return 0
 

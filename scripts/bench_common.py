@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,6 +46,11 @@ def fastest(
         result = function()
         seconds.append(clock() - start)
     return min(seconds), result
+
+
+def growth_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
+    """The slope of log(values) over log(sizes) by least squares: 1 where values grow linearly, 2 where they grow with the square."""
+    return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
 def machine() -> dict[str, Any]:

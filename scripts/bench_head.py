@@ -19,10 +19,8 @@ is missed.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import resource
 import sys
 import time
@@ -43,6 +41,7 @@ import megatron_patches  # noqa: E402
 
 megatron_patches.apply()
 
+from scripts.bench_common import growth_exponent, write_json  # noqa: E402
 from slime_like.ops import lean_head  # noqa: E402
 from slime_like.ops.lean_head import lean_log_probs  # noqa: E402
 from slime_like.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
@@ -326,22 +325,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-entropy-gradient", action="store_true")
     parser.add_argument("--without", nargs="*", default=[], choices=HOLDING_LOGITS, help="versions to leave out, where memory is short")
     parser.add_argument("--curve", type=int, nargs="*", default=[], help="numbers of tokens for a curve of the lean head")
+    parser.add_argument("--no-table", action="store_true", help="the curve or the sizes of a block alone")
     parser.add_argument("--block-sizes", action="store_true", help="the lean head over sizes of a block")
-    parser.add_argument("--output", help="JSON file")
+    parser.add_argument("--json", type=Path, help="write the results here")
     return parser.parse_args()
 
 
 def main() -> int:
     options = arguments()
     torch.set_num_threads(options.threads)
-    result: dict[str, Any] = {
-        "settings": vars(options),
-        "torch": torch.__version__,
-        "processor": platform.processor() or platform.machine(),
-    }
-    result["load_before"] = os.getloadavg()
-    rows = result["table"] = table(options)
-    print(f"{'':34} {'forward s':>10} {'backward s':>10} {'ratio':>6} {'peak MiB':>9} {'resident MiB':>12}")
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
+    result: dict[str, Any] = {"settings": settings, "torch": torch.__version__}
+    rows = {} if options.no_table else table(options)
+    if rows:
+        result["table"] = rows
+        print(f"{'':34} {'forward s':>10} {'backward s':>10} {'ratio':>6} {'peak MiB':>9} {'resident MiB':>12}")
     for label, row in rows.items():
         resident = f"{row['resident_mib']:12.0f}" if "resident_mib" in row else ""
         print(f"{label:34} {row['forward_s']:10.3f} {row['backward_s']:10.3f} {row['ratio']:6.2f} {row['peak_mib']:9.0f} {resident}")
@@ -351,19 +349,21 @@ def main() -> int:
             print(
                 f"{tokens:6} tokens: {row['seconds']:7.3f} s, {row['us_per_token']:6.1f} us a token, {row['beside_weight_mib']:6.1f} MiB beside the weight's gradient"
             )
+        if len(options.curve) > 1:
+            exponent = growth_exponent(options.curve, [row["seconds"] for row in result["curve"].values()])
+            print(f"the time grows with the number of tokens to the power of {exponent:.2f}")
     if options.block_sizes:
         result["block_sizes"] = block_sizes(options)
         for label, seconds in result["block_sizes"].items():
             print(f"{label:30} {seconds:.3f} s")
     missed = 0
-    if (options.tokens, options.vocab, options.hidden, options.dtype, options.device) == (1024, 65536, 256, "float32", "cpu"):
+    if rows and (options.tokens, options.vocab, options.hidden, options.dtype, options.device) == (1024, 65536, 256, "float32", "cpu"):
         found = targets(rows)
         result["targets"] = [{**asdict(target), "met": target.met} for target in found]
         for target in found:
             print(f"{'met   ' if target.met else 'MISSED'} {target.words}: {target.value:.2f}, limit {target.limit:g}")
         missed = sum(not target.met for target in found)
-    if options.output:
-        Path(options.output).write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
     return 1 if missed else 0
 
 

@@ -12,7 +12,6 @@ when a loss takes more than --limit of a step.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ import megatron_patches  # noqa: E402
 megatron_patches.apply()
 
 from arguments.parse import parse_args  # noqa: E402
+from scripts.bench_common import write_json  # noqa: E402
 from scripts.make_demo import make_model, make_tokenizer  # noqa: E402
 from slime_like.losses import LossTerms, policy_losses  # noqa: E402
 from slime_like.megatron_backend.backend import MegatronBackend  # noqa: E402
@@ -177,8 +177,7 @@ def main() -> int:
     print(f"{'loss':20} {'step, ms':>9} {'loss, ms':>9} {'share':>7} {'metrics':>8}")
     for row in rows:
         print(f"{row.loss:20} {row.step_ms:9.1f} {row.loss_ms:9.2f} {row.share:7.2%} {row.metrics:8}")
-    if options.json is not None:
-        options.json.write_text(json.dumps([{**vars(row), "share": row.share} for row in rows], indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, [{**vars(row), "share": row.share} for row in rows])
     return 0 if all(row.share <= options.limit for row in rows) else 1
 
 

@@ -1,6 +1,6 @@
 """Sequences into micro-batches under a token budget: how full they are, and what it costs on the host.
 
-    python scripts/bench_packing.py [--output packing.json]
+    python scripts/bench_packing.py [--json packing.json]
 
 For 512 sequences of one rank and budgets of 16k tokens: the rows that `slime_like.balance.pack_by_budget` makes, the least that could hold the tokens,
 their fullest and emptiest once `even_rows` has levelled them, and what rows of a fixed number of sequences would do: their number, the largest
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench_common import LENGTHS, fastest, write_json  # noqa: E402
+from scripts.bench_common import LENGTHS, fastest, growth_exponent, write_json  # noqa: E402
 from slime_like.balance import even_rows, pack_by_budget  # noqa: E402
 
 BUDGET = 16384
@@ -47,33 +47,42 @@ def by_number(lengths: Lengths, size: int) -> dict[str, float]:
     return {"rows": len(rows), "largest": max(int(row.sum()) for row in rows), "padding_frac": 1 - float(lengths.sum()) / padded}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
-    table: list[dict[str, Any]] = []
+def table(repeats: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
     print(
         f"{'lengths':10} {'rows':>5} {'bound':>6} {'fullest':>8} {'emptiest':>9} {'pack ms':>8} {'level ms':>9}    by number: rows, largest, padding"
     )
     for name, make in LENGTHS.items():
         lengths = make(512)
-        found = packed(lengths, options.repeats)
+        found = packed(lengths, repeats)
         fixed = by_number(lengths, max(1, int(BUDGET / lengths.mean())))
-        table.append({"lengths": name, "packed": found, "by_number": fixed})
+        rows.append({"lengths": name, "packed": found, "by_number": fixed})
         print(
             f"{name:10} {found['rows']:5} {found['bound']:6} {found['fullest']:8} {found['emptiest']:9} {found['pack_ms']:8.2f} "
             f"{found['level_ms']:9.2f}    {fixed['rows']:15} {fixed['largest']:8} {fixed['padding_frac']:8.1%}"
         )
-    growth = []
-    print(f"\n{'sequences':>10} {'rows':>6} {'bound':>6} {'pack ms':>8} {'us a sequence':>14}   (bimodal)")
+    return rows
+
+
+def growth(repeats: int) -> list[dict[str, float]]:
+    """Packing and levelling over the number of sequences."""
+    rows = []
+    print(f"\n{'sequences':>10} {'rows':>6} {'bound':>6} {'pack ms':>8} {'level ms':>9} {'us a sequence':>14}   (bimodal)")
     for count in GROWTH:
-        lengths = LENGTHS["bimodal"](count)
-        seconds, rows = fastest(lambda: pack_by_budget(lengths, BUDGET), repeats=options.repeats, clock=time.process_time)  # noqa: B023
-        bound = -(-int(lengths.sum()) // BUDGET)
-        growth.append({"sequences": count, "rows": len(rows), "bound": bound, "pack_ms": 1e3 * seconds})
-        print(f"{count:10} {len(rows):6} {bound:6} {1e3 * seconds:8.2f} {1e6 * seconds / count:14.2f}")
-    write_json(options.output, {"budget": BUDGET, "table": table, "growth": growth})
+        found = packed(LENGTHS["bimodal"](count), repeats)
+        ms = found["pack_ms"] + found["level_ms"]
+        rows.append({"sequences": count, **found, "ms": ms})
+        print(f"{count:10} {found['rows']:6} {found['bound']:6} {found['pack_ms']:8.2f} {found['level_ms']:9.2f} {1e3 * ms / count:14.2f}")
+    print(f"the time grows with the number of sequences to the power of {growth_exponent(GROWTH, [row['ms'] for row in rows]):.2f}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    options = parser.parse_args()
+    write_json(options.json, {"budget": BUDGET, "table": table(options.repeats), "growth": growth(options.repeats)})
 
 
 if __name__ == "__main__":

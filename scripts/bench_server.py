@@ -1,6 +1,6 @@
 """What the API costs, and whether clients get equal shares: a server on this machine against the same host of models called directly.
 
-    python scripts/bench_server.py [--output server.json] [--seconds 5]
+    python scripts/bench_server.py [--json server.json] [--seconds 5]
 
 Latency: forward_backward of one token (nearly empty: what is left is the API), of a small batch and of a larger one, by the server's host of
 models in this process, over HTTP, and through the SDK where it is installed; calls take turns, medians count. Shares: clients with an adapter
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=30, help="calls of each way and batch")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement of shares")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results here")
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="slime_like_bench_") as folder:
@@ -59,7 +59,7 @@ def main() -> int:
             }
     print_latency(latency)
     print_shares(shares)
-    write_json(chosen.output, {"latency": latency, "shares": shares})
+    write_json(chosen.json, {"latency": latency, "shares": shares})
     return 0
 
 

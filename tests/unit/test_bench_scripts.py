@@ -1,16 +1,104 @@
-"""What the benchmarks of packing and balancing compute, at sizes that take no time."""
+"""The benchmarks: every script starts, those of packing, balancing, attention, head and losses run at sizes that take no time, targets that are
+missed are told. Those of checkpoints and conversions are in test_bench_checkpoint.py."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from scripts import bench_attention, bench_balancing, bench_packing, bench_training_step
-from scripts.bench_common import LENGTHS, fastest, write_json
+from scripts import bench_attention, bench_balancing, bench_packing, bench_training_step, plot_costs
+from scripts.bench_common import LENGTHS, fastest, growth_exponent, write_json
 from slime_like.balance import imbalance
+
+SCRIPTS = Path(bench_packing.__file__).parent
+BENCHES = sorted(path.stem for path in SCRIPTS.glob("bench_*.py") if path.stem != "bench_common")
+
+
+def call(monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> int:
+    """The exit status of a script's `main` on this command line."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words.split()])
+    try:
+        return importlib.import_module(f"scripts.{name}").main() or 0
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def results(path: Path) -> Any:
+    return json.loads(path.read_text())["results"]
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_benchmark_has_help_and_writes_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert call(monkeypatch, name, "--help") == 0
+    assert "--json" in capsys.readouterr().out
+    assert "sys.path.insert(0, " in (SCRIPTS / f"{name}.py").read_text(), "a script finds the repository by itself"
+
+
+def test_a_benchmark_starts_from_any_folder(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(SCRIPTS / "bench_packing.py"), "--repeats", "1", "--json", "found.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path / "found.json")
+    assert len(found["table"]) == 2 and all(row["ms"] > 0 for row in found["growth"])
+
+
+def test_costs_are_drawn_from_what_the_benchmarks_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench_balancing, "SIZES", ((256, 4),))
+    for module in (bench_balancing, bench_packing):
+        monkeypatch.setattr(module, "GROWTH", (256, 512))
+    files = {name: tmp_path / f"{name}.json" for name in ("head", "packing", "balancing")}
+    head = "--tokens 16 --vocab 128 --hidden 8 --repetitions 1 --threads 1 --clock processor"
+    assert call(monkeypatch, "bench_head", f"{head} --curve 8 16 --json {files['head']}") == 0
+    assert {"lean", "lean, half of the rows"} < results(files["head"])["table"].keys()
+    assert call(monkeypatch, "bench_packing", f"--repeats 1 --json {files['packing']}") == 0
+    assert call(monkeypatch, "bench_balancing", f"--repeats 1 --json {files['balancing']}") == 0
+    picture = tmp_path / "costs.png"
+    plot_costs.main([*(f"--{name}={path}" for name, path in files.items()), f"--output={picture}"])
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    found = plot_costs.curves(*(results(path) for path in files.values()))
+    assert [list(curve.sizes) for curve in found] == [[8, 16], [256, 512], [256, 512]]
+    last = results(files["balancing"])["growth"][1]["ms"]
+    assert plot_costs.rows(found)[1].startswith("| 16 | ") and plot_costs.rows(found)[1].endswith(
+        f"| 512 | {last:.1f} | {1e3 * last / 512:.2f} |"
+    )
+    with pytest.raises(ValueError, match="--curve"):
+        plot_costs.curves({}, {}, {})
+
+
+def test_growth_exponent() -> None:
+    assert growth_exponent([1, 2, 4, 8], [3 * n**1.5 for n in (1, 2, 4, 8)]) == pytest.approx(1.5)
+
+
+def test_attention_runs_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert call(monkeypatch, "bench_attention", f"--tokens 256 --repeats 1 --json {tmp_path / 'found.json'}") == 0
+    assert [(row["sequences"], row["cp"]) for row in results(tmp_path / "found.json")] == [(n, cp) for n in (1, 8, 32) for cp in (2, 4)]
+
+
+def test_losses_run_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = f"--losses gspo --repetitions 1 --json {tmp_path / 'found.json'}"
+    assert call(monkeypatch, "bench_losses", f"{words} --limit 100") == 0
+    (row,) = results(tmp_path / "found.json")
+    assert row["loss"] == "gspo" and 0 < row["share"] < 100
+
+
+def test_missed_targets_are_told() -> None:
+    good = {"sequences": 16384, "load": "work", "lengths": "bimodal", "ours": {"max_over_mean": 1.0009, "ms": 99.0}}
+    uneven = {**good, "ours": {"max_over_mean": 1.002, "ms": 99.0}}
+    slow = {**good, "ours": {"max_over_mean": 1.0, "ms": 120.0}}
+    assert not bench_balancing.missed([good]) and len(bench_balancing.missed([good, uneven, slow])) == 2
+    steps = {"packed by tokens": 2.1, "padded": 1.0, "Hugging Face, one by one": 1.5}
+    one = {name: {"speed": speed} for name, speed in steps.items()}
+    assert not bench_training_step.missed(one)
+    assert len(bench_training_step.missed({**one, "packed by tokens": {"speed": 1.4}})) == 2
 
 
 def test_karmarkar_karp_gives_equal_counts_and_levels() -> None:
@@ -61,10 +149,11 @@ def test_shares_of_attention_are_those_of_the_whole() -> None:
 
 @pytest.mark.slow
 def test_methods_of_the_training_step_compute_the_same() -> None:
-    """Packed, padded, two ranks, and the loop that is written by hand: `compare` raises when a loss or a gradient norm differs."""
+    """Packed, padded, two ranks, experts on two, and the loop that is written by hand: `compare` raises when a loss or a gradient norm differs."""
     sizes = bench_training_step.Sizes(64, 2, 128, 16, 12, 130, 8, 128, 1)
-    results = bench_training_step.compare([*bench_training_step.ONE_PROCESS, "DP2"], sizes, rounds=1)
-    assert all(r["core_s"] > 0 and r["memory_mib"] > 0 for r in results.values())
+    for names in ([*bench_training_step.ONE_PROCESS, "DP2"], [bench_training_step.EXPERTS, "EP2"]):
+        found = bench_training_step.compare(names, sizes, rounds=1)
+        assert all(r["core_s"] > 0 and r["memory_mib"] > 0 for r in found.values())
 
 
 def test_results_are_written_with_the_machine(tmp_path: Path) -> None:

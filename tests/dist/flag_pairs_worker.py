@@ -1,0 +1,32 @@
+"""What tests/dist/test_flag_pairs.py runs: training with the flags of several features, and how far it is from one process without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.parity.cells import sizes_of
+from scripts.parity.steps import differences, parallel, train
+
+WORDS = ("loss", "gradients", "weights", "log_probs")
+
+
+def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+    with parallel() as layout:
+        torch.save({name: train(folder, layout, "--micro-batch-size 1") for name, folder in arguments["models"].items()}, arguments["base"])
+
+
+def on_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """By flags, the largest difference of each thing compared. Those of the same groups are run together."""
+    base, found = torch.load(Path(arguments["base"])), {}
+    cases: dict[tuple[tuple[str, int], ...], list[tuple[str, str]]] = {}
+    for model, flags in arguments["cases"]:
+        cases.setdefault(tuple(sizes_of(flags).items()), []).append((model, flags))
+    for sizes, own in cases.items():
+        with parallel(**dict(sizes)) as layout:
+            for model, flags in own:
+                seen = differences(train(arguments["models"][model], layout, flags), base[model])
+                found[f"{model} {flags}"] = {word: seen[word] for word in WORDS}
+    return found
