@@ -169,11 +169,17 @@ def test_group_query_attention_without_groups_is_one_group(tmp_path: Path) -> No
     assert config.megatron.transformer.num_query_groups == 1
 
 
-def test_what_megatron_core_refuses_is_a_problem_with_a_flag(tmp_path: Path) -> None:
-    argv = complete(tmp_path, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    parallel = ["--distribute-saved-activations", "--sequence-parallel", "--tensor-model-parallel-size", "2"]
-    found = problems_of([*argv, *parallel], 2)
-    assert [p.flag for p in found] == ["--distribute-saved-activations"] and "megatron-core refuses" in found[0].message
+def test_what_megatron_core_refuses_is_a_problem_with_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What none of our rules has foreseen."""
+    from megatron.core.transformer import TransformerConfig
+
+    def refuse(self: TransformerConfig) -> None:
+        raise ValueError(f"hidden_dropout: {self.hidden_dropout} is out of fashion")
+
+    monkeypatch.setattr(TransformerConfig, "__post_init__", refuse)
+    (found,) = problems_of(complete(tmp_path, "--hidden-dropout", "0.25"), 1)
+    assert (found.flag, found.value) == ("--hidden-dropout", 0.25)
+    assert found.message == "megatron-core refuses: hidden_dropout: 0.25 is out of fashion"
 
 
 def test_aliases_of_losses_bring_their_defaults(tmp_path: Path) -> None:
