@@ -30,6 +30,7 @@ SWITCHES = (
     "partial_rollout",
     "mask_offpolicy_in_partial_rollout",
     "rollout_slice_len",
+    "rollout_time_limit_s",
     "async_rollout",
     *PATHS,
 )
@@ -149,6 +150,28 @@ def rollout_functions(s: Settings) -> list[Problem]:
     return found
 
 
+def time_limit(s: Settings) -> list[Problem]:
+    """It is for requests that can be aborted one by one."""
+    limit, config = s.scheduling.rollout_time_limit_s, s.scheduling
+    if limit is None:
+        return []
+    if s.rollout.rollout_engine != "sglang":
+        words = "needs --rollout-engine sglang; the local engine's responses are bounded by --rollout-max-response-len alone"
+        return problem("rollout_time_limit_s", limit, words)
+    if config.rollout_function_path not in (None, OWN_ROLLOUT):
+        words = "has no effect on --rollout-function-path, which bounds its responses itself; leave one out"
+        return problem("rollout_time_limit_s", limit, words)
+    estimator = advantage_estimators.get(s.algorithm.advantage_estimator)
+    others = {
+        "rollout_slice_len": config.rollout_slice_len is not None,
+        "renormalize_sampled_log_probs": s.rollout.renormalize_sampled_log_probs,
+        "use_rollout_routing_replay": s.rollout.use_rollout_routing_replay,
+        "advantage_estimator": isinstance(estimator, TokenEstimator) and estimator.needs_greedy,
+    }
+    words = "does not go with --rollout-time-limit-s, whose responses are collected one by one; leave one out"
+    return [p for name, given in others.items() if given for p in problem(name, None, words)]
+
+
 def asynchronous(s: Settings) -> list[Problem]:
     config = s.scheduling
     if not config.async_rollout:
@@ -185,6 +208,7 @@ SCHEDULING_RULES: tuple[Rule, ...] = (
     scheduling_functions,
     custom_generate_is_async,
     rollout_functions,
+    time_limit,
     asynchronous,
     group_rewards,
     reward_server,

@@ -123,8 +123,10 @@ class GroupSupply:
         if self._rollouter is None or self._source is None or self._is_sft or self.run_config.debug.load_debug_rollout_data:
             return None
         buffer = GroupBuffer(self._source, self.run_config.rollout.n_samples_per_prompt)
-        if self.run_config.scheduling.rollout_function_path not in (None, OWN_ROLLOUT):
-            return FunctionCollector(self.run_config, self._rollouter, buffer, evaluator)
+        path = self.run_config.scheduling.rollout_function_path
+        own = path in (None, OWN_ROLLOUT)
+        if not own or (self._rollouter.engine.serves_all_ranks and leaves_stragglers(self.run_config)):
+            return FunctionCollector(None if own else path, self.run_config, self._rollouter, buffer, evaluator)
         return Collector(self.run_config, self._rollouter, buffer, training_sampling(self.run_config.rollout))
 
     def _make_ahead(self) -> RolloutsAhead | None:
@@ -142,6 +144,23 @@ class GroupSupply:
         """Where sampling goes on."""
         assert self._source is not None and self._collector is not None
         return {"data": self._source.state_dict(), "waiting_groups": self._collector.buffer.state_dict()}
+
+
+def leaves_stragglers(run: RunConfig) -> bool:
+    """Whether servers are told to abort what a rollout does not need, in place of growing all responses in rounds that ranks take together."""
+    config, rollout = run.scheduling, run.rollout
+    estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
+    in_rounds = (
+        config.rollout_slice_len is not None
+        or rollout.renormalize_sampled_log_probs
+        or rollout.use_rollout_routing_replay
+        or (isinstance(estimator, TokenEstimator) and estimator.needs_greedy)
+    )
+    return not in_rounds and (
+        config.partial_rollout
+        or config.rollout_time_limit_s is not None
+        or (config.over_sampling_batch_size or 0) > rollout.rollout_batch_size
+    )
 
 
 def function_evaluator(

@@ -117,8 +117,9 @@ class Server(ThreadingHTTPServer):
 
 
 class FakeServer:
-    """seen: (path, body) of every POST, in order. faults: of the next /generate calls of rollouts, one each; None: a right answer. hung: no call is
-    answered, not even probes. spoil: applied to weights that are loaded. workers: addresses that it names as a router would. info: what
+    """pace_s: seconds that each token of a rollout's /generate call takes, told by its body; an abort then gives what there is, one token at
+    least. seen: (path, body) of every POST, in order. faults: of the next /generate calls of rollouts, one each; None: a right answer. hung: no
+    call is answered, not even probes. spoil: applied to weights that are loaded. workers: addresses that it names as a router would. info: what
     /server_info tells."""
 
     def __init__(self, model: str, port: int = 0) -> None:
@@ -130,7 +131,9 @@ class FakeServer:
         self.hung = False
         self.info: dict[str, Any] = {"tp_size": 1, "pp_size": 1}
         self.spoil: Callable[[dict[str, Any]], None] = lambda weights: None
+        self.pace_s: Callable[[Any], float] = lambda body: 0.0
         self.workers: list[str] = []
+        self._slow: dict[str, threading.Event] = {}  # set by an abort
         self.version = "default"
         self._taken: dict[str, torch.Tensor] = {}
         self.ended = threading.Event()
@@ -185,6 +188,8 @@ class FakeServer:
             is_probe = "-probe-" in body["rid"]  # of the weights, by the run
             fault = self.faults.pop(0) if self.faults and not is_probe else None
             answer = self.generate(body)
+            if not is_probe:
+                answer = self._paced(body, answer)
             if fault is None:
                 handler.reply(200, json.dumps(answer).encode())
             else:
@@ -199,12 +204,14 @@ class FakeServer:
         elif handler.path == "/update_weights_from_tensor":
             self.take(body)
             handler.reply(200, b'{"success": true, "message": ""}')
+        elif handler.path == "/abort_request":
+            self._slow.setdefault(body["rid"], threading.Event()).set()
+            handler.reply(200, b'{"success": true, "message": ""}')
         elif handler.path in (
             "/pause_generation",
             "/continue_generation",
             "/begin_weight_update",
             "/end_weight_update",
-            "/abort_request",
             "/release_memory_occupation",
             "/resume_memory_occupation",
         ):
@@ -256,6 +263,23 @@ class FakeServer:
                 "output_token_logprobs": [[p, t, None] for p, t in zip(output.log_probs, output.tokens, strict=True)],
             },
         }
+
+    def _paced(self, body: Any, answer: Answer) -> Answer:
+        """After its time; what was there of it when it was aborted."""
+        pace, tokens = self.pace_s(body), answer["output_ids"]
+        if not pace or not tokens:
+            return answer
+        start = time.monotonic()
+        if not self._slow.setdefault(body["rid"], threading.Event()).wait(pace * len(tokens)):
+            return answer
+        count = min(len(tokens), max(1, int((time.monotonic() - start) / pace)))
+        meta = answer["meta_info"] | {
+            "finish_reason": {"type": "abort", "message": "Abort by user"},
+            "completion_tokens": count,
+            "weight_versions": [{"version": self.version, "start": 0, "end": count}],
+            "output_token_logprobs": answer["meta_info"]["output_token_logprobs"][:count],
+        }
+        return {"text": "", "output_ids": tokens[:count], "meta_info": meta}
 
     def _gone(self, handler: Handler) -> bool:
         """Whether it was stopped, perhaps while it hung; then a connection that was open is cut without an answer."""

@@ -33,9 +33,15 @@ class SchedulingConfig:
     )
     rollout_slice_len: int | None = arg(
         None,
-        "Local engine: tokens by which all responses grow before it is looked whether enough groups have ended; a response depends on where it "
-        "was cut. Default: to the end, and an eighth of --rollout-max-response-len with --partial-rollout.",
+        "Tokens by which all responses grow before it is looked whether enough groups have ended; a response depends on where it was cut. Default: "
+        "to the end; local engine, with --partial-rollout: an eighth of --rollout-max-response-len.",
         legal=AT_LEAST_ONE,
+    )
+    rollout_time_limit_s: float | None = arg(
+        None,
+        "Servers: seconds after a draw of prompts when responses that still run end where they are, as if they had reached "
+        "--rollout-max-response-len. Default: no limit.",
+        legal=POSITIVE,
     )
     buffer_filter_path: str | None = arg(
         None,

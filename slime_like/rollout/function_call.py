@@ -81,7 +81,8 @@ class GradingDesk:
 
 class FunctionCall:
     """Open while the function runs, as a context; `function_call` finds it. flag: names the function. sampling: of training. evaluator: with the
-    evaluation sets of the run. purpose: as of `Rollouter.generate`. aborted: there are enough groups; what has not begun does not begin."""
+    evaluation sets of the run. purpose: as of `Rollouter.generate`. aborted: what has not begun does not
+    begin, since there are enough groups, or since there is no time left (out_of_time)."""
 
     def __init__(
         self, flag: str, args: SlimeArgs, rollouter: Rollouter, sampling: SamplingParams, evaluator: Evaluator | None, *, rollout_id: int
@@ -95,6 +96,7 @@ class FunctionCall:
         self.purpose = "train"
         self._grader = rollouter.grader
         self.aborted = False
+        self.out_of_time = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout requests", daemon=True)
         self._numbers = itertools.count(1)

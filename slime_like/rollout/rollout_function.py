@@ -24,20 +24,22 @@ from slime_like.rollout.rank_zero import on_rank_0_within
 from slime_like.rollout.rollouter import Rollouter, from_plain, to_plain, training_sampling
 from slime_like.rollout.slime_data_source import DataSource
 from slime_like.rollout.slime_results import blank
+from slime_like.rollout.slime_rollout import generate_rollout
 from slime_like.rollout.slime_samples import SlimeSample, slime_args
 from slime_like.types import SampleGroup
 
 
 class RolloutFunction:
-    """One of them. buffer: what data_source reads; None where the run samples no prompts, and data_source is then None too."""
+    """One of them. path None: slime's own. buffer: what data_source reads; None where the run samples no prompts, and data_source is then None
+    too."""
 
     def __init__(
-        self, path: str, flag: str, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer | None, evaluator: Evaluator | None
+        self, path: str | None, flag: str, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer | None, evaluator: Evaluator | None
     ) -> None:
-        self.name = f"{flag} {path}"
+        self.name = flag if path is None else f"{flag} {path}"
         self.flag = flag
         self.args = slime_args(run)
-        self.function = load_function(path, flag)
+        self.function: Callable[..., Any] = generate_rollout if path is None else load_function(path, flag)
         self.rollouter = rollouter
         self.buffer = buffer
         self.evaluator = evaluator
@@ -55,6 +57,8 @@ class RolloutFunction:
                 try:
                     result = self.function(self.args, rollout_id, source, evaluation=evaluation)
                 except Exception as error:
+                    if self.function is generate_rollout:
+                        raise
                     raise ValueError(f"{self.name}: {'evaluation' if evaluation else 'rollout'} {rollout_id}: {told(error)}") from error
             position = None if self.buffer is None else (self.buffer.source.state_dict(), self.buffer.state_dict())
             return read(result), position, dist.get_rank()
@@ -77,14 +81,14 @@ class RolloutFunction:
 
 
 class FunctionCollector:
-    """In place of a `Collector`: the groups of a rollout as the function makes them."""
+    """In place of a `Collector`: the groups of a rollout as the function makes them. path None: slime's own, which aborts what it does not
+    need."""
 
-    def __init__(self, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer, evaluator: Evaluator | None) -> None:
-        path = run.scheduling.rollout_function_path
-        assert path is not None
+    def __init__(self, path: str | None, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer, evaluator: Evaluator | None) -> None:
         self.buffer = buffer
         self.sampling = training_sampling(run.rollout)
-        self._function = RolloutFunction(path, "--rollout-function-path", run, rollouter, buffer, evaluator)
+        flag = "the rollout" if path is None else "--rollout-function-path"
+        self._function = RolloutFunction(path, flag, run, rollouter, buffer, evaluator)
         self._run = run
 
     def collect(self, rollout_id: int) -> Collected:

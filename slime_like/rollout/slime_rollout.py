@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -70,6 +72,8 @@ async def generate_and_rm(args: Any, sample: SlimeSample, sampling_params: Mappi
     else:
         model = Model(call, call.rollouter.tokenizer, sampling_of(sampling_params, call.sampling), call.seed_of)
         _take(sample, await custom.make(_open(sample, call), model, call, call.seed_of, evaluation=evaluation))
+    if call.out_of_time and sample.status not in _DONE:
+        _end_here(args, sample)
     if not call.grades_groups and sample.reward is None and sample.status in _DONE:
         sample.reward = await async_rm(args, sample)
     return sample
@@ -82,6 +86,15 @@ async def generate_and_rm_group(args: Any, group: Group, sampling_params: Mappin
         for sample, reward in zip(done, await batched_async_rm(args, done), strict=True):
             sample.reward = reward
     return done
+
+
+def _end_here(args: Any, sample: SlimeSample) -> None:
+    """A response that --rollout-time-limit-s cut short: as if it had reached its largest length, or lost where it has not begun."""
+    if sample.response_length:
+        sample.status = SlimeSample.Status.TRUNCATED
+    else:
+        sample.status = SlimeSample.Status.ABORTED
+        sample.metadata.setdefault("failure", f"no token within --rollout-time-limit-s {args.rollout_time_limit_s:g}")
 
 
 async def async_rm(args: Any, sample: SlimeSample, **more: Any) -> float | None:
@@ -115,39 +128,75 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     return output
 
 
+@dataclass(slots=True)
+class _Tally:
+    """Counts of a rollout, as a `Collector` tells them. late: groups that --rollout-time-limit-s cut short."""
+
+    drawn: int = 0
+    draws: int = 0
+    resumed: int = 0
+    surplus: int = 0
+    late: int = 0
+    wasted_tokens: int = 0
+
+    def metrics(self, chosen: DynamicFilter, *, kept: int, lost: int, waiting: int) -> dict[str, int]:
+        dropped = sum(chosen.dropped.values())
+        groups = dict(drawn=self.drawn, resumed=self.resumed, kept=kept, dropped=dropped, surplus=self.surplus, late=self.late, lost=lost)
+        metrics = {f"groups_{name}": count for name, count in (groups | dict(waiting=waiting)).items()}
+        metrics |= dict(draws=self.draws, wasted_tokens=self.wasted_tokens)
+        return metrics | {f"dynamic_filter/drop_{reason}": count for reason, count in sorted(chosen.dropped.items())}
+
+
 async def generate_rollout_async(
     args: Any, rollout_id: int, get_samples: Callable[[int], list[Group]]
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
-    """The groups of a rollout, and those that wait for the next one (--partial-rollout). Raises ValueError when --max-num-gen-batches draws
-    bring too few."""
-    call = function_call()
-    call.aborted = False
+    """The groups of a rollout, as soon as there are enough, and those that wait for the next one (--partial-rollout); the rest is aborted. Raises
+    ValueError when --max-num-gen-batches draws bring too few."""
+    call, tally = function_call(), _Tally()
     wanted, draw = args.rollout_batch_size, args.over_sampling_batch_size or args.rollout_batch_size
     chosen = DynamicFilter(args.dynamic_sampling_filter_path, call.args)
     kept: list[Group] = []
     pending: set[asyncio.Task[Group]] = set()
-    under_way = draws = 0
+    under_way, deadline = 0, math.inf
     while len(kept) < wanted:
         while under_way < wanted:
-            if draws == args.max_num_gen_batches:
+            if tally.draws == args.max_num_gen_batches:
+                reasons = ", ".join(f"{reason} {count}" for reason, count in chosen.dropped.most_common()) or "none"
                 raise ValueError(
-                    f"rollout {rollout_id}: {draws} draws of {draw} prompts (--max-num-gen-batches) brought {len(kept)} groups"
+                    f"rollout {rollout_id}: {tally.draws} draws of {draw} prompts (--max-num-gen-batches) brought {len(kept)} of the {wanted} groups "
+                    f"that --rollout-batch-size asks for; dropped by --dynamic-sampling-filter-path, by reason: {reasons}"
                 )
             groups = get_samples(draw)
-            draws, under_way = draws + 1, under_way + len(groups)
-            parameters = sampling_dict(call.sampling)
-            pending |= {asyncio.ensure_future(generate_and_rm_group(args, group, parameters)) for group in groups}
-        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            under_way += len(groups)
+            tally.draws, tally.drawn = tally.draws + 1, tally.drawn + len(groups)
+            tally.resumed += sum(any(sample.response_length for sample in group) for group in groups)
+            call.aborted = call.out_of_time = False
+            deadline = time.monotonic() + (args.rollout_time_limit_s or math.inf)
+            pending |= {asyncio.ensure_future(generate_and_rm_group(args, group, sampling_dict(call.sampling))) for group in groups}
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not done:  # what is not finished ends where it is
+            call.out_of_time, deadline, tally.late = True, math.inf, tally.late + len(pending)
+            await call.abort()
         for group in sorted((task.result() for task in done), key=_index):
-            if not chosen.keeps(group, is_spare=under_way > wanted):
-                under_way -= 1
-            elif len(kept) < wanted:
+            keep = chosen.keeps(group, is_spare=under_way > wanted)
+            under_way -= not keep
+            if keep and len(kept) < wanted:
                 kept.append(group)
+                continue
+            tally.surplus += keep
+            tally.wasted_tokens += _tokens([group])
     unfinished = await _abort(call, pending) if pending else []
     kept.sort(key=_index)
     samples_to_remove(args.rollout_sample_filter_path, call.args, kept)  # which marks them
-    drops = {f"dynamic_filter/drop_{reason}": count for reason, count in sorted(chosen.dropped.items())}
-    return RolloutFnTrainOutput(kept, drops), unfinished if args.partial_rollout else []
+    waiting = unfinished if args.partial_rollout else []
+    lost = len(unfinished) - len(waiting)
+    tally.wasted_tokens += _tokens(unfinished) if lost else 0
+    return RolloutFnTrainOutput(kept, tally.metrics(chosen, kept=len(kept), lost=lost, waiting=len(waiting))), waiting
+
+
+def _tokens(groups: Sequence[Group]) -> int:
+    return sum(sample.response_length for group in groups for sample in group)
 
 
 async def _abort(call: FunctionCall, pending: set[asyncio.Task[Group]]) -> list[Group]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.helpers import Workspace, make_workspace, weights_of
+from slime_like.rollout.sglang.processes import CPU_SETTINGS, command_words
+from tests.e2e.helpers import Workspace, make_workspace, rows_of, weights_of
 from tests.e2e.programs import ENVIRONMENT, ROOT, free_port
 from tests.slurm.cluster import Cluster, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 TRAIN, SPLIT = (ROOT / "scripts" / "slurm" / f"{name}.sbatch" for name in ("train", "split"))
+SGLANG = Path(os.environ.get("SGLANG_ENV", ROOT / ".venv-sglang"))
 ROLLOUTS = 40
 STARTED_S, ENDED_S = 120, 240  # of a job on a machine with other work
 
@@ -195,3 +199,32 @@ def test_trainer_and_engines_on_nodes_of_their_own(cluster: Cluster, tmp_path: P
         "--lr", "1e-6", "--hf-checkpoint", "/models/small", "--rollout-engine", "sglang", "--rollout-external-engine-addrs", f"{last}:{port}",
     ]  # fmt: skip
     assert argv[argv.index("--nnodes") + 1] == "1"
+
+
+@pytest.mark.skipif(not SGLANG.exists(), reason="no SGLang: make sglang-env")
+def test_trainer_and_a_real_engine_on_nodes_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
+    """The split job with SGLang on the second node: weights over a process group between the nodes, log-probs that agree, and nothing that
+    the job leaves behind."""
+    demo, out, log = tmp_path / "demo", tmp_path / "run", tmp_path / "job.log"
+    command = [sys.executable, "scripts/make_demo.py", "--output-dir", str(demo), "--max-word-len", "4"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": "."})
+    names = {"MODEL": str(demo / "model"), "ENGINE_PYTHON": str(ROOT / "scripts" / "sglang_cpu" / "python"), "PROCESSES_PER_NODE": "2"}
+    engine = " ".join(command_words({**CPU_SETTINGS, "dtype": "float32", "max_running_requests": 16}))
+    flags = [
+        "--prompt-data", str(demo / "train.jsonl"), "--input-key", "messages", "--label-key", "answer", "--apply-chat-template",
+        "--custom-rm-path", "scripts/demo_reward.py:score", "--rollout-max-response-len", "8", "--num-rollout", "3", "--rollout-batch-size", "4",
+        "--n-samples-per-prompt", "4", "--lr", "1e-3", "--tensor-model-parallel-size", "2", "--no-tensorboard", "--no-progress",
+        "--no-sglang-router", "--update-weight-transport", "broadcast", "--output-dir", str(out),
+    ]  # fmt: skip
+    job = cluster.submit(
+        SPLIT,
+        *flags,
+        options=("--nodes=2", f"--output={log}"),
+        variables=variables(ENGINE_PORT=str(free_port()), ENGINE_FLAGS=engine, SGLANG_ENV=str(SGLANG), **names),
+    )
+    state = cluster.ended(job, 500, log)
+    assert state["JobState"] == "COMPLETED", log.read_text()
+    rows = rows_of(out)
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["rollout/failed_frac"] == 0 for row in rows)
+    assert all(row["rollout/train_rollout_log_prob_diff_max"] < 1e-4 for row in rows), "the engine has the trainer's weights"
+    assert sum(row["train/grad_norm"] for row in rows) > 0

@@ -34,6 +34,7 @@ CASES = [
      "asks the engine for whole responses"),
     ("scheduling_functions", "--rollout-function-path json.nothing", "--rollout-function-path", "has no 'nothing'"),
     ("scheduling_needs_sampling", "--loss-type sft_loss --rollout-function-path json.dumps", "--rollout-function-path", "samples no rollouts"),
+    ("time_limit", "--rollout-time-limit-s 5", "--rollout-time-limit-s", "needs --rollout-engine sglang"),
     ("asynchronous", "--max-staleness 1", "--max-staleness", "without --async-rollout"),
     ("asynchronous", "--async-rollout --partial-rollout", "--async-rollout", "does not go with --partial-rollout"),
     ("group_rewards", "--group-rm", "--group-rm", "needs --custom-rm-path"),
