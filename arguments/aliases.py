@@ -69,7 +69,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _OFFLOAD: "offload offload-train no-offload-train offload-rollout no-offload-rollout",
     _ENGINES: """rollout-skip-special-tokens rollout-max-context-len use-distributed-post http-proxy
         rollout-data-transport enable-mtp-training release-train""",
-    _HOOKS: """custom-pg-loss-reducer-function-path custom-advantage-function-path custom-reward-post-process-path
+    _HOOKS: """custom-pg-loss-reducer-function-path custom-advantage-function-path
         custom-convert-samples-to-train-data-path custom-rollout-log-function-path custom-eval-rollout-log-function-path
         custom-megatron-init-path custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
         custom-model-provider-path custom-update-weight-post-write-path custom-config-path data-source-path rollout-sample-hook-path rollout-all-samples-process-path

@@ -189,6 +189,24 @@ def group_rewards(s: Settings) -> list[Problem]:
     return []
 
 
+def reward_post_process(s: Settings) -> list[Problem]:
+    path, name = s.algorithm.custom_reward_post_process_path, "custom_reward_post_process_path"
+    if path is None:
+        return []
+    if s.algorithm.loss_type == "sft_loss" or not s.trains:
+        return problem(name, path, "has no effect: this run makes no advantages; leave it out")
+    found = []
+    try:
+        load_function(path, flag_name(name))
+    except ValueError as error:
+        found += problem(name, None, str(error).removeprefix(flag_name(name) + " "))
+    if s.algorithm.kl_coef:
+        found += problem(
+            "kl_coef", s.algorithm.kl_coef, f"does not go with {flag_name(name)}, which sees the rewards alone; use --use-kl-loss"
+        )
+    return found
+
+
 def reward_server(s: Settings) -> list[Problem]:
     url, wanted = s.reward.rm_url, s.reward.rm_type == "remote_rm"
     if wanted and url is None:
@@ -211,5 +229,6 @@ SCHEDULING_RULES: tuple[Rule, ...] = (
     time_limit,
     asynchronous,
     group_rewards,
+    reward_post_process,
     reward_server,
 )

@@ -25,6 +25,8 @@ from slime_like.metrics.progress import Progress
 from slime_like.rollout.batch import Shares, StepPlan, map_steps, outcomes_of, train_samples, with_routes
 from slime_like.rollout.correction import SampleCorrection, correct_steps, require_sampler_log_probs, sampler_told
 from slime_like.rollout.metrics import fresh_tokens, train_rollout_difference
+from slime_like.rollout.reward_post_process import processed_rewards
+from slime_like.rollout.slime_samples import slime_args
 from slime_like.types import Sample, TrainBatch, TrainSample
 
 
@@ -224,8 +226,11 @@ class BatchMaker:
             kl_coef=self.kl_controller.value,
             distillation_coef=self.run.distillation.opd_kl_coef,
         )
+        path = algorithm.custom_reward_post_process_path
+        processed = None if path is None else processed_rewards(path, slime_args(self.run), samples)
+        outcomes = dataclasses.replace(outcomes_of(samples), processed=processed)
         output = estimate_advantages(
-            settings, outcomes_of(samples), mine=mine, masks=masks, kl=kl, teacher_gap=gap, critic_values=values, group=self.layout.dp_group
+            settings, outcomes, mine=mine, masks=masks, kl=kl, teacher_gap=gap, critic_values=values, group=self.layout.dp_group
         )
         if kl is None:
             return output

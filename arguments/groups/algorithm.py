@@ -29,6 +29,11 @@ class AlgorithmConfig:
     )
     advantage_estimator: str = arg("grpo", "How rewards become advantages.")
     disable_grpo_std_normalization: bool = arg(False, "Dr. GRPO: do not divide by the group's standard deviation.")
+    custom_reward_post_process_path: str | None = arg(
+        None,
+        "module.function or file.py:function that makes the estimator's numbers of the rewards of a rollout, in place of the comparison within "
+        "groups: function(args, samples) -> (raw_rewards, rewards), on rank 0. With grpo and its like they are the advantages.",
+    )
     singleton_advantage: str = arg("zero", "Advantage in a group of one: zero, or the reward itself.", choices=("zero", "reward"))
     normalize_advantages: bool = arg(
         False, "Whiten advantages over all active tokens of a rollout and all ranks.", aliases=("--advantage-batch-normalize",)

@@ -33,12 +33,14 @@ class AdvantageSettings:
 @dataclass(frozen=True, slots=True)
 class Outcomes:
     """All samples of a rollout, equal on all ranks. rewards: [B] float, not finite where there is none; group_ids, lengths: [B] int, the prompt
-    and the active tokens; greedy_rewards: [B] float, of a greedy response to the prompt, or None."""
+    and the active tokens; greedy_rewards: [B] float, of a greedy response to the prompt, or None. processed: [B] float, what a function of
+    the user's made of the rewards, in place of the comparison within groups; not finite where there is nothing. None without one."""
 
     rewards: Tensor
     group_ids: Tensor
     lengths: Tensor
     greedy_rewards: Tensor | None = None
+    processed: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,14 @@ def estimate_advantages(
         finite = torch.isfinite(total_kl)
         metrics["rollout/kl_in_reward"] = float(total_kl[finite].sum()) / max(int(outcomes.lengths[finite].sum()), 1)
     penalised = rewards - settings.kl_coef * total_kl
-    if isinstance(entry, OutcomeEstimator):
+    if outcomes.processed is not None:
+        penalised = torch.where(torch.isfinite(penalised), outcomes.processed.double(), float("nan"))
+        rewards = penalised
+    if isinstance(entry, OutcomeEstimator) and outcomes.processed is not None:
+        finite = finite_rewards(penalised)
+        values = [torch.where(mask & bool(finite[i]), penalised[i], 0.0) for i, mask in zip(mine, masks)]
+        metrics["reward/nonfinite"] = float((~finite).sum())
+    elif isinstance(entry, OutcomeEstimator):
         output = compute_advantages(
             settings.estimator,
             rewards=penalised,
@@ -90,6 +99,7 @@ def estimate_advantages(
         values = [torch.where(mask, output.values[i].double(), 0.0) for i, mask in zip(mine, masks)]
         metrics |= output.metrics
     else:
+        assert isinstance(entry, TokenEstimator)
         usable = torch.where(torch.isfinite(penalised), rewards, float("nan"))
         values, more = _by_token(entry, settings, outcomes, usable, mine, masks, kl, critic_values)
         metrics |= more
@@ -136,7 +146,7 @@ def _by_token(
     critic_values: Sequence[Tensor] | None,
 ) -> tuple[list[Tensor], Mapping[str, float]]:
     """rewards: [B], NaN where a sample cannot be used."""
-    if entry.outcome is None:
+    if entry.outcome is None or outcomes.processed is not None:
         finite = finite_rewards(rewards)
         numbers: Tensor = torch.where(finite, rewards, 0.0)
         metrics: Mapping[str, float] = {"reward/nonfinite": float((~finite).sum())}

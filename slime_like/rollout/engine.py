@@ -111,6 +111,10 @@ class RolloutEngine(Protocol):
         pending are passed over."""
         ...
 
+    async def leave_loop(self) -> None:
+        """The event loop that asked ends: close what belongs to it."""
+        ...
+
     def pause(self) -> None:
         """Stop making tokens; pending requests stay, and so do their tokens."""
         ...

@@ -120,6 +120,7 @@ class FunctionCall:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(ENDED_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(ENDED_S)
+        self._loop.close()
 
     async def generate_one(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
         """As the engine's. What is asked for in one turn of the caller's event loop reaches the engine together, so that its batches, and with
@@ -195,6 +196,7 @@ class FunctionCall:
         if self._pending:
             await self.rollouter.engine.abort(None)
             await asyncio.wait([asyncio.wrap_future(future) for future in list(self._pending)], timeout=ENDED_S / 2)
+        await self.rollouter.engine.leave_loop()
 
 
 _desk = GradingDesk()

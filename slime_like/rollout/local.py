@@ -113,6 +113,9 @@ class LocalEngine:
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
         self._serving.abort(sample_ids)
 
+    async def leave_loop(self) -> None:
+        """Nothing belongs to it."""
+
     def pause(self) -> None:
         self._serving.paused = True
 

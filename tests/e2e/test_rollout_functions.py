@@ -137,3 +137,31 @@ def test_samples_of_foreign_weights_are_told_apart(server: TrainServer, work: Wo
         assert row.get("rollout/train_rollout_log_prob_diff_mean", 0) == 0 and row["rollout/reward_mean"] == 0.5
         assert (row["eval/mine/mean"], row["eval/mine/unscored_frac"], row["eval/seconds"]) == (0.5, 0.25, 2.5)
         assert row["train/grad_norm"] > 0 and "eval/few/mean" not in row
+
+
+# GRPO's own comparison, as slime's users write it; without_spread: what a function may do besides
+PROCESS = """
+import torch
+
+def process(args, samples):
+    raw = [sample.get_reward_value(args) for sample in samples]
+    groups = torch.tensor(raw, dtype=torch.float64).view(-1, args.n_samples_per_prompt)
+    centred = groups - groups.mean(dim=1, keepdim=True)
+    return raw, (centred / (groups.std(dim=1, keepdim=True) + 1e-6)).flatten().tolist()
+"""
+
+
+def test_rewards_that_a_function_processes(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    """The advantages are what it returns: with GRPO's own formula the run is the one without it, on one rank and on two."""
+    path = own(tmp_path, PROCESS, "process")
+    runs = {"plain": {}, "own": {"custom_reward_post_process_path": path}}
+    for name, more in runs.items():
+        server.train(work.flags(tmp_path / name, **more), tmp_path / f"log_{name}").ok()
+    server.train(work.flags(tmp_path / "two", **runs["own"], micro_batch_size=2), tmp_path / "log_two", ranks=2).ok()
+    for name in ("own", "two"):
+        for ours, theirs in zip(rows_of(tmp_path / name), rows_of(tmp_path / "plain"), strict=True):
+            assert abs(ours["train/loss"] - theirs["train/loss"]) < 1e-5 and ours["rollout/reward_mean"] == theirs["rollout/reward_mean"]
+            assert abs(ours["train/grad_norm"] - theirs["train/grad_norm"]) < 1e-4 * theirs["train/grad_norm"]
+    short = own(tmp_path, "def rewards(args, samples):\n    return [0.0] * len(samples), [1.0]\n", "rewards")
+    error = server.train(work.flags(tmp_path / "short", custom_reward_post_process_path=short), tmp_path / "log_short").error()
+    assert "--custom-reward-post-process-path" in error and "16 raw rewards and 1 rewards; the rollout has 16 samples" in error

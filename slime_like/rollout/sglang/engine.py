@@ -73,7 +73,7 @@ class SglangEngine:
             try:
                 return await asyncio.gather(*(self.generate_one(request, sampling) for request in requests))
             finally:
-                await self._leave_loop()
+                await self.leave_loop()
 
         return asyncio.run(all_of_them())
 
@@ -199,7 +199,7 @@ class SglangEngine:
             self._loop, self._slots = loop, asyncio.Semaphore(limit)
         return self._client
 
-    async def _leave_loop(self) -> None:
+    async def leave_loop(self) -> None:
         if self._client is not None and self._loop is asyncio.get_running_loop():
             await self._client.aclose()
             self._client = None
