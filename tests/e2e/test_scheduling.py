@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slime_like.rollout.debug_data import load_rollout
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights_of
 from tests.e2e.programs import TrainServer
 
@@ -73,3 +75,14 @@ def test_a_filter_that_keeps_nothing_is_an_error(server: TrainServer, work: Work
     flags = scheduled(work, tmp_path / "out", dynamic_sampling_filter_path=f"{tmp_path / 'none.py'}:nothing", max_num_gen_batches=2)
     error = server.train(flags, tmp_path / "log").error()
     assert "2 draws of 6 prompts (--max-num-gen-batches) brought 0 of the 4 groups" in error and "dropped 1" in error
+
+
+def test_epochs_in_place_of_rollouts(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    """Two epochs of six prompts in rollouts of four: three rollouts, which have every prompt twice, each cut into two optimizer steps."""
+    out = tmp_path / "out"
+    flags = work.flags(out, num_rollout=None, num_epoch=2, prompt_data=f"{work.prompts}@[0:6]", save_debug_rollout_data=out / "r_{rollout_id}",
+                       n_samples_per_prompt=2, micro_batch_size=4)  # fmt: skip
+    server.train(flags, tmp_path / "log").ok()
+    assert [row["step"] for row in rows_of(out)] == [1, 2, 3]
+    texts = Counter(group.samples[0].text for k in range(3) for group in load_rollout(str(out / "r_{rollout_id}"), k))
+    assert len(texts) == 6 and set(texts.values()) == {2}
