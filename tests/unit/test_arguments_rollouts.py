@@ -50,7 +50,7 @@ CASES = [
 
 @pytest.mark.parametrize(("rule", "flags", "flag", "said"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
 def test_a_broken_rule(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
-    found = problems_of(complete(tmp_path, *flags.split()), 1)
+    found = problems_of(complete(tmp_path, *flags.replace("{folder}", str(tmp_path)).split()), 1)
     assert [p.flag for p in found] == [flag], found
     assert said in str(found[0])
 
