@@ -36,7 +36,7 @@ CASES = [
     ("scheduling_needs_sampling", "--loss-type sft_loss --rollout-function-path json.dumps", "--rollout-function-path", "samples no rollouts"),
     ("time_limit", "--rollout-time-limit-s 5", "--rollout-time-limit-s", "needs --rollout-engine sglang"),
     ("reward_post_process", "--custom-reward-post-process-path json.nothing", "--custom-reward-post-process-path", "has no 'nothing'"),
-    ("reward_post_process", "--custom-reward-post-process-path json.dumps --kl-coef 0.1 --ref-load {folder}/model", "--kl-coef", "sees the rewards alone"),
+    ("reward_post_process", "--custom-reward-post-process-path json.dumps --kl-coef 0.1 --ref-load {folder}/hf", "--kl-coef", "sees the rewards alone"),
     ("asynchronous", "--max-staleness 1", "--max-staleness", "without --async-rollout"),
     ("asynchronous", "--async-rollout --partial-rollout", "--async-rollout", "does not go with --partial-rollout"),
     ("group_rewards", "--group-rm", "--group-rm", "needs --custom-rm-path"),
