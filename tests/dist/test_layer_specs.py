@@ -56,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_there_and_back(folders: dict[str, str], tmp_path: Path, ranks: int) -> None:
     cases = {name: (folders[model], flags) for name, (model, flags) in CASES[ranks].items()}
     arguments: dict[str, Any] = {"cases": cases, "out": str(tmp_path / "checkpoints")}
-    for results in run_ranks("tests.dist.layer_specs_worker:there_and_back", ranks, tmp_path / "run", arguments, 240):
+    for results in run_ranks("tests.dist.layer_specs_worker:there_and_back", ranks, tmp_path / "run", arguments, 280):
         assert results.keys() == cases.keys()
         for name, found in results.items():
             assert found["same"] == [True, True], name

@@ -40,19 +40,23 @@ def _parameter(*shape: int, dtype: torch.dtype, init: Any = nn.init.ones_) -> nn
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float, params_dtype: torch.dtype, **others: Any) -> None:
+    """The mark on a parameter has its gradient summed over tensor-parallel ranks."""
+
+    def __init__(self, hidden_size: int, eps: float, params_dtype: torch.dtype, sequence_parallel: bool = False, **others: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = _parameter(hidden_size, dtype=params_dtype)
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor) -> Tensor:
         return F.rms_norm(rows, self.weight.shape, self.weight, self.eps)
 
 
 class LayerNorm(RMSNorm):
-    def __init__(self, hidden_size: int, eps: float, params_dtype: torch.dtype, **others: Any) -> None:
-        super().__init__(hidden_size, eps, params_dtype)
+    def __init__(self, hidden_size: int, eps: float, params_dtype: torch.dtype, sequence_parallel: bool = False, **others: Any) -> None:
+        super().__init__(hidden_size, eps, params_dtype, sequence_parallel)
         self.bias = _parameter(hidden_size, dtype=params_dtype, init=nn.init.zeros_)
+        self.bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor) -> Tensor:
         return F.layer_norm(rows, self.weight.shape, self.weight, self.bias, self.eps)
