@@ -33,7 +33,7 @@ test-slow: install
 
 # -rs prints why tests are skipped, where SLURM is not installed
 test-slurm: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "slurm" tests/slurm
+	SGLANG_ENV=$(SGLANG_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m "slurm" tests/slurm
 
 # SGLang without a GPU, in an environment of its own (2.5 GB); one that is there already can be named.
 SGLANG_ENV ?= $(CURDIR)/.venv-sglang
