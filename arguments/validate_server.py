@@ -13,13 +13,21 @@ from arguments.validate_moe import MOE_RULES
 from arguments.validate_network import NETWORK_RULES
 from arguments.validate_optimizer import OFFLOAD, OPTIMIZER_RULES, PRECISE
 from arguments.validate_parallel import PARALLEL_RULES
+from arguments.validate_sglang import (
+    checkpoint_of_the_servers,
+    engines_are_named,
+    engines_that_are_started,
+    idle_sglang_settings,
+    sglang_is_installed,
+    uses_sglang,
+)
 from slime_like.config import Problem, flag_name
 from slime_like.losses.registry import policy_losses
 
 OF_THE_SERVER = frozenset(field.name for field in dataclasses.fields(ServerConfig))
 # Settings of groups that are otherwise train.py's
 ALSO_SERVED = {
-    "max_tokens_per_gpu", "log_probs_chunk_size", "rollout_local_batch_size", "print_megatron_patches", "no_verify_checkpoint", "config",
+    "max_tokens_per_gpu", "log_probs_chunk_size", "rollout_local_batch_size", "print_megatron_patches", "no_verify_checkpoint", "config", "rollout_engine",
 }  # fmt: skip
 TRAINERS_GROUPS = (
     "data", "eval", "rollout", "scheduling", "reward", "algorithm", "lora", "distillation", "off_policy", "critic", "value_loss", "gates", "schedule", "checkpoint",
@@ -73,6 +81,28 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def snapshots_are_folders(s: Settings) -> list[Problem]:
+    """SGLang servers load sampling snapshots from --server-dir, one at a time."""
+    if not uses_sglang(s):
+        return []
+    others = (
+        "update_weight_transport", "update_weight_buffer_size", "update_weight_disk_dir", "update_weight_disk_keep_files", "colocate",
+    )  # fmt: skip
+    found = [
+        p
+        for name in others
+        if name in s.given
+        for p in problem(name, None, "does not go with the server, whose SGLang servers load snapshots from --server-dir; leave it out")
+    ]
+    if "max_sampler_engines" in s.given:
+        words = "is of --rollout-engine local: SGLang servers hold one snapshot, and exchange it; leave it out"
+        found += problem("max_sampler_engines", s.server.max_sampler_engines, words)
+    if "rollout_local_batch_size" in s.given:
+        words = "is of --rollout-engine local; --sglang-server-concurrency bounds what SGLang servers are asked at a time"
+        found += problem("rollout_local_batch_size", s.rollout.rollout_local_batch_size, words)
+    return found
 
 
 def address_needs_a_key(s: Settings) -> list[Problem]:
@@ -131,5 +161,6 @@ def folder_can_be_written(s: Settings) -> list[Problem]:
 
 SERVER_RULES: tuple[Rule, ...] = (
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, nothing_of_the_trainer, gradients_wait_for_the_step, optimizer_is_adam, optimizer_state_is_swapped, *OPTIMIZER_RULES, address_needs_a_key,
-    keys_are_usable, libraries_are_there, sequences_fit_the_model, folder_can_be_written,
+    keys_are_usable, libraries_are_there, snapshots_are_folders, idle_sglang_settings, engines_are_named, engines_that_are_started,
+    sglang_is_installed, checkpoint_of_the_servers, sequences_fit_the_model, folder_can_be_written,
 )  # fmt: skip

@@ -129,7 +129,7 @@ class FakeServer:
         self.seen: list[tuple[str, Any]] = []
         self.refused: dict[str, tuple[int, str]] = {}  # path -> status and text
         self.hung = False
-        self.info: dict[str, Any] = {"tp_size": 1, "pp_size": 1}
+        self.info: dict[str, Any] = {"tp_size": 1, "pp_size": 1, "enable_deterministic_inference": True}
         self.spoil: Callable[[dict[str, Any]], None] = lambda weights: None
         self.pace_s: Callable[[Any], float] = lambda body: 0.0
         self.workers: list[str] = []
@@ -247,6 +247,7 @@ class FakeServer:
                     "meta_info": {"finish_reason": {"type": "abort", "status_code": 503, "message": "no weights"}},
                 }
             output = self.engine.generate([request], sampling)[0]
+            scores = self.engine.prompt_log_probs([request.prompt_tokens])[0] if body.get("logprob_start_len") == 0 else None
         count = len(output.tokens)
         routes = {} if output.routes is None else {"routed_experts": base64.b64encode(output.routes[:-1].int().numpy().tobytes()).decode()}
         return {
@@ -261,6 +262,9 @@ class FakeServer:
                 "weight_version": self.version,
                 "weight_versions": [{"version": self.version, "start": 0, "end": count}],
                 "output_token_logprobs": [[p, t, None] for p, t in zip(output.log_probs, output.tokens, strict=True)],
+                "input_token_logprobs": []
+                if scores is None
+                else [[p, t, None] for p, t in zip((None, *scores), body["input_ids"], strict=True)],
             },
         }
 

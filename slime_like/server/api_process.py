@@ -64,7 +64,7 @@ def make_service(run: RunConfig, journal: Journal, call: Callable[[str, dict[str
         operations,
         most_waiting=run.server.max_queued_requests,
         gap_s=run.server.seq_gap_s,
-        batch=run.rollout.rollout_local_batch_size,
+        batch=run.rollout.rollout_local_batch_size if run.rollout.rollout_engine == "local" else run.sglang.sglang_server_concurrency,
     )
     return Service(run.server, base, limits_of(run), registry, dispatcher, operations)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ from slime_like.server.errors import Refused
 from slime_like.server.losses import CRITIC_LOSS
 from slime_like.server.sampler import SnapshotSampler
 from slime_like.types import TrainSample
+
+if TYPE_CHECKING:
+    from slime_like.server.sglang_sampler import SglangSampler
 
 PASS_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-gpu is not given
 CHECKPOINT_STEP = 1  # every saved state is a checkpoint folder of its own
@@ -68,7 +71,7 @@ class ModelHost:
         self.slots: list[tuple[str, ServedNetwork, str | None]] = []  # role, network, the model in it
         self.adapters: dict[str, ServedAdapter] = {}
         self._base_of_adapters: LoraBase | None = None
-        self.sampler = SnapshotSampler(run, layout)
+        self.sampler = make_sampler(run, layout, tell)
         self._clock = 0
         self._head = Head(
             run.gpt.vocab_size or 0,
@@ -296,6 +299,19 @@ class ModelHost:
 
     def do_sample(self, **request: Any) -> list[dict[str, Any]]:
         return self.sampler.sample(**request)
+
+    def close(self) -> None:
+        """What was started for it ends."""
+        self.sampler.close()
+
+
+def make_sampler(run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]) -> SnapshotSampler | SglangSampler:
+    """Of --rollout-engine. A collective."""
+    if run.rollout.rollout_engine == "local":
+        return SnapshotSampler(run, layout)
+    from slime_like.server.sglang_sampler import make_sglang_sampler
+
+    return make_sglang_sampler(run, layout, tell)
 
 
 def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -> list[TrainSample]:

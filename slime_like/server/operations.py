@@ -173,7 +173,7 @@ class ServerOperations:
     def alike(self, first: Request, other: Request) -> bool:
         if first.op != "sample" or "refusal" in first.body or "refusal" in other.body:
             return first is other
-        return all(first.body[name] == other.body[name] for name in ("sampling", "prompt_log_probs"))
+        return all(first.body[name] == other.body[name] for name in ("sampling", "prompt_log_probs", "seeded"))
 
     async def _sample(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
         if "refusal" in requests[0].body:
@@ -191,6 +191,7 @@ class ServerOperations:
             "prompts": [request.body["prompt"] for request in requests],
             "counts": [request.body["count"] for request in requests],
             "seeds": [request.body["seed"] for request in requests],
+            "seeded": first["seeded"],
         }
         value = await self.call(requests[0].id, command)
         return [sample_output(answer["sequences"], answer["prompt_log_probs"]) for answer in value]

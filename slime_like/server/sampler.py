@@ -38,8 +38,9 @@ class SnapshotSampler:
         counts: list[int],
         seeds: list[int],
         prompt_log_probs: bool,
+        seeded: bool = False,
     ) -> list[dict[str, Any]]:
-        """For each prompt its samples, as plain values, on every rank."""
+        """For each prompt its samples, as plain values, on every rank. seeded: whether the client gave the seeds; here they always count."""
         together(lambda: self._engine(folder))
         engine = self._engine(folder)
         params = SamplingParams(**{**sampling, "stop": tuple(sampling["stop"]), "stop_token_ids": tuple(sampling["stop_token_ids"])})
@@ -61,6 +62,9 @@ class SnapshotSampler:
             {"sequences": [sequences[i, j] for j in range(count)], "prompt_log_probs": prompt_scores.get(i)}
             for i, count in enumerate(counts)
         ]
+
+    def close(self) -> None:
+        """It has nothing outside this process."""
 
     def _engine(self, folder: str) -> LocalEngine:
         engine = self._engines.pop(folder, None)

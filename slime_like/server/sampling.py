@@ -43,6 +43,7 @@ def sample_body(request: Sample, limits: Limits) -> dict[str, Any]:
     return {
         "prompt": prompt.astype("<i4").tobytes(),
         "count": request.num_samples,
+        "seeded": params.seed is not None,
         "seed": secrets.randbits(62) if params.seed is None else params.seed,
         "sampling": {
             "temperature": params.temperature,

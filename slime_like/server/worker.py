@@ -268,6 +268,7 @@ def serve(run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]) -
     finally:
         if source is not None:
             source.close(reason, goodbye=goodbye)
+        host.close()
 
 
 class Terminated(KeyboardInterrupt):

@@ -15,6 +15,7 @@ from arguments.validate_server import SERVER_RULES, is_loopback
 from slime_like.config import ConfigError
 from tests.unit.command_lines import write_files
 
+SGLANG = "--rollout-engine sglang --rollout-external-engine-addrs 127.0.0.1:3 --no-sglang-router"
 CASES = [
     ("nothing_of_the_trainer", "--rm-type math", "--rm-type", "of train.py"),
     ("nothing_of_the_trainer", "--eps-clip 0.1", "--eps-clip", "of train.py"),
@@ -35,6 +36,24 @@ CASES = [
     ("keys_are_usable", "--api-key-file {folder}/empty", "--api-key-file", "holds no key"),
     ("keys_are_usable", "--api-key-file {folder}/bad", "--api-key-file", "key 2 does not begin with tml-"),
     ("sequences_fit_the_model", "--max-sequence-length 513", "--max-sequence-length", "512 positions"),
+    ("snapshots_are_folders", f"{SGLANG} --update-weight-transport broadcast", "--update-weight-transport", "from --server-dir"),
+    ("snapshots_are_folders", f"{SGLANG} --update-weight-disk-dir {{folder}}", "--update-weight-disk-dir", "from --server-dir"),
+    ("snapshots_are_folders", f"{SGLANG} --max-sampler-engines 3", "--max-sampler-engines", "hold one snapshot"),
+    ("snapshots_are_folders", f"{SGLANG} --rollout-local-batch-size 3", "--rollout-local-batch-size", "--sglang-server-concurrency"),
+    (
+        "idle_sglang_settings",
+        "--rollout-external-engine-addrs 127.0.0.1:3",
+        "--rollout-external-engine-addrs",
+        "add --rollout-engine sglang",
+    ),
+    ("engines_are_named", "--rollout-engine sglang --no-sglang-router", "--rollout-engine", "needs servers"),
+    ("engines_that_are_started", f"{SGLANG} --rollout-num-gpus-per-engine 2", "--rollout-num-gpus-per-engine", "add --rollout-num-gpus"),
+    (
+        "sglang_is_installed",
+        "--rollout-engine sglang --rollout-num-gpus 1 --no-sglang-router --sglang-python {folder}/no",
+        "--sglang-python",
+        "cannot be run",
+    ),
     ("folder_can_be_written", "--server-dir {folder}/bad", "--server-dir", "is a file"),
 ]
 
@@ -59,7 +78,7 @@ def test_a_broken_rule(folder: Path, rule: str, flags: str, flag: str, said: str
 
 def test_every_rule_is_broken_somewhere() -> None:
     own = {rule.__name__ for rule in SERVER_RULES if rule not in (*PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *OPTIMIZER_RULES)}
-    assert own - {"libraries_are_there"} == {case[0] for case in CASES}
+    assert own - {"libraries_are_there", "checkpoint_of_the_servers"} == {case[0] for case in CASES}
 
 
 def test_a_model_is_enough(folder: Path) -> None:

@@ -115,10 +115,14 @@ class WeightUpdater:
         root = Path(self._temporary or str(self._settings.disk_dir))
         folder = root / f"version-{version}"
         write_hf(folder, weights, Path(self._hf_checkpoint))
-        self._evict_failures(workers, lambda worker: self._load_from_disk(worker, folder, version), "loading weights from disk")
-        before, self._snapshot = self._snapshot, (version, folder)
+        before = self._snapshot
+        self._load_everywhere(folder, version, workers)
         if before is not None and before[1] != folder and not self._settings.keep_files:
             shutil.rmtree(before[1], ignore_errors=True)
+
+    def _load_everywhere(self, folder: Path, version: int, workers: Sequence[Worker]) -> None:
+        self._evict_failures(workers, lambda worker: self._load_from_disk(worker, folder, version), "loading weights from disk")
+        self._snapshot = (version, folder)
 
     def _load_from_disk(self, worker: Worker, folder: Path, version: int) -> None:
         body = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
