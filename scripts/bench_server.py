@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +181,7 @@ def measure_latency(model: Path, url: str, repeats: int) -> dict[str, dict[str, 
         sdk = stack.enter_context(sdk_client(model, url)) if importlib.util.find_spec("tinker") else None
         for name, (count, length) in BATCHES.items():
             message = message_of(count, length)
-            ways: dict[str, Callable[[], Any]] = {
-                "direct": direct_call(host, message),
-                "http": lambda message=message: client.result(client.send(message)),  # type: ignore[misc]
-            }
+            ways: dict[str, Callable[[], Any]] = {"direct": direct_call(host, message), "http": partial(http_call, client, message)}
             if sdk is not None:
                 ways["sdk"] = sdk_call(sdk, message)
             milliseconds = medians(ways, repeats)
@@ -230,11 +228,20 @@ def direct_host(model: Path) -> Iterator[Any]:
 
 
 def direct_call(host: Any, message: Any) -> Callable[[], Any]:
+    command = command_of(message)
+    return lambda: host.execute({"op": "pass", "model": "m", **command})
+
+
+def http_call(client: HttpClient, message: Any) -> Any:
+    return client.result(client.send(message))
+
+
+def command_of(message: Any) -> dict[str, Any]:
+    """What the workers are told of a request, but for the model."""
     from slime_like.server.data import Limits, check_pass
 
     message.model_id, message.seq_id = "m", 1
-    command = check_pass(message, role="policy", limits=Limits(10_000, 10_000, 10**9)).command()
-    return lambda: host.execute({"op": "pass", "model": "m", **command})
+    return check_pass(message, role="policy", limits=Limits(10_000, 10_000, 10**9)).command()
 
 
 @contextlib.contextmanager

@@ -30,6 +30,12 @@ class ServerConfig:
         "Default: all.",
         legal=AT_LEAST_ONE,
     )
+    max_resident_adapters: int | None = arg(
+        None,
+        "Adapters whose numbers, gradients and optimizer state are kept on the device; others wait in host memory and come back when they are "
+        "asked for. Default: all.",
+        legal=AT_LEAST_ONE,
+    )
     max_snapshots: int = arg(
         8, "Sampling snapshots without a name that are kept; the one that was least recently used goes first.", legal=AT_LEAST_ONE
     )

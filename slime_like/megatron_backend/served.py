@@ -123,6 +123,38 @@ class ServedAdapter(LoraNetwork, Served):
         self._start_serving()
 
 
+class OffloadedNetwork:
+    """A network whose tensors lie in host memory. On the device it holds nothing, and it cannot be used, until `restore`."""
+
+    def __init__(self, network: Served) -> None:
+        network.finish_updates()
+        self._stored = []
+        for storage in storages_of(network):
+            outside = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            self._stored.append((storage, outside.copy_(bytes_of(storage))))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for storage, _ in self._stored:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Everything is where it was."""
+        for storage, outside in self._stored:
+            storage.resize_(outside.numel())
+            bytes_of(storage).copy_(outside)
+        self._stored = []
+
+
+def storages_of(network: Served) -> list[torch.UntypedStorage]:
+    """The memory of all that makes the network what it is."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in network.tensors()}
+    return [storage for storage in found.values() if storage.nbytes()]
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 class StoredState:
     """A network's tensors in host memory, outside the network."""
 

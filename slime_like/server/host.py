@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arguments.groups.lora import TARGETS
 from arguments.hf_model import read_hf_model
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.folders import checkpoint_folder
@@ -22,18 +20,17 @@ from slime_like.losses import policy_losses
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SavePolicy, load_checkpoint
 from slime_like.megatron_backend.checkpoint.agree import gather
-from slime_like.megatron_backend.critic import start_from_policy
 from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.megatron_backend.lora import LoraBase, LoraSpec
 from slime_like.megatron_backend.loss_closure import Head, gradient_scale
 from slime_like.megatron_backend.micro_batches import MicroBatchSize, cut, pack_groups, without_tokens
 from slime_like.megatron_backend.model import model_shape
 from slime_like.megatron_backend.packing import with_selection_seeds
-from slime_like.megatron_backend.served import AdamStep, Served, ServedAdapter, ServedNetwork, StoredState
+from slime_like.megatron_backend.served import AdamStep
 from slime_like.megatron_backend.sum_loss import SumLoss, SumValueLoss, results_step, sum_training_step
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.server.errors import Refused
 from slime_like.server.losses import CRITIC_LOSS
+from slime_like.server.residents import HostedModel, Residents
 from slime_like.server.sampler import SnapshotSampler
 from slime_like.types import TrainSample
 
@@ -42,37 +39,19 @@ if TYPE_CHECKING:
 
 PASS_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-gpu is not given
 CHECKPOINT_STEP = 1  # every saved state is a checkpoint folder of its own
-LORA_ALPHA = 32.0  # the API does not say it; this is what its own service trains with
 REFUSALS = (Refused, ValueError, OSError)
 
 
-@dataclass(slots=True)
-class HostedModel:
-    """slot: where it is resident, else its state lies in host memory. used: when, by the host's clock. passes: made, for losses that draw
-    random numbers."""
-
-    id: str
-    role: str
-    slot: int | None = None
-    stored: StoredState | None = None
-    used: int = 0
-    passes: int = 0
-
-
 class ModelHost:
-    """Networks are slots, which all have the shape of the base model; a model is a state that sits in one, or waits in host memory."""
+    """What commands ask for. Which models are on the device is `Residents`' to know."""
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None] = lambda text: None) -> None:
         assert run.model.hf_checkpoint is not None
         self.run, self.layout, self.tell = run, layout, tell
         self.base = run.model.hf_checkpoint
         self.hf = read_hf_model(self.base)
-        self.models: dict[str, HostedModel] = {}
-        self.slots: list[tuple[str, ServedNetwork, str | None]] = []  # role, network, the model in it
-        self.adapters: dict[str, ServedAdapter] = {}
-        self._base_of_adapters: LoraBase | None = None
+        self.residents = Residents(run, layout, self.hf)
         self.sampler = make_sampler(run, layout, tell)
-        self._clock = 0
         self._head = Head(
             run.gpt.vocab_size or 0,
             1.0,
@@ -86,109 +65,17 @@ class ModelHost:
         remedy."""
         return getattr(self, f"do_{command['op']}")(**{k: v for k, v in command.items() if k not in ("op", "id")})
 
-    # --- models and slots -------------------------------------------------------------------------------------------
+    # --- models -----------------------------------------------------------------------------------------------------
 
     def do_create(self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None) -> None:
-        assert model not in self.models, model
-        created = HostedModel(model, role)
-        if lora is not None:
-            self.adapters[model] = self._new_adapter(lora)
-            self.models[model] = created
-            return
-        network = self._network(created)
-        if role == "critic":
-            self._start_critic(network, policy)
-        else:
-            network.load_hf(self.base)
-        network.start_afresh()
-        self.models[model] = created
-
-    def _start_critic(self, critic: ServedNetwork, policy: str | None) -> None:
-        """From its policy's weights as they are now, with values of 0."""
-        if policy is not None:
-            start_from_policy(critic, self.resident(policy))
-            return
-        source = HostedModel("~base", "policy")  # a critic that is about to be loaded: any weights will do
-        start_from_policy(critic, self._network(source))
-        self._free(source)
+        self.residents.create(model, role, policy, lora)
 
     def do_unload(self, model: str) -> None:
-        hosted = self.models.pop(model, None)
-        self.adapters.pop(model, None)
-        if hosted is not None:
-            self._free(hosted)
+        self.residents.unload(model)
 
-    def _free(self, hosted: HostedModel) -> None:
-        if hosted.slot is not None:
-            role, network, _ = self.slots[hosted.slot]
-            self.slots[hosted.slot] = (role, network, None)
-
-    def resident(self, model: str) -> Served:
-        """The network with this model in it, brought back from host memory if it has to be. Adapters are always there."""
-        if model in self.adapters:
-            return self.adapters[model]
-        hosted = self.models[model]
-        self._clock += 1
-        hosted.used = self._clock
-        if hosted.slot is None:
-            stored, hosted.stored = hosted.stored, None
-            network = self._network(hosted)
-            assert stored is not None
-            stored.restore(network)
-        assert hosted.slot is not None
-        return self.slots[hosted.slot][1]
-
-    def _network(self, hosted: HostedModel) -> ServedNetwork:
-        """A network for a model: a free one, a new one while there may be more, else the one whose model was not used for longest."""
-        self._clock += 1
-        hosted.used = self._clock
-        free = next((i for i, (role, _, who) in enumerate(self.slots) if role == hosted.role and who is None), None)
-        if free is None:
-            free = self._make_room(hosted.role)
-        role, network, _ = self.slots[free]
-        self.slots[free] = (role, network, hosted.id)
-        hosted.slot = free
-        return network
-
-    def _make_room(self, role: str) -> int:
-        most = self.run.server.max_resident_models
-        taken = [i for i, (kind, _, _) in enumerate(self.slots) if kind == role]
-        if most is None or len(self.slots) < most or not taken:
-            self.slots.append((role, self._new_network(role), None))
-            return len(self.slots) - 1
-        oldest = min(taken, key=lambda i: self.models[self.slots[i][2] or ""].used)
-        out = self.models[self.slots[oldest][2] or ""]
-        out.stored, out.slot = StoredState(self.slots[oldest][1]), None
-        return oldest
-
-    def _new_network(self, role: str) -> ServedNetwork:
-        megatron = self.run.megatron
-        return ServedNetwork(
-            megatron.transformer,
-            self.run.gpt,
-            self.run.model.transformer_impl,
-            self.layout,
-            ddp=megatron.ddp,
-            optimizer=dataclasses.replace(megatron.optimizer),
-            schedule=self.run.schedule,
-            value_head=role == "critic",
-        )
-
-    def _new_adapter(self, lora: Mapping[str, Any]) -> ServedAdapter:
-        """On the one frozen base, which is made with the first adapter. Raises Refused when there is nothing to train."""
-        parts = {"attn": lora["train_attn"], "mlp": lora["train_mlp"], "unembed": lora["train_unembed"]}
-        targets = frozenset(name for part, wanted in parts.items() if wanted for name in TARGETS[part])
-        if not targets:
-            raise Refused("train_attn, train_mlp and train_unembed are all False: there is nothing to train")
-        megatron, shape = self.run.megatron, (self.run.gpt, self.run.model.transformer_impl, self.layout)
-        if self._base_of_adapters is None:
-            self._base_of_adapters = LoraBase(megatron.transformer, *shape, hf=self.hf)
-            self._base_of_adapters.load_hf(self.base)
-        seed = self.run.model.seed if lora["seed"] is None else lora["seed"]
-        spec = LoraSpec(lora["rank"], LORA_ALPHA, targets, seed)
-        return ServedAdapter(
-            self._base_of_adapters, spec, ddp=megatron.ddp, optimizer=dataclasses.replace(megatron.optimizer), schedule=self.run.schedule
-        )
+    @property
+    def models(self) -> Mapping[str, HostedModel]:
+        return self.residents.models
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +83,7 @@ class ModelHost:
         self, model: str, loss: Mapping[str, Any], forward_only: bool, lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]
     ) -> dict[str, Any] | None:
         """Forward, and unless forward_only backward, over samples; returns per-token results and metrics on rank 0."""
-        network, hosted = self.resident(model), self.models[model]
+        network, hosted = self.residents.network(model), self.models[model]
         samples = samples_of(lengths, tokens, fields)
         mine = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
         own = [samples[i] for i in mine] or [without_tokens(samples[0])]
@@ -247,14 +134,14 @@ class ModelHost:
         settings = AdamStep(
             adam["learning_rate"], adam["beta1"], adam["beta2"], adam["eps"], adam["weight_decay"], max_norm=adam["grad_clip_norm"]
         )
-        stepped, grad_norm = self.resident(model).take_step(settings)
+        stepped, grad_norm = self.residents.network(model).take_step(settings)
         return {"stepped": stepped, "grad_norm": grad_norm if stepped else str(grad_norm)}
 
     # --- files ------------------------------------------------------------------------------------------------------
 
     def do_save(self, model: str, folder: str) -> None:
         """A checkpoint of weights and optimizer. Gradients that no step has taken yet are not in it."""
-        network = self.resident(model)
+        network = self.residents.network(model)
         network.finish_updates()
         saver = CheckpointSaver(folder, SavePolicy())
         state = {"model": self._shape(model)}
@@ -267,7 +154,7 @@ class ModelHost:
 
     def do_load(self, model: str, folder: str, optimizer: bool) -> None:
         """Weights of a checkpoint, and its optimizer or a fresh one."""
-        network = self.resident(model)
+        network = self.residents.network(model)
         saved = SavedNetwork(network.saved_chunks, network.optimizer if optimizer else None, None, self.layout)
         load_checkpoint(
             checkpoint_folder(folder, CHECKPOINT_STEP),
@@ -285,13 +172,13 @@ class ModelHost:
 
     def do_export(self, model: str, folder: str) -> None:
         """A Hugging Face model, of all its weights; an adapter is merged into them."""
-        network = self.resident(model)
+        network = self.residents.network(model)
         network.finish_updates()
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
         save_hf(folder, network.export_hf(self.hf), self.base)
 
     def _shape(self, model: str) -> dict[str, Any]:
-        adapter = self.adapters.get(model)
+        adapter = self.models[model].adapter
         own = {"lora_rank": 0} if adapter is None else adapter.spec.describe()
         return {**model_shape(self.run.megatron.transformer, self.run.gpt), **own}
 

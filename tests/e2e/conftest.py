@@ -27,6 +27,19 @@ def api(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
     """tests.e2e.api_server.ApiServer, of three resident models and many more that wait in host memory."""
     from tests.e2e.api_server import ApiServer  # imports the SDK
 
-    flags = ("--max-models", "99", "--max-resident-models", "3", "--max-sessions", "200", "--seq-gap-s", "2", "--max-body-mb", "8")
+    flags = (
+        "--max-models",
+        "99",
+        "--max-resident-models",
+        "3",
+        "--max-resident-adapters",
+        "1",
+        "--max-sessions",
+        "200",
+        "--seq-gap-s",
+        "2",
+        "--max-body-mb",
+        "8",
+    )
     with ApiServer(work.model, tmp_path_factory.mktemp("api"), *flags) as running:
         yield running

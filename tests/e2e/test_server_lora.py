@@ -27,7 +27,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.fixture(scope="module")
 def server(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    with ApiServer(work.model, tmp_path_factory.mktemp("server"), "--max-models", "10") as running:
+    with ApiServer(work.model, tmp_path_factory.mktemp("server"), "--max-models", "10", "--max-resident-adapters", "1") as running:
         yield running
 
 

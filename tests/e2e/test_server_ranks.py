@@ -39,6 +39,13 @@ def run(server: ApiServer) -> dict[str, Any]:
         norms.append(step.result().metrics["grad_norm"])
         losses += [future.result().metrics["loss:sum"] for future in futures]
         scores += [out["logprobs"].to_torch() for future in futures for out in future.result().loss_fn_outputs]
+    adapters = [client.create_lora_training_client(str(server.model), rank=4, seed=s, train_unembed=False).result() for s in (1, 2)]
+    for chunks in ([batch(5, 0), batch(1, 1)], [batch(3, 5), batch(3, 6)]):
+        for chunk in chunks:  # the adapters take turns on the device, between passes whose gradients wait for the step
+            losses += [adapter.forward_backward(chunk, "cross_entropy").result().metrics["loss:sum"] for adapter in adapters]
+        steps = [adapter.optim_step(types.AdamParams(learning_rate=1e-2)) for adapter in adapters]
+        norms += [step.result().metrics["grad_norm"] for step in steps]
+    merged = weights_of(sampler_folder(server, adapters[1].save_weights_for_sampler("adapter").result().path))
     judge = critic(client, server)
     targets = {"values": np.zeros(7, np.float32), "returns": np.ones(7, np.float32)}
     asked = [types.Datum(model_input=types.ModelInput.from_ints(tokens(7, 1)), loss_fn_inputs=targets)]
@@ -51,6 +58,7 @@ def run(server: ApiServer) -> dict[str, Any]:
     sampler = training.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints([9, 8, 7])
     answer = sampler.sample(prompt, 3, types.SamplingParams(max_tokens=4, seed=5), include_prompt_logprobs=True).result()
+    weights |= {f"adapter {name}": tensor for name, tensor in merged.items()}
     return {"norms": norms, "losses": losses, "scores": scores, "weights": weights, "samples": [list(s.tokens) for s in answer.sequences]}
 
 
@@ -62,7 +70,7 @@ def alone(api: ApiServer) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_same_gradient(layout: str, alone: dict[str, Any], work: Workspace, tmp_path: Path) -> None:
-    with ApiServer(work.model, tmp_path, *LAYOUTS[layout], "--max-tokens-per-gpu", "24", ranks=2) as server:
+    with ApiServer(work.model, tmp_path, *LAYOUTS[layout], "--max-tokens-per-gpu", "24", "--max-resident-adapters", "1", ranks=2) as server:
         found = run(server)
     assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4)
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4, abs=1e-4)

@@ -1,0 +1,73 @@
+"""Models of the server that wait in host memory: they hold nothing on the device, and go on bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_patches
+
+megatron_patches.apply()
+
+from arguments.parse import SERVER, parse_args  # noqa: E402
+from scripts.bench_server import ADAM, command_of, message_of  # noqa: E402
+from scripts.make_demo import make_model, make_tokenizer  # noqa: E402
+from slime_like.megatron_backend.init import process_groups  # noqa: E402
+from slime_like.megatron_backend.served import storages_of  # noqa: E402
+from slime_like.server.host import ModelHost  # noqa: E402
+
+ADAPTER = {"rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": False}
+MODELS = {"first": ADAPTER, "second": {**ADAPTER, "rank": 2}, "whole": None, "other": None}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, hidden_size=32, num_layers=2, seed=1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def held(host: ModelHost, name: str) -> int:
+    """Bytes that an adapter has on the device."""
+    adapter = host.models[name].adapter
+    assert adapter is not None
+    return sum(storage.nbytes() for storage in storages_of(adapter))
+
+
+def trained(model: Path, *flags: str) -> dict[str, Any]:
+    """Four models in turns: a pass of each, a second pass of each, a step of each, twice; then their weights and moments, and what the adapters
+    held in between."""
+    run = parse_args(["--hf-checkpoint", str(model), *flags], 1, SERVER)
+    seen: dict[str, Any] = {"norms": [], "held": []}
+    with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
+        host = ModelHost(run, layout)
+        for number, (name, lora) in enumerate(MODELS.items()):
+            wanted = None if lora is None else {**lora, "seed": number}
+            host.execute({"op": "create", "model": name, "role": "policy", "policy": None, "lora": wanted})
+        for step in range(2):
+            for part in range(2):
+                for name in MODELS:
+                    host.execute({"op": "pass", "model": name, **command_of(message_of(3, 9, seed=2 * step + part))})
+                    seen["held"].append((held(host, "first"), held(host, "second")))
+            for name in MODELS:
+                seen["norms"].append(host.execute({"op": "step", "model": name, "adam": {**ADAM, "learning_rate": 1e-2}})["grad_norm"])
+        seen["tensors"] = [t.clone() for name in MODELS for t in host.residents.network(name).tensors()]
+    return seen
+
+
+@pytest.mark.parametrize("precision", [(), ("--bf16", "--use-distributed-optimizer")], ids=["fp32", "bf16-distributed"])
+def test_models_that_wait_hold_nothing_and_go_on_bit_by_bit(model: Path, precision: tuple[str, ...]) -> None:
+    """Gradients that wait for a step, moments and weights go to host memory and come back; an adapter that waits has no storage left."""
+    all_inside = trained(model, *precision)
+    in_turns = trained(model, *precision, "--max-resident-adapters", "1", "--max-resident-models", "1")
+    assert in_turns["norms"] == all_inside["norms"] and all(norm > 0 for norm in in_turns["norms"])
+    assert len(in_turns["tensors"]) == len(all_inside["tensors"])
+    assert all(torch.equal(a, b) for a, b in zip(in_turns["tensors"], all_inside["tensors"], strict=True))
+    whole = all_inside["held"][0]
+    assert min(whole) > 10_000 and set(all_inside["held"]) == {whole}, "bytes of two adapters with gradients and moments"
+    assert set(in_turns["held"]) == {(whole[0], 0), (0, whole[1])}, "the one that was used last, and nothing of the other"
