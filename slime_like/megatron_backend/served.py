@@ -101,7 +101,8 @@ class Served(TrainedNetwork):
 
     def _optimizer_state(self) -> list[Tensor]:
         states = [adam.state[p] for adam in plain_optimizers(self.optimizer) for group in adam.param_groups for p in group["params"]]
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        # by name: an optimizer that was loaded has them in another order
+        return [value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)]
 
 
 class ServedNetwork(Served):
@@ -124,12 +125,16 @@ class ServedAdapter(LoraNetwork, Served):
 
 
 class OffloadedNetwork:
-    """A network whose tensors lie in host memory. On the device it holds nothing, and it cannot be used, until `restore`."""
+    """A network whose tensors lie in host memory. On the device it holds nothing, and it cannot be used, until `restore`. Where the device is the
+    CPU, storage that others have seen (numpy, when a checkpoint was written) cannot be given back and stays, in host memory as it is."""
 
     def __init__(self, network: Served) -> None:
         network.finish_updates()
         self._stored = []
         for storage in storages_of(network):
+            if not storage.resizable():
+                assert storage.device.type == "cpu"
+                continue
             outside = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
             self._stored.append((storage, outside.copy_(bytes_of(storage))))
         if torch.cuda.is_available():

@@ -71,3 +71,29 @@ def test_models_that_wait_hold_nothing_and_go_on_bit_by_bit(model: Path, precisi
     whole = all_inside["held"][0]
     assert min(whole) > 10_000 and set(all_inside["held"]) == {whole}, "bytes of two adapters with gradients and moments"
     assert set(in_turns["held"]) == {(whole[0], 0), (0, whole[1])}, "the one that was used last, and nothing of the other"
+
+
+@pytest.mark.parametrize("lora", [ADAPTER, None], ids=["adapters", "all weights"])
+def test_models_that_were_saved_and_loaded_wait_too(model: Path, tmp_path: Path, lora: dict[str, Any] | None) -> None:
+    """One is saved, a second one is loaded from that, a third one takes the place of the first, which takes that of the second: an optimizer that
+    was loaded does not hold its tensors in the order of a new one."""
+    run = parse_args(["--hf-checkpoint", str(model), "--max-resident-adapters", "1", "--max-resident-models", "2"], 1, SERVER)
+    with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
+        host = ModelHost(run, layout)
+
+        def step(name: str, seed: int) -> float:
+            host.execute({"op": "pass", "model": name, **command_of(message_of(3, 9, seed=seed))})
+            return float(host.execute({"op": "step", "model": name, "adam": {**ADAM, "learning_rate": 1e-2}})["grad_norm"])
+
+        for number, name in enumerate(("saved", "loaded", "third")):
+            wanted = None if lora is None else {**lora, "seed": number}
+            host.execute({"op": "create", "model": name, "role": "policy", "policy": None, "lora": wanted})
+            if name == "saved":
+                step(name, 0)
+                host.execute({"op": "save", "model": name, "folder": str(tmp_path / "state")})
+            if name == "loaded":
+                host.execute({"op": "load", "model": name, "folder": str(tmp_path / "state"), "optimizer": True})
+        norms = [[step(name, seed) for seed in (1, 2)] for name in ("saved", "loaded")]
+        ends = [[t.clone() for t in host.residents.network(name).tensors()] for name in ("saved", "loaded")]
+    assert norms[0] == norms[1] and norms[0][1] > 0
+    assert [i for i, (a, b) in enumerate(zip(*ends, strict=True)) if not torch.equal(a, b)] == []
