@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import statistics
@@ -53,7 +54,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="slime_like_bench_") as folder:
         model = make_model(Path(folder), chosen.hidden_size, chosen.num_layers)
         with running_server(model, Path(folder)) as url:
-            latency = measure_latency(model, url, chosen.repeats)
+            api_pid = json.loads((Path(folder) / "server" / "link.json").read_text(encoding="utf-8"))["pid"]
+            latency = measure_latency(model, url, chosen.repeats, api_pid)
             shares = {
                 name: measure_shares(model, url, chosen.clients, chosen.seconds, flood=flood)
                 for name, flood in (("one request at a time", 0), (f"one keeps {FLOOD} waiting", FLOOD))
@@ -171,8 +173,9 @@ class HttpClient:
 # --- latency -----------------------------------------------------------------------------------------------------------
 
 
-def measure_latency(model: Path, url: str, repeats: int) -> dict[str, dict[str, float]]:
-    """Of each batch: median milliseconds of each way, and how many times the direct call the others take."""
+def measure_latency(model: Path, url: str, repeats: int, api_pid: int) -> dict[str, dict[str, float]]:
+    """Of each batch: median milliseconds of each way, how many times the direct call the others take, and the milliseconds that the API process
+    itself computes for a call over HTTP, which other work on the machine changes least."""
     found: dict[str, dict[str, float]] = {}
     with contextlib.ExitStack() as stack:
         host = stack.enter_context(direct_host(model))
@@ -188,7 +191,7 @@ def measure_latency(model: Path, url: str, repeats: int) -> dict[str, dict[str, 
             client.step()
             host.execute({"op": "step", "model": "m", "adam": ADAM})
             ratios = {f"{way} / direct": ms / milliseconds["direct"] for way, ms in milliseconds.items() if way != "direct"}
-            found[name] = {**milliseconds, **ratios}
+            found[name] = {**milliseconds, **ratios, "api core": core_ms(api_pid, ways["http"], repeats)}
     return found
 
 
@@ -205,6 +208,20 @@ def medians(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float
             if number >= 2:
                 taken[name].append(1000 * (time.perf_counter() - start))
     return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def core_ms(pid: int, call: Callable[[], Any], repeats: int) -> float:
+    """Milliseconds that a process computes for each of `repeats` calls."""
+    import psutil
+
+    def spent() -> float:
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system)
+
+    before = spent()
+    for _ in range(repeats):
+        call()
+    return 1000 * (spent() - before) / repeats
 
 
 @contextlib.contextmanager
@@ -337,10 +354,17 @@ def summary(served: Sequence[Served], *, flood: int) -> dict[str, Any]:
 
 def print_latency(found: dict[str, dict[str, float]]) -> None:
     ways = [name for name in ("direct", "http", "sdk") if name in next(iter(found.values()))]
-    print("| forward_backward | " + " | ".join(f"{way}, ms" for way in ways) + " | " + " | ".join(f"{w} / direct" for w in ways[1:]) + " |")
-    print("|---" * (2 * len(ways)) + "|")
+    print(
+        "| forward_backward | "
+        + " | ".join(f"{way}, ms" for way in ways)
+        + " | "
+        + " | ".join(f"{w} / direct" for w in ways[1:])
+        + " | API process, core ms |"
+    )
+    print("|---" * (2 * len(ways) + 1) + "|")
     for name, row in found.items():
         cells = [f"{row[way]:.2f}" for way in ways] + [f"{row[f'{way} / direct']:.2f}" for way in ways[1:]]
+        cells.append(f"{row['api core']:.1f}")
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 

@@ -105,6 +105,10 @@ class TrainSample:
     returns: Tensor | None = None  # [R] float32, what the critic learns; NaN where there is no target
     routes: Tensor | None = None  # [L, expert layers of this pipeline stage, topk] int16: the experts that are to be chosen
     token_sets: Tensor | None = None  # [R, K] int32, as in `Sample`: all log-probs are over these tokens alone
+    label_sets: Tensor | None = (
+        None  # [R, K] int64: tokens that a row is scored on in place of one; what K is, all samples of a pass agree on
+    )
+    label_weights: Tensor | None = None  # [R, K] float32, of each of them
     # [R] int64: what the last R rows are scored on, where that need not be the token that follows; None: the response itself, whose first
     # token stands after the row that is scored on it
     labels: Tensor | None = None
@@ -153,6 +157,8 @@ class MicroBatch:
     places: Tensor | None = None  # [T] int64: row where one process packs it; None: the row itself
     routes: Tensor | None = None  # [T, expert layers of this pipeline stage, topk] int16, negative where the router chooses itself
     token_sets: Tensor | None = None  # [T, K] int32, tokens that log-probs are over, filled up with -1; None: the whole vocabulary
+    label_sets: Tensor | None = None  # [T, K] int64, of soft targets
+    label_weights: Tensor | None = None  # [T, K] float32
 
     @property
     def num_seqs(self) -> int:

@@ -128,7 +128,9 @@ def pack(
         places=_places(samples, seq_ids, positions).to(device) if cp_size > 1 or equal_sequences else None,
         is_padding=(positions >= real_lengths[seq_ids]).to(device),
         routes=_routes(samples, starts, total, device),
-        token_sets=_token_sets(samples, starts, total, device),
+        token_sets=_sets(samples, starts, total, device, lambda s: s.token_sets, -1),
+        label_sets=_sets(samples, starts, total, device, lambda s: s.label_sets, 0),
+        label_weights=_sets(samples, starts, total, device, lambda s: s.label_weights, 0),
     )
 
 
@@ -143,12 +145,19 @@ def _routes(samples: Sequence[TrainSample], starts: Sequence[int], total: int, d
     return out.to(device)
 
 
-def _token_sets(samples: Sequence[TrainSample], starts: Sequence[int], total: int, device: torch.device) -> Tensor | None:
+def _sets(
+    samples: Sequence[TrainSample],
+    starts: Sequence[int],
+    total: int,
+    device: torch.device,
+    get: Callable[[TrainSample], Tensor | None],
+    filler: int,
+) -> Tensor | None:
     """[T, K] for the largest set, on the rows whose labels they speak about; None when a sample has none."""
-    given = [s.token_sets for s in samples if s.token_sets is not None]
+    given = [sets for s in samples if (sets := get(s)) is not None]
     if len(given) < len(samples) or not given:
         return None
-    out = torch.full((total, max(sets.size(1) for sets in given)), -1, dtype=torch.int32)
+    out = torch.full((total, max(sets.size(1) for sets in given)), filler, dtype=given[0].dtype)
     for start, sample, sets in zip(starts, samples, given):
         out[rows_of(sample, start), : sets.size(1)] = sets
     return out.to(device)

@@ -23,15 +23,15 @@ from slime_like.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class TokenResults:
-    """scores: log-probs of the labels, or a critic's values. losses: weighted. Both [T], losses with grad."""
+    """scores: log-probs of the labels (of K labels: one after another), or a critic's values. losses: weighted, with grad. [T] each."""
 
-    scores: Tensor
+    scores: tuple[Tensor, ...]
     losses: Tensor
     metrics: Mapping[str, Metric]
 
     @property
-    def columns(self) -> tuple[Tensor, Tensor]:
-        return self.scores.detach().float(), self.losses.detach().float()
+    def columns(self) -> tuple[Tensor, ...]:
+        return (*(score.detach().float() for score in self.scores), self.losses.detach().float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ class SumLoss:
     config: Any
 
     def results(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenResults:
+        if batch.label_sets is not None:
+            return soft_targets(self.head, head_weight(model), batch, hidden)
         log_probs, entropy = self.head.log_probs_and_entropy(hidden, head_weight(model), batch)
         inputs = loss_inputs(batch, log_probs, entropy.detach(), "token", self.head.layout.cp_group)
         if batch.keep_mask is not None:
@@ -50,7 +52,19 @@ class SumLoss:
         output = self.policy_loss.fn(inputs, self.config)
         weighted = weigh(inputs.masked(output.token_losses), inputs.masked(inputs.loss_weights))
         metrics = {**output.metrics, "entropy": masked_mean(entropy, inputs.loss_mask)}
-        return TokenResults(log_probs, weighted, metrics)
+        return TokenResults((log_probs,), weighted, metrics)
+
+
+def soft_targets(head: Head, weight: Tensor, batch: MicroBatch, hidden: Tensor) -> TokenResults:
+    """Cross-entropy with K weighted labels at each token, -sum_k w_k log p(label_k). The head is passed K times: memory is that of one label."""
+    assert batch.label_sets is not None and batch.label_weights is not None
+    scores = []
+    losses = torch.zeros_like(batch.loss_weights)
+    for labels, label_weights in zip(batch.label_sets.unbind(1), batch.label_weights.unbind(1)):
+        log_probs, entropy = head.log_probs_and_entropy(hidden, weight, replace(batch, labels=labels.unsqueeze(0)))
+        scores.append(log_probs)
+        losses = losses + weigh(-log_probs, torch.where(batch.loss_mask, label_weights, 0.0))
+    return TokenResults(tuple(scores), losses, {"entropy": masked_mean(entropy.detach(), batch.loss_mask)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,7 @@ class SumValueLoss:
         inputs = ValueInputs(values, batch.values, batch.returns, batch.loss_mask, batch.loss_weights)
         losses, metrics = token_value_losses(inputs, self.config)
         mean = masked_mean(values.detach(), batch.loss_mask)
-        return TokenResults(values, weigh(losses, batch.loss_weights), {**metrics, "values_mean": mean})
+        return TokenResults((values,), weigh(losses, batch.loss_weights), {**metrics, "values_mean": mean})
 
 
 def weigh(losses: Tensor, weights: Tensor) -> Tensor:
@@ -80,7 +94,7 @@ def results_step(loss: SumLoss | SumValueLoss, layout: ParallelLayout, metrics: 
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
         batch = next(batches)
 
-        def collect(output: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
+        def collect(output: Tensor, non_loss_data: bool = True) -> tuple[Tensor, ...]:
             results = loss.results(model, batch, output)
             metrics.add(results.metrics)
             return results.columns

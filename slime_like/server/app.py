@@ -10,10 +10,11 @@ from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
+from arguments.validate_server import is_loopback
 from slime_like.server import bodies
 from slime_like.server.errors import HttpError
 from slime_like.server.futures import PROTOBUF
-from slime_like.server.limits import OWNER
+from slime_like.server.limits import OWNER, unpacks
 from slime_like.server.records import checkpoint_record, page_of, run_record, session_record
 from slime_like.server.service import Service
 
@@ -21,7 +22,7 @@ ROOT = "/api/v1"
 B = TypeVar("B", bound=bodies.Body)
 # Nothing here has to be negotiated: what is not implemented stays off.
 CLIENT_CONFIG = {
-    "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False, "fwdbwd_max_chunk_len": 1024,
+    "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "fwdbwd_max_chunk_len": 1024,
     "fwdbwd_max_chunk_bytes_count": 5_000_000, "sample_use_retrieve_futures": False, "custom_loss_server_side": False,
     "sample_join_sampling_session": True,
 }  # fmt: skip
@@ -78,7 +79,9 @@ def _posts(app: FastAPI, service: Service) -> None:
 
         app.add_api_route(f"{ROOT}/{path}", route, methods=["POST"])
 
-    post("client/config", bodies.ClientConfig, lambda body, owner: CLIENT_CONFIG)
+    # packing costs more than it saves where bodies do not leave the machine
+    packed = {"proto_compress_fwdbwd": unpacks() and not is_loopback(service.config.host)}
+    post("client/config", bodies.ClientConfig, lambda body, owner: CLIENT_CONFIG | packed)
     post("client/dynamic_config", bodies.ClientConfig, lambda body, owner: {"sample_cancel_enabled": False})
     post("create_session", bodies.CreateSession, service.lifetimes.create_session)
     post("session_heartbeat", bodies.Heartbeat, service.heartbeat)

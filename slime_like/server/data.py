@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from slime_like.server import wire
 from slime_like.server.errors import HttpError, Refused
-from slime_like.server.losses import CRITIC_LOSS, FIELDS, INTEGERS, MASKS, ServedLoss, served_loss
+from slime_like.server.losses import CRITIC_LOSS, FIELDS, INTEGERS, MASKS, SETS, SOFT_LOSS, ServedLoss, served_loss
 
 Array = NDArray[Any]
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -33,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A checked request. fields: by the names of TrainSample, one array for each datum, as long as the datum."""
+    """A checked request. fields: by the names of TrainSample, one array for each datum, as long as the datum; of label sets [N, K]."""
 
     loss: ServedLoss
     forward_only: bool
@@ -41,16 +42,25 @@ class Pass:
     fields: dict[str, list[Array]]
 
     def command(self) -> dict[str, Any]:
-        """As plain values, for the workers: datums one after another."""
-        return {
+        """As plain values, for the workers: datums one after another. widths: K of each datum with label sets, which are filled up to the
+        largest with labels of weight 0."""
+        widths = [sets.shape[1] for sets in self.fields.get("label_sets", [])]
+        told: dict[str, Any] = {"widths": widths} if widths else {}
+        return told | {
             "loss": {"kind": self.loss.kind, "settings": dict(self.loss.settings)},
             "forward_only": self.forward_only,
             "lengths": [int(t.size) for t in self.tokens],
             "tokens": np.concatenate(self.tokens).astype("<i8").tobytes(),
             "fields": {
-                name: np.concatenate(arrays).astype("<i8" if name == "labels" else "<f4").tobytes() for name, arrays in self.fields.items()
+                name: np.concatenate(filled(arrays, widths)).astype("<i8" if name in ("labels", "label_sets") else "<f4").tobytes()
+                for name, arrays in self.fields.items()
             },
         }
+
+
+def filled(arrays: list[Array], widths: Sequence[int]) -> list[Array]:
+    """Arrays [N, K] of one K."""
+    return [np.pad(a, ((0, 0), (0, max(widths) - a.shape[1]))) if a.ndim == 2 else a for a in arrays]
 
 
 def parse_request(body: bytes) -> Any:
@@ -79,16 +89,22 @@ def check_pass(request: Any, *, role: str, limits: Limits) -> Pass:
     for index, datum in enumerate(request.data):
         where = f"{who}, datum {index}"
         inputs = model_input(datum.model_input, where, limits)
-        total += inputs.size
-        if total > limits.max_tokens:
-            raise Refused(f"{who}: the batch has more than {limits.max_tokens} tokens (--max-request-tokens); send it in parts")
         tokens.append(inputs)
         tensors.append(check_tensors(datum.loss_fn_inputs, loss, int(inputs.size), where, limits, forward_only=request.forward_only))
+        total += max(int(array.size) for array in (inputs, *tensors[-1].values()))
+        if total > limits.max_tokens:
+            raise Refused(f"{who}: the batch has more than {limits.max_tokens} tokens (--max-request-tokens); send it in parts")
     names = sorted({name for datum in tensors for name in datum})
+    if len({datum["target_tokens"].ndim for datum in tensors if "target_tokens" in datum}) > 1:
+        raise Refused(f"{who}: some datums have one target a token and others several; send them in calls of their own")
     if mixed := [name for name in names if any(name not in datum for datum in tensors)]:
         raise Refused(f"{who}: some datums have {', '.join(mixed)} and others do not; give all or none")
-    fields = {FIELDS[name]: [datum[name] for datum in tensors] for name in names}
+    fields = {field_of(name, tensors[0][name]): [datum[name] for datum in tensors] for name in names}
     return Pass(loss, bool(request.forward_only), tokens, fields)
+
+
+def field_of(name: str, array: Array) -> str:
+    return SETS[name] if array.ndim == 2 else FIELDS[name]
 
 
 def loss_config(request: Any) -> dict[str, float | str]:
@@ -151,6 +167,8 @@ def check_tensors(inputs: Any, loss: ServedLoss, length: int, where: str, limits
         raise Refused(f"{where}: loss_fn {loss.name!r} needs {', '.join(missing)}")
     if unknown := sorted(given - known):
         raise Refused(f"{where}: unknown loss_fn_inputs {', '.join(unknown)} for loss_fn {loss.name!r}; known: {', '.join(sorted(known))}")
+    if loss.kind == SOFT_LOSS and len(inputs["target_tokens"].shape) == 2:
+        return soft_targets(inputs, length, where, limits)
     tensors = {name: tensor(inputs[name], name, length, where, critic=loss.is_critic) for name in sorted(given)}
     if "target_tokens" in tensors:
         check_tokens(tensors["target_tokens"], f"{where}, target_tokens", limits)
@@ -175,20 +193,42 @@ def _check_pair(given: set[str], where: str, *, forward_only: bool) -> None:
         )
 
 
-def tensor(message: Any, name: str, length: int, where: str, *, critic: bool) -> Array:
-    """A dense array [length] of finite numbers: int64 for tokens, float32 otherwise."""
-    if message.WhichOneof("encoding") == "sparse_csr":
-        raise Refused(f"{where}: {name} is a sparse tensor; only dense ones are offered here")
+def soft_targets(inputs: Any, length: int, where: str, limits: Limits) -> dict[str, Array]:
+    """target_tokens and weights [N, K], dense or sparse: entries that a sparse tensor leaves out are token 0 and weight 0."""
+    width = int(inputs["target_tokens"].shape[1])
+    if not 0 < width <= limits.vocab_size:
+        raise Refused(f"{where}: target_tokens has {width} targets a token, must be 1 to {limits.vocab_size}")
+    if length * width > limits.max_tokens:
+        raise Refused(f"{where}: {length} x {width} targets are more than {limits.max_tokens} (--max-request-tokens)")
+    if "mask" in inputs:
+        raise Refused(f"{where}: mask does not go with several targets a token; give weights of 0")
+    if "weights" not in inputs:
+        raise Refused(f"{where}: several targets a token need weights of shape [{length}, {width}]")
+    tensors = {name: tensor(inputs[name], name, length, where, critic=False, width=width) for name in ("target_tokens", "weights")}
+    flat = tensors["target_tokens"].reshape(-1)
+    if int(flat.min()) < 0 or int(flat.max()) >= limits.vocab_size:
+        bad = int(flat[(flat < 0) | (flat >= limits.vocab_size)][0])
+        raise Refused(f"{where}: target_tokens: token {bad} is outside the vocabulary, 0 to {limits.vocab_size - 1}")
+    return tensors
+
+
+def tensor(message: Any, name: str, length: int, where: str, *, critic: bool, width: int | None = None) -> Array:
+    """An array [length], or [length, width], of finite numbers: int64 for tokens, float32 otherwise."""
+    wanted = [length] if width is None else [length, width]
     shape = list(message.shape)
-    if len(shape) > 1:
-        raise Refused(f"{where}: {name} has shape {shape}; several targets a token are not offered here, only [{length}]")
     dtype = _DTYPES.get(message.dtype)
     if dtype is None or (name in INTEGERS and dtype.kind == "f"):
         raise Refused(f"{where}: {name} has dtype {message.dtype}; {'int64' if name in INTEGERS else 'float32'} is wanted")
-    if len(message.dense) % dtype.itemsize:
-        raise Refused(f"{where}: {len(message.dense)} bytes of {name} are no array of {dtype.name}")
-    array = np.frombuffer(message.dense, dtype=dtype)
-    if array.size != length or (shape and shape != [length]):
+    if len(shape) > 1 and shape != wanted:
+        only = "several targets a token go with cross_entropy alone, and its weights have the shape of target_tokens; "
+        raise Refused(f"{where}: {name} has shape {shape}; {only}{wanted} is wanted")
+    if message.WhichOneof("encoding") == "sparse_csr":
+        if width is None:
+            raise Refused(f"{where}: {name} is a sparse tensor, which is offered for target_tokens and weights of shape [N, K] alone")
+        array = dense_of(message.sparse_csr, dtype, length, width, f"{where}: {name}")
+    else:
+        array = numbers(message.dense, dtype, f"{where}: {len(message.dense)} bytes of {name}")
+    if array.size != math.prod(wanted) or (shape and shape != wanted):
         told = f"{name} has {array.size} entries" + (f" and shape {shape}" if shape and shape != [array.size] else "")
         rule = (
             "values and returns are required for every response token"
@@ -197,7 +237,30 @@ def tensor(message: Any, name: str, length: int, where: str, *, critic: bool) ->
         )
         raise Refused(f"{where}: {told}, the model input {length} tokens; {rule}")
     if name in INTEGERS:
-        return array.astype(np.int64)
+        return array.reshape(wanted).astype(np.int64)
     if not np.isfinite(array).all() or (array.size and float(np.abs(array).max()) > LARGEST):
         raise Refused(f"{where}: {name} holds a number that is not finite, or above {LARGEST:g}")
-    return array.astype(np.float32)
+    return array.reshape(wanted).astype(np.float32)
+
+
+def numbers(data: bytes, dtype: np.dtype[Any], what: str) -> Array:
+    if len(data) % dtype.itemsize:
+        raise Refused(f"{what} are no array of {dtype.name}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def dense_of(csr: Any, dtype: np.dtype[Any], rows: int, columns: int, what: str) -> Array:
+    """[rows * columns], with 0 where the compressed rows have no entry. Raises Refused for indices that describe no such matrix."""
+    index = np.dtype("<i8")
+    values = numbers(csr.values, dtype, f"{what}: values")
+    ends, places = numbers(csr.crow_indices, index, f"{what}: crow_indices"), numbers(csr.col_indices, index, f"{what}: col_indices")
+    counts = np.diff(ends)
+    sound = ends.size == rows + 1 and ends[0] == 0 and ends[-1] == places.size == values.size and (counts >= 0).all()
+    if not sound or (places.size and (int(places.min()) < 0 or int(places.max()) >= columns)):
+        raise Refused(f"{what} is no sparse matrix of {rows} rows and {columns} columns")
+    dense = np.zeros((rows, columns), dtype=dtype)
+    where = np.repeat(np.arange(rows), counts)
+    if np.unique(where * columns + places).size != places.size:
+        raise Refused(f"{what} has an entry twice")
+    dense[where, places] = values
+    return dense.reshape(-1)

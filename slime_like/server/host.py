@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 PASS_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-gpu is not given
 CHECKPOINT_STEP = 1  # every saved state is a checkpoint folder of its own
+WHOLE_NUMBERS = ("tokens", "labels", "label_sets")
+SETS = ("label_sets", "label_weights")  # several numbers at each token
 REFUSALS = (Refused, ValueError, OSError)
 
 
@@ -126,9 +128,9 @@ class ModelHost:
                 for place, values in zip(places, column):
                     target[place] = values
         _, _, numbers, kinds = parts[0]
-        scores, losses = (np.concatenate(column).astype("<f4").tobytes() for column in whole)
+        *scores, losses = (np.concatenate(column).astype("<f4") for column in whole)
         finite = {name: [kinds[name], value] for name, value in numbers.items() if math.isfinite(value)}
-        return {"scores": scores, "losses": losses, "metrics": finite}
+        return {"scores": np.stack(scores, -1).tobytes(), "losses": losses.tobytes(), "metrics": finite}
 
     def do_step(self, model: str, adam: Mapping[str, float]) -> dict[str, Any]:
         settings = AdamStep(
@@ -204,11 +206,12 @@ def make_sampler(run: RunConfig, layout: ParallelLayout, tell: Callable[[str], N
 def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -> list[TrainSample]:
     """Datums as samples whose every row is scored."""
 
-    def parts(data: bytes, dtype: str) -> tuple[Tensor, ...]:
-        return torch.from_numpy(np.frombuffer(data, dtype=dtype).copy()).split(lengths)
+    def parts(name: str, data: bytes) -> tuple[Tensor, ...]:
+        whole = torch.from_numpy(np.frombuffer(data, dtype="<i8" if name in WHOLE_NUMBERS else "<f4").copy())
+        return (whole.view(sum(lengths), -1) if name in SETS else whole).split(lengths)
 
-    inputs = parts(tokens, "<i8")
-    columns = {name: parts(data, "<i8" if name == "labels" else "<f4") for name, data in fields.items()}
+    inputs = parts("tokens", tokens)
+    columns = {name: parts(name, data) for name, data in fields.items()}
     ones = [torch.ones(n) for n in lengths]
     samples = []
     for i, row in enumerate(inputs):
@@ -219,6 +222,6 @@ def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -
             values.setdefault("rollout_log_probs", values["old_log_probs"])
         values = {"labels": row, "loss_weights": ones[i], **values}
         samples.append(TrainSample(tokens=row, response_length=len(row), loss_mask=torch.ones(len(row), dtype=torch.bool), **values))
-    if "returns" not in columns and "labels" not in columns:  # a critic that is only asked
+    if not columns.keys() & {"returns", "labels", "label_sets"}:  # a critic that is only asked
         samples = [dataclasses.replace(s, values=s.loss_weights * 0, returns=s.loss_weights * 0) for s in samples]
     return samples

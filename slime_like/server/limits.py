@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
+import importlib.util
 import json
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
@@ -16,6 +18,8 @@ OPEN = ("/api/v1/healthz",)
 BODY_S = 60.0
 HEADERS_S = 20.0
 MAX_HEADERS = 100
+ZSTD = b"zstd"
+MAX_WINDOW = 2**27  # bytes that unpacking may look back
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -42,8 +46,9 @@ class Gate:
             return await refuse(send, 401, "the key in X-API-Key is missing or unknown (see --api-key-file)")
         if len(scope["headers"]) > MAX_HEADERS:
             return await refuse(send, 431, f"more than {MAX_HEADERS} headers")
-        if b"content-encoding" in headers:
-            return await refuse(send, 415, "Content-Encoding is not offered here; send the body as it is")
+        encoding = headers.get(b"content-encoding")
+        if encoding is not None and (encoding != ZSTD or not unpacks()):
+            return await refuse(send, 415, f"Content-Encoding {encoding.decode('latin1')!r} is not offered here; send the body as it is")
         told = headers.get(b"content-length", b"0")
         if not told.isdigit() or len(told) > 18 or int(told) > self.max_body:
             return await refuse(send, 413, f"the body is larger than {self.max_body} bytes (--max-body-mb)")
@@ -52,6 +57,11 @@ class Gate:
                 body = await self._body(receive)
         except TimeoutError:
             return await refuse(send, 408, f"the body did not come within {BODY_S:g} s")
+        if body is not None and encoding is not None:
+            try:
+                body = unpacked(body, self.max_body)
+            except ValueError as error:
+                return await refuse(send, 400, str(error))
         if body is None:
             return await refuse(send, 413, f"the body is larger than {self.max_body} bytes (--max-body-mb)")
         scope[OWNER] = owner or ""
@@ -85,6 +95,28 @@ class Gate:
                 return None
             if not message.get("more_body"):
                 return b"".join(parts)
+
+
+@functools.cache
+def unpacks() -> bool:
+    """Whether bodies may come compressed: the library is there."""
+    return importlib.util.find_spec("zstandard") is not None
+
+
+def unpacked(body: bytes, most: int) -> bytes | None:
+    """What a body of zstd holds; None when that is more than `most` bytes. Raises ValueError for other bytes."""
+    import zstandard
+
+    try:
+        size = zstandard.frame_content_size(body)
+        if size < 0:
+            raise ValueError("the body is zstd that does not tell its size; pack it whole")
+        if size > most:
+            return None
+        found: bytes = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompress(body, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"the body is not zstd: {error}") from None
+    return found
 
 
 def owner_name(key: str) -> str:

@@ -32,6 +32,8 @@ FIELDS = {
     "values": "values",
     "returns": "returns",
 }
+SETS = {"target_tokens": "label_sets", "weights": "label_weights"}  # where they are of shape [N, K]
+SOFT_LOSS = "cross_entropy"  # whose targets may be
 INTEGERS = {"target_tokens"}
 MASKS = {"mask", "sequence_ratio_mask"}
 _RL = frozenset({"target_tokens", "logprobs", "advantages"})

@@ -100,8 +100,9 @@ class ServerOperations:
 
     async def _forward_backward(self, request: Request) -> Result:
         model, command = self._ready(request), request.body["command"]
-        value = await self.call(request.id, {"op": "pass", "model": model.id, **command})
-        return pass_output(value, command["lengths"], critic=model.role == "critic")
+        told = {name: value for name, value in command.items() if name != "widths"}
+        value = await self.call(request.id, {"op": "pass", "model": model.id, **told})
+        return pass_output(value, command["lengths"], command.get("widths"), critic=model.role == "critic")
 
     async def _optim_step(self, request: Request) -> Result:
         model = self._ready(request)

@@ -15,10 +15,10 @@ from slime_like.server.futures import PROTOBUF
 REDUCTIONS = {"mean": "mean", "std": "mean", "sum": "sum", "min": "min", "max": "max"}
 
 
-def pass_output(value: dict[str, Any], lengths: Sequence[int], *, critic: bool) -> tuple[bytes, str]:
+def pass_output(value: dict[str, Any], lengths: Sequence[int], widths: Sequence[int] | None = None, *, critic: bool) -> tuple[bytes, str]:
     """Of forward_backward: `logprobs` (of a critic `values`) and `elementwise_loss` of every datum, and metrics `name:reduction`.
 
-    value: scores and losses as float32 bytes, datum after datum, and metrics as {name: [kind, number]}. Raises Failed where the loss is not
+    widths: targets a token of each datum, where there are several; its `logprobs` are [N, K] then. value: scores and losses as float32 bytes, datum after datum, and metrics as {name: [kind, number]}. Raises Failed where the loss is not
     finite.
     """
     losses = np.frombuffer(value["losses"], dtype="<f4")
@@ -33,12 +33,27 @@ def pass_output(value: dict[str, Any], lengths: Sequence[int], *, critic: bool) 
     if critic:
         metrics["critic_loss:sum"] = total
     output = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
-    record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(lengths))
-    offsets = (np.concatenate([[0], np.cumsum(lengths)]) * 4).astype("<i8").tobytes()
-    for name, data in (("values" if critic else "logprobs", value["scores"]), ("elementwise_loss", value["losses"])):
-        tensor = record.fields[name]
-        tensor.data, tensor.offsets, tensor.dtype = data, offsets, wire.DTYPE_FLOAT32
+    if widths is None:
+        _add_record(output, lengths, {"values" if critic else "logprobs": value["scores"], "elementwise_loss": value["losses"]})
+        return output.SerializeToString(), PROTOBUF
+    scores, start = np.frombuffer(value["scores"], dtype="<f4").reshape(-1, max(widths)), 0
+    for length, width in zip(lengths, widths, strict=True):  # a record has one K
+        rows = slice(start, start + length)
+        _add_record(output, [length], {"logprobs": scores[rows, :width].tobytes(), "elementwise_loss": losses[rows].tobytes()}, width)
+        start += length
     return output.SerializeToString(), PROTOBUF
+
+
+def _add_record(output: Any, lengths: Sequence[int], fields: dict[str, bytes], width: int | None = None) -> None:
+    """Datums one after another. width: of `logprobs`, where they are [N, K]."""
+    record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(lengths))
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    for name, data in fields.items():
+        tensor, wide = record.fields[name], width if width is not None and name == "logprobs" else None
+        tensor.data, tensor.dtype = data, wire.DTYPE_FLOAT32
+        tensor.offsets = (ends * 4 * (wide or 1)).astype("<i8").tobytes()
+        if wide is not None:
+            tensor.trailing_shape.append(wide)
 
 
 def _metric_name(name: str, *, critic: bool) -> str:

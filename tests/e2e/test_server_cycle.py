@@ -78,6 +78,34 @@ def test_targets_need_not_be_the_next_tokens(client: tinker.ServiceClient, api: 
         torch.testing.assert_close(output["logprobs"].to_torch(), log_probs(reference(work), one).detach(), atol=2e-5, rtol=1e-5)
 
 
+def test_several_weighted_targets_a_token(client: tinker.ServiceClient, api: ApiServer, work: Workspace) -> None:
+    """Soft targets [N, K], of another K in each datum, one of them sparse: log-probs, losses and gradient norm of plain torch, for every weight
+    and adapter."""
+    rng = np.random.default_rng(4)
+    rows, shapes = [tokens(n, 70 + n) for n in (8, 5, 11)], [(8, 3), (5, 1), (11, 30)]
+    targets = [torch.tensor(rng.integers(5, 90, shape)) for shape in shapes]
+    weights = [torch.tensor(rng.normal(size=shape), dtype=torch.float32) for shape in shapes]
+    weights[2][torch.tensor(rng.random(shapes[2]) < 0.9)] = 0.0
+    data = [
+        types.Datum(model_input=types.ModelInput.from_ints(row), loss_fn_inputs={"target_tokens": t, "weights": w})
+        for row, t, w in zip(rows, targets, weights, strict=True)
+    ]
+    assert (
+        data[2].loss_fn_inputs["weights"].sparse_crow_indices is not None and data[0].loss_fn_inputs["weights"].sparse_crow_indices is None
+    )
+    training = policy(client, api)
+    result = training.forward_backward(data, "cross_entropy").result()
+    model = reference(work)
+    for row, t, w, output in zip(rows, targets, weights, result.loss_fn_outputs, strict=True):
+        scores = model(torch.tensor([row])).logits[0].log_softmax(-1).gather(1, t)
+        losses = -(scores * w).sum(-1)
+        losses.sum().backward()
+        torch.testing.assert_close(output["logprobs"].to_torch(), scores.detach(), atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(output["elementwise_loss"].to_torch(), losses.detach(), atol=1e-4, rtol=1e-4)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert training.optim_step(ADAM).result().metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
 def test_a_forward_pass_leaves_the_gradients_alone(client: tinker.ServiceClient, api: ApiServer) -> None:
     """Bit by bit: the same steps with and without forward passes between them."""
     paths = []

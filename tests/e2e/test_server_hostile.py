@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
 from tests.e2e.api_server import ApiServer, batch, datum, policy
@@ -138,7 +139,21 @@ def test_a_large_body_is_refused_before_it_is_read(api: ApiServer) -> None:
 
     with contextlib.suppress(httpx.TransportError):  # closed while we were still sending
         assert api.http().post("optim_step", content=endless()).status_code == 413
-    assert api.http().post("optim_step", content=b"{}", headers={"Content-Encoding": "zstd"}).status_code == 415
+
+
+def test_packed_bodies(api: ApiServer) -> None:
+    """zstd, as the SDK packs them when it is told to: what is in it counts, and how large that is."""
+
+    def post(content: bytes, encoding: str = "zstd") -> int:
+        return int(api.http().post("create_session", content=content, headers={"Content-Encoding": encoding}).status_code)
+
+    pack = zstandard.ZstdCompressor().compress
+    assert post(pack(b"{}")) == 200
+    assert post(pack(b"no json")) == 400 and post(b"{}") == 400 and post(pack(b"{}")[:-3]) == 400 and post(b"") == 400
+    bomb = pack(b" " * 200_000_000)
+    assert len(bomb) < 100_000 and post(bomb) == 413
+    assert post(b"{}", "gzip") == 415
+    assert api.http().post("client/config", json={}).json()["proto_compress_fwdbwd"] is False, "on loopback it would only cost time"
 
 
 def test_keys(work: Any, tmp_path: Path) -> None:

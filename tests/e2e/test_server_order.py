@@ -104,7 +104,8 @@ def test_chunks_of_the_sdk_make_one_batch(api: ApiServer) -> None:
     for length in (1024, 2):
         client = api.client()
         training = policy(client, api)
-        training.holder._client_config = training.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": length})
+        told = {"fwdbwd_max_chunk_len": length, "proto_compress_fwdbwd": length == 2}  # the second time also packed with zstd
+        training.holder._client_config = training.holder._client_config.model_copy(update=told)
         result = training.forward_backward(batch(7, 3), "cross_entropy")
         norms.append(training.optim_step(types.AdamParams()).result().metrics["grad_norm"])
         losses.append(result.result().metrics["loss:sum"])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts import bench_attention, bench_balancing, bench_packing, bench_training_step, plot_costs
+from scripts import bench_attention, bench_balancing, bench_packing, bench_server, bench_training_step, plot_costs
 from scripts.bench_common import LENGTHS, fastest, growth_exponent, write_json
 from slime_like.balance import imbalance
 
@@ -154,6 +154,18 @@ def test_methods_of_the_training_step_compute_the_same() -> None:
     for names in ([*bench_training_step.ONE_PROCESS, "DP2"], [bench_training_step.EXPERTS, "EP2"]):
         found = bench_training_step.compare(names, sizes, rounds=1)
         assert all(r["core_s"] > 0 and r["memory_mib"] > 0 for r in found.values())
+
+
+@pytest.mark.slow
+def test_a_server_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way answers, every client is served, and one that floods takes nothing from the others."""
+    monkeypatch.setattr("sys.argv", ["bench", "--repeats", "2", "--seconds", "2", "--clients", "3", "--output", str(tmp_path / "out.json")])
+    assert bench_server.main() == 0
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert all(row["http"] > 0 and row["sdk"] > 0 and row["direct"] > 0 for row in found["latency"].values())
+    flooded = found["shares"][f"one keeps {bench_server.FLOOD} waiting"]["calls"]
+    assert min(flooded[1:]) > 0.5 * flooded[0] - 2, "no more to the one that asks for more"
+    assert "| one token |" in capsys.readouterr().out
 
 
 def test_results_are_written_with_the_machine(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Tensors of a datum: what sparse bytes describe, and what is refused with its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tinker import types
+
+from slime_like.server import wire
+from slime_like.server.data import Limits, check_pass
+from slime_like.server.errors import Refused
+
+LIMITS = Limits(vocab_size=50, max_length=32, max_tokens=200)
+
+
+def request(targets: Any, weights: Any | None, loss: str = "cross_entropy", length: int = 4) -> Any:
+    """As the SDK writes it."""
+    from tinker.proto.request_conv import forward_backward_request_to_proto
+
+    inputs = {"target_tokens": targets} | ({} if weights is None else {"weights": weights})
+    datum = types.Datum(model_input=types.ModelInput.from_ints(list(range(1, length + 1))), loss_fn_inputs=inputs)
+    asked = types.ForwardBackwardRequest(
+        forward_backward_input=types.ForwardBackwardInput(data=[datum], loss_fn=loss), model_id="m", seq_id=1
+    )
+    return wire.ForwardBackwardRequest.FromString(forward_backward_request_to_proto(asked).SerializeToString())
+
+
+def checked(message: Any) -> dict[str, list[Any]]:
+    return check_pass(message, role="policy", limits=LIMITS).fields
+
+
+def test_sparse_tensors_are_what_the_sdk_left_out() -> None:
+    """Over many patterns, empty rows and empty matrices included."""
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        weights = torch.tensor(rng.normal(size=(4, 12)) * (rng.random((4, 12)) < 0.15), dtype=torch.float32)
+        targets = torch.tensor(rng.integers(1, 50, (4, 12))) * (weights != 0)
+        message = request(targets, weights)
+        assert message.data[0].loss_fn_inputs["weights"].WhichOneof("encoding") == "sparse_csr"
+        fields = checked(message)
+        assert np.array_equal(fields["label_sets"][0], targets.numpy()) and np.array_equal(fields["label_weights"][0], weights.numpy())
+
+
+def spoiled(**changes: Any) -> Any:
+    weights = torch.zeros(4, 12)
+    weights[1, 2] = weights[1, 3] = weights[3, 0] = 1.0
+    message = request((weights > 0).long() * 7, weights)
+    csr = message.data[0].loss_fn_inputs["weights"].sparse_csr
+    for name, values in changes.items():
+        setattr(csr, name, values if isinstance(values, bytes) else np.array(values, dtype="<i8").tobytes())
+    return message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"crow_indices": [0, 0, 2, 2]},
+        {"crow_indices": [0, 0, 2, 2, 4]},
+        {"crow_indices": [0, 3, 2, 2, 3]},
+        {"crow_indices": [1, 1, 2, 2, 3]},
+        {"crow_indices": []},
+        {"col_indices": [2, 3, 12]},
+        {"col_indices": [2, -1, 0]},
+        {"col_indices": [2, 3]},
+        {"col_indices": [2, 2, 0]},
+        {"col_indices": b"abc"},
+        {"values": b"\0" * 8},
+    ],
+)
+def test_sparse_bytes_that_are_no_matrix(changes: dict[str, Any]) -> None:
+    with pytest.raises(Refused, match=r"datum 0: .*weights"):
+        checked(spoiled(**changes))
+
+
+def test_shapes_that_are_refused() -> None:
+    two = torch.ones(4, 2)
+    cases = [
+        (request(two.long(), None), "need weights of shape"),
+        (request(two.long(), torch.ones(4)), "weights has 4 entries"),
+        (request(two.long(), torch.ones(4, 3)), "several targets a token go with cross_entropy alone"),
+        (request(two.long() * 60, two), "token 60 is outside the vocabulary"),
+        (request(torch.ones(4, 60).long(), torch.ones(4, 60)), "60 targets a token"),
+        (request(torch.ones(4, 50).long(), torch.ones(4, 50), length=4), None),
+        (request(torch.ones(5, 41).long(), torch.ones(5, 41), length=5), "more than 200"),
+        (request(two.long(), two * float("inf")), "not finite"),
+        (request(torch.ones(4).long(), two), "several targets a token go with"),
+    ]
+    for message, words in cases:
+        if words is None:
+            assert checked(message)["label_sets"][0].shape == (4, 50)
+        else:
+            with pytest.raises(Refused, match=words):
+                checked(message)
