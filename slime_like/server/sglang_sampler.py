@@ -32,11 +32,15 @@ from slime_like.rollout.sglang.http import RequestFailed, post_once, with_retrie
 from slime_like.rollout.sglang.manifest import checkpoint_shapes
 from slime_like.rollout.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater
 from slime_like.server.errors import Refused
-from slime_like.server.sampler import plain, seed_of, with_nan
+from slime_like.server.sampler import is_tied, plain, seed_of, with_nan
 
 ATTEMPTS = 3  # to give the servers a snapshot; each one less costs a server
 NO_SEED = (
     "seed is not honoured by the SGLang servers of this server; start them with --sglang-enable-deterministic-inference, or leave it out"
+)
+UNTIED = (
+    "this snapshot has an output layer of its own (train_unembed), and the SGLang servers were started with one that is the embedding: sample it with "
+    "--rollout-engine local, or train with train_unembed=False"
 )
 
 
@@ -57,11 +61,12 @@ class SnapshotUpdater(WeightUpdater):
 class SglangSampler:
     """In place of a `SnapshotSampler`. Rank 0 talks to the servers. engine, updater: the latter on rank 0 only."""
 
-    def __init__(self, engine: SglangEngine, updater: SnapshotUpdater | None, settings: RequestSettings) -> None:
-        """A collective."""
+    def __init__(self, engine: SglangEngine, updater: SnapshotUpdater | None, settings: RequestSettings, base: str) -> None:
+        """A collective. base: folder of the model that the servers were started with."""
         self._engine, self._updater, self._settings = engine, updater, settings
         self._folder = ""  # whose weights the servers have
         self._version = 0
+        self._tied = from_rank_zero(lambda: is_tied(base))
         self._numbers = itertools.count()
         self.honours_seeds = from_rank_zero(lambda: seeds_count(engine.fleet))
 
@@ -100,6 +105,8 @@ class SglangSampler:
         self._engine.check_health()
         if folder == self._folder and self._engine.weight_version == self._version:
             return
+        if from_rank_zero(lambda: is_tied(folder)) != self._tied:
+            raise Refused(UNTIED)
         self._folder = ""
         shapes: dict[str, Tensor] = {}  # on rank 0
         from_rank_zero(lambda: shapes.update(shapes_in(folder)))
@@ -173,7 +180,7 @@ def make_sglang_sampler(run: RunConfig, layout: ParallelLayout, tell: Callable[[
     settings = request_settings(run.sglang)
     engine = SglangEngine(fleet, updater, settings, run.model.hf_checkpoint, check_updates=run.sglang.check_weight_update_equal)
     engine.agree(True, error)
-    return SglangSampler(engine, updater, settings)
+    return SglangSampler(engine, updater, settings, run.model.hf_checkpoint)
 
 
 def seeds_count(fleet: Fleet | None) -> bool:

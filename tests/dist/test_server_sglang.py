@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +58,7 @@ def sampler_of(base: str, servers: list[FakeServer]) -> SglangSampler:
     fleet.start()
     updater = SnapshotUpdater(fleet, base, Path(base), 5.0)
     settings = RequestSettings(Deadlines(5.0, 10.0, 10.0), Retries(2, 0.01, 0.02), 64)
-    return SglangSampler(SglangEngine(fleet, updater, settings, base, check_updates=False), updater, settings)
+    return SglangSampler(SglangEngine(fleet, updater, settings, base, check_updates=False), updater, settings, base)
 
 
 @pytest.fixture
@@ -125,9 +127,20 @@ def test_weights_that_cannot_be_loaded(pair: SimpleNamespace, snapshots: list[st
     assert_of(ask(pair.sampler, snapshots[1]), snapshots[1])
     weights = load_file(Path(snapshots[1]) / "model.safetensors")
     (tmp_path / "other").mkdir()
+    shutil.copy(Path(snapshots[1]) / "config.json", tmp_path / "other")
     save_file({**weights, "more": torch.zeros(3)}, tmp_path / "other" / "model.safetensors")
     with pytest.raises(RunError, match=r"more|every engine"):
         ask(pair.sampler, str(tmp_path / "other"))
+
+
+def test_a_snapshot_that_is_untied_is_refused(pair: SimpleNamespace, snapshots: list[str], tmp_path: Path) -> None:
+    """The servers' output layer is the embedding: they would leave the snapshot's own one out."""
+    folder = shutil.copytree(snapshots[1], tmp_path / "untied")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    with pytest.raises(Refused, match="output layer of its own"):
+        ask(pair.sampler, str(folder))
+    assert_of(ask(pair.sampler, snapshots[1]), snapshots[1])
 
 
 def test_a_server_that_dies_is_an_error_in_bounded_time(snapshots: list[str], alone: Any) -> None:

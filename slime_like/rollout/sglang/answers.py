@@ -48,7 +48,6 @@ def generation_body(request: GenerateRequest, sampling: SamplingParams, rid: str
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
             "no_stop_trim": True,
-            "ignore_eos": sampling.ignore_end_tokens,
         },
     }
 
