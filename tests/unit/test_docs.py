@@ -32,7 +32,7 @@ FOREIGN = {
     "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend --enable-return-routed-experts",
     "tensorboard": "--logdir",
     "examples/tinker": "--model --base-url --demo --log-path --start-from --stop-after",
-    "passed on to SGLang": "--sglang-mem-fraction-static",
+    "passed on to SGLang": "--sglang-mem-fraction-static --sglang-enable-deterministic-inference",
 }
 OTHERS = {flag for flags in FOREIGN.values() for flag in flags.split()}
 WRONG_ON_PURPOSE = {"--polcy-loss-type"}
