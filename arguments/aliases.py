@@ -121,7 +121,7 @@ PASSED_ON: Mapping[str, str] = {"--sglang-": "sglang_server_flags", "--router-":
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
     "rm_type": dict.fromkeys(("deepscaler", "dapo", "f1", "gpqa", "ifbench", "random"), "this reward"),
-    "opd_type": {"sglang": _ENGINES},
+    "opd_type": {"self": "a teacher that sees more than the policy"},
     "optimizer": {"muon": "this optimizer", "dist_muon": "this optimizer"},
     "moe_token_dispatcher_type": {"flex": "the flex dispatcher, which needs DeepEP or HybridEP"},
     "moe_router_load_balancing_type": {"sinkhorn": "this balancing"},

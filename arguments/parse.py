@@ -24,6 +24,7 @@ from arguments.table import GROUPS, FlagTable, flag_table, normalise
 from arguments.validate import Rule, Settings
 from arguments.validate_batches import global_batch_of
 from arguments.validate_critic import completed_critic, has_critic
+from arguments.validate_distillation import completed_distillation
 from arguments.validate_moe import MOE_WARNINGS
 from arguments.validate_parallel import virtual_stages_of
 from arguments.validate_run import RULES, WARNINGS, Warn, settings_of_other_losses
@@ -274,7 +275,7 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
         sglang=completed_sglang(s),
         reward=s.reward,
         algorithm=algorithm,
-        distillation=s.distillation,
+        distillation=completed_distillation(s),
         off_policy=s.off_policy,
         policy_loss=s.policy_loss,
         critic=completed_critic(s),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 from arguments.validate import Rule, Settings, problem
+from arguments.validate_distillation import teacher_urls
 from slime_like.advantages.registry import TokenEstimator, advantage_estimators
 from slime_like.config import Problem, flag_name
 from slime_like.custom_function import load_function
@@ -213,7 +214,7 @@ def reward_server(s: Settings) -> list[Problem]:
         return problem("rm_url", None, "is missing: the server of --rm-type remote_rm, as in http://127.0.0.1:8000/reward")
     if url is not None and not url.startswith(("http://", "https://")):
         return problem("rm_url", url, "must start with http:// or https://")
-    if url is not None and not wanted:
+    if url is not None and not wanted and not (s.distillation.served and url in teacher_urls(s)):
         return problem("rm_url", url, "has no effect without --rm-type remote_rm; add it")
     return []
 

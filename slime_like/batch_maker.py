@@ -85,7 +85,7 @@ class BatchMaker:
             old = self._old_log_probs(local, fresh, metrics, weight_version)
             reference = self.backend.reference
             ref = None if reference is None else self.backend.compute_log_probs(local, reference)
-            teacher = None if self.backend.teacher is None else self.backend.compute_log_probs(local, self.backend.teacher)
+            teacher = self._teacher_log_probs([samples[i] for i in shares.local_indices], local)
         critic = self._critic_part(samples, shares)
         values = self._values(critic)
         corrections, more = self._corrections(samples, steps, old)
@@ -170,6 +170,15 @@ class BatchMaker:
                 self.warn(self.rollout_gate.check(average, p99, ratio_error, weight_version))
         return old
 
+    def _teacher_log_probs(self, samples: Sequence[Sample], local: Sequence[TrainSample]) -> list[Tensor] | None:
+        """[R] by sample of this rank, from the teacher on Megatron or from the served one; None without a teacher. samples: those of `local`."""
+        if self.backend.teacher is not None:
+            return [t.log_probs for t in self.backend.compute_log_probs(local, self.backend.teacher)]
+        if not self.run.distillation.served:
+            return None
+        # one that has none is not trained on
+        return [torch.zeros(s.response_length) if s.teacher_log_probs is None else s.teacher_log_probs for s in samples]
+
     def _critic_part(self, samples: Sequence[Sample], shares: Shares) -> CriticPart | None:
         """shares: the policy's."""
         if self.backend.critic is None:
@@ -203,7 +212,7 @@ class BatchMaker:
         local: Sequence[TrainSample],
         old: Sequence[TokenStatistics],
         ref: Sequence[TokenStatistics] | None,
-        teacher: Sequence[TokenStatistics] | None,
+        teacher: Sequence[Tensor] | None,
         values: Sequence[Tensor] | None,
     ) -> TokenAdvantages:
         """Per-token advantages of this rank's samples, `mine` among all. Groups are over all samples; the KL in the reward comes off first,
@@ -215,7 +224,7 @@ class BatchMaker:
             kl = token_kl(algorithm.kl_loss_type or "k1", [o.log_probs for o in old], [f.log_probs for f in ref], masks)
         gap = None
         if teacher is not None:
-            gap = teacher_gaps([o.log_probs for o in old], [t.log_probs for t in teacher], masks)
+            gap = teacher_gaps([o.log_probs for o in old], teacher, masks)
         settings = AdvantageSettings(
             algorithm.advantage_estimator,
             normalize_std=not algorithm.disable_grpo_std_normalization,

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from arguments.run_config import RunConfig
+from arguments.validate_distillation import server_url
 from arguments.validate_scheduling import OWN_ROLLOUT
 from slime_like.advantages import TokenEstimator, advantage_estimators
 from slime_like.data.prompts import PromptSource
@@ -28,12 +29,13 @@ from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.greedy import with_greedy_rewards
 from slime_like.rollout.rollout_function import FunctionCollector, FunctionEvaluator
 from slime_like.rollout.rollouter import Rollouter, training_sampling
+from slime_like.rollout.served_teacher import ServedTeacher, TeacherSettings
 from slime_like.rollout.slime_samples import slime_args
 from slime_like.types import SampleGroup
 
 
 class GroupSupply:
-    """Collective over all ranks. source, rollouter, evaluator: None in a run that needs none."""
+    """Collective over all ranks. source, rollouter, evaluator, teacher: None in a run that needs none."""
 
     def __init__(
         self,
@@ -44,12 +46,14 @@ class GroupSupply:
         tokenizer: Any,
         *,
         num_rollouts: int,
+        teacher: ServedTeacher | None = None,
     ) -> None:
         self.run_config = run
         self.num_rollouts = num_rollouts
         self._source = source
         self._rollouter = rollouter
         self._tokenizer = tokenizer
+        self._teacher = teacher
         self._is_sft = run.algorithm.loss_type == "sft_loss"
         self._collector = self._make_collector(evaluator)
         self._ahead = self._make_ahead()
@@ -58,7 +62,7 @@ class GroupSupply:
         """Graded samples of a rollout, and numbers about how they were collected."""
         run = self.run_config
         if run.debug.load_debug_rollout_data:
-            return self._recorded_groups(run.debug.load_debug_rollout_data, step), {}
+            return self._taught(self._recorded_groups(run.debug.load_debug_rollout_data, step), {}, None)
         if self._is_sft:
             assert self._source is not None
             prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
@@ -99,8 +103,17 @@ class GroupSupply:
         estimator = advantage_estimators.get(self.run_config.algorithm.advantage_estimator)
         if isinstance(estimator, TokenEstimator) and estimator.needs_greedy:
             groups = with_greedy_rewards(self._rollouter, collected.prompts, collected.groups, self._collector.sampling)
-            return groups, collected.metrics
-        return collected.groups, collected.metrics
+            return self._taught(groups, collected.metrics, self._rollouter.group)
+        return self._taught(collected.groups, collected.metrics, self._rollouter.group)
+
+    def _taught(
+        self, groups: list[SampleGroup], metrics: dict[str, float], group: dist.ProcessGroup | None
+    ) -> tuple[list[SampleGroup], dict[str, float]]:
+        """With a served teacher's log-probs, where there is one."""
+        if self._teacher is None or self.run_config.debug.debug_rollout_only:
+            return groups, metrics
+        taught, more = self._teacher.grade(groups, group)
+        return taught, metrics | more
 
     def _recorded_groups(self, template: str, step: int) -> list[SampleGroup]:
         rollout = self.run_config.rollout
@@ -195,3 +208,16 @@ def make_rollouter(
     path = config.custom_generate_function_path
     custom = None if path is None else CustomGenerate(path, slime_args(run), timeout_s=config.custom_generate_timeout_s)
     return Rollouter(engine, Grader(**dataclasses.asdict(run.reward)), tokenizer, seed=run.data.rollout_seed, custom_generate=custom)
+
+
+def make_teacher(run: RunConfig, tokenizer: Any, progress: Progress, *, rank: int) -> ServedTeacher | None:
+    """The teacher behind servers, where the run has one; it answers, and has the policy's tokenizer. A collective; raises RunError."""
+    config = run.distillation
+    if not config.served:
+        return None
+    assert config.opd_teacher_url is not None
+    urls = tuple(server_url(address) for address in config.opd_teacher_url)
+    settings = TeacherSettings(urls, config.opd_teacher_timeout_s, config.opd_teacher_attempts, config.opd_teacher_concurrency)
+    teacher = ServedTeacher(settings, tokenizer, rank, progress.message)
+    teacher.probe()
+    return teacher

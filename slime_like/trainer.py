@@ -14,7 +14,7 @@ from arguments.run_config import RunConfig
 from slime_like.batch_maker import BatchMaker
 from slime_like.engines import WeightSync
 from slime_like.errors import RunError
-from slime_like.group_supply import GroupSupply, function_evaluator, make_rollouter, make_source
+from slime_like.group_supply import GroupSupply, function_evaluator, make_rollouter, make_source, make_teacher
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.metrics.logger import MetricsLogger, to_json
@@ -55,9 +55,10 @@ class Trainer:
         if self.backend.critic is not None and self.backend.critic.layout is not layout:
             self.progress.message(f"critic: {self.backend.critic.layout.describe()}")
         self.rollouter = make_rollouter(run, self.backend, tokenizer, self.progress, rank=layout.rank, output_dir=output_dir)
+        teacher = make_teacher(run, tokenizer, self.progress, rank=layout.rank)
         self.weight_sync = None if self.rollouter is None else WeightSync(run, self.backend, self.rollouter.engine, self.progress)
         evaluator, eval_notes = make_evaluator(run, self.rollouter, tokenizer)
-        self.supply = GroupSupply(run, source, self.rollouter, evaluator, tokenizer, num_rollouts=self.num_rollouts)
+        self.supply = GroupSupply(run, source, self.rollouter, evaluator, tokenizer, num_rollouts=self.num_rollouts, teacher=teacher)
         self.evaluator = function_evaluator(run, self.rollouter, evaluator, self.supply)
         self.weight_version = 1  # of the policy; the engine has its own, which lags until the next sync
         self.start = 0

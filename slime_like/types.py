@@ -60,6 +60,7 @@ class Sample:
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     token_sets: Tensor | None = None  # [R, K] int32, what the sampler chose from, filled up with -1; None: the whole vocabulary
+    teacher_log_probs: Tensor | None = None  # [R] float32, of a served teacher
     routes: Tensor | None = None  # [L, expert layers, topk] int16, where the sampler sent each token, -1 where it did not compute one
 
     @property

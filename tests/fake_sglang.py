@@ -120,7 +120,7 @@ class FakeServer:
     """pace_s: seconds that each token of a rollout's /generate call takes, told by its body; an abort then gives what there is, one token at
     least. seen: (path, body) of every POST, in order. faults: of the next /generate calls of rollouts, one each; None: a right answer. hung: no
     call is answered, not even probes. spoil: applied to weights that are loaded. workers: addresses that it names as a router would. info: what
-    /server_info tells."""
+    /server_info tells. tokenizer: of texts; without one they are refused."""
 
     def __init__(self, model: str, port: int = 0) -> None:
         self.model = model
@@ -134,6 +134,7 @@ class FakeServer:
         self.pace_s: Callable[[Any], float] = lambda body: 0.0
         self.workers: list[str] = []
         self._slow: dict[str, threading.Event] = {}  # set by an abort
+        self.tokenizer: Any = None
         self.version = "default"
         self._taken: dict[str, torch.Tensor] = {}
         self.ended = threading.Event()
@@ -185,9 +186,12 @@ class FakeServer:
             code, words = self.refused[handler.path]
             handler.reply(code, json.dumps({"success": False, "message": words}).encode())
         elif handler.path == "/generate":
-            is_probe = "-probe-" in body["rid"]  # of the weights, by the run
+            is_probe = "-probe-" in body["rid"]  # of the weights, or of a teacher, by the run
             fault = self.faults.pop(0) if self.faults and not is_probe else None
-            answer = self.generate(body)
+            if refusal := self._refusal(body):
+                handler.reply(400, json.dumps({"error": {"message": refusal}}).encode())
+                return
+            answer = self.generate(body) if body["sampling_params"]["max_new_tokens"] else self.score(body)
             if not is_probe:
                 answer = self._paced(body, answer)
             if fault is None:
@@ -284,6 +288,21 @@ class FakeServer:
             "output_token_logprobs": answer["meta_info"]["output_token_logprobs"][:count],
         }
         return {"text": "", "output_ids": tokens[:count], "meta_info": meta}
+
+    def score(self, body: Any) -> Answer:
+        """As SGLang answers about given tokens: the last token of its vocabulary is named 0."""
+        tokens, start = tuple(body.get("input_ids") or self.tokenizer(body["text"])["input_ids"]), body["logprob_start_len"]
+        with self._lock:
+            scores = [None, *self.engine.prompt_log_probs([tokens])[0]]
+        scores[start] = None
+        named = [0 if token == self.engine._vocab_size - 1 else token for token in tokens]
+        entries = [[score, token, None] for score, token in zip(scores[start:], named[start:], strict=True)]
+        return {"text": "", "output_ids": [], "meta_info": {"finish_reason": {"type": "length"}, "input_token_logprobs": entries}}
+
+    def _refusal(self, body: Any) -> str | None:
+        if any(token >= self.engine._vocab_size for token in body.get("token_ids_logprob", ())):
+            return f"out-of-vocabulary token id; valid range is [0, {self.engine._vocab_size})."
+        return "no tokenizer" if "text" in body and self.tokenizer is None else None
 
     def _gone(self, handler: Handler) -> bool:
         """Whether it was stopped, perhaps while it hung; then a connection that was open is cut without an answer."""

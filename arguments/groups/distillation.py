@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,10 +13,25 @@ class DistillationConfig:
         False, "On-policy distillation: take opd_kl_coef times the log-probability gap to a teacher off the advantage of every token."
     )
     opd_type: str | None = arg(
-        None, "Who computes the teacher's log-probs. megatron: a frozen model beside the policy, from --opd-teacher-load.",
-        choices=("megatron",),
-    )  # fmt: skip
+        None,
+        "Who computes the teacher's log-probs. megatron: a frozen model beside the policy, from --opd-teacher-load. sglang: servers, at "
+        "--opd-teacher-url.",
+        choices=("megatron", "sglang"),
+    )
     opd_kl_coef: float = arg(1.0, "Weight of the gap.", legal=POSITIVE)
     opd_teacher_load: str | None = arg(
         None, "Folder of the teacher (Hugging Face), of any supported shape; it has the policy's tokenizer and parallel layout."
     )
+    opd_teacher_url: list[str] | None = arg(
+        None,
+        "SGLang servers of the teacher, http://host:port each, with the policy's tokenizer. Default: --rm-url, as slime spells it.",
+        nargs="+",
+    )
+    opd_teacher_timeout_s: float = arg(300.0, "Seconds for a teacher's server to answer about one sample.", legal=POSITIVE)
+    opd_teacher_attempts: int = arg(4, "Times that a teacher's servers are asked about a sample before it is dropped.", legal=AT_LEAST_ONE)
+    opd_teacher_concurrency: int = arg(64, "Requests that wait for the teacher's servers at a time.", legal=AT_LEAST_ONE)
+
+    @property
+    def served(self) -> bool:
+        """Whether the teacher is behind servers."""
+        return self.use_opd and self.opd_type == "sglang"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from tests.e2e.helpers import Workspace, rows_of, save_other_model
 from tests.e2e.programs import TrainServer
+from tests.fake_sglang import FakeServer, status
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +57,46 @@ def test_every_layout_sees_the_same_teacher(
     for one, two in zip(alone, rows_of(tmp_path), strict=True):
         for name in ("rollout/opd_reverse_kl", "train/loss", "train/grad_norm"):
             assert two[name] == pytest.approx(one[name], rel=2e-4, abs=1e-6), name
+
+
+@pytest.fixture
+def served(work: Workspace, teacher: Path) -> Iterator[FakeServer]:
+    """The teacher behind a server."""
+    with FakeServer(str(teacher)) as fake:
+        fake.engine.update_weights(iter(load_file(teacher / "model.safetensors").items()), 1)
+        fake.tokenizer = AutoTokenizer.from_pretrained(work.model)
+        yield fake
+
+
+SERVED: dict[str, Any] = {"opd_type": "sglang", "opd_teacher_load": None}
+
+
+@pytest.mark.parametrize("more", [{}, {"async_rollout": "", "max_staleness": 0}], ids=["between", "ahead"])
+def test_a_served_teacher_says_what_one_on_megatron_does(
+    server: TrainServer,
+    work: Workspace,
+    teacher: Path,
+    served: FakeServer,
+    alone: list[dict[str, float]],
+    tmp_path: Path,
+    more: dict[str, Any],
+) -> None:
+    """As slime spells its address. Two data-parallel ranks, of which the first asks for both."""
+    line = flags(work, tmp_path, teacher, num_rollout=2, **SERVED, rm_url=f"{served.url}/generate", **more)
+    server.train(line, tmp_path / "log", ranks=2).ok()
+    for one, two in zip(alone, rows_of(tmp_path), strict=True):
+        for name in ("rollout/opd_reverse_kl", "train/loss", "train/grad_norm"):
+            assert two[name] == pytest.approx(one[name], rel=2e-4, abs=1e-6), name
+        assert two["rollout/opd_dropped"] == 0
+
+
+def test_a_teacher_that_fails_loses_samples_and_then_the_run(
+    server: TrainServer, work: Workspace, teacher: Path, served: FakeServer, tmp_path: Path
+) -> None:
+    served.faults = [status(400, "no")] * 2 + [None] * 30 + [status(403, "no more")] * 32
+    line = flags(work, tmp_path, teacher, num_rollout=3, **SERVED, opd_teacher_url=served.url)
+    done = server.train(line, tmp_path / "log", ranks=1)
+    words = rf"rollout 1: 100\.0% of the samples have no usable response or reward.*the teacher: {served.url}/generate: status 403: no more"
+    assert re.search(words, done.error()), done.error()
+    (row,) = rows_of(tmp_path)
+    assert row["rollout/opd_dropped"] == 2 and row["rollout/failed_frac"] == 2 / 32 and row["train/grad_norm"] > 0

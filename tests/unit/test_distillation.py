@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from arguments.parse import parse_args
-from arguments.validate_distillation import DISTILLATION_RULES
+from arguments.validate_distillation import DISTILLATION_RULES, server_url
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages, teacher_gaps
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of
 
@@ -98,6 +98,7 @@ def test_pure_distillation_needs_one_sample_of_a_prompt_and_no_reward(tmp_path: 
     assert len(alone.warnings) == 1 and "nothing to learn" in alone.warnings[0]
 
 
+SERVED = "--use-opd --opd-type sglang --opd-teacher-url http://10.0.0.7:30000 "
 # name of the rule; flags; the flag that is named; words
 REFUSED = [
     ("distillation_is_complete", "--use-opd", "--opd-type", "is missing"),
@@ -106,7 +107,34 @@ REFUSED = [
     ("distillation_is_complete", "--opd-kl-coef 2", "--opd-kl-coef", "--use-opd"),
     ("distillation_is_complete", "--use-opd --loss-type sft_loss", "--use-opd", "sft_loss"),
     ("teacher_is_there", "--use-opd --opd-type megatron --opd-teacher-load {folder}/nowhere", "--opd-teacher-load", "config.json"),
-    ("", "--use-opd --opd-type sglang", "--opd-type", "rollout engine"),
+    ("teacher_is_of_its_type", "--use-opd --opd-type sglang", "--opd-teacher-url", "is missing"),
+    (
+        "teacher_is_of_its_type",
+        "--use-opd --opd-type sglang --opd-teacher-url 10.0.0.7:30000",
+        "--opd-teacher-url",
+        "must be http://host:port",
+    ),
+    ("teacher_is_of_its_type", SERVED + "--opd-teacher-load {folder}/hf", "--opd-teacher-load", "--opd-type megatron"),
+    (
+        "teacher_is_of_its_type",
+        "--use-opd --opd-type megatron --opd-teacher-load {folder}/hf --opd-teacher-timeout-s 5",
+        "--opd-teacher-timeout-s",
+        "--opd-type sglang",
+    ),
+    ("served_teacher_fits", SERVED + "--rollout-temperature 0.7", "--rollout-temperature", "must be 1"),
+    (
+        "served_teacher_fits",
+        SERVED + "--rollout-top-k 5 --renormalize-sampled-log-probs",
+        "--renormalize-sampled-log-probs",
+        "whole vocabulary",
+    ),
+    (
+        "slime_reward_of_distillation",
+        SERVED + "--custom-rm-path slime.rollout.on_policy_distillation.reward_func",
+        "--custom-rm-path",
+        "is built in",
+    ),
+    ("", "--use-opd --opd-type self", "--opd-type", "sees more"),
     ("", "--use-opd --opd-type megatron --opd-teacher-load {folder}/hf --opd-kl-coef 0", "--opd-kl-coef", "> 0"),
     ("", "--opd-teacher-ckpt-step 3", "--opd-teacher-ckpt-step", "Megatron's format"),
 ]
@@ -116,6 +144,13 @@ REFUSED = [
 def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
     found = problems_of(complete(tmp_path, *STEPS, *flags.replace("{folder}", str(tmp_path)).split()))
     assert [p.flag for p in found] == [flag] and said in str(found[0])
+
+
+@pytest.mark.parametrize("flags", ["--opd-teacher-url http://10.0.0.7:30000 http://[::1]:9", "--rm-url http://10.0.0.7:30000/generate"])
+def test_the_address_of_a_served_teacher(tmp_path: Path, flags: str) -> None:
+    """Ours, several servers; or slime's --rm-url, beside any reward that is not one of a server."""
+    config = parse_args(complete(tmp_path, *STEPS, "--use-opd", "--opd-type", "sglang", *flags.split()), 1).distillation
+    assert config.served and config.opd_teacher_url is not None and server_url(config.opd_teacher_url[0]) == "http://10.0.0.7:30000"
 
 
 def test_every_rule_is_broken_somewhere() -> None:

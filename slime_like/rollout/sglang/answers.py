@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 from slime_like.rollout.engine import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
 
 _SHOWN = 200  # characters of a bad answer in an error message
+_NOTHING_NEW = {"temperature": 1.0, "max_new_tokens": 0}
 _ROUNDING = 1e-3  # a log-prob may come out this far above 0
 
 
@@ -52,10 +53,20 @@ def generation_body(request: GenerateRequest, sampling: SamplingParams, rid: str
     }
 
 
-def scoring_body(tokens: Sequence[int], rid: str) -> dict[str, Any]:
-    """Asks for the log-probs of `tokens` themselves."""
-    sampling = {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True}
-    return {"rid": rid, "input_ids": list(tokens), "return_logprob": True, "logprob_start_len": 0, "sampling_params": sampling}
+def scoring_body(tokens: Sequence[int], rid: str, start: int = 0) -> dict[str, Any]:
+    """Asks for the log-probs of `tokens` themselves, behind place `start`, at temperature 1 (SGLang knows no other for given tokens)."""
+    return {
+        "rid": rid,
+        "input_ids": list(tokens),
+        "return_logprob": True,
+        "logprob_start_len": start,
+        "sampling_params": dict(_NOTHING_NEW),
+    }
+
+
+def scoring_body_of_text(text: str, rid: str) -> dict[str, Any]:
+    """As `scoring_body`, of the tokens that the server's own tokenizer makes of a text."""
+    return {"rid": rid, "text": text, "return_logprob": True, "logprob_start_len": 0, "sampling_params": dict(_NOTHING_NEW)}
 
 
 def read_generation(answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str) -> GenerateOutput:
@@ -75,13 +86,31 @@ def read_generation(answer: Any, request: GenerateRequest, sampling: SamplingPar
     return GenerateOutput(request.sample_id, tokens, log_probs, finish, _weight_versions(meta, len(tokens), rid))
 
 
-def read_scores(answer: Any, tokens: Sequence[int], rid: str) -> tuple[float, ...]:
-    """Log-probs of tokens[1:]. Raises BadAnswer."""
+def vocabulary_body(token: int, rid: str) -> dict[str, Any]:
+    """Is refused with status 400 by a server whose vocabulary does not have the token; `scoring_body` is not, and tells another one's log-prob."""
+    return {**scoring_body([0], rid), "token_ids_logprob": [token]}
+
+
+def read_scores(answer: Any, tokens: Sequence[int], rid: str, start: int = 0, last: int | None = None) -> tuple[float, ...]:
+    """Log-probs of tokens[start + 1:]. last: a token that may come back as 0, as SGLang names the last one of its vocabulary here. Raises BadAnswer."""
+    scored = tuple(tokens[start + 1 :])
     entries = meta_of(answer, rid).get("input_token_logprobs")
-    if not isinstance(entries, list) or len(entries) != len(tokens):
+    if not isinstance(entries, list) or len(entries) != len(tokens) - start:
         found = f"{len(entries)} log-probs" if isinstance(entries, list) else "no log-probs"
-        raise BadAnswer(f"request {rid}: {found} for {len(tokens)} input tokens")
-    return _log_probs(entries[1:], tuple(tokens[1:]), rid)
+        raise BadAnswer(f"request {rid}: {found} for {len(tokens) - start} input tokens")
+    named = [
+        [entry[0], token] if token == last and isinstance(entry, list) and entry[1:2] == [0] else entry
+        for entry, token in zip(entries[1:], scored, strict=True)
+    ]
+    return _log_probs(named, scored, rid)
+
+
+def read_input_tokens(answer: Any, rid: str) -> tuple[int, ...]:
+    """What the server's tokenizer made of a text. Raises BadAnswer."""
+    entries = meta_of(answer, rid).get("input_token_logprobs")
+    if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) > 1 for entry in entries):
+        raise BadAnswer(f"request {rid}: no log-probs of input tokens: {str(entries)[:_SHOWN]!r}")
+    return _token_ids([entry[1] for entry in entries], rid, "input tokens")
 
 
 def meta_of(answer: Any, rid: str) -> Mapping[str, Any]:
