@@ -175,6 +175,10 @@ def weight_transport_fits(s: Settings) -> list[Problem]:
     disk = g.update_weight_transport == "disk"
     if g.update_weight_disk_dir is not None and not disk:
         found += problem("update_weight_disk_dir", g.update_weight_disk_dir, "needs --update-weight-transport disk")
+    if g.no_update_weight_copy and (disk or g.colocate):
+        found += problem(
+            "no_update_weight_copy", None, "is for --update-weight-transport broadcast, which alone keeps a copy; leave it out"
+        )
     if g.update_weight_disk_keep_files and g.update_weight_disk_dir is None:
         found += problem("update_weight_disk_keep_files", None, "needs --update-weight-disk-dir; a temporary folder goes with the run")
     far = [a for a in g.rollout_external_engine_addrs or [] if (parts := address_parts(a)) is not None and parts[0] not in LOOPBACK]

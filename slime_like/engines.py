@@ -40,7 +40,9 @@ class WeightSync:
         if self._engine.weight_version == version:
             return
         with self._progress.phase("sync"):
-            for _ in range(ATTEMPTS):
+            for attempt in range(ATTEMPTS):
+                if attempt:
+                    self._engine.check_health()  # waits for a server that is started again, where none is left
                 self._engine.update_weights(self._backend.export_weights(), version)
                 if self._engine.weight_version == version:
                     break

@@ -58,6 +58,11 @@ class SglangConfig:
         "With --update-weight-transport disk: a folder that trainer and servers see under one name. Default: a temporary one of this host.",
     )
     update_weight_disk_keep_files: bool = arg(False, "Keep what is written to --update-weight-disk-dir.")
+    no_update_weight_copy: bool = arg(
+        False,
+        "With --update-weight-transport broadcast: do not keep the weights in rank 0's memory. A server that is started again, or comes late, then "
+        "gets no requests before the next update.",
+    )
     check_weight_update_equal: bool = arg(
         False,
         "After every weight update, not only the first: the servers' checksums are equal, and the trainer's log-probs of freshly sampled tokens are "

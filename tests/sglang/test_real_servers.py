@@ -67,13 +67,16 @@ def test_a_wrong_weight_is_caught(demo: Path, servers: list[str], programs: Trai
     assert "does not have the weights of version 1: its log-probs of" in done.error()
 
 
-def test_servers_that_the_run_starts_and_one_that_is_killed(demo: Path, programs: TrainServer, tmp_path: Path) -> None:
-    """Two servers and a router of the run's own. One server is killed while requests are on their way: every sample still arrives, the server is
-    started again and gets weights before requests, and at the end nothing is left running."""
+@pytest.mark.parametrize(("transport", "engines"), [("disk", 2), ("broadcast", 1)])
+def test_servers_that_the_run_starts_and_one_that_is_killed(
+    demo: Path, programs: TrainServer, tmp_path: Path, transport: str, engines: int
+) -> None:
+    """Servers and a router of the run's own. One is killed while requests are on their way, in the second case the only one: every sample still
+    arrives, the server is started again and gets weights before requests, and at the end nothing is left running."""
     out = tmp_path / "out"
     line = command_line(
-        demo, [], out, "--rollout-num-gpus", "2", "--num-rollout", "8", "--rollout-max-response-len", "48", "--update-weight-transport", "disk",
-        "--sglang-max-running-requests", "16", "--rollout-health-check-interval", "1",
+        demo, [], out, "--rollout-num-gpus", str(engines), "--num-rollout", "8", "--rollout-max-response-len", "48",
+        "--update-weight-transport", transport, "--sglang-max-running-requests", "16", "--rollout-health-check-interval", "1",
     )  # fmt: skip
     killed: list[int] = []
 

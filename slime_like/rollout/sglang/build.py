@@ -159,4 +159,5 @@ def update_settings(config: SglangConfig) -> UpdateSettings:
         timeout_s=config.update_weight_timeout_s,
         disk_dir=config.update_weight_disk_dir,
         keep_files=config.update_weight_disk_keep_files,
+        keep_copy=not config.no_update_weight_copy,
     )

@@ -102,8 +102,12 @@ class Fleet:
 
     def may_recover(self) -> bool:
         """Whether a server without the current weights may get them before the next update."""
+        return self.restore is not None and self.starts_again()
+
+    def starts_again(self) -> bool:
+        """Whether a server that is out may be started again."""
         with self.lock:
-            return self.restore is not None and any(w.process is not None and w.restarts <= MAX_RESTARTS for w in self.workers)
+            return any(w.process is not None and w.restarts <= MAX_RESTARTS for w in self.workers)
 
     def call(self, worker: Worker, path: str, body: object = None, *, timeout_s: float, method: str = "POST") -> object:
         """A control call. Raises RequestFailed."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -31,13 +32,14 @@ CONTROL_S = 30.0  # of calls that move no weights
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
     """transport: how. buffer_bytes: of one message. timeout_s: for one message, or for a load from disk. disk_dir: shared with the servers;
-    None: a temporary folder of this host."""
+    None: a temporary folder of this host. keep_copy: with broadcast, the weights stay in this process's memory for a server that comes late."""
 
     transport: Transport = "broadcast"
     buffer_bytes: int = 512 * 2**20
     timeout_s: float = 300.0
     disk_dir: str | None = None
     keep_files: bool = False
+    keep_copy: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,25 +61,38 @@ class WeightUpdater:
         self._hf_checkpoint = hf_checkpoint
         self._device = device
         self._group: BroadcastGroup | None = None
-        self._members: list[tuple[Worker, ServerProcess | None]] = []  # of the group; a server that was started again is another one
+        # of the group; a server that was started again, or was out, is another one
+        self._members: list[tuple[Worker, ServerProcess | None, int]] = []
         self._groups_made = 0
         self._temporary = tempfile.mkdtemp(prefix="slime_like_weights_") if settings.disk_dir is None else None
         self._snapshot: tuple[int, Path] | None = None  # version, folder
-        if settings.transport == "disk":
+        self._copy: tuple[int, list[tuple[str, Tensor]]] | None = None  # version, weights
+        self._one_at_a_time = threading.Lock()  # an update by the training thread, or a server that gets weights by the one that watches
+        if settings.transport == "disk" or (settings.transport == "broadcast" and settings.keep_copy):
             fleet.restore = self.restore
 
     def update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Sent:
-        """Returns when every server that is still in the fleet has the weights; one that fails is evicted. Raises RunError when none is left."""
+        """Returns when every server that is still in the fleet has the weights; one that fails is evicted. Raises UpdateIncomplete when the update
+        is to be made again, RunError when none is left."""
+        with self._one_at_a_time:
+            return self._update(weights, version)
+
+    def _update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Sent:
         workers = self._fleet.alive()
         evictions = [worker.evictions for worker in workers]
         shapes: dict[str, tuple[int, ...]] = {}
         nbytes = 0
+        copy: list[tuple[str, Tensor]] = []
+        keep = self._settings.transport == "broadcast" and self._settings.keep_copy
+        self._copy = None  # never two in memory
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal nbytes
             for name, tensor in weights:
                 shapes[name] = tuple(tensor.shape)
                 nbytes += tensor.nbytes
+                if keep:
+                    copy.append((name, tensor.detach().to("cpu", copy=True)))
                 yield name, tensor
 
         start = time.monotonic()
@@ -85,21 +100,43 @@ class WeightUpdater:
             self._from_disk(counted(), version, workers)
         else:
             self._in_session(workers, lambda ready: self._move(counted(), version, ready))
+        self._copy = (version, copy) if keep else None
         # One that was out meanwhile, and is back, has old weights or none.
         got = [worker for worker, before in zip(workers, evictions, strict=True) if worker.alive and worker.evictions == before]
         return Sent(got, shapes, nbytes, time.monotonic() - start)
 
     def restore(self, worker: Worker) -> bool:
-        """Give a server that is back the weights that the others have; False where only the next update can."""
-        if self._snapshot is None or self._snapshot[0] != self._fleet.version:
-            return False
-        version, folder = self._snapshot
+        """Give a server that is back the weights that the others have; False where only the next update can. In the thread that watches."""
+        with self._one_at_a_time:
+            version = self._fleet.version
+            if worker.version == version:  # an update came first
+                return True
+            try:
+                if self._snapshot is not None and self._snapshot[0] == version:
+                    self._load_from_disk(worker, self._snapshot[1], version)
+                elif self._copy is not None and self._copy[0] == version:
+                    self._broadcast_to(worker, version, self._copy[1])
+                else:
+                    return False
+                info: Any = self._fleet.call(worker, "/model_info", timeout_s=CONTROL_S, method="GET")
+                self._fleet.call(worker, "/continue_generation", {}, timeout_s=CONTROL_S)  # it may have been lost while it was paused
+            except (RequestFailed, BroadcastFailed, UpdateIncomplete, RunError) as failure:
+                self._fleet.tell(f"warning: the engine {worker.url} did not get the current weights: {failure}")
+                return False
+            return info.get("weight_version") == str(version) and version == self._fleet.version
+
+    def _broadcast_to(self, worker: Worker, version: int, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Over a group of its own: the others go on generating."""
+        self._begin(worker)
+        group = self._new_group([worker])
         try:
-            self._load_from_disk(worker, folder, version)
-        except RequestFailed as failure:
-            self._fleet.tell(f"warning: the engine {worker.url} could not load the current weights: {failure}")
-            return False
-        return version == self._fleet.version
+            for bucket in in_buckets(iter(weights), self._settings.buffer_bytes):
+                group.send(bucket, version)
+        except BroadcastFailed:
+            group.abandon()
+            raise
+        group.close()
+        self._fleet.call(worker, "/end_weight_update", {}, timeout_s=self._settings.timeout_s)
 
     def close(self) -> None:
         if self._group is not None:
@@ -131,23 +168,23 @@ class WeightUpdater:
     # --- over a group, or in requests
 
     def _in_session(self, workers: Sequence[Worker], move: Callable[[Sequence[Worker]], None]) -> None:
-        """begin_weight_update ... end_weight_update on all servers. One that was left inside a session by another run is freed first."""
-
-        def begin(worker: Worker) -> None:
-            try:
-                self._fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
-            except RequestFailed as failure:
-                if "already open" not in str(failure):
-                    raise
-                self._fleet.call(worker, "/end_weight_update", {}, timeout_s=CONTROL_S)
-                self._fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
-
-        ready = self._evict_failures(workers, begin, "beginning a weight update")
+        """begin_weight_update ... end_weight_update on all servers."""
+        ready = self._evict_failures(workers, self._begin, "beginning a weight update")
         move(ready)
         self._evict_failures(
             [w for w in ready if w.alive], lambda w: self._fleet.call(w, "/end_weight_update", {}, timeout_s=self._settings.timeout_s),
             "ending a weight update",
         )  # fmt: skip
+
+    def _begin(self, worker: Worker) -> None:
+        """A server that was left inside a session, by another run or when it was lost, is freed first."""
+        try:
+            self._fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
+        except RequestFailed as failure:
+            if "already open" not in str(failure):
+                raise
+            self._fleet.call(worker, "/end_weight_update", {}, timeout_s=CONTROL_S)
+            self._fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
 
     def _move(self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]) -> None:
         if self._settings.transport != "broadcast":
@@ -179,28 +216,31 @@ class WeightUpdater:
 
     def _group_of(self, workers: Sequence[Worker]) -> BroadcastGroup:
         """The group with just these servers: the one that is there, or a new one."""
-        members = [(worker, worker.process) for worker in workers]
+        members = [(worker, worker.process, worker.evictions) for worker in workers]
         if self._group is not None and members == self._members:
             return self._group
         if self._group is not None:
             self._group.abandon()
             self._group = None
+        try:
+            self._group = self._new_group(workers)
+        except BroadcastFailed as failure:
+            self._blame(failure, workers)
+        self._members = members
+        assert self._group is not None
+        return self._group
+
+    def _new_group(self, workers: Sequence[Worker]) -> BroadcastGroup:
         self._groups_made += 1
         backend = "nccl" if self._device.type == "cuda" else "gloo"
 
         def call_of(worker: Worker) -> Callable[[str, dict[str, Any]], Any]:
             return lambda path, body: self._fleet.call(worker, path, body, timeout_s=self._settings.timeout_s)
 
-        try:
-            self._group = BroadcastGroup(
-                f"slime_like_weights_{time.time_ns():x}_{self._groups_made}", [w.url for w in workers], [call_of(w) for w in workers],
-                self._sizes(workers), backend, self._device, self._settings.timeout_s,
-            )  # fmt: skip
-        except BroadcastFailed as failure:
-            self._blame(failure, workers)
-        self._members = members
-        assert self._group is not None
-        return self._group
+        return BroadcastGroup(
+            f"slime_like_weights_{time.time_ns():x}_{self._groups_made}", [w.url for w in workers], [call_of(w) for w in workers],
+            self._sizes(workers), backend, self._device, self._settings.timeout_s,
+        )  # fmt: skip
 
     def _sizes(self, workers: Sequence[Worker]) -> list[int]:
         """Tensor-parallel ranks of each. One that does not answer is evicted, and this update given up."""
@@ -240,9 +280,10 @@ class WeightUpdater:
         return False
 
     def _evict_failures(self, workers: Sequence[Worker], call: Callable[[Worker], object], what: str) -> list[Worker]:
-        """`call` for all workers at the same time; those for which it succeeded. Raises RunError when it failed for every one."""
+        """`call` for all workers at the same time; those for which it succeeded. When it failed for every one, raises UpdateIncomplete if one of
+        them is started again, else RunError."""
         if not workers:
-            raise RunError(f"{what}: no engine is left")
+            self._none_left(f"{what}: no engine is left")
         failures: list[str] = []
         succeeded: list[Worker] = []
         with ThreadPoolExecutor(max_workers=len(workers)) as threads:
@@ -255,8 +296,13 @@ class WeightUpdater:
                     failures.append(str(failure))
                     self._fleet.evict(worker, f"{what}: {failure}")
         if len(failures) == len(workers):
-            raise RunError(f"{what} failed on every engine: " + "; ".join(failures))
+            self._none_left(f"{what} failed on every engine: " + "; ".join(failures))
         return succeeded
+
+    def _none_left(self, words: str) -> NoReturn:
+        if self._fleet.starts_again():
+            raise UpdateIncomplete(words)
+        raise RunError(words)
 
 
 class UpdateIncomplete(RuntimeError):
