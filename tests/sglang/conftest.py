@@ -100,3 +100,10 @@ def two_servers(variable: str, model: Path, logs: Path, **more: Any) -> Iterator
 def programs() -> Iterator[TrainServer]:
     with TrainServer() as server:
         yield server
+
+
+def give_own_weights(servers: list[str], model: Path) -> None:
+    """The servers have the weights of this folder again, whatever a run gave them."""
+    for server in servers:
+        body = {"model_path": str(model), "weight_version": "own", "flush_cache": True}
+        httpx.post(f"http://{server}/update_weights_from_disk", json=body, timeout=120).raise_for_status()
