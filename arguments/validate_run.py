@@ -14,7 +14,7 @@ from arguments.validate import TASK_PREFIX, Rule, Settings, problem
 from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES, idle_advantage_settings, idle_correction_settings
 from arguments.validate_batches import BATCH_RULES, MICRO_BATCH_RULES, global_batch_of
 from arguments.validate_critic import CRITIC_RULES
-from arguments.validate_distillation import DISTILLATION_RULES, nothing_to_learn
+from arguments.validate_distillation import DISTILLATION_RULES, SLIME_REWARD, nothing_to_learn
 from arguments.validate_files import FILE_RULES
 from arguments.validate_lora import LORA_RULES, nothing_to_overlap
 from arguments.validate_losses import LOSS_RULES, gmpo_needs_one_advantage, wide_gspo_range
@@ -196,6 +196,8 @@ def reward_is_chosen(s: Settings) -> list[Problem]:
 
 def reward_is_usable(s: Settings) -> list[Problem]:
     name, path = s.reward.rm_type, s.reward.custom_rm_path
+    if path is not None and path.startswith(SLIME_REWARD):  # of distillation, which has a rule of its own
+        return []
     if name is not None and path is not None:
         return problem("rm_type", name, "excludes --custom-rm-path; give one of them")
     if name is not None and (library := rewards.get(name).missing_library()) is not None:
