@@ -19,7 +19,7 @@ from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingP
 from slime_like.rollout.local import LocalEngine
 from slime_like.rollout.sglang.engine import SglangEngine
 from slime_like.rollout.sglang.router import Router
-from slime_like.rollout.sglang.weight_update import Transport
+from slime_like.rollout.sglang.weight_update import Transport, UpdateIncomplete
 from tests.fake_sglang import (
     ATTEMPTS,
     Answer,
@@ -326,6 +326,26 @@ def test_memory_is_given_back_where_it_was_taken(model: str) -> None:
         assert paths.index("/resume_memory_occupation") > paths.index("/update_weights_from_disk")  # of the first update
         assert "/update_weights_from_disk" in paths[paths.index("/resume_memory_occupation") :]
         assert_right([replace(o, weight_versions=(1,) * len(o.tokens)) for o in engine.generate(REQUESTS, SAMPLING)], model)
+
+
+def test_servers_go_on_after_an_update_that_is_made_again(model: str) -> None:
+    """They stay paused between the two attempts, and not after the second."""
+    with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
+        update = engine._updater.update
+
+        def once(weights: object, version: int) -> None:
+            engine._updater.update = update
+            raise UpdateIncomplete("a server failed in the middle")
+
+        engine._updater.update = once
+        states = []
+        for attempt in range(2):
+            engine.update_weights(weights_of(model), 2)
+            paths = [path for path, _ in server.seen]
+            paused_at, went_on_at = (len(paths) - paths[::-1].index(f"/{word}_generation") for word in ("pause", "continue"))
+            states.append((engine.weight_version, "goes on" if went_on_at > paused_at else "paused"))
+        assert states == [(-1, "paused"), (2, "goes on")]
+        assert len(engine.generate(REQUESTS, SAMPLING)[0].tokens) > 0
 
 
 @pytest.mark.parametrize("path", ["/init_weights_update_group", "/begin_weight_update"])

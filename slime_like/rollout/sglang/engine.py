@@ -24,6 +24,7 @@ from slime_like.rollout.sglang.manifest import compare_with_checkpoint
 from slime_like.rollout.sglang.routes import RoutesFormat, read_routes
 from slime_like.rollout.sglang.weight_update import CONTROL_S, UpdateIncomplete, WeightUpdater
 
+PAUSE = {"mode": "retract"}
 LOOK_S = 0.1  # between two looks for a server that may answer
 
 
@@ -209,7 +210,7 @@ class SglangEngine:
     def pause(self) -> None:
         """Requests stay at the servers, retracted: what they computed with the old weights is computed again after `resume`."""
         self._paused = True
-        self._tell_all("/pause_generation", {"mode": "retract"})
+        self._tell_all("/pause_generation", PAUSE)
 
     def resume(self) -> None:
         self._paused = False
@@ -239,11 +240,10 @@ class SglangEngine:
 
     def _update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> bool:
         assert self.fleet is not None and self._updater is not None
-        was_paused = self._paused
         with self.fleet.lock:
             for worker in self.fleet.workers:
                 worker.version = None
-        self.pause()
+        self._tell_all("/pause_generation", PAUSE)
         first = not self._metrics
         if first and self._check_updates:
             self._tell_all("/weights_checker", {"action": "reset_tensors"})
@@ -251,13 +251,13 @@ class SglangEngine:
             sent = self._updater.update(weights, version)
         except UpdateIncomplete as incomplete:
             self.fleet.tell(f"warning: weights of version {version} did not reach every engine: {incomplete}")
-            return False  # still paused: nobody may go on with half of the weights
+            return False  # the servers stay paused until the update that follows: nobody may go on with half of the weights
         compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
         workers = self._check_versions(sent.workers, version)
         if first or self._check_updates:
             self._check_alike(workers)
-        if not was_paused:
-            self.resume()
+        if not self._paused:  # by the caller
+            self._tell_all("/continue_generation", {})
         self.fleet.version = version
         for worker in workers:
             self.fleet.has_weights(worker, version)
