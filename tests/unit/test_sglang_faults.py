@@ -339,9 +339,9 @@ def test_servers_go_on_after_an_update_that_is_made_again(model: str) -> None:
 
         engine._updater.update = once
         states = []
-        for attempt in range(2):
+        for _ in range(2):
             engine.update_weights(weights_of(model), 2)
-            paths = [path for path, _ in server.seen]
+            paths = [path for path, _body in server.seen]
             paused_at, went_on_at = (len(paths) - paths[::-1].index(f"/{word}_generation") for word in ("pause", "continue"))
             states.append((engine.weight_version, "goes on" if went_on_at > paused_at else "paused"))
         assert states == [(-1, "paused"), (2, "goes on")]
