@@ -4,8 +4,7 @@
     python -m slime_like.server --hf-checkpoint outputs/demo-sapo-tp2/sft/hf
     python examples/tinker/demo.py --demo outputs/demo-sapo-tp2
 
-prints its curve on the held-out words beside train.py's. One thing is not the same: the API has no entropy bonus, where train.py's run has
---entropy-coef 0.01.
+prints its curve on the held-out words beside train.py's.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tinker import types
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.demo_reward import letters_in_place
 
-SAPO = {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05}
+SAPO = {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05, "entropy_coef": 0.01}
 STEPS_PER_ROLLOUT = 2
 FIRST_RATE, LAST_RATE = 1e-3, 2e-4
 MAX_TOKENS = 8

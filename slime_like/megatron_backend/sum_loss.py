@@ -36,11 +36,12 @@ class TokenResults:
 
 @dataclass(frozen=True, slots=True)
 class SumLoss:
-    """A policy loss with its settings, summed over tokens with the weight of each."""
+    """A policy loss with its settings less entropy_coef times the entropy, summed over tokens with the weight of each."""
 
     head: Head
     policy_loss: PolicyLoss
     config: Any
+    entropy_coef: float = 0.0
 
     def results(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenResults:
         if batch.label_sets is not None:
@@ -50,8 +51,11 @@ class SumLoss:
         if batch.keep_mask is not None:
             inputs = replace(inputs, loss_mask=batch.loss_mask & batch.keep_mask, keep_mask=None)
         output = self.policy_loss.fn(inputs, self.config)
-        weighted = weigh(inputs.masked(output.token_losses), inputs.masked(inputs.loss_weights))
-        metrics = {**output.metrics, "entropy": masked_mean(entropy, inputs.loss_mask)}
+        losses = inputs.masked(output.token_losses)
+        if self.entropy_coef:
+            losses = losses - self.entropy_coef * inputs.masked(entropy)
+        weighted = weigh(losses, inputs.masked(inputs.loss_weights))
+        metrics = {**output.metrics, "entropy": masked_mean(entropy.detach(), inputs.loss_mask)}
         return TokenResults((log_probs,), weighted, metrics)
 
 

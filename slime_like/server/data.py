@@ -47,7 +47,7 @@ class Pass:
         widths = [sets.shape[1] for sets in self.fields.get("label_sets", [])]
         told: dict[str, Any] = {"widths": widths} if widths else {}
         return told | {
-            "loss": {"kind": self.loss.kind, "settings": dict(self.loss.settings)},
+            "loss": {"kind": self.loss.kind, "settings": dict(self.loss.settings), "entropy_coef": self.loss.entropy_coef},
             "forward_only": self.forward_only,
             "lengths": [int(t.size) for t in self.tokens],
             "tokens": np.concatenate(self.tokens).astype("<i8").tobytes(),

@@ -108,7 +108,7 @@ class ModelHost:
             return SumValueLoss(self.layout, ValueLossConfig(**loss["settings"]))
         chosen = policy_losses.get(loss["kind"])
         config = chosen.config_type(**loss["settings"])
-        return SumLoss(self._head, chosen.with_config(config), config)
+        return SumLoss(self._head, chosen.with_config(config), config, loss["entropy_coef"])
 
     def _collect(self, mine: list[int], results: list[list[Tensor]], metrics: MetricAccumulator, count: int) -> dict[str, Any] | None:
         """Per-token results of all data-parallel ranks, in the order of the samples, on rank 0."""

@@ -33,6 +33,7 @@ FIELDS = {
     "returns": "returns",
 }
 SETS = {"target_tokens": "label_sets", "weights": "label_weights"}  # where they are of shape [N, K]
+ENTROPY = "entropy_coef"  # of every loss of ours, as --entropy-coef
 SOFT_LOSS = "cross_entropy"  # whose targets may be
 INTEGERS = {"target_tokens"}
 MASKS = {"mask", "sequence_ratio_mask"}
@@ -42,13 +43,14 @@ _RL = frozenset({"target_tokens", "logprobs", "advantages"})
 @dataclass(frozen=True, slots=True)
 class ServedLoss:
     """name: the client's. kind: a registered policy loss, or CRITIC_LOSS. settings: of its configuration. required, optional: tensors of a
-    datum."""
+    datum. entropy_coef: the weight of each token's entropy, which comes off its loss."""
 
     name: str
     kind: str
     settings: Mapping[str, Any]
     required: frozenset[str]
     optional: frozenset[str] = frozenset({"weights"})
+    entropy_coef: float = 0.0
 
     @property
     def is_critic(self) -> bool:
@@ -150,17 +152,22 @@ def _own_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
     kind = policy_losses.canonical(name)
     loss = policy_losses.get(kind)
     hints = typing.get_type_hints(loss.config_type)
-    names = [field.name for field in dataclasses.fields(loss.config_type)]
+    names = [*(field.name for field in dataclasses.fields(loss.config_type)), ENTROPY]
     if unknown := [key for key in config if key not in names]:
-        raise Refused(f"loss_fn {name!r}: unknown loss_fn_config {', '.join(map(repr, unknown))}; known: {', '.join(names) or 'none'}")
-    settings = {**loss.alias_defaults.get(name, {}), **{key: _typed(name, key, value, hints[key]) for key, value in config.items()}}
+        raise Refused(f"loss_fn {name!r}: unknown loss_fn_config {', '.join(map(repr, unknown))}; known: {', '.join(names)}")
+    given = {key: _typed(name, key, value, hints.get(key, float)) for key, value in config.items()}
+    entropy_coef = given.pop(ENTROPY, 0.0)
+    if not 0 <= entropy_coef < float("inf"):
+        raise Refused(f"loss_fn {name!r}: loss_fn_config[{ENTROPY!r}] is {entropy_coef!r}, must be >= 0")
+    settings = {**loss.alias_defaults.get(name, {}), **given}
     made = loss.config_type(**settings)
     if problems := check_fields(made):
         words = "; ".join(f"{problem.flag.lstrip('-').replace('-', '_')} is {problem.value!r}: {problem.message}" for problem in problems)
         raise Refused(f"loss_fn {name!r}: {words}")
     needs = loss.with_config(made).needs
     required = {"target_tokens", "mask"} | {key for key, field in FIELDS.items() if field in needs and key not in MASKS}
-    return ServedLoss(name, kind, settings, frozenset(required), frozenset({"weights", "logprobs", "rollout_logprobs", "rewards"}))
+    optional = frozenset({"weights", "logprobs", "rollout_logprobs", "rewards"})
+    return ServedLoss(name, kind, settings, frozenset(required), optional, entropy_coef)
 
 
 def _typed(loss: str, key: str, value: float | str, hint: Any) -> Any:

@@ -14,6 +14,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.api_server import ApiServer, batch, datum, policy, sampler_folder, tokens, weights_of
 
@@ -264,6 +265,23 @@ def test_losses_are_those_of_their_formulas(api: ApiServer) -> None:
             torch.testing.assert_close(got["elementwise_loss"].to_torch().double(), wanted, atol=2e-5, rtol=1e-4)
         assert output.metrics["loss:sum"] == pytest.approx(sum(float(x.sum()) for x in expected), rel=1e-4, abs=1e-4)
         assert all(key.count(":") == 1 for key in output.metrics)
+
+
+def test_entropy_comes_off_the_loss_and_is_trained(api: ApiServer) -> None:
+    """Against transformers' own logits; and the gradient raises the entropy."""
+    training = policy(api.client(), api)
+    data = [datum(8, 0, mask=np.array([0, 0] + [1] * 6), advantages=np.zeros(8))]
+    model = AutoModelForCausalLM.from_pretrained(api.model, dtype=torch.float64)
+    with torch.no_grad():
+        log_probs = model(torch.tensor([data[0].model_input.to_ints()])).logits[0].log_softmax(-1)
+    expected = 0.3 * (log_probs.exp() * log_probs).sum(-1) * torch.tensor([0, 0] + [1] * 6)
+    before = training.forward_backward(data, "gpg", {"entropy_coef": 0.3}).result()
+    torch.testing.assert_close(before.loss_fn_outputs[0]["elementwise_loss"].to_torch().double(), expected, atol=2e-5, rtol=1e-4)
+    training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    after = training.forward(data, "gpg", {"entropy_coef": 0.3}).result()
+    assert after.metrics["loss:sum"] < before.metrics["loss:sum"] - 1e-4
+    with pytest.raises(tinker.RequestFailedError, match="entropy_coef"):
+        training.forward(data, "gpg", {"entropy_coef": -1.0}).result()
 
 
 def test_checkpoints_have_names_and_not_paths(raw: Raw) -> None:
