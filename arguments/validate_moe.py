@@ -68,6 +68,18 @@ def experts_need_sequence_parallel(s: Settings) -> list[Problem]:
     return []
 
 
+def experts_cut_otherwise_are_spread(s: Settings) -> list[Problem]:
+    """Without expert parallelism megatron-core reduces the gradients of experts over the groups of the other weights, which are those of
+    experts only where both are cut alike."""
+    etp, tp = s.parallel.expert_tensor_parallel_size, s.parallel.tensor_model_parallel_size
+    if experts_of(s) and s.trains and etp not in (None, tp) and s.parallel.expert_model_parallel_size == 1:
+        message = (
+            f"is not --tensor-model-parallel-size {tp}, which needs --expert-model-parallel-size above 1: gradients would be wrong without"
+        )
+        return problem("expert_tensor_parallel_size", etp, message)
+    return []
+
+
 def dispatcher_fits_the_pipeline(s: Settings) -> list[Problem]:
     """megatron-core's condition on pipelines whose stages exchange shapes, which packed rows need."""
     plain_pipeline = s.parallel.pipeline_model_parallel_size > 1 and not virtual_stages_of(s.parallel, s.core.get("num_layers"))
@@ -150,8 +162,8 @@ def replay_has_something_to_replay(s: Settings) -> list[Problem]:
 
 
 MOE_RULES: tuple[Rule, ...] = (
-    experts_are_there, expert_parallel_sizes, experts_need_sequence_parallel, dispatcher_fits_the_pipeline, expert_kernels_are_there,
-    balancing_is_complete, routing_is_possible, replay_has_something_to_replay, rollout_replay_has_something_to_replay,
+    experts_are_there, expert_parallel_sizes, experts_need_sequence_parallel, experts_cut_otherwise_are_spread, dispatcher_fits_the_pipeline,
+    expert_kernels_are_there, balancing_is_complete, routing_is_possible, replay_has_something_to_replay, rollout_replay_has_something_to_replay,
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ DENSE = (
 )  # fmt: skip
 EXPERTS = (
     (NONE, "TP2 SP", "PP2", "CP2", "distributed optimizer", "overlap"),
-    (NONE, "EP2"), (NONE, "ETP1"), (NONE, "allgather"), ROWS[:3], (*RECOMPUTE[:2], RECOMPUTE[3], "recompute experts"), (NONE, "router in fp64"),
+    (NONE, "EP2", "EP2 ETP1"), (NONE, "allgather"), ROWS[:3], (*RECOMPUTE[:2], RECOMPUTE[3], "recompute experts"), (NONE, "router in fp64"),
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def go_together(names: tuple[str, ...]) -> bool:
         return False
     if "distributed activations" in names:
         return "TP2" in names
-    return not (("EP2" in names and "PP2" in names) or ("ETP1" in names and "TP2 SP" not in names))
+    return not (("EP2" in names and "PP2" in names) or ("EP2 ETP1" in names and "TP2 SP" not in names))
 
 
 def covering(axes: tuple[tuple[str, ...], ...]) -> list[tuple[str, ...]]:

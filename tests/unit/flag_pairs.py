@@ -38,7 +38,7 @@ SAME_NUMBERS = {  # whatever they are combined with
 }
 SAME_NUMBERS_OF_EXPERTS = {
     "EP2": "--expert-model-parallel-size 2",
-    "ETP1": "--expert-tensor-parallel-size 1",
+    "EP2 ETP1": "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
     "allgather": "--moe-token-dispatcher-type allgather",
     "recompute experts": f"{SELECTIVE} moe",
     "router in fp64": "--moe-router-dtype fp64",

@@ -166,6 +166,11 @@ CASES = [
     ("expert_parallel_sizes", "--expert-tensor-parallel-size 5", 5, "--expert-tensor-parallel-size", "inner size 24"),
     ("experts_need_sequence_parallel", TP2, 2, "--sequence-parallel", "is missing; experts with"),
     (
+        "experts_cut_otherwise_are_spread", f"{TP2} --sequence-parallel --expert-tensor-parallel-size 1", 2,
+        "--expert-tensor-parallel-size", "needs --expert-model-parallel-size above 1",
+    ),
+    ("experts_cut_otherwise_are_spread", "--expert-tensor-parallel-size 2", 2, "--expert-tensor-parallel-size", "gradients would be wrong"),
+    (
         "dispatcher_fits_the_pipeline", "--pipeline-model-parallel-size 2 --moe-token-dispatcher-type allgather", 2,
         "--moe-token-dispatcher-type", "use alltoall",
     ),
