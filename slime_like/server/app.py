@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -49,7 +50,9 @@ async def _told(request: Request, error: Exception) -> Response:
     if isinstance(error, HttpError):
         return answer({"detail": str(error)}, error.status)
     assert isinstance(error, HTTPException)
-    return answer({"detail": error.detail}, error.status_code)
+    unknown = error.status_code == 404 and error.detail == "Not Found"  # Starlette's words where no route is
+    detail = f"{request.method} {request.url.path[:256]} is not offered here" if unknown else error.detail
+    return answer({"detail": detail}, error.status_code)
 
 
 async def read(request: Request, kind: type[B]) -> B:
@@ -186,4 +189,12 @@ def _list_routes(app: FastAPI, service: Service) -> None:
     @app.delete(f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}")
     async def delete_checkpoint(request: Request, run_id: str, checkpoint_id: str) -> Response:
         service.operations.drop_checkpoint(service.checkpoint(f"tinker://{run_id}/{checkpoint_id}", owner_of(request)))
+        return answer({})
+
+    @app.put(f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}/ttl")
+    async def set_ttl(request: Request, run_id: str, checkpoint_id: str) -> Response:
+        checkpoint = service.checkpoint(f"tinker://{run_id}/{checkpoint_id}", owner_of(request))
+        seconds = (await read(request, bodies.SetTtl)).ttl_seconds
+        checkpoint.expires = None if seconds is None else time.time() + seconds
+        registry.keep(checkpoint)
         return answer({})

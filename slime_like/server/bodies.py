@@ -127,6 +127,10 @@ class SaveWeightsExternal(Body):
     age_encryption_recipients: list[str] | None = Field(default=None, max_length=10)
 
 
+class SetTtl(Body):
+    ttl_seconds: Ttl | None
+
+
 class LoadWeights(WithMetadata):
     path: TinkerPath
     optimizer: bool

@@ -148,6 +148,17 @@ def test_a_saved_state_goes_on_bit_by_bit(client: tinker.ServiceClient, api: Api
     assert info.base_model == str(api.model) and info.is_lora is False
     listed = {c.tinker_path: c for c in rest.list_checkpoints(training.model_id).result().checkpoints}
     assert listed[path].size_bytes and listed[path].size_bytes > 10_000
+    assert listed[path].expires_at is None
+    for seconds in (3600, None):
+        rest.set_checkpoint_ttl_from_tinker_path(path, seconds).result()
+        (found,) = (c for c in rest.list_user_checkpoints().result().checkpoints if c.tinker_path == path)
+        assert (found.expires_at is None) == (seconds is None)
+    runs = {run.training_run_id: run for run in rest.list_training_runs().result().training_runs}
+    assert runs[training.model_id] == rest.get_training_run(training.model_id).result() and not runs[training.model_id].is_lora
+    (offered,) = rest.get_server_capabilities().result().supported_models
+    assert offered.model_name == str(api.model)
+    with pytest.raises(tinker.NotFoundError, match=r"POST /api/v1/training_runs/.*/publish is not offered here"):
+        rest.publish_checkpoint_from_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.RequestFailedError, match="does not exist"):
         client.create_training_client_from_state(path).result()
