@@ -50,7 +50,7 @@ async def _told(request: Request, error: Exception) -> Response:
     if isinstance(error, HttpError):
         return answer({"detail": str(error)}, error.status)
     assert isinstance(error, HTTPException)
-    unknown = error.status_code == 404 and error.detail == "Not Found"  # Starlette's words where no route is
+    unknown = error.detail in ("Not Found", "Method Not Allowed")  # Starlette's words where no route is
     detail = f"{request.method} {request.url.path[:256]} is not offered here" if unknown else error.detail
     return answer({"detail": detail}, error.status_code)
 

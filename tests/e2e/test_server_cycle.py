@@ -154,10 +154,12 @@ def test_a_saved_state_goes_on_bit_by_bit(client: tinker.ServiceClient, api: Api
         (found,) = (c for c in rest.list_user_checkpoints().result().checkpoints if c.tinker_path == path)
         assert (found.expires_at is None) == (seconds is None)
     runs = {run.training_run_id: run for run in rest.list_training_runs().result().training_runs}
-    assert runs[training.model_id] == rest.get_training_run(training.model_id).result() and not runs[training.model_id].is_lora
+    run = rest.get_training_run(training.model_id).result()
+    assert (run.training_run_id, run.base_model, run.is_lora) == (training.model_id, str(api.model), False)
+    assert runs[training.model_id].model_owner == run.model_owner and runs[training.model_id].base_model == run.base_model
     (offered,) = rest.get_server_capabilities().result().supported_models
     assert offered.model_name == str(api.model)
-    with pytest.raises(tinker.NotFoundError, match=r"POST /api/v1/training_runs/.*/publish is not offered here"):
+    with pytest.raises(tinker.APIStatusError, match=r"POST /api/v1/training_runs/.*/publish is not offered here"):
         rest.publish_checkpoint_from_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.RequestFailedError, match="does not exist"):
