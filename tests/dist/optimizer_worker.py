@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from scripts.parity.steps import parallel, settings, share, sizes_of, train_samples, weights
+from scripts.parity.cells import sizes_of
+from scripts.parity.steps import parallel, settings, share, train_samples, weights
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from tests.dist.backend_worker import poison_one_rank
