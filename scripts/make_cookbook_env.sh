@@ -10,5 +10,5 @@ if [ -e "$env/.ready" ]; then
 fi
 "${PYTHON:-python3}" -m venv "$env"
 "$env/bin/pip" install --quiet --constraint "$here/../constraints.txt" torch
-"$env/bin/pip" install --quiet --constraint "$here/../constraints.txt" "tinker>=0.38,<0.39" "tinker-cookbook[math-rl]>=0.5.8"
+"$env/bin/pip" install --quiet --constraint "$here/../constraints.txt" "tinker>=0.38,<0.39" "tinker-cookbook[math-rl]>=0.5.8,<0.6"
 touch "$env/.ready"
