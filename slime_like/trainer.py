@@ -25,6 +25,7 @@ from slime_like.rollout.debug_data import save_rollout
 from slime_like.rollout.evaluate import make_evaluator
 from slime_like.rollout.function_results import UNKNOWN_VERSIONS
 from slime_like.rollout.metrics import engine_troubles, failed_fraction, first_failure, rollout_metrics
+from slime_like.rollout.rank_zero import on_rank_0
 from slime_like.run_checkpoints import RunCheckpoints
 from slime_like.stopping import StopConditions
 from slime_like.updates import Updates
@@ -156,9 +157,10 @@ class Trainer:
             save_rollout(run.debug.save_debug_rollout_data, step, groups)
         failed = 0.0 if self.is_sft else failed_fraction(samples)
         if failed > run.gates.max_failed_samples:
+            troubles = on_rank_0(lambda: engine_troubles(metrics), None)  # it alone has the counts, and any rank may be the one that tells
             raise RunError(
                 f"rollout {step}: {failed:.1%} of the samples have no usable response or reward, more than --max-failed-samples "
-                f"{run.gates.max_failed_samples:g}; the first: {first_failure(samples)}{engine_troubles(metrics)}"
+                f"{run.gates.max_failed_samples:g}; the first: {first_failure(samples)}{troubles}"
             )
         if failed:
             self._warn(

@@ -52,7 +52,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**make_models(root, [name for name in FUSED if name != DENSE]), DENSE: str(root / DENSE)}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_there_and_back(folders: dict[str, str], tmp_path: Path, ranks: int) -> None:
     cases = {name: (folders[model], flags) for name, (model, flags) in CASES[ranks].items()}
     arguments: dict[str, Any] = {"cases": cases, "out": str(tmp_path / "checkpoints")}

@@ -82,8 +82,13 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
 
 # what `make test` runs; the others are slow tests
 IN_MAKE_TEST = (
-    *("EP2 distributed optimizer", "TP2 EP2, replay, recomputed", "ETP2, shared experts", "TP2 EP2, latent attention"),
-    *("EP2 x ETP2 allgather", "PP2 VP2 EP2, sampler's routes", "PP2 EP2, replay"),
+    *(
+        "EP2 distributed optimizer",
+        "TP2 EP2, replay, recomputed",
+        "TP2 EP2, latent attention",
+        "EP2 x ETP2 allgather",
+        "PP2 VP2 EP2, sampler's routes",
+    ),
 )
 OTHERS = tuple(name for ranks in (2, 4) for name in CASES[ranks] if name not in IN_MAKE_TEST)
 

