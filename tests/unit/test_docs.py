@@ -31,7 +31,7 @@ FOREIGN = {
     " --batch --rdzv-conf",
     "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend --enable-return-routed-experts",
     "tensorboard": "--logdir",
-    "examples/tinker": "--model --base-url --demo --log-path --start-from --stop-after",
+    "examples/tinker": "--model --base-url --demo --learning-rate --log-path --start-from --stop-after",
     "passed on to SGLang": "--sglang-mem-fraction-static --sglang-enable-deterministic-inference",
 }
 OTHERS = {flag for flags in FOREIGN.values() for flag in flags.split()}
