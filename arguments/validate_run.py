@@ -171,7 +171,7 @@ def missing_data(name: str, spec: str) -> list[Problem]:
     """A data source that is not there. Its contents are checked when it is opened."""
     if spec.startswith(TASK_PREFIX):
         library = rewards.get("task").missing_library()
-        return [] if library is None else problem(name, spec, f"needs {library}; install it with: pip install 'slime_like[tasks]'")
+        return [] if library is None else problem(name, spec, f"needs {library}")
     path = Path(_ROW_RANGE.sub("", spec))
     if path.is_file():
         return []
@@ -201,7 +201,7 @@ def reward_is_usable(s: Settings) -> list[Problem]:
     if name is not None and path is not None:
         return problem("rm_type", name, "excludes --custom-rm-path; give one of them")
     if name is not None and (library := rewards.get(name).missing_library()) is not None:
-        return problem("rm_type", name, f"needs {library}; install it with: pip install 'slime_like[tasks]'")
+        return problem("rm_type", name, f"needs {library}")
     if path is not None and (s.generates or s.evaluates):
         try:
             load_function(path)
@@ -234,9 +234,7 @@ def _own_reward(each: EvalSet, rm_url: str | None) -> list[Problem]:
     if each.rm_type is not None and each.rm_type not in rewards.names():
         return problem("eval_config", None, f"set {each.name}: rm_type is {each.rm_type!r}; legal values: {', '.join(rewards.names())}")
     if each.rm_type is not None and (library := rewards.get(each.rm_type).missing_library()) is not None:
-        return problem(
-            "eval_config", None, f"set {each.name}: {each.rm_type} needs {library}; install it with: pip install 'slime_like[tasks]'"
-        )
+        return problem("eval_config", None, f"set {each.name}: {each.rm_type} needs {library}")
     if each.rm_type == "remote_rm" and rm_url is None:
         return problem("eval_config", None, f"set {each.name}: rm_type remote_rm needs --rm-url")
     if each.custom_rm_path is not None:

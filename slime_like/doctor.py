@@ -32,7 +32,7 @@ THINGS = (
     Thing("rich", "rich", "the display of a run", required=True),
     Thing("psutil", "psutil", "memory, worker processes", required=True),
     Thing("tensorboard", "tensorboard", "TensorBoard files; --no-tensorboard does without", required=True),
-    Thing("transformer_engine", "transformer-engine", "fused layers on GPUs, FP8, context parallelism on GPUs"),
+    Thing("transformer_engine", "transformer-engine", "fused layers on GPUs, context parallelism there"),
     Thing("apex", "apex", "NVIDIA's fused optimizers and --gradient-accumulation-fusion"),
     Thing("flash_attn", "flash-attn", "attention kernels of Transformer Engine"),
     Thing("sglang", "sglang", "rollout engines that this environment starts"),

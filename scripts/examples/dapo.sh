@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# DAPO, arXiv 2503.14476: clip-higher and every token weighted alike, no KL. Its dynamic sampling and its length penalty are not here.
+# DAPO, arXiv 2503.14476: clip-higher and every token weighted alike, no KL. Its penalty for long responses belongs into a reward. Its dynamic
+# sampling is --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
 #
 #   bash scripts/examples/dapo.sh [more flags of train.py]        variables: see common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

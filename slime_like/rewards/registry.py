@@ -17,7 +17,8 @@ class Reward:
 
     problem(label, metadata) -> why no response to such a row can be scored, or None; cheap, it is asked for every row of a file.
     bounded: takes time linear in the text and evaluates nothing, so it is graded in the calling process without a deadline.
-    prepare: imports what it needs, before the first sample's deadline runs. library: (import name, distribution) of that.
+    prepare: imports what it needs, before the first sample's deadline runs. library: (import name, distribution) of that, which the extra
+    `extra` installs.
     """
 
     score: Callable[[str, Any, Mapping[str, Any]], float]
@@ -25,12 +26,13 @@ class Reward:
     bounded: bool = False
     prepare: Callable[[], None] | None = None
     library: tuple[str, str] | None = None
+    extra: str = "tasks"
 
     def missing_library(self) -> str | None:
-        """The distribution that has to be installed, or None."""
+        """The distribution that has to be installed, and how; or None."""
         if self.library is None or importlib.util.find_spec(self.library[0]) is not None:
             return None
-        return self.library[1]
+        return f"{self.library[1]}; install it with: pip install 'slime_like[{self.extra}]'"
 
 
 rewards: Registry[Reward] = Registry("reward (--rm-type)")
@@ -39,7 +41,7 @@ rewards.add("exact_match", Reward(exact_match.score, exact_match.problem, bounde
 rewards.add("gsm8k", Reward(gsm8k.score, gsm8k.problem, bounded=True))
 rewards.add("math", Reward(math.score, math.problem, prepare=math.prepare, library=("math_verify", "math-verify")))
 rewards.add("code", Reward(code.score, code.problem, prepare=code.prepare))
-rewards.add("remote_rm", Reward(remote.only_remote, remote.problem, prepare=remote.prepare, library=("httpx", "httpx")))
+rewards.add("remote_rm", Reward(remote.only_remote, remote.problem, prepare=remote.prepare, library=("httpx", "httpx"), extra="sglang"))
 rewards.add("task", Reward(task.score, task.problem, prepare=task.prepare, library=("reasoning_gym", "reasoning-gym")))
 
 
@@ -66,7 +68,7 @@ def require_library(name: str) -> None:
     """Raises ValueError where the reward's library is not installed. Walks sys.path: not to be called for every row."""
     missing = rewards.get(name).missing_library()
     if missing:
-        raise ValueError(f"the reward {name} needs {missing}; install it with: pip install 'slime_like[tasks]'")
+        raise ValueError(f"the reward {name} needs {missing}")
 
 
 def answer_check(rm_type: str | None, custom_rm_path: str | None) -> AnswerCheck:
