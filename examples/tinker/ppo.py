@@ -1,6 +1,8 @@
 """PPO with a critic: values from `ppo_critic`, generalised advantage estimation in the client, `ppo` for the policy.
 
 python examples/tinker/ppo.py --model outputs/demo/model
+
+Policy and critic train all weights; with --rank 32 they are adapters on one base.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ def gae(values: np.ndarray, reward: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main() -> None:
-    options = settings(steps=20, group=8, learning_rate=3e-3, critic_learning_rate=1e-2)
+    options = settings(steps=20, group=8, learning_rate=3e-3, critic_learning_rate=1e-2, rank=0)
     client = connect(options)
-    policy = client.create_lora_training_client(options.model, rank=0).result()
-    critic = client.create_lora_training_client(options.model, rank=0, user_metadata={"model_role": "critic"}).result()
+    policy = client.create_lora_training_client(options.model, rank=options.rank).result()
+    critic = client.create_lora_training_client(options.model, rank=options.rank, user_metadata={"model_role": "critic"}).result()
     tokenizer = policy.get_tokenizer()
     for step in range(options.steps):
         groups = sample(policy, tokenizer, group=options.group, seed=step)

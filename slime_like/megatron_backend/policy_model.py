@@ -14,8 +14,18 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 
+class Slot:
+    """Where a low-rank adapter acts on a layer; empty while none is active. No module: what is in it is not a part of the model."""
+
+    __slots__ = ("active",)
+
+    def __init__(self) -> None:
+        self.active: Callable[[Tensor], Tensor] | None = None
+
+
 class HeadWeight(ColumnParallelLinear):
-    """The output layer's weight under the output layer's name, in checkpoints too; forward gives hidden states back.
+    """The output layer's weight under the output layer's name, in checkpoints too; forward gives hidden states back, or, while a critic's
+    value head is active here, values [T, 1, 1].
 
     It is called where megatron-core calls its output layer, although nothing is computed: with --overlap-param-gather a forward hook on
     this module waits for the weight.
@@ -32,18 +42,10 @@ class HeadWeight(ColumnParallelLinear):
             tp_group=layer.tp_group,
         )
         self.weight = layer.weight  # None where the embedding on the same stage has it
+        self.value_slot = Slot()
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
-        return hidden, None
-
-
-class Slot:
-    """Where a low-rank adapter acts on a layer; empty while none is active. No module: what is in it is not a part of the model."""
-
-    __slots__ = ("active",)
-
-    def __init__(self) -> None:
-        self.active: Callable[[Tensor], Tensor] | None = None
+        return hidden if self.value_slot.active is None else self.value_slot.active(hidden), None
 
 
 class PolicyModel(GPTModel):

@@ -1,4 +1,6 @@
-"""The critic's network: the policy's transformer with a scalar head in place of the vocabulary projection."""
+"""The critic's network: the policy's transformer with a scalar head in place of the vocabulary projection.
+
+A critic that is an adapter has the head alone of this module: `lora/adapter.py`."""
 
 from __future__ import annotations
 
@@ -31,11 +33,14 @@ class ValueHead(torch.nn.Module):
 
     def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
         """Called as megatron-core calls its output layer; weight and runtime_gather_output are that layer's."""
+        return self.values(hidden), None
+
+    def values(self, hidden: Tensor) -> Tensor:
         values = F.linear(hidden.float(), self.weight.float(), self.bias.float())
         if self.sequence_parallel:
             # the loss that follows is the same on every tensor-parallel rank: backward takes this rank's part, and adds nothing up
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
-        return values, None
+        return values
 
 
 class ValueModel(GPTModel):

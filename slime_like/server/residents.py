@@ -61,7 +61,7 @@ class Residents:
         created = HostedModel(model, role)
         if lora is not None:
             self._make_room_for_an_adapter()
-            created.adapter = self._new_adapter(lora)
+            created.adapter = self._new_adapter(lora, role)
             self._use(created)
         else:
             network = self._network(created)
@@ -158,18 +158,22 @@ class Residents:
             assert out.adapter is not None
             out.outside = OffloadedNetwork(out.adapter)
 
-    def _new_adapter(self, lora: Mapping[str, Any]) -> ServedAdapter:
-        """On the one frozen base, which is made with the first adapter. Raises Refused when there is nothing to train."""
+    def _new_adapter(self, lora: Mapping[str, Any], role: str) -> ServedAdapter:
+        """On the one frozen base, which is made with the first adapter. A critic's starts from that base, with values of 0. Raises Refused when
+        there is nothing to train."""
         parts = {"attn": lora["train_attn"], "mlp": lora["train_mlp"], "unembed": lora["train_unembed"]}
         targets = frozenset(name for part, wanted in parts.items() if wanted for name in TARGETS[part])
         if not targets:
-            raise Refused("train_attn, train_mlp and train_unembed are all False: there is nothing to train")
+            words = "train_attn, train_mlp and train_unembed are all False: there is nothing to train"
+            if role == "critic":
+                words = "train_attn and train_mlp are both False: an adapter of a critic has no other layers, for it has no output layer"
+            raise Refused(words)
         megatron, shape = self.run.megatron, (self.run.gpt, self.run.model.transformer_impl, self.layout)
         if self._base_of_adapters is None:
             self._base_of_adapters = LoraBase(megatron.transformer, *shape, hf=self.hf)
             self._base_of_adapters.load_hf(self.base)
         seed = self.run.model.seed if lora["seed"] is None else lora["seed"]
-        spec = LoraSpec(lora["rank"], LORA_ALPHA, targets, seed)
+        spec = LoraSpec(lora["rank"], LORA_ALPHA, targets, seed, value_head=role == "critic")
         return ServedAdapter(
             self._base_of_adapters, spec, ddp=megatron.ddp, optimizer=dataclasses.replace(megatron.optimizer), schedule=self.run.schedule
         )

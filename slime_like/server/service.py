@@ -289,19 +289,17 @@ class Service:
 
 
 def adapter_of(lora: bodies.LoraConfig | None, role: str, base: BaseModel) -> dict[str, Any] | None:
-    """The settings of a model's adapter; None trains all weights, as rank 0 does. Raises Refused."""
+    """The settings of a model's adapter; None trains all weights, as rank 0 does. A critic has no output layer, so `train_unembed`, which the SDK
+    asks for unless it is told otherwise, says nothing there and is kept as False. Raises Refused."""
     if lora is None or lora.rank == 0:
         return None
     if not base.supports_lora:
         raise Refused(
             f"LoRA (rank {lora.rank}) is not offered with Transformer Engine layers (--transformer-impl); rank 0 trains all weights"
         )
-    if role == "critic":
-        raise Refused(
-            f"a critic of rank {lora.rank} is not offered: its value head is a weight of its own, which an adapter has no place for; a "
-            "critic trains all weights, with rank 0"
-        )
     settings = {name: getattr(lora, name) for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")}
+    if role == "critic":
+        settings["train_unembed"] = False
     check_unembed(settings, base)
     return settings
 

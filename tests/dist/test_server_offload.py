@@ -18,9 +18,10 @@ from scripts.make_demo import make_model, make_tokenizer  # noqa: E402
 from slime_like.megatron_backend.init import process_groups  # noqa: E402
 from slime_like.megatron_backend.served import storages_of  # noqa: E402
 from slime_like.server.host import ModelHost  # noqa: E402
+from tests.dist.lora_critic_worker import critic_command  # noqa: E402
 
 ADAPTER = {"rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": False}
-MODELS = {"first": ADAPTER, "second": {**ADAPTER, "rank": 2}, "whole": None, "other": None}
+MODELS = {"first": ADAPTER, "second": {**ADAPTER, "rank": 2}, "critic": {**ADAPTER, "rank": 3}, "whole": None, "other": None}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+ADAPTERS = [name for name, lora in MODELS.items() if lora is not None]
+
+
 def held(host: ModelHost, name: str) -> int:
     """Bytes that an adapter has on the device."""
     adapter = host.models[name].adapter
@@ -40,7 +44,7 @@ def held(host: ModelHost, name: str) -> int:
 
 
 def trained(model: Path, *flags: str) -> dict[str, Any]:
-    """Four models in turns: a pass of each, a second pass of each, a step of each, twice; then their weights and moments, and what the adapters
+    """Five models in turns, one of them a critic: a pass of each, a second pass of each, a step of each, twice; then their weights and moments, and what the adapters
     held in between."""
     run = parse_args(["--hf-checkpoint", str(model), *flags], 1, SERVER)
     seen: dict[str, Any] = {"norms": [], "held": []}
@@ -48,12 +52,15 @@ def trained(model: Path, *flags: str) -> dict[str, Any]:
         host = ModelHost(run, layout)
         for number, (name, lora) in enumerate(MODELS.items()):
             wanted = None if lora is None else {**lora, "seed": number}
-            host.execute({"op": "create", "model": name, "role": "policy", "policy": None, "lora": wanted})
+            role = "critic" if name == "critic" else "policy"
+            host.execute({"op": "create", "model": name, "role": role, "policy": None, "lora": wanted})
         for step in range(2):
             for part in range(2):
                 for name in MODELS:
-                    host.execute({"op": "pass", "model": name, **command_of(message_of(3, 9, seed=2 * step + part))})
-                    seen["held"].append((held(host, "first"), held(host, "second")))
+                    seed = 2 * step + part
+                    command = critic_command(seed) if name == "critic" else command_of(message_of(3, 9, seed=seed))
+                    host.execute({"op": "pass", "model": name, **command})
+                    seen["held"].append(tuple(held(host, adapter) for adapter in ADAPTERS))
             for name in MODELS:
                 seen["norms"].append(host.execute({"op": "step", "model": name, "adam": {**ADAM, "learning_rate": 1e-2}})["grad_norm"])
         seen["tensors"] = [t.clone() for name in MODELS for t in host.residents.network(name).tensors()]
@@ -69,8 +76,9 @@ def test_models_that_wait_hold_nothing_and_go_on_bit_by_bit(model: Path, precisi
     assert len(in_turns["tensors"]) == len(all_inside["tensors"])
     assert all(torch.equal(a, b) for a, b in zip(in_turns["tensors"], all_inside["tensors"], strict=True))
     whole = all_inside["held"][0]
-    assert min(whole) > 10_000 and set(all_inside["held"]) == {whole}, "bytes of two adapters with gradients and moments"
-    assert set(in_turns["held"]) == {(whole[0], 0), (0, whole[1])}, "the one that was used last, and nothing of the other"
+    assert min(whole) > 10_000 and set(all_inside["held"]) == {whole}, "bytes of adapters with gradients and moments"
+    last_used = {tuple(size if i == used else 0 for i, size in enumerate(whole)) for used in range(len(whole))}
+    assert set(in_turns["held"]) == last_used, "the one that was used last, and nothing of the others"
 
 
 @pytest.mark.parametrize("lora", [ADAPTER, None], ids=["adapters", "all weights"])

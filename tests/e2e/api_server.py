@@ -107,13 +107,13 @@ class ApiServer:
             os.kill(self.api_pid, signal.SIGKILL)
 
 
-def policy(client: tinker.ServiceClient, server: ApiServer, **settings: Any) -> tinker.TrainingClient:
-    """A new model of all weights."""
-    return client.create_lora_training_client(str(server.model), rank=0, **settings).result()
+def policy(client: tinker.ServiceClient, server: ApiServer, *, rank: int = 0, **settings: Any) -> tinker.TrainingClient:
+    """A new model of all weights, or an adapter of this rank."""
+    return client.create_lora_training_client(str(server.model), rank=rank, **settings).result()
 
 
-def critic(client: tinker.ServiceClient, server: ApiServer) -> tinker.TrainingClient:
-    return policy(client, server, user_metadata={"model_role": "critic"})
+def critic(client: tinker.ServiceClient, server: ApiServer, *, rank: int = 0) -> tinker.TrainingClient:
+    return policy(client, server, rank=rank, user_metadata={"model_role": "critic"})
 
 
 def tokens(length: int, seed: int) -> list[int]:

@@ -240,10 +240,14 @@ def test_a_custom_loss_of_the_client(client: tinker.ServiceClient, api: ApiServe
     assert losses[3] < 0.8 * losses[0]
 
 
-def test_a_critic_learns_its_returns(client: tinker.ServiceClient, api: ApiServer) -> None:
-    """Declared with user_metadata; starts at values of 0; its loss is a sum; asked without values and returns it only tells."""
-    policy(client, api)
-    judge = critic(client, api)
+@pytest.mark.parametrize("rank", [0, 32])
+def test_a_critic_learns_its_returns(client: tinker.ServiceClient, api: ApiServer, rank: int) -> None:
+    """Declared with user_metadata; starts at values of 0; its loss is a sum; asked without values and returns it only tells. rank 32, which the SDK
+    gives unless it is told otherwise: policy and critic are adapters on one base, and take turns on the device."""
+    training = policy(client, api, rank=rank)
+    judge = critic(client, api, rank=rank)
+    info = judge.get_info()
+    assert (info.is_lora, info.lora_rank) == (rank > 0, rank or None)
     returns = [np.linspace(-1, 1, 7), np.full(5, 0.5)]
 
     def data(values: list[np.ndarray[Any, Any]]) -> list[types.Datum]:
@@ -258,13 +262,23 @@ def test_a_critic_learns_its_returns(client: tinker.ServiceClient, api: ApiServe
     asked = [types.Datum(model_input=one.model_input, loss_fn_inputs={}) for one in data(returns)]
     values = [out["values"].to_numpy() for out in judge.forward(asked, "ppo_critic").result().loss_fn_outputs]
     assert [v.tolist() for v in values] == [[0.0] * 7, [0.0] * 5]
-    losses = []
+    losses, norms = [], []
     for _ in range(12):
-        result = judge.forward_backward(data(values), "ppo_critic", {"value_clip": 10.0}).result()
+        passed = judge.forward_backward(data(values), "ppo_critic", {"value_clip": 10.0})
+        training.forward_backward(batch(2), "cross_entropy")
+        result = passed.result()
         new = [out["values"].to_numpy() for out in result.loss_fn_outputs]
         expected = sum(0.5 * float(((v - r) ** 2).sum()) for v, r in zip(new, returns, strict=True))
         assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
         assert {"critic_loss:sum", "values_mean:mean", "values_clipfrac:mean"} <= result.metrics.keys()
         judge.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        norms.append(training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"])
         losses.append(expected)
     assert losses[-1] < 0.3 * losses[0]
+    assert set(norms) == {norms[0]} and norms[0] > 0, "what the critic learns changes nothing of the policy, or of their base"
+    policy(client, api)
+    again = client.create_training_client_from_state_with_optimizer(judge.save_state("values").result().path).result()
+    for mine, its in zip(
+        judge.forward(asked, "ppo_critic").result().loss_fn_outputs, again.forward(asked, "ppo_critic").result().loss_fn_outputs
+    ):
+        assert mine["values"].to_numpy().tolist() == its["values"].to_numpy().tolist() != [0.0] * len(mine["values"].to_numpy())

@@ -200,9 +200,10 @@ def test_roles(api: ApiServer) -> None:
     assert "unknown model_role 'judge'; accepted: policy, critic" in create(1, model_role="judge")
     assert "give one of them" in create(2, model_role="policy", **as_critic)
     assert "is not served here" in create(3, base_model="another/model")
-    assert "a critic of rank 8 is not offered" in create(4, lora_config={"rank": 8}, **as_critic)
     assert "the only one is adamw" in create(5, optimizer_config={"type": "dimuon"})
     raw.create(6)
+    nothing = {"rank": 8, "train_attn": False, "train_mlp": False}
+    assert "train_attn and train_mlp are both False: an adapter of a critic" in create(4, lora_config=nothing, **as_critic)
     judge = raw.create(7, model_role="critic")
     assert "one critic per policy" in create(8, **as_critic)
     values = {"values": np.zeros(3, np.float32), "returns": np.ones(3, np.float32)}

@@ -41,9 +41,13 @@ def run(server: ApiServer, name: str, *flags: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo", "custom_loss"])
-def test_rewards_rise(server: ApiServer, name: str) -> None:
-    rewards = [float(found) for found in REWARD.findall(run(server, name, "--model", server.model, "--steps", 12))]
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [("grpo", ()), ("ppo", ()), ("ppo", ("--rank", 32)), ("custom_loss", ())],
+    ids=["grpo", "ppo", "ppo-lora", "custom_loss"],
+)
+def test_rewards_rise(server: ApiServer, name: str, flags: tuple[object, ...]) -> None:
+    rewards = [float(found) for found in REWARD.findall(run(server, name, "--model", server.model, "--steps", 12, *flags))]
     assert len(rewards) == 13 and rewards[-1] > rewards[0] + 0.05, rewards
 
 

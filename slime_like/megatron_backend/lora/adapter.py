@@ -1,10 +1,13 @@
-"""The numbers of one adapter on this rank: a module with the factors of a model chunk, and the layers that compute with them."""
+"""The numbers of one adapter on this rank: a module with the factors of a model chunk, and the layers that compute with them.
+
+That of a critic has a value head too, on the chunk that ends with the output layer: whole on every tensor-parallel rank, and trained whole.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +19,12 @@ from torch import Tensor
 from arguments.groups import GPTModelConfig
 from slime_like.convert.mappings import RowParallel
 from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.megatron_backend.lora.base import LoraBase
+from slime_like.megatron_backend.lora.base import VALUE_HEAD, LoraBase
 from slime_like.megatron_backend.lora.layers import ColumnLora, HeadLora, Lora, Ranks, RowLora
 from slime_like.megatron_backend.lora.plan import HEAD, Factor, Target, output_order
 from slime_like.megatron_backend.lora.spec import LoraSpec
 from slime_like.megatron_backend.model import padded_vocab_size
+from slime_like.megatron_backend.value_model import ValueHead
 
 
 class AdapterChunk(MegatronModule):
@@ -37,6 +41,14 @@ class AdapterChunk(MegatronModule):
         for factor in self._factors.values():
             self.parameters_by_name[_key(factor.name)] = self._new(factor, base, spec)
         self.layers: dict[str, Lora] = {target.parameter: self._layer(target, base, spec) for target in mine}
+        self.value_head: ValueHead | None = None
+        if spec.value_head and base.has_head(index):
+            self.value_head = ValueHead(self.config).to(base.device)
+
+    @property
+    def acting(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """What `LoraBase.active` is given."""
+        return dict(self.layers) if self.value_head is None else {**self.layers, VALUE_HEAD: self.value_head.values}
 
     def factors(self) -> Iterator[tuple[Factor, torch.nn.Parameter]]:
         for factor in self._factors.values():
@@ -48,6 +60,9 @@ class AdapterChunk(MegatronModule):
             ranks = _ranks(self.layout, self.config, factor)
             if factor.dim is None and ranks.needs_sum(at_head=_of_head(factor)):
                 yield parameter, ranks.group
+        if self.value_head is not None and self.config.sequence_parallel:  # it sees this rank's part of the tokens
+            for parameter in self.value_head.parameters():
+                yield parameter, self.layout.tp_group
 
     def _new(self, factor: Factor, base: LoraBase, spec: LoraSpec) -> torch.nn.Parameter:
         whole = first_factor(factor, spec.seed) if factor.is_first else torch.zeros(factor.shape)
@@ -84,6 +99,10 @@ class AdapterChunk(MegatronModule):
             state[f"parameters_by_name.{_key(factor.name)}"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}{factor.name}", parameter, *offsets, replica_id=replica, allow_shape_mismatch=_of_head(factor)
             )
+        for name, parameter in [] if self.value_head is None else self.value_head.named_parameters():
+            replica = (0, self.layout.tp_rank, self.layout.dp_cp_group.rank())
+            key = f"{VALUE_HEAD}.{name}"
+            state[key] = ShardedTensor.from_rank_offsets(f"{prefix}{key}", parameter, replica_id=replica)
         return state
 
 

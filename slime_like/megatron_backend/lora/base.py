@@ -1,13 +1,13 @@
 """The frozen model under adapters, and the places where the active one acts.
 
 The model's modules stay what they are, with their names in checkpoints and conversions: an adapter acts through a forward hook on a linear
-layer, and in `PolicyModel.head_weight` at the output layer. Without an active adapter the model computes what it always does; that is the
+layer, in `PolicyModel.head_weight` at the output layer, and a critic's with a value head in `HeadWeight`. Without an active adapter the model computes what it always does; that is the
 reference model of a KL term.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,11 @@ from arguments.groups import GPTModelConfig
 from arguments.hf_model import HfModel
 from slime_like.convert.families import family_map, global_parameters, model_sizes, unwrap
 from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.megatron_backend.lora.layers import Lora
 from slime_like.megatron_backend.lora.plan import HEAD
 from slime_like.megatron_backend.network import Network
 from slime_like.megatron_backend.policy_model import Slot
 
+VALUE_HEAD = "value_head"  # the slot of one
 LATENT = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
 LINEAR = ("linear_qkv", *LATENT, "linear_proj", "linear_fc1", "linear_fc2")
 
@@ -37,17 +37,18 @@ class LoraBase(Network):
         self.sizes = model_sizes(self.config, gpt)
         self.tied = not gpt.untie_embeddings_and_output_weights
         self.family = family_map(hf.architecture, self.config, tied=self.tied)
-        self.slots: list[dict[str, Slot]] = [_slots(chunk, has_head=self._has_head(index)) for index, chunk in enumerate(self.chunks)]
+        self.slots: list[dict[str, Slot]] = [_slots(chunk, has_head=self.has_head(index)) for index, chunk in enumerate(self.chunks)]
         self._carry_gradients = False
         if layout.is_first_stage:
             unwrap(self.chunks[0]).embedding.register_forward_hook(self._begin_graph)
 
-    def _has_head(self, index: int) -> bool:
+    def has_head(self, index: int) -> bool:
+        """Whether a chunk of this rank ends with the output layer."""
         return self.layout.is_last_stage and index == self.layout.vp_size - 1
 
     @contextmanager
-    def active(self, layers: list[dict[str, Lora]]) -> Iterator[None]:
-        """layers: of each chunk, by the weight's canonical name."""
+    def active(self, layers: Sequence[Mapping[str, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+        """layers: of each chunk, by the weight's canonical name; a value head by `VALUE_HEAD`."""
         assert not any(slot.active for slots in self.slots for slot in slots.values()), "another adapter is active"
         for slots, own in zip(self.slots, layers, strict=True):
             for name, layer in own.items():
@@ -80,6 +81,7 @@ def _slots(chunk: Any, *, has_head: bool) -> dict[str, Slot]:
             module.register_forward_hook(_Hook(slots[name]), prepend=True)
     if has_head:
         slots[HEAD] = unwrap(chunk).head_slot
+        slots[VALUE_HEAD] = unwrap(chunk).output_layer.value_slot
     return slots
 
 

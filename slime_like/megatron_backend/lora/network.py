@@ -1,4 +1,5 @@
-"""A frozen model with one adapter of its own that is trained. Several may stand on one `LoraBase`, each with its own optimizer."""
+"""A frozen model with one adapter of its own that is trained, of a policy or of a critic. Several may stand on one `LoraBase`, each with its own
+optimizer."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class LoraNetwork(TrainedNetwork):
         """total_steps: optimizer steps of the whole run. Raises ValueError naming targets that the model does not have. The factors are
         small, so their gradients are reduced when all are there, and parameters are gathered at once, whatever `ddp` says."""
         self.base, self.spec = base, spec
-        self.value_head, self.config, self.gpt, self.layout, self.device = False, base.config, base.gpt, base.layout, base.device
+        self.value_head, self.config, self.gpt, self.layout, self.device = spec.value_head, base.config, base.gpt, base.layout, base.device
         self.chunks, self.modules = base.chunks, base.modules
         self.targets: list[Target] = targets_of(spec, base.family, base.sizes, tied=base.tied)
         self.adapters = [AdapterChunk(base, index, self.targets, spec) for index in range(len(base.chunks))]
@@ -68,11 +69,12 @@ class LoraNetwork(TrainedNetwork):
     @contextmanager
     def in_use(self) -> Iterator[None]:
         self.config.finalize_model_grads_func = self.finalize_gradients
-        with self.base.active([adapter.layers for adapter in self.adapters]):
+        with self.base.active([adapter.acting for adapter in self.adapters]):
             yield
 
     def export_hf(self, hf: HfModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The merged weights: what the model would be with the adapter in it. With one on the output layer of a tied model they are not tied."""
+        assert not self.value_head, "a critic is not exported"
         layers = {name: layer for adapter in self.adapters for name, layer in adapter.layers.items()}
         return export_hf_weights(
             self.chunks,

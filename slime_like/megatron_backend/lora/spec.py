@@ -10,12 +10,14 @@ from arguments.groups.lora import TARGETS
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """targets: last parts of Hugging Face's module names ("q_proj", "lm_head"). seed: of the first factors; the second ones start at zero."""
+    """targets: last parts of Hugging Face's module names ("q_proj", "lm_head"). seed: of the first factors; the second ones start at zero. value_head:
+    of a critic, which has a scalar head of its own, trained whole, where the model has its output layer."""
 
     rank: int
     alpha: float
     targets: frozenset[str]
     seed: int
+    value_head: bool = False
 
     @property
     def scale(self) -> float:
