@@ -53,6 +53,7 @@ def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
         (folder / demo / name).write_text(row + "\n")
     (folder / "scripts").mkdir()
     (folder / "scripts/demo_reward.py").write_bytes((ROOT / "scripts/demo_reward.py").read_bytes())
+    (folder / "examples").symlink_to(ROOT / "examples")
 
 
 def warm_start_files(work: Path) -> None:
