@@ -28,7 +28,7 @@ from slime_like.rollout.sglang.answers import BadAnswer, read_scores, scoring_bo
 from slime_like.rollout.sglang.build import request_settings, start_fleet
 from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
 from slime_like.rollout.sglang.fleet import Fleet, Worker
-from slime_like.rollout.sglang.http import RequestFailed, post_once, with_retries
+from slime_like.rollout.sglang.http import RequestFailed, async_client, post_once, with_retries
 from slime_like.rollout.sglang.manifest import checkpoint_shapes
 from slime_like.rollout.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater
 from slime_like.server.errors import Refused
@@ -143,7 +143,7 @@ class SglangSampler:
     async def _score_all(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
         """Of each prompt the log-probs of all tokens but the first, at temperature 1."""
         slots = asyncio.Semaphore(self._settings.concurrency)
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with async_client(self._settings.concurrency) as client:
 
             async def one(prompt: tuple[int, ...]) -> tuple[float, ...]:
                 async with slots:
