@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,26 @@ from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.local import LocalEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A command to sample. prompts: their tokens. wanted: (prompt, number of its sample), for all samples."""
+
+    params: SamplingParams
+    prompts: list[tuple[int, ...]]
+    wanted: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, sampling: Mapping[str, Any], prompts: Sequence[bytes], counts: Sequence[int]) -> Asked:
+        """Of plain values. prompts: little-endian int32. counts: samples of each prompt."""
+        params = SamplingParams(**{**sampling, "stop": tuple(sampling["stop"]), "stop_token_ids": tuple(sampling["stop_token_ids"])})
+        tokens = [tuple(np.frombuffer(prompt, dtype="<i4").tolist()) for prompt in prompts]
+        return cls(params, tokens, [(i, j) for i, count in enumerate(counts) for j in range(count)])
+
+    def requests(self, places: Sequence[tuple[int, int]], seeds: Sequence[int]) -> list[GenerateRequest]:
+        """For these of `wanted`, numbered in their order. seeds: of each prompt."""
+        return [GenerateRequest(n, self.prompts[i], seed_of(seeds[i], j)) for n, (i, j) in enumerate(places)]
 
 
 class SnapshotSampler:
@@ -43,15 +64,13 @@ class SnapshotSampler:
         """For each prompt its samples, as plain values, on every rank. seeded: whether the client gave the seeds; here they always count."""
         together(lambda: self._engine(folder))
         engine = self._engine(folder)
-        params = SamplingParams(**{**sampling, "stop": tuple(sampling["stop"]), "stop_token_ids": tuple(sampling["stop_token_ids"])})
-        tokens = [tuple(np.frombuffer(prompt, dtype="<i4").tolist()) for prompt in prompts]
-        wanted = [(i, j) for i, count in enumerate(counts) for j in range(count)]
+        asked = Asked.of(sampling, prompts, counts)
         rank, world = self.layout.rank, self.layout.world_size
-        mine = wanted[rank::world]
-        requests = [GenerateRequest(n, tokens[i], seed_of(seeds[i], j)) for n, (i, j) in enumerate(mine)]
-        outputs = together(lambda: engine.generate(requests, params) if requests else [])
-        scored = list(range(rank, len(tokens), world)) if prompt_log_probs else []
-        scores = together(lambda: engine.prompt_log_probs([tokens[i] for i in scored]))
+        mine = asked.wanted[rank::world]
+        requests = asked.requests(mine, seeds)
+        outputs = together(lambda: engine.generate(requests, asked.params) if requests else [])
+        scored = list(range(rank, len(prompts), world)) if prompt_log_probs else []
+        scores = together(lambda: engine.prompt_log_probs([asked.prompts[i] for i in scored]))
         told = ([(where, plain(output)) for where, output in zip(mine, outputs)], [(i, with_nan(s)) for i, s in zip(scored, scores)])
         sequences: dict[tuple[int, int], dict[str, Any]] = {}
         prompt_scores: dict[int, bytes] = {}

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from slime_like.errors import RunError
 from slime_like.megatron_backend.checkpoint.agree import from_rank_zero
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.rollout.engine import GenerateRequest, SamplingParams
 from slime_like.rollout.sglang.answers import BadAnswer, read_scores, scoring_body
 from slime_like.rollout.sglang.build import request_settings, start_fleet
 from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
@@ -32,7 +30,7 @@ from slime_like.rollout.sglang.http import RequestFailed, async_client, post_onc
 from slime_like.rollout.sglang.manifest import checkpoint_shapes
 from slime_like.rollout.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater
 from slime_like.server.errors import Refused
-from slime_like.server.sampler import is_tied, plain, seed_of, with_nan
+from slime_like.server.sampler import Asked, is_tied, plain, with_nan
 
 ATTEMPTS = 3  # to give the servers a snapshot; each one less costs a server
 NO_SEED = (
@@ -85,13 +83,12 @@ class SglangSampler:
         if seeded and not self.honours_seeds:
             raise Refused(NO_SEED)
         self._give(folder)
-        params = SamplingParams(**{**sampling, "stop": tuple(sampling["stop"]), "stop_token_ids": tuple(sampling["stop_token_ids"])})
-        tokens = [tuple(np.frombuffer(prompt, dtype="<i4").tolist()) for prompt in prompts]
+        asked = Asked.of(sampling, prompts, counts)
         answers: list[dict[str, Any]] = []
         error: Exception | None = None
         if self._engine.fleet is not None:
             try:
-                answers = self._ask(tokens, counts, seeds, params, prompt_log_probs)
+                answers = self._ask(asked, counts, seeds, prompt_log_probs)
             except (RunError, RequestFailed, BadAnswer) as caught:
                 error = caught
         self._engine.agree(True, error)
@@ -120,12 +117,8 @@ class SglangSampler:
                 return
         raise RunError(f"the snapshot {folder} did not reach the SGLang servers in {ATTEMPTS} attempts")
 
-    def _ask(
-        self, tokens: Sequence[tuple[int, ...]], counts: Sequence[int], seeds: Sequence[int], params: SamplingParams, scored: bool
-    ) -> list[dict[str, Any]]:
-        wanted = [(i, j) for i, count in enumerate(counts) for j in range(count)]
-        requests = [GenerateRequest(n, tokens[i], seed_of(seeds[i], j)) for n, (i, j) in enumerate(wanted)]
-        outputs = self._engine.generate(requests, params)
+    def _ask(self, asked: Asked, counts: Sequence[int], seeds: Sequence[int], scored: bool) -> list[dict[str, Any]]:
+        outputs = self._engine.generate(asked.requests(asked.wanted, seeds), asked.params)
         for output in outputs:
             if output.finish_reason == "abort":
                 raise RunError(f"a sample was given up: {output.failure}")
@@ -133,8 +126,8 @@ class SglangSampler:
                 raise RunError(
                     f"a sample has weights of version {set(output.weight_versions)}, not {self._version}; does another run use the server?"
                 )
-        prompt_scores = asyncio.run(self._score_all(tokens)) if scored else []
-        samples = {where: plain(output) for where, output in zip(wanted, outputs, strict=True)}
+        prompt_scores = asyncio.run(self._score_all(asked.prompts)) if scored else []
+        samples = {where: plain(output) for where, output in zip(asked.wanted, outputs, strict=True)}
         return [
             {"sequences": [samples[i, j] for j in range(count)], "prompt_log_probs": with_nan(prompt_scores[i]) if scored else None}
             for i, count in enumerate(counts)
