@@ -7,7 +7,7 @@ their end, and then it is looked which groups have ended. So what is kept depend
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from slime_like.rollout.filters import DynamicFilter, choose_waiting, samples_to
 from slime_like.rollout.rank_zero import on_rank_0
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.slime_samples import slime_args, to_slime_groups
+from slime_like.rollout.tally import Tally
 from slime_like.types import Prompt, Sample, SampleGroup
 
 
@@ -33,18 +34,11 @@ class Collected:
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Counts of one rollout. lost: groups that were not finished when there were enough."""
+class _Tally(Tally):
+    """discarded: groups that the buffer's filter threw away. masked_tokens: of earlier rollouts, not trained on."""
 
-    drawn: int = 0
-    draws: int = 0
-    resumed: int = 0
-    surplus: int = 0
-    lost: int = 0
     discarded: int = 0
-    wasted_tokens: int = 0
     masked_tokens: int = 0
-    kept: list[OpenGroup] = field(default_factory=list)
 
 
 class Collector:
@@ -63,14 +57,14 @@ class Collector:
     def collect(self, rollout_id: int) -> Collected:
         """As many groups as --rollout-batch-size says. Raises RunError when --max-num-gen-batches draws do not bring them, telling what was
         dropped, and why."""
-        tally = _Tally()
+        tally, kept = _Tally(), list[OpenGroup]()
         chosen = DynamicFilter(self.config.dynamic_sampling_filter_path, self.args)
         open_groups: list[OpenGroup] = []
         under_way = 0  # groups that were drawn for this rollout and not dropped
-        while len(tally.kept) < self.target:
+        while len(kept) < self.target:
             while under_way < self.target:
                 if tally.draws == self.config.max_num_gen_batches:
-                    raise RunError(self._too_few(rollout_id, tally, chosen))
+                    raise RunError(tally.too_few(rollout_id, chosen, kept=len(kept), wanted=self.target, draw_size=self.draw_size))
                 open_groups += self._draw(rollout_id, tally)
                 under_way += self.draw_size
             open_groups = self._grow(open_groups)
@@ -82,14 +76,14 @@ class Collector:
                 if not keep:
                     under_way -= 1
                     tally.wasted_tokens += group.response_tokens
-                elif len(tally.kept) < self.target:
-                    tally.kept.append(group)
+                elif len(kept) < self.target:
+                    kept.append(group)
                 else:
                     self._set_aside(group, tally)
         self._leave(open_groups, rollout_id, tally)
-        groups = [SampleGroup(g.group_id, g.samples) for g in sorted(tally.kept, key=lambda g: g.group_id)]
-        prompts = [g.prompt for g in sorted(tally.kept, key=lambda g: g.group_id)]
-        return Collected(self._without_removed(groups), prompts, self._metrics(tally, chosen))
+        kept.sort(key=lambda g: g.group_id)
+        groups = self._without_removed([SampleGroup(g.group_id, g.samples) for g in kept])
+        return Collected(groups, [g.prompt for g in kept], self._metrics(tally, chosen, len(kept)))
 
     def _draw(self, rollout_id: int, tally: _Tally) -> list[OpenGroup]:
         """The next groups to sample: those that wait, then new prompts."""
@@ -170,36 +164,13 @@ class Collector:
 
         return [SampleGroup(g.group_id, tuple(map(masked, g.samples))) for g in groups]
 
-    def _metrics(self, tally: _Tally, chosen: DynamicFilter) -> dict[str, float]:
+    def _metrics(self, tally: _Tally, chosen: DynamicFilter, kept: int) -> dict[str, float]:
         """Numbers of groups, and tokens that were sampled for nothing; only where something can become of a group but being kept."""
         if not schedules(self.config):
             return {}
-        metrics = {
-            "groups_drawn": tally.drawn,
-            "groups_resumed": tally.resumed,
-            "groups_kept": len(tally.kept),
-            "groups_dropped": sum(chosen.dropped.values()),
-            "groups_surplus": tally.surplus,
-            "groups_lost": tally.lost,
-            "groups_discarded": tally.discarded,
-            "groups_waiting": len(self.buffer.waiting),
-            "draws": tally.draws,
-            "wasted_tokens": tally.wasted_tokens,
-            "off_policy_masked_tokens": tally.masked_tokens,
-        }
-        metrics |= {f"dynamic_filter/drop_{reason}": count for reason, count in sorted(chosen.dropped.items())}
+        more = dict(groups_discarded=tally.discarded, off_policy_masked_tokens=tally.masked_tokens)
+        metrics = tally.metrics(chosen.dropped, kept=kept, waiting=len(self.buffer.waiting), **more)
         return {f"rollout/{name}": float(value) for name, value in metrics.items()}
-
-    def _too_few(self, rollout_id: int, tally: _Tally, chosen: DynamicFilter) -> str:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in chosen.dropped.most_common()) or "none"
-        return (
-            f"rollout {rollout_id}: {tally.draws} draws of {self.draw_size} prompts (--max-num-gen-batches) brought {len(tally.kept)} of the "
-            f"{self.target} groups that --rollout-batch-size asks for; {DROPPED_BY} {self.config.dynamic_sampling_filter_path}, by reason: "
-            f"{reasons}. Give easier or harder prompts, another filter, or a larger --over-sampling-batch-size"
-        )
-
-
-DROPPED_BY = "dropped by --dynamic-sampling-filter-path"
 
 
 def schedules(config: Any) -> bool:

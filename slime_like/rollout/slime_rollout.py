@@ -19,6 +19,7 @@ from slime_like.rollout.function_call import FunctionCall, function_call
 from slime_like.rollout.slime_requests import sampling_dict, sampling_of
 from slime_like.rollout.slime_results import blank, from_slime, whole
 from slime_like.rollout.slime_samples import SlimeSample, to_slime
+from slime_like.rollout.tally import Tally
 from slime_like.types import Sample, SampleStatus
 
 Group = list[SlimeSample]
@@ -128,31 +129,12 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     return output
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Counts of a rollout, as a `Collector` tells them. late: groups that --rollout-time-limit-s cut short."""
-
-    drawn: int = 0
-    draws: int = 0
-    resumed: int = 0
-    surplus: int = 0
-    late: int = 0
-    wasted_tokens: int = 0
-
-    def metrics(self, chosen: DynamicFilter, *, kept: int, lost: int, waiting: int) -> dict[str, int]:
-        dropped = sum(chosen.dropped.values())
-        groups = dict(drawn=self.drawn, resumed=self.resumed, kept=kept, dropped=dropped, surplus=self.surplus, late=self.late, lost=lost)
-        metrics = {f"groups_{name}": count for name, count in (groups | dict(waiting=waiting)).items()}
-        metrics |= dict(draws=self.draws, wasted_tokens=self.wasted_tokens)
-        return metrics | {f"dynamic_filter/drop_{reason}": count for reason, count in sorted(chosen.dropped.items())}
-
-
 async def generate_rollout_async(
     args: Any, rollout_id: int, get_samples: Callable[[int], list[Group]]
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
     """The groups of a rollout, as soon as there are enough, and those that wait for the next one (--partial-rollout); the rest is aborted. Raises
     ValueError when --max-num-gen-batches draws bring too few."""
-    call, tally = function_call(), _Tally()
+    call, tally, late = function_call(), Tally(), 0  # late: groups that --rollout-time-limit-s cut short
     wanted, draw = args.rollout_batch_size, args.over_sampling_batch_size or args.rollout_batch_size
     chosen = DynamicFilter(args.dynamic_sampling_filter_path, call.args)
     kept: list[Group] = []
@@ -161,11 +143,7 @@ async def generate_rollout_async(
     while len(kept) < wanted:
         while under_way < wanted:
             if tally.draws == args.max_num_gen_batches:
-                reasons = ", ".join(f"{reason} {count}" for reason, count in chosen.dropped.most_common()) or "none"
-                raise ValueError(
-                    f"rollout {rollout_id}: {tally.draws} draws of {draw} prompts (--max-num-gen-batches) brought {len(kept)} of the {wanted} groups "
-                    f"that --rollout-batch-size asks for; dropped by --dynamic-sampling-filter-path, by reason: {reasons}"
-                )
+                raise ValueError(tally.too_few(rollout_id, chosen, kept=len(kept), wanted=wanted, draw_size=draw))
             groups = get_samples(draw)
             under_way += len(groups)
             tally.draws, tally.drawn = tally.draws + 1, tally.drawn + len(groups)
@@ -176,7 +154,7 @@ async def generate_rollout_async(
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
         done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if not done:  # what is not finished ends where it is
-            call.out_of_time, deadline, tally.late = True, math.inf, tally.late + len(pending)
+            call.out_of_time, deadline, late = True, math.inf, late + len(pending)
             await call.abort()
         for group in sorted((task.result() for task in done), key=_index):
             keep = chosen.keeps(group, is_spare=under_way > wanted)
@@ -190,9 +168,10 @@ async def generate_rollout_async(
     kept.sort(key=_index)
     samples_to_remove(args.rollout_sample_filter_path, call.args, kept)  # which marks them
     waiting = unfinished if args.partial_rollout else []
-    lost = len(unfinished) - len(waiting)
-    tally.wasted_tokens += _tokens(unfinished) if lost else 0
-    return RolloutFnTrainOutput(kept, tally.metrics(chosen, kept=len(kept), lost=lost, waiting=len(waiting))), waiting
+    if not args.partial_rollout:
+        tally.lost, tally.wasted_tokens = len(unfinished), tally.wasted_tokens + _tokens(unfinished)
+    metrics = tally.metrics(chosen.dropped, kept=len(kept), waiting=len(waiting), groups_late=late)
+    return RolloutFnTrainOutput(kept, metrics), waiting
 
 
 def _tokens(groups: Sequence[Group]) -> int:
