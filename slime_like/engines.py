@@ -53,15 +53,13 @@ class WeightSync:
                 self._checked_once = True
 
 
-def make_engine(
-    run: RunConfig, rank: int, device: torch.device, tokenizer: Any, output_dir: Path, tell: Callable[[str], None]
-) -> RolloutEngine:
+def make_engine(run: RunConfig, device: torch.device, tokenizer: Any, output_dir: Path, tell: Callable[[str], None]) -> RolloutEngine:
     """The engine of --rollout-engine; a collective."""
     assert run.model.hf_checkpoint is not None
     if run.rollout.rollout_engine == "sglang":
         from slime_like.rollout.sglang.build import make_sglang_engine
 
-        return make_sglang_engine(run, rank=rank, device=device, output_dir=output_dir, tell=tell)
+        return make_sglang_engine(run, device=device, output_dir=output_dir, tell=tell)
     return LocalEngine(
         run.model.hf_checkpoint,
         tokenizer,

@@ -197,20 +197,18 @@ def make_source(run: RunConfig, tokenizer: Any) -> PromptSource | None:
     return PromptSource(run.data, tokenizer, answer_check=None if recorded else check)
 
 
-def make_rollouter(
-    run: RunConfig, backend: MegatronBackend, tokenizer: Any, progress: Progress, *, rank: int, output_dir: Path
-) -> Rollouter | None:
+def make_rollouter(run: RunConfig, backend: MegatronBackend, tokenizer: Any, progress: Progress, *, output_dir: Path) -> Rollouter | None:
     """The engine and the grader, unless this run never samples; a collective."""
     if run.debug.debug_train_only or (run.algorithm.loss_type == "sft_loss" and run.eval.eval_interval is None):
         return None
-    engine = make_engine(run, rank, backend.device, tokenizer, output_dir, progress.message)
+    engine = make_engine(run, backend.device, tokenizer, output_dir, progress.message)
     config = run.scheduling
     path = config.custom_generate_function_path
     custom = None if path is None else CustomGenerate(path, slime_args(run), timeout_s=config.custom_generate_timeout_s)
     return Rollouter(engine, Grader(**dataclasses.asdict(run.reward)), tokenizer, seed=run.data.rollout_seed, custom_generate=custom)
 
 
-def make_teacher(run: RunConfig, tokenizer: Any, progress: Progress, *, rank: int) -> ServedTeacher | None:
+def make_teacher(run: RunConfig, tokenizer: Any, progress: Progress) -> ServedTeacher | None:
     """The teacher behind servers, where the run has one; it answers, and has the policy's tokenizer. A collective; raises RunError."""
     config = run.distillation
     if not config.served:
@@ -218,6 +216,6 @@ def make_teacher(run: RunConfig, tokenizer: Any, progress: Progress, *, rank: in
     assert config.opd_teacher_url is not None
     urls = tuple(server_url(address) for address in config.opd_teacher_url)
     settings = TeacherSettings(urls, config.opd_teacher_timeout_s, config.opd_teacher_attempts, config.opd_teacher_concurrency)
-    teacher = ServedTeacher(settings, tokenizer, rank, progress.message)
+    teacher = ServedTeacher(settings, tokenizer, progress.message)
     teacher.probe()
     return teacher

@@ -119,6 +119,9 @@ def tell(error: BaseException) -> None:
     SLIME_LIKE_TRACEBACK=1 in the environment shows the traceback of every error."""
     if not isinstance(error, ValueError | OSError | RunError) or os.environ.get("SLIME_LIKE_TRACEBACK"):
         traceback.print_exc()
+    else:
+        for note in getattr(error, "__notes__", ()):  # the traceback of an error of ours on another rank
+            print(note, file=sys.stderr)
     print(f"error: {error}", file=sys.stderr, flush=True)
 
 
@@ -132,11 +135,9 @@ def is_first_to_fail() -> bool:
 
 def shared_output_dir(config: RunConfig) -> Path:
     """The same folder on every rank, also when its name is the time."""
-    import torch.distributed as dist
+    from slime_like.agreement import from_rank_zero
 
-    name = [config.logging.output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"]
-    dist.broadcast_object_list(name, src=0)
-    return Path(name[0])
+    return Path(from_rank_zero(lambda: config.logging.output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def write_report(output_dir: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from arguments.run_config import RunConfig
+from slime_like.agreement import from_rank_zero
 from slime_like.batch_maker import BatchMaker
 from slime_like.engines import WeightSync
 from slime_like.errors import RunError
@@ -25,7 +26,6 @@ from slime_like.rollout.debug_data import save_rollout
 from slime_like.rollout.evaluate import make_evaluator
 from slime_like.rollout.function_results import UNKNOWN_VERSIONS
 from slime_like.rollout.metrics import engine_troubles, failed_fraction, first_failure, rollout_metrics
-from slime_like.rollout.rank_zero import on_rank_0
 from slime_like.run_checkpoints import RunCheckpoints
 from slime_like.stopping import StopConditions
 from slime_like.updates import Updates
@@ -55,8 +55,8 @@ class Trainer:
         self.backend = MegatronBackend(run, layout, total_steps=total_steps, tell=self.progress.message)
         if self.backend.critic is not None and self.backend.critic.layout is not layout:
             self.progress.message(f"critic: {self.backend.critic.layout.describe()}")
-        self.rollouter = make_rollouter(run, self.backend, tokenizer, self.progress, rank=layout.rank, output_dir=output_dir)
-        teacher = make_teacher(run, tokenizer, self.progress, rank=layout.rank)
+        self.rollouter = make_rollouter(run, self.backend, tokenizer, self.progress, output_dir=output_dir)
+        teacher = make_teacher(run, tokenizer, self.progress)
         self.weight_sync = None if self.rollouter is None else WeightSync(run, self.backend, self.rollouter.engine, self.progress)
         evaluator, eval_notes = make_evaluator(run, self.rollouter, tokenizer)
         self.supply = GroupSupply(run, source, self.rollouter, evaluator, tokenizer, num_rollouts=self.num_rollouts, teacher=teacher)
@@ -157,7 +157,7 @@ class Trainer:
             save_rollout(run.debug.save_debug_rollout_data, step, groups)
         failed = 0.0 if self.is_sft else failed_fraction(samples)
         if failed > run.gates.max_failed_samples:
-            troubles = on_rank_0(lambda: engine_troubles(metrics), None)  # it alone has the counts, and any rank may be the one that tells
+            troubles = from_rank_zero(lambda: engine_troubles(metrics))  # it alone has the counts, and any rank may be the one that tells
             raise RunError(
                 f"rollout {step}: {failed:.1%} of the samples have no usable response or reward, more than --max-failed-samples "
                 f"{run.gates.max_failed_samples:g}; the first: {first_failure(samples)}{troubles}"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from arguments.run_config import RunConfig
+from slime_like.agreement import from_rank_zero
 from slime_like.batch_maker import train_rollout_limit
 from slime_like.errors import RunError
 from slime_like.megatron_backend.backend import MegatronBackend
@@ -36,18 +35,8 @@ class WeightCheck:
 
     def run(self, version: int) -> Mapping[str, float]:
         """The largest mean difference of a server. Raises RunError, on every rank, naming a server whose log-probs are not the trainer's."""
-        told: list[Any] = [None]
-        error: RunError | None = None
-        if self._engine.fleet is not None:
-            try:
-                answers = self._engine.probe(self._requests, self._sampling)
-                told = [[(url, [(o.tokens, o.log_probs) for o in outputs]) for url, outputs in answers]]
-            except RunError as caught:
-                error = caught
-        self._engine.agree(True, error)
-        dist.broadcast_object_list(told, src=0)
         worst = 0.0
-        for url, outputs in told[0]:
+        for url, outputs in from_rank_zero(self._answers):
             samples = [self._sample(request, tokens) for request, (tokens, _) in zip(self._requests, outputs, strict=True)]
             whole = samples * self._repeats  # micro-batches are full
             own = self._backend.compute_log_probs(whole)[: len(samples)]
@@ -60,6 +49,11 @@ class WeightCheck:
                 )
             worst = max(worst, mean)
         return {"engine/weight_check_log_prob_diff": worst}
+
+    def _answers(self) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[float, ...]]]]]:
+        """On rank 0: tokens and log-probs of every server, by its address. Raises RunError when one does not answer."""
+        answers = self._engine.probe(self._requests, self._sampling)
+        return [(url, [(o.tokens, o.log_probs) for o in outputs]) for url, outputs in answers]
 
     def _sample(self, request: GenerateRequest, tokens: tuple[int, ...]) -> TrainSample:
         ones = torch.ones(len(tokens))

@@ -8,10 +8,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slime_like.agreement import is_rank_zero, share
 from slime_like.checkpoints.files import sync_path
 from slime_like.convert.families import LM_HEAD
 from slime_like.convert.shards import ShardPlan, TensorPlan, main_dtype, write_index
@@ -46,23 +46,16 @@ def save_hf(
     itself, or the source has no config.json; RunError when writing fails (disk full, no permission).
     """
     error: Exception | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_rank_zero():
         try:
             write_hf(Path(folder), stream, Path(config_source_folder), max_shard_bytes)
         except (OSError, ValueError, RuntimeError) as caught:
-            error = caught
+            kind = ValueError if isinstance(caught, ValueError) else RunError
+            error = kind(f"saving to Hugging Face format failed: {caught}")
+            error.__cause__ = caught
     for _ in stream:  # the rest on rank 0 after an error, all of it elsewhere: the collectives must go on together
         pass
-    _raise_on_every_rank(error)
-
-
-def _raise_on_every_rank(error: Exception | None) -> None:
-    report = [(isinstance(error, ValueError), f"saving to Hugging Face format failed: {error}") if error else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(report, src=0)
-    if report[0] is not None:
-        users_fault, message = report[0]
-        raise (ValueError if users_fault else RunError)(message) from error
+    share(None, error)
 
 
 def write_hf(folder: Path, stream: Iterator[tuple[str, Tensor]], source: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:

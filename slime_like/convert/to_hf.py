@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.agreement import from_rank_zero, together
 from slime_like.checkpoints.files import FileRecord, hash_file
 from slime_like.checkpoints.folders import free_bytes
 from slime_like.checkpoints.manifest import MANIFEST
@@ -29,7 +30,6 @@ from slime_like.convert.families import family_map, model_sizes
 from slime_like.convert.mappings import Mapping
 from slime_like.convert.save import check_folders, finish_folder
 from slime_like.convert.shards import NOTE, ShardPlan, TensorPlan, kept_shard, main_dtype, plan_shards, write_index, write_shard
-from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, together
 from slime_like.megatron_backend.checkpoint.networks import available_name
 from slime_like.megatron_backend.checkpoint.tensors import CheckpointTensors
 

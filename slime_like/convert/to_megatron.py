@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_like import __version__
+from slime_like.agreement import from_rank_zero, gather, together
 from slime_like.checkpoints.files import FileRecord, hash_file, remove_folder, replace_file, sync_path, write_file
 from slime_like.checkpoints.folders import checkpoint_folder, complete_steps, free_bytes, publish, writing_folder
 from slime_like.checkpoints.manifest import total_bytes, write_manifest
@@ -31,7 +32,6 @@ from slime_like.convert.blueprint import Blueprint
 from slime_like.convert.load import LoadPlan, plan_loading
 from slime_like.convert.weight_files import WeightFiles, weight_files
 from slime_like.errors import RunError
-from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, gather, together
 from slime_like.megatron_backend.checkpoint.save import MIB, TRAINER_FILE
 from slime_like.megatron_backend.checkpoint.write import (
     FilePlan,

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.agreement import from_rank_zero, gather, together
 from slime_like.convert.load import plan_loading
 from slime_like.convert.to_hf import NetworkSource
 from slime_like.convert.weight_files import WeightFiles
-from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, gather, together
 from slime_like.megatron_backend.checkpoint.fingerprint import bit_sums
 from slime_like.megatron_backend.model import build_chunks
 from slime_like.megatron_backend.policy_model import head_weight

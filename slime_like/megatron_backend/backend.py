@@ -16,6 +16,7 @@ from torch import Tensor
 from arguments.groups import AlgorithmConfig
 from arguments.hf_model import HfModel, read_hf_model
 from arguments.run_config import RunConfig
+from slime_like.agreement import from_rank_zero
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
 from slime_like.convert.save import save_hf
 from slime_like.convert.weight_files import weights_digest
@@ -23,7 +24,6 @@ from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SaveReport, load_checkpoint, load_weights
-from slime_like.megatron_backend.checkpoint.agree import from_rank_zero
 from slime_like.megatron_backend.critic import make_critic, start_from_policy, value_step, value_training_step
 from slime_like.megatron_backend.experts import replay_disagreement, routes_of_stage, routing_metrics
 from slime_like.megatron_backend.init import device_of_this_process

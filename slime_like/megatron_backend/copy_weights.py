@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from torch import Tensor
 
-from slime_like.megatron_backend.checkpoint.agree import gather
+from slime_like.agreement import gather
 from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, sharded_state, sharded_tensors
 from slime_like.megatron_backend.network import Network
 

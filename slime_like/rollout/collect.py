@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from arguments.run_config import RunConfig
+from slime_like.agreement import from_rank_zero
 from slime_like.errors import RunError
 from slime_like.rollout.buffer import GroupBuffer, OpenGroup
 from slime_like.rollout.engine import SamplingParams
 from slime_like.rollout.filters import DynamicFilter, choose_waiting, samples_to_remove
-from slime_like.rollout.rank_zero import on_rank_0
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.slime_samples import slime_args, to_slime_groups
 from slime_like.rollout.tally import Tally
@@ -89,7 +89,7 @@ class Collector:
         """The next groups to sample: those that wait, then new prompts."""
 
         def choose(waiting: list[OpenGroup], count: int) -> tuple[list[int], list[int]]:
-            return on_rank_0(
+            return from_rank_zero(
                 lambda: choose_waiting(self.config.buffer_filter_path, self.args, rollout_id, waiting, count), self.rollouter.group
             )
 
@@ -124,7 +124,7 @@ class Collector:
                 left -= not verdicts[-1]
             return verdicts, dict(chosen.dropped)
 
-        verdicts, dropped = on_rank_0(ask, self.rollouter.group)
+        verdicts, dropped = from_rank_zero(ask, self.rollouter.group)
         chosen.dropped.clear()
         chosen.dropped.update(dropped)
         return verdicts
@@ -156,7 +156,7 @@ class Collector:
         if path is None:
             return groups
         removed = set(
-            on_rank_0(lambda: samples_to_remove(path, self.args, to_slime_groups(g.samples for g in groups)), self.rollouter.group)
+            from_rank_zero(lambda: samples_to_remove(path, self.args, to_slime_groups(g.samples for g in groups)), self.rollouter.group)
         )
 
         def masked(sample: Sample) -> Sample:

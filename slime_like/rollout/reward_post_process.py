@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.agreement import from_rank_zero
 from slime_like.custom_function import load_function
-from slime_like.rollout.rank_zero import on_rank_0
 from slime_like.rollout.slime_samples import SlimeArgs, to_slime
 from slime_like.types import Sample
 
@@ -32,7 +32,7 @@ def processed_rewards(path: str, args: SlimeArgs, samples: Sequence[Sample]) -> 
             raise ValueError(f"{FLAG} {path}: the function raised {type(error).__name__}: {error}") from error
         return read(result, path, len(samples))
 
-    rewards = torch.tensor(on_rank_0(ask, None), dtype=torch.float64)
+    rewards = torch.tensor(from_rank_zero(ask), dtype=torch.float64)
     known = torch.tensor([s.reward is not None and math.isfinite(s.reward) for s in samples])
     return torch.where(known & torch.isfinite(rewards), rewards, math.nan)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from arguments.run_config import RunConfig
+from slime_like.agreement import from_rank_zero_within
 from slime_like.custom_function import load_function
 from slime_like.rollout.buffer import GroupBuffer
 from slime_like.rollout.collect import Collected
@@ -20,7 +21,6 @@ from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import choose_waiting
 from slime_like.rollout.function_call import FunctionCall
 from slime_like.rollout.function_results import Expected, read_eval_output, read_train_output
-from slime_like.rollout.rank_zero import on_rank_0_within
 from slime_like.rollout.rollouter import Rollouter, from_plain, to_plain, training_sampling
 from slime_like.rollout.slime_data_source import DataSource
 from slime_like.rollout.slime_results import blank
@@ -51,6 +51,8 @@ class RolloutFunction:
         """`read` of what the function returns, on all ranks, which also have the new position of the prompts. Raises ValueError for a function
         that raises or returns something wrong, RunError for one that takes too long."""
 
+        what = f"{self.name}: {'evaluation' if evaluation else 'rollout'} {rollout_id}"
+
         def work() -> tuple[Any, Any, Any]:
             source = self._data_source(rollout_id)
             with FunctionCall(self.flag, self.args, self.rollouter, self.sampling, self.evaluator, rollout_id=rollout_id):
@@ -59,12 +61,12 @@ class RolloutFunction:
                 except Exception as error:
                     if self.function is generate_rollout:
                         raise
-                    raise ValueError(f"{self.name}: {'evaluation' if evaluation else 'rollout'} {rollout_id}: {told(error)}") from error
+                    raise ValueError(f"{what}: {told(error)}") from error
             position = None if self.buffer is None else (self.buffer.source.state_dict(), self.buffer.state_dict())
             return read(result), position, dist.get_rank()
 
-        what = f"{self.name}: {'evaluation' if evaluation else 'rollout'} {rollout_id}"
-        answer, position, rank = on_rank_0_within(work, self.rollouter.group, timeout_s=self.timeout_s, what=what)
+        late = f"{what} took longer than --rollout-function-timeout-s {self.timeout_s:g}"
+        answer, position, rank = from_rank_zero_within(work, self.rollouter.group, timeout_s=self.timeout_s, late=late)
         if position is not None and self.buffer is not None and dist.get_rank() != rank:
             self.buffer.source.load_state_dict(position[0])
             self.buffer.load_state_dict(position[1])

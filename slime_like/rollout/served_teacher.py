@@ -19,6 +19,7 @@ import httpx
 import torch
 import torch.distributed as dist
 
+from slime_like.agreement import from_rank_zero
 from slime_like.errors import RunError
 from slime_like.rollout.sglang.answers import BadAnswer, read_input_tokens, read_scores, scoring_body, scoring_body_of_text, vocabulary_body
 from slime_like.rollout.sglang.http import Deadlines, RequestFailed, Retries, async_client, post_once, with_retries
@@ -43,11 +44,10 @@ class TeacherSettings:
 class ServedTeacher:
     """Every method is a collective. tokenizer: the policy's. tell: shows a message, on rank 0."""
 
-    def __init__(self, settings: TeacherSettings, tokenizer: Any, rank: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, settings: TeacherSettings, tokenizer: Any, tell: Callable[[str], None]) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
         self._last = max(tokenizer.get_vocab().values())
-        self._rank = rank
         self._tell = tell
         self._deadlines = Deadlines(CONNECT_S, settings.timeout_s, settings.timeout_s)
         self._run = f"teacher-{os.getpid():x}-{time.time_ns():x}"
@@ -55,24 +55,14 @@ class ServedTeacher:
 
     def probe(self) -> None:
         """Raises RunError on every rank when a server does not answer, does not know all of the policy's tokens, or reads text as other ones."""
-        error = None
-        if self._rank == 0:
-            try:
-                asyncio.run(self._compare(self._tokenizer))
-            except RunError as caught:
-                error = str(caught)
-        if (error := shared(error, None)) is not None:
-            raise RunError(error)
+        from_rank_zero(lambda: asyncio.run(self._compare(self._tokenizer)))
 
     def grade(self, groups: Sequence[SampleGroup], group: dist.ProcessGroup | None = None) -> tuple[list[SampleGroup], dict[str, float]]:
         """With `teacher_log_probs`; a sample without them is ABORTED, and its metadata tells why. group: of the ranks' collective."""
         samples = [s for each in groups for s in each.samples if s.status != SampleStatus.ABORTED and s.response_length]
-        answers: list[tuple[float, ...] | str] = []
-        counts: Counter[str] = Counter()
+        counts: Counter[str] = Counter()  # on rank 0
         started = time.perf_counter()
-        if self._rank == 0:
-            answers = asyncio.run(self._ask_all(samples, counts))
-        answers = shared(answers, group)
+        answers = from_rank_zero(lambda: asyncio.run(self._ask_all(samples, counts)), group)
         graded = {s.sample_id: with_answer(s, answer) for s, answer in zip(samples, answers, strict=True)}
         dropped = sum(isinstance(answer, str) for answer in answers)
         metrics = {"rollout/opd_dropped": float(dropped), "rollout/opd_teacher_s": time.perf_counter() - started}
@@ -165,12 +155,3 @@ def spread_text(tokenizer: Any) -> str:
     """Text of tokens from everywhere in the vocabulary."""
     ids = sorted(tokenizer.get_vocab().values())
     return str(tokenizer.decode(ids[:: max(1, len(ids) // PROBE_TOKENS)], skip_special_tokens=True))
-
-
-def shared(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Rank 0's plain value, on all ranks."""
-    if not dist.is_initialized():
-        return value
-    told = [value]
-    dist.broadcast_object_list(told, src=0, group=group)
-    return told[0]

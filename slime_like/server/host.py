@@ -14,12 +14,12 @@ from torch import Tensor
 
 from arguments.hf_model import read_hf_model
 from arguments.run_config import RunConfig
+from slime_like.agreement import gather
 from slime_like.checkpoints.folders import checkpoint_folder
 from slime_like.convert.save import save_hf
 from slime_like.losses import policy_losses
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SavePolicy, load_checkpoint
-from slime_like.megatron_backend.checkpoint.agree import gather
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import Head, gradient_scale
 from slime_like.megatron_backend.micro_batches import MicroBatchSize, cut, pack_groups, without_tokens

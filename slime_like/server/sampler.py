@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from arguments.run_config import RunConfig
-from slime_like.megatron_backend.checkpoint.agree import gather, together
+from slime_like.agreement import gather, together
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams

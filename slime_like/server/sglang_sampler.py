@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from arguments.run_config import RunConfig
+from slime_like.agreement import from_rank_zero, on_rank_zero
 from slime_like.errors import RunError
-from slime_like.megatron_backend.checkpoint.agree import from_rank_zero
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.rollout.sglang.answers import BadAnswer, read_scores, scoring_body
@@ -84,15 +84,7 @@ class SglangSampler:
             raise Refused(NO_SEED)
         self._give(folder)
         asked = Asked.of(sampling, prompts, counts)
-        answers: list[dict[str, Any]] = []
-        error: Exception | None = None
-        if self._engine.fleet is not None:
-            try:
-                answers = self._ask(asked, counts, seeds, prompt_log_probs)
-            except (RunError, RequestFailed, BadAnswer) as caught:
-                error = caught
-        self._engine.agree(True, error)
-        return answers
+        return on_rank_zero(lambda: self._ask(asked, counts, seeds, prompt_log_probs)) or []
 
     def close(self) -> None:
         self._engine.close()
@@ -106,7 +98,7 @@ class SglangSampler:
             raise Refused(UNTIED)
         self._folder = ""
         shapes: dict[str, Tensor] = {}  # on rank 0
-        from_rank_zero(lambda: shapes.update(shapes_in(folder)))
+        on_rank_zero(lambda: shapes.update(shapes_in(folder)))
         for _ in range(ATTEMPTS):
             self._version += 1
             if self._updater is not None:
@@ -126,7 +118,10 @@ class SglangSampler:
                 raise RunError(
                     f"a sample has weights of version {set(output.weight_versions)}, not {self._version}; does another run use the server?"
                 )
-        prompt_scores = asyncio.run(self._score_all(asked.prompts)) if scored else []
+        try:
+            prompt_scores = asyncio.run(self._score_all(asked.prompts)) if scored else []
+        except (RequestFailed, BadAnswer) as failure:
+            raise RunError(str(failure)) from failure
         samples = {where: plain(output) for where, output in zip(asked.wanted, outputs, strict=True)}
         return [
             {"sequences": [samples[i, j] for j in range(count)], "prompt_log_probs": with_nan(prompt_scores[i]) if scored else None}
@@ -162,18 +157,16 @@ class SglangSampler:
 def make_sglang_sampler(run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]) -> SglangSampler:
     """A collective. Rank 0 starts what is to be started and waits until it answers. Raises RunError on every rank when it does not."""
     assert run.model.hf_checkpoint is not None
-    root = Path(run.server.server_dir).resolve()
-    fleet, updater, error = None, None, None
-    if layout.rank == 0:
-        try:
-            fleet = start_fleet(run, device=device_of_this_process(), logs=root / "engines", tell=tell)
-            updater = SnapshotUpdater(fleet, run.model.hf_checkpoint, root, run.sglang.update_weight_timeout_s)
-        except (RunError, OSError) as caught:
-            error = caught
+    model, root = run.model.hf_checkpoint, Path(run.server.server_dir).resolve()
+
+    def start() -> tuple[Fleet, SnapshotUpdater]:
+        fleet = start_fleet(run, device=device_of_this_process(), logs=root / "engines", tell=tell)
+        return fleet, SnapshotUpdater(fleet, model, root, run.sglang.update_weight_timeout_s)
+
+    fleet, updater = on_rank_zero(start) or (None, None)
     settings = request_settings(run.sglang)
-    engine = SglangEngine(fleet, updater, settings, run.model.hf_checkpoint, check_updates=run.sglang.check_weight_update_equal)
-    engine.agree(True, error)
-    return SglangSampler(engine, updater, settings, run.model.hf_checkpoint)
+    engine = SglangEngine(fleet, updater, settings, model, check_updates=run.sglang.check_weight_update_equal)
+    return SglangSampler(engine, updater, settings, model)
 
 
 def seeds_count(fleet: Fleet | None) -> bool:

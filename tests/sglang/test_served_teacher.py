@@ -20,7 +20,7 @@ def test_log_probs_of_a_real_teacher(demo: Path, servers: list[str]) -> None:
     """The last token of the vocabulary among them, which SGLang names 0."""
     give_own_weights(servers, demo / "model")
     tokenizer = AutoTokenizer.from_pretrained(demo / "model")
-    teacher = ServedTeacher(TeacherSettings(tuple(f"http://{s}" for s in servers)), tokenizer, 0, print)
+    teacher = ServedTeacher(TeacherSettings(tuple(f"http://{s}" for s in servers)), tokenizer, print)
     teacher.probe()
     generator = torch.Generator().manual_seed(0)
     lengths = (1, 2, 30)
@@ -43,7 +43,7 @@ def test_log_probs_of_a_real_teacher(demo: Path, servers: list[str]) -> None:
             return {**tokenizer.get_vocab(), "<|more|>": 101}
 
     with pytest.raises(RunError, match="does not know the policy's token 101"):
-        ServedTeacher(TeacherSettings((f"http://{servers[0]}",)), More(), 0, print).probe()
+        ServedTeacher(TeacherSettings((f"http://{servers[0]}",)), More(), print).probe()
 
 
 def test_a_run_learns_from_it_as_from_one_on_megatron(demo: Path, servers: list[str], programs: TrainServer, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ LAYERS = (
         "slime_like.metrics",
         "slime_like.custom_function",
         "slime_like.errors",
+        "slime_like.agreement",
         "slime_like.stopping",
         "slime_like.lost_ranks",
         "slime_like.rendezvous",

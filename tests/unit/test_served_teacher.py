@@ -39,7 +39,7 @@ def server(model: str) -> Iterator[FakeServer]:
 
 def teacher(*servers: FakeServer, timeout_s: float = 5.0, messages: list[str] | None = None) -> ServedTeacher:
     settings = TeacherSettings(tuple(s.url for s in servers), timeout_s, ATTEMPTS, concurrency=4)
-    return ServedTeacher(settings, TOKENIZER, 0, print if messages is None else messages.append)
+    return ServedTeacher(settings, TOKENIZER, print if messages is None else messages.append)
 
 
 def groups() -> list[SampleGroup]:
@@ -169,9 +169,9 @@ class Other:
 def test_another_tokenizer_or_a_smaller_vocabulary_stops_the_start(server: FakeServer) -> None:
     settings = TeacherSettings((server.url,))
     with pytest.raises(RunError, match=r"has another tokenizer than the policy.*different from place"):
-        ServedTeacher(settings, Other(letter="q"), 0, print).probe()
+        ServedTeacher(settings, Other(letter="q"), print).probe()
     with pytest.raises(RunError, match=r"does not know the policy's token 104.*valid range is \[0, 101\)"):
-        ServedTeacher(settings, Other(more=4), 0, print).probe()
+        ServedTeacher(settings, Other(more=4), print).probe()
 
 
 def test_a_server_without_a_tokenizer_is_told_of(server: FakeServer) -> None:

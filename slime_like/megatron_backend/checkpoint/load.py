@@ -16,10 +16,10 @@ from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extrac
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patches.safe_checkpoints import read_metadata
+from slime_like.agreement import gather, together
 from slime_like.checkpoints.folders import complete_steps
 from slime_like.checkpoints.manifest import damaged_files, describe, read_manifest, split_by_size, total_bytes
 from slime_like.errors import RunError
-from slime_like.megatron_backend.checkpoint.agree import gather, together
 from slime_like.megatron_backend.checkpoint.fingerprint import differences, fingerprint
 from slime_like.megatron_backend.checkpoint.networks import (
     EXTRA_STATE,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slime_like.agreement import from_rank_zero, gather
 from slime_like.checkpoints.files import remove_folder, sync_path, write_file
 from slime_like.checkpoints.folders import (
     checkpoint_folder,
@@ -29,7 +30,6 @@ from slime_like.checkpoints.folders import (
 )
 from slime_like.checkpoints.manifest import total_bytes, write_manifest
 from slime_like.errors import RunError
-from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, gather
 from slime_like.megatron_backend.checkpoint.fingerprint import fingerprint
 from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, layouts_of, optimizer_kind, optimizer_step, sharded_state
 from slime_like.megatron_backend.checkpoint.random_state import random_state_file, random_states

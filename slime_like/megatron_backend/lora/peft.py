@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from arguments.peft_adapter import ADAPTER_CONFIG, PeftAdapter, adapter_config, read_adapter_config
+from slime_like.agreement import from_rank_zero, together
 from slime_like.checkpoints.files import sync_path
 from slime_like.convert.families import LM_HEAD
 from slime_like.convert.save import put_in_place
 from slime_like.convert.weight_files import WeightFiles, listed
-from slime_like.megatron_backend.checkpoint.agree import from_rank_zero, together
 from slime_like.megatron_backend.lora.network import LoraNetwork
 from slime_like.megatron_backend.lora.whole import set_factors, whole_factors
 

@@ -14,6 +14,7 @@ from arguments.hf_moe import moe_layers
 from arguments.run_config import RunConfig
 from arguments.sglang_install import interpreter, packages_of
 from arguments.validate_sglang import engine_url
+from slime_like.agreement import on_rank_zero
 from slime_like.errors import RunError
 from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
 from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
@@ -28,24 +29,21 @@ ROUTES_SETTING = "enable_return_routed_experts"  # of a server
 Tell = Callable[[str], None]
 
 
-def make_sglang_engine(run: RunConfig, *, rank: int, device: torch.device, output_dir: Path, tell: Tell) -> SglangEngine:
+def make_sglang_engine(run: RunConfig, *, device: torch.device, output_dir: Path, tell: Tell) -> SglangEngine:
     """A collective. Rank 0 starts what is to be started and waits until it answers; what these processes print is in `output_dir`/engines.
     Raises RunError on every rank when it does not."""
     assert run.model.hf_checkpoint is not None
-    fleet, updater, error = None, None, None
-    settings = update_settings(run.sglang)
-    if rank == 0:
-        try:
-            fleet = start_fleet(run, device=device, logs=output_dir / "engines", tell=tell)
-            updater = WeightUpdater(fleet, settings, run.model.hf_checkpoint, device)
-        except (RunError, OSError) as caught:
-            error = caught
-    engine = SglangEngine(
-        fleet, updater, request_settings(run.sglang), run.model.hf_checkpoint, check_updates=run.sglang.check_weight_update_equal,
+    model, settings = run.model.hf_checkpoint, update_settings(run.sglang)
+
+    def start() -> tuple[Fleet, WeightUpdater]:
+        fleet = start_fleet(run, device=device, logs=output_dir / "engines", tell=tell)
+        return fleet, WeightUpdater(fleet, settings, model, device)
+
+    fleet, updater = on_rank_zero(start) or (None, None)
+    return SglangEngine(
+        fleet, updater, request_settings(run.sglang), model, check_updates=run.sglang.check_weight_update_equal,
         colocated=run.sglang.colocate, routes=routes_format(run),
     )  # fmt: skip
-    engine.agree(True, error)
-    return engine
 
 
 def start_fleet(run: RunConfig, *, device: torch.device, logs: Path, tell: Tell) -> Fleet:

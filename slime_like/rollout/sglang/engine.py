@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
-import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.agreement import from_rank_zero, share
 from slime_like.errors import RunError
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.sglang.answers import BadAnswer, Refused, generation_body, meta_of, read_generation
@@ -227,11 +227,11 @@ class SglangEngine:
             try:
                 done = self._update(weights, version)
             except (RunError, ValueError, OSError) as caught:
-                error = caught
+                error = caught if isinstance(caught, RunError) else RunError(str(caught))
         for _ in weights:  # the stream is a collective: all ranks take it to its end
             pass
         try:
-            done = self.agree(done, error)
+            done = share(done, error)
         except RunError:
             self._updating = False
             raise
@@ -358,18 +358,20 @@ class SglangEngine:
     def check_health(self) -> None:
         """A collective. After it `weight_version` is -1 where a server that answers lacks the current weights. Raises RunError when none answers
         and none may come back in time."""
-        stale = False
-        error: Exception | None = None
-        if self.fleet is not None:
-            deadline = time.monotonic() + self.fleet.health.start_s
-            while not self.fleet.alive() and any(w.process is not None for w in self.fleet.workers) and time.monotonic() < deadline:
-                time.sleep(LOOK_S)
-            alive = self.fleet.alive()
-            if not alive:
-                error = RunError(f"no engine answers any more: {', '.join(w.url for w in self.fleet.workers)}")
-            stale = any(worker.version != self.weight_version for worker in alive)
-        if self.agree(stale, error):
+        if from_rank_zero(self._is_stale):
             self.weight_version = -1
+
+    def _is_stale(self) -> bool:
+        """On rank 0: whether a server that answers lacks the current weights, once one answers. Raises RunError when none does in time."""
+        if self.fleet is None:
+            return False
+        deadline = time.monotonic() + self.fleet.health.start_s
+        while not self.fleet.alive() and any(w.process is not None for w in self.fleet.workers) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        alive = self.fleet.alive()
+        if not alive:
+            raise RunError(f"no engine answers any more: {', '.join(w.url for w in self.fleet.workers)}")
+        return any(worker.version != self.weight_version for worker in alive)
 
     def take_metrics(self) -> dict[str, float]:
         """Numbers since the last call, on rank 0: of requests by what became of them, and of the latest weight update."""
@@ -390,13 +392,3 @@ class SglangEngine:
         if self.fleet is not None:
             self.fleet.close()
             self.fleet = None
-
-    def agree(self, flag: bool, error: Exception | None) -> bool:
-        """Rank 0's flag on all ranks; its error is raised on all."""
-        told: list[Any] = [(flag, None if error is None else str(error))]
-        if dist.is_initialized():
-            dist.broadcast_object_list(told, src=0)
-        flag, words = told[0]
-        if words is not None:
-            raise error if isinstance(error, RunError) else RunError(words)
-        return bool(flag)
