@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+TINY: dict[str, Any] = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128
+)
+SIZES: dict[str, Any] = dict(**TINY, vocab_size=61, head_dim=8, initializer_range=0.1)
 
 
 def make_model(folder: Path, seed: int) -> None:
@@ -12,19 +18,7 @@ def make_model(folder: Path, seed: int) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)).save_pretrained(folder)
 
 
 def make_moe_model(folder: Path) -> None:
@@ -35,20 +29,7 @@ def make_moe_model(folder: Path) -> None:
 
     torch.manual_seed(5)
     config = Qwen3MoeConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        router_aux_loss_coef=0.0,
-        max_position_embeddings=128,
-        initializer_range=0.1,
+        **SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, router_aux_loss_coef=0.0
     )
     model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():

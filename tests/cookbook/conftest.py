@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.programs import ROOT, clean_environment
+from tests.own_environment import demo, mark_tests_beside
+
+__all__ = ("demo",)  # a fixture
 
 Cookbook = Callable[..., str]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(str(item.fspath)).parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.cookbook)
-            item.add_marker(pytest.mark.timeout(900))
-
-
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model and rows."""
-    folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "scripts/make_demo.py", "--output-dir", str(folder), "--max-word-len", "4"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": "."})
-    return folder
+    mark_tests_beside(__file__, items, pytest.mark.cookbook)
 
 
 @pytest.fixture

@@ -9,20 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.parity.models import TINY
 from scripts.parity.ranks import run_ranks
 from slime_like.convert.families import any_expert, canonical_name, expert_number, family_map
 from tests.dist import convert_worker
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=90,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    initializer_range=0.2,
-)
+SIZES: dict[str, Any] = dict(**TINY, vocab_size=90, initializer_range=0.2)
 DEEPSEEK: dict[str, Any] = dict(
     num_key_value_heads=4,
     q_lora_rank=20,

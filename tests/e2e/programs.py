@@ -132,6 +132,14 @@ def clean_environment() -> dict[str, str]:
     }
 
 
+def make_demo(folder: Path, *flags: object) -> Path:
+    """The demo's model, which is not trained, and its rows, in this folder."""
+    command = [sys.executable, "scripts/make_demo.py", "--output-dir", str(folder), "--max-word-len", "4", *map(str, flags)]
+    environment = {**clean_environment(), **ENVIRONMENT, "PYTHONPATH": "."}
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=environment)
+    return folder
+
+
 _GIVEN: deque[int] = deque(maxlen=100)  # not twice in a row
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.api_server import ApiServer
-from tests.e2e.programs import ENVIRONMENT, ROOT, clean_environment
+from tests.e2e.programs import ENVIRONMENT, ROOT, clean_environment, make_demo
 
 pytestmark = pytest.mark.slow
 REWARD = re.compile(r"reward (\d\.\d+)")
@@ -20,9 +20,7 @@ REWARD = re.compile(r"reward (\d\.\d+)")
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where scripts/demo.sh puts things; the model is not warm-started."""
-    folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "scripts/make_demo.py", "--output-dir", str(folder), "--max-word-len", "4", "--num-heldout", "16"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**clean_environment(), **ENVIRONMENT, "PYTHONPATH": "."})
+    folder = make_demo(tmp_path_factory.mktemp("demo"), "--num-heldout", 16)
     (folder / "sft").mkdir()
     (folder / "model").rename(folder / "sft" / "hf")
     return folder

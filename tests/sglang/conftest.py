@@ -15,28 +15,16 @@ import pytest
 from slime_like.rollout.sglang.processes import CPU_SETTINGS, Launch, ServerProcess, free_ports, server_command
 from tests.e2e.helpers import Workspace, make_expert_model
 from tests.e2e.programs import ROOT, TrainServer
+from tests.own_environment import demo, mark_tests_beside
+
+__all__ = ("demo",)  # a fixture
 
 PYTHON = str(ROOT / "scripts" / "sglang_cpu" / "python")
 START_S = 400  # a loaded machine with two cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(str(item.fspath)).parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.sglang)
-            item.add_marker(pytest.mark.timeout(900))
-
-
-@pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model, tokenizer and prompts."""
-    import subprocess
-    import sys
-
-    folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "scripts/make_demo.py", "--output-dir", str(folder), "--max-word-len", "4"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": "."})
-    return folder
+    mark_tests_beside(__file__, items, pytest.mark.sglang)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 
 from slime_like.rollout.sglang.processes import CPU_SETTINGS, command_words
 from tests.e2e.helpers import Workspace, make_workspace, rows_of, weights_of
-from tests.e2e.programs import ENVIRONMENT, ROOT, free_port
+from tests.e2e.programs import ENVIRONMENT, ROOT, free_port, make_demo
 from tests.slurm.cluster import Cluster, why_not
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -205,9 +204,7 @@ def test_trainer_and_engines_on_nodes_of_their_own(cluster: Cluster, tmp_path: P
 def test_trainer_and_a_real_engine_on_nodes_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
     """The split job with SGLang on the second node: weights over a process group between the nodes, log-probs that agree, and nothing that
     the job leaves behind."""
-    demo, out, log = tmp_path / "demo", tmp_path / "run", tmp_path / "job.log"
-    command = [sys.executable, "scripts/make_demo.py", "--output-dir", str(demo), "--max-word-len", "4"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": "."})
+    demo, out, log = make_demo(tmp_path / "demo"), tmp_path / "run", tmp_path / "job.log"
     names = {"MODEL": str(demo / "model"), "ENGINE_PYTHON": str(ROOT / "scripts" / "sglang_cpu" / "python"), "PROCESSES_PER_NODE": "2"}
     engine = " ".join(command_words({**CPU_SETTINGS, "dtype": "float32", "max_running_requests": 16}))
     flags = [
