@@ -18,6 +18,7 @@ from slime_like.agreement import from_rank_zero, share
 from slime_like.errors import RunError
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.sglang.answers import BadAnswer, Refused, generation_body, meta_of, read_generation
+from slime_like.rollout.sglang.control import LentMemory, check_alike, check_versions, tell_servers
 from slime_like.rollout.sglang.fleet import Fleet, Worker
 from slime_like.rollout.sglang.http import Deadlines, RequestFailed, Retries, async_client, post_once, with_retries
 from slime_like.rollout.sglang.manifest import compare_with_checkpoint
@@ -52,9 +53,8 @@ class SglangEngine:
         self._requests = requests
         self._hf_checkpoint = hf_checkpoint
         self._check_updates = check_updates
-        self._colocated = colocated
         self._routes = routes
-        self._released: list[tuple[Worker, int]] | None = None  # servers without memory, and how often each had been out by then
+        self._memory = LentMemory(fleet) if colocated else None
         self._numbers = itertools.count()
         self._run = f"{os.getpid():x}-{time.time_ns():x}"
         self._client: httpx.AsyncClient | None = None
@@ -222,7 +222,8 @@ class SglangEngine:
         self.weight_version, self._updating = -1, True
         done = False
         error: Exception | None = None
-        self.resume_memory()
+        if self._memory is not None:
+            self._memory.resume()
         if self.fleet is not None:
             try:
                 done = self._update(weights, version)
@@ -253,9 +254,9 @@ class SglangEngine:
             self.fleet.tell(f"warning: weights of version {version} did not reach every engine: {incomplete}")
             return False  # the servers stay paused until the update that follows: nobody may go on with half of the weights
         compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
-        workers = self._check_versions(sent.workers, version)
+        workers = check_versions(self.fleet, sent.workers, version)
         if first or self._check_updates:
-            self._check_alike(workers)
+            check_alike(self.fleet, workers)
         if not self._paused:  # by the caller
             self._tell_all("/continue_generation", {})
         self.fleet.version = version
@@ -265,54 +266,9 @@ class SglangEngine:
         self._metrics["engine/weight_update_s"] = sent.seconds
         return True
 
-    def _check_versions(self, workers: Sequence[Worker], version: int) -> list[Worker]:
-        """Those that answer. Raises RunError for one that says that it has other weights."""
-        assert self.fleet is not None
-        answering = []
-        for worker in workers:
-            try:
-                info: Any = self.fleet.call(worker, "/model_info", timeout_s=CONTROL_S, method="GET")
-            except RequestFailed as failure:
-                self.fleet.evict(worker, str(failure))
-                continue
-            if info.get("weight_version") != str(version):
-                raise RunError(
-                    f"the engine {worker.url} has weights of version {info.get('weight_version')!r} after an update to {version}; does another run use it?"
-                )
-            answering.append(worker)
-        if not answering:
-            raise RunError(f"no engine is left after the update to version {version}")
-        return answering
-
-    def _check_alike(self, workers: Sequence[Worker]) -> None:
-        """All servers of one shape have the same weights, by their own checksums. A server without the call is left out."""
-        assert self.fleet is not None
-        found: dict[tuple[str, ...], dict[str, str]] = {}
-        for worker in workers:
-            try:
-                answer: Any = self.fleet.call(worker, "/weights_checker", {"action": "checksum"}, timeout_s=10 * CONTROL_S)
-                sums = {f"{i}/{name}": value for i, rank in enumerate(answer["ranks"]) for name, value in rank["checksums"].items()}
-            except (RequestFailed, KeyError, TypeError, AttributeError) as failure:
-                self.fleet.tell(f"warning: the engine {worker.url} gives no checksums of its weights: {failure}")
-                continue
-            other = found.setdefault(tuple(sorted(sums)), sums)
-            different = [name for name in sums if sums[name] != other[name]]
-            if different:
-                raise RunError(
-                    f"the engine {worker.url} has other weights than the first engine after the same update: {', '.join(different[:8])}"
-                )
-
     def _tell_all(self, path: str, body: dict[str, Any]) -> None:
         if self.fleet is not None:
-            self._tell(self.fleet.alive(), path, body)
-
-    def _tell(self, workers: Sequence[Worker], path: str, body: dict[str, Any]) -> None:
-        assert self.fleet is not None
-        for worker in workers:
-            try:
-                self.fleet.call(worker, path, body, timeout_s=CONTROL_S)
-            except RequestFailed as failure:
-                self.fleet.evict(worker, str(failure))
+            tell_servers(self.fleet, self.fleet.alive(), path, body)
 
     def probe(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[tuple[str, list[GenerateOutput]]]:
         """On rank 0: what every server answers, by its address. Raises RunError when one does not."""
@@ -337,21 +293,11 @@ class SglangEngine:
             raise RunError(f"an engine does not answer after a weight update: {failure}") from None
         return [(worker.url, outputs) for worker, outputs in zip(workers, answers, strict=True)]
 
-    # --- GPUs shared with the trainer
-
     def release_memory(self) -> None:
-        """Before training: the servers give up weights and KV cache on the GPUs that they share with the trainer."""
-        if self._colocated and self._released is None:
-            self._tell_all("/release_memory_occupation", {})
-            self._released = [] if self.fleet is None else [(worker, worker.evictions) for worker in self.fleet.alive()]
+        """Before training: the servers give up weights and KV cache on the GPUs that they share with the trainer, until the next update."""
+        if self._memory is not None:
+            self._memory.release()
             self.weight_version = -1
-
-    def resume_memory(self) -> None:
-        """Before new weights: they get it back. The weights are gone, so that an update has to follow. One that was started again meanwhile has
-        its memory, and would not survive to be told so."""
-        released, self._released = self._released, None
-        if released:
-            self._tell([w for w, evictions in released if w.alive and w.evictions == evictions], "/resume_memory_occupation", {})
 
     # --- health
 
