@@ -18,7 +18,7 @@ from slime_like.convert.export import export_hf_weights  # noqa: E402
 from slime_like.convert.to_hf import NetworkSource, convert_to_hf  # noqa: E402
 from slime_like.convert.to_megatron import convert_to_megatron  # noqa: E402
 from slime_like.convert.verify import compare_bits  # noqa: E402
-from slime_like.megatron_backend.checkpoint import load_weights  # noqa: E402
+from slime_like.megatron_backend.checkpoint import SavedNetwork, load_weights  # noqa: E402
 from tests.dist.convert_worker import build, parallel, stored_weights  # noqa: E402
 
 
@@ -41,7 +41,7 @@ def round_trips(rank: int, world_size: int, arguments: dict[str, Any]) -> list[s
         checkpoint = checkpoint_folder(root, 0)
         with parallel(*loaded) as layout:
             chunks, _, gpt = build(folder, layout, value_head=critic)
-            load_weights(checkpoint, network, chunks, verify=True, tell=lambda text: None)
+            load_weights(checkpoint, network, SavedNetwork(chunks, None, None, layout), verify=True, tell=lambda text: None)
             exported = dict(export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout, value_head=critic))
             assert exported.keys() == stored.keys(), case
             assert all(torch.equal(exported[name], stored[name]) for name in stored), case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def factors(backend: MegatronBackend) -> dict[str, Tensor]:
 def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
     for module in backend.trained.trained_modules:
         whole_gradients(module)
-    return {name: g.float() for name, g in whole_factors(adapter_of(backend), lambda p: p.main_grad)}
+    return {name: g.float() for name, g in whole_factors(adapter_of(backend), attrgetter("main_grad"))}
 
 
 def start_from_noise(backend: MegatronBackend) -> None:

@@ -28,7 +28,7 @@ from slime_like.server.sglang_sampler import SglangSampler, SnapshotUpdater
 from tests.fake_sglang import FakeServer, changed, fake_servers, status
 
 PROMPTS = [(7, 8, 9), (11, 5)]
-SAMPLING = {
+SAMPLING: dict[str, Any] = {
     "temperature": 0.9,
     "top_p": 0.95,
     "top_k": 20,

@@ -32,7 +32,7 @@ class Workspace:
     prompts: Path
     reward: Path
 
-    def flags(self, out: Path, **changes: str | int | float | None) -> list[str]:
+    def flags(self, out: Path, **changes: str | int | float | Path | None) -> list[str]:
         """A right command line of a small RL run. changes: values by flag, with underscores; "" makes a switch, None leaves it out."""
         values: dict[str, Any] = {
             "hf_checkpoint": self.model, "prompt_data": self.prompts, "label_key": "answer", "apply_chat_template": "",

@@ -27,7 +27,7 @@ def write(path: Path, rows: list[dict[str, str]]) -> Path:
     return path
 
 
-def flags(work: Workspace, out: Path, data: Path | str, **changes: str | int | float | None) -> list[str]:
+def flags(work: Workspace, out: Path, data: Path | str, **changes: str | int | float | Path | None) -> list[str]:
     gsm8k = dict(prompt_data=data, input_key="question", label_key="answer", rm_type="gsm8k", custom_rm_path=None, rollout_shuffle=None)
     rollout = dict(debug_rollout_only="", save_debug_rollout_data=out / "rollout_{rollout_id}", num_rollout=1)
     return work.flags(out, **{**gsm8k, **rollout, **changes})

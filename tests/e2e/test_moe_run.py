@@ -26,7 +26,7 @@ def model(work: Workspace) -> Path:
     return work.expert_model
 
 
-def flags(work: Workspace, model: Path, out: Path, **changes: str | int | float | None) -> list[str]:
+def flags(work: Workspace, model: Path, out: Path, **changes: str | int | float | Path | None) -> list[str]:
     return [*work.flags(out, hf_checkpoint=model, save_hf=out / "hf", lr=5e-3, micro_batch_size=None, **changes), *EXPERTS.split()]
 
 

@@ -19,7 +19,7 @@ from tests.e2e.programs import ENVIRONMENT, ROOT, TrainServer, clean_environment
 SCHEDULE = dict(lr_decay_style="linear", lr_decay_iters=8, lr_warmup_iters=1, weight_decay=0.1)
 
 
-def flags(work: Workspace, out: Path, **changes: str | int | float | None) -> list[str]:
+def flags(work: Workspace, out: Path, **changes: str | int | float | Path | None) -> list[str]:
     saved = {"save_debug_rollout_data": out / "rollout_{rollout_id}", "save_hf": out / "hf"}
     return work.flags(out, **{**SCHEDULE, **saved, **changes})
 

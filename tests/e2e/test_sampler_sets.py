@@ -22,7 +22,7 @@ LAYOUTS = {
 DIFFERENCE = "rollout/train_rollout_log_prob_diff_mean"
 
 
-def flags(work: Workspace, out: Path, **changes: str | int | float | None) -> list[str]:
+def flags(work: Workspace, out: Path, **changes: str | int | float | Path | None) -> list[str]:
     """With a reference that is the initial policy, so that the gate of the first step sees whether both are over the same tokens."""
     settings = dict(
         rollout_temperature=0.8, policy_loss_type="ppo", use_kl_loss="", kl_loss_coef=0.05, ref_load=work.model, entropy_coef=0.01,

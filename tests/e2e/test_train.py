@@ -230,8 +230,10 @@ def test_signals_leave_no_process_behind(work: Workspace, tmp_path: Path, what: 
             _, alive = psutil.wait_procs(started, timeout=10)
             assert alive == []
         finally:
-            for left in (*(child for child in started if child.is_running()), process):
-                left.kill()
+            for child in started:
+                if child.is_running():
+                    child.kill()
+            process.kill()
     assert status != 0
     if (what, ranks) == ("SIGINT", 1):
         assert status == 130

@@ -287,14 +287,14 @@ def test_torch_norm_is_marked_for_sequence_parallelism() -> None:
     config.sequence_parallel = True
     norm = WrappedTorchNorm(config, 8, eps=1e-3)
     assert isinstance(norm, torch.nn.RMSNorm)
-    assert norm.weight.sequence_parallel is True
+    assert norm.weight.sequence_parallel is True  # type: ignore[attr-defined]
     assert norm.weight.dtype == torch.bfloat16
     x = torch.randn(3, 8)
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()
     torch.testing.assert_close(norm.float()(x), expected)
     layer_norm = WrappedTorchNorm(_config(normalization="LayerNorm"), 8)
     assert isinstance(layer_norm, torch.nn.LayerNorm)
-    assert layer_norm.bias.sequence_parallel is False
+    assert layer_norm.bias.sequence_parallel is False  # type: ignore[attr-defined]
     config.normalization = "L2Norm"
     with pytest.raises(ValueError, match=r"L2Norm.*LayerNorm, RMSNorm"):
         WrappedTorchNorm(config, 8)

@@ -80,11 +80,11 @@ def test_it_is_the_formula(config: ValueLossConfig, seed: int) -> None:
 def test_gradcheck(config: ValueLossConfig) -> None:
     inputs = make(7)
     on = inputs.loss_mask
-    columns = [x.detach()[on] for x in (inputs.old_values, inputs.returns)]
+    old_values, returns = (x.detach()[on] for x in (inputs.old_values, inputs.returns))
     leaf = inputs.values.detach()[on].requires_grad_()
 
     def loss(values: Tensor) -> Tensor:
-        return value_loss(ValueInputs(values, *columns, on[on], inputs.loss_weights[on]), config).loss
+        return value_loss(ValueInputs(values, old_values, returns, on[on], inputs.loss_weights[on]), config).loss
 
     assert torch.autograd.gradcheck(loss, leaf)
 
