@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from arguments.critic_layout import critic_parallel, layout_flags
 from arguments.groups import LoraConfig
 from arguments.groups.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING
 from arguments.hf_model import HfModel, read_hf_model
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.peft_adapter import read_adapter_config
 from arguments.validate import Rule, Settings, problem
+from arguments.validate_critic import has_critic
 from slime_like.config import ConfigError, Problem, flag_name
 
 
@@ -103,6 +105,25 @@ def adapter_to_start_from(s: Settings) -> list[Problem]:
     return [p for name, here, there in pairs if here != there for p in problem(name, here, f"is {there:g} in --lora-adapter-path {path}")]
 
 
+def critics_adapters(s: Settings) -> list[Problem]:
+    """They stand on the policy's base."""
+    rank, found = s.critic.critic_lora_rank, []
+    if not rank or not has_critic(s):
+        return []
+    if not s.lora.lora_rank:
+        found += problem("critic_lora_rank", rank, "needs --lora-rank: the critic's adapters stand on the frozen base of the policy's")
+    if s.critic.critic_load is not None:
+        found += problem(
+            "critic_load", s.critic.critic_load, "does not go with --critic-lora-rank: the critic's base is the policy's; leave it out"
+        )
+    if critic_parallel(s.critic, s.parallel) != s.parallel:
+        flags = ", ".join(flag_name(f"critic_{name}") for name in layout_flags(s.critic))
+        found += problem("critic_lora_rank", rank, f"needs the critic in the policy's layout, whose base it shares; leave out {flags}")
+    if s.lora.lora_rank and all(TARGETS.get(name) == UNEMBEDDING for name in s.lora.lora_target_modules):
+        found += problem("critic_lora_rank", rank, "finds no layer in --lora-target-modules: a critic has no output layer; add attn or mlp")
+    return found
+
+
 def nothing_to_overlap(s: Settings) -> str | None:
     idle = [flag_name(name) for name in ("overlap_grad_reduce", "overlap_param_gather") if s.core.get(name)]
     if not s.lora.lora_rank or not idle:
@@ -111,5 +132,5 @@ def nothing_to_overlap(s: Settings) -> str | None:
 
 
 LORA_RULES: tuple[Rule, ...] = (
-    settings_have_adapters, adapters_have_a_base, adapters_are_supported, targets_are_there, adapter_to_start_from,
+    settings_have_adapters, adapters_have_a_base, adapters_are_supported, targets_are_there, adapter_to_start_from, critics_adapters,
 )  # fmt: skip

@@ -110,7 +110,8 @@ class RunCheckpoints:
         if there and not wanted:
             self.tell(f"warning: checkpoint {folder} has a critic, which this run has no use for (--advantage-estimator): it is left")
         if wanted and not there:
-            source = "--critic-load" if self.run.critic.critic_load is not None else "the policy's weights"
+            start = "new adapters" if self.run.critic.critic_lora_rank else "the policy's weights"
+            source = "--critic-load" if self.run.critic.critic_load is not None else start
             self.tell(f"warning: checkpoint {folder} has no critic: it starts from {source}")
         return wanted and there and not (self.config.finetune and self.run.critic.critic_load is not None)
 

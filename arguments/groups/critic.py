@@ -16,6 +16,12 @@ class CriticConfig:
         "What the critic starts from: a Hugging Face folder, with a value head or without, or a folder with checkpoints of an earlier run's "
         "critic; default: the policy's weights. A resumed run goes on with the critic that was saved with the policy.",
     )
+    critic_lora_rank: int = arg(
+        0,
+        "Rank of the adapters that the critic trains beside a value head, on the frozen base of the policy's adapters (--lora-rank), with their "
+        "alpha and modules; 0: the critic trains all weights.",
+        legal=NON_NEGATIVE,
+    )
     critic_lr: float | None = arg(None, "Learning rate of the critic; default: --lr.", legal=POSITIVE)
     critic_min_lr: float | None = arg(
         None, "Where the critic's learning rate ends; default: the share of --critic-lr that --min-lr is of --lr.", legal=NON_NEGATIVE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -117,9 +117,10 @@ class MegatronBackend:
             self.teacher = frozen(teacher, partial(Network.load_hf, folder=run.distillation.opd_teacher_load))
         self.critic: TrainedNetwork | None = None
         if run.trains_critic:
-            self.critic = make_critic(run, policy=layout, total_steps=total_steps)
+            self.critic = make_critic(run, self.policy, total_steps=total_steps)
             start_from_policy(self.critic, self.policy)
         self._value_loss = run.value_loss
+        self._critic_rank = run.critic.critic_lora_rank
         self._replays_rollout = run.rollout.use_rollout_routing_replay
 
     @property
@@ -254,7 +255,7 @@ class MegatronBackend:
         for network in self.trained_networks.values():
             network.finish_updates()
         networks = {name: saved_network(network, with_optimizer=with_optimizer) for name, network in self.trained_networks.items()}
-        return saver.save(step, networks, {**trainer_state, "model": self._model_shape()}, with_rng=with_rng)
+        return saver.save(step, networks, {**trainer_state, "model": self._model_shape(networks)}, with_rng=with_rng)
 
     def load(
         self, folder: Path, *, with_optimizer: bool, with_rng: bool, verify: bool, tell: Callable[[str], None], with_critic: bool = True
@@ -276,7 +277,7 @@ class MegatronBackend:
                 load_rng=with_rng,
                 verify=verify,
                 seed=self._seed,
-                model=self._model_shape(),
+                model=self._model_shape(networks),
                 tell=tell,
             )
         changed = []
@@ -289,7 +290,7 @@ class MegatronBackend:
         return state, changed
 
     def start_critic(self, source: str | None, *, verify: bool, tell: Callable[[str], None]) -> None:
-        """The critic of a run that does not go on with one. source: as --critic-load; None: the policy as it is now."""
+        """The critic of a run that does not go on with one. source: as --critic-load; None: see `start_from_policy`."""
         assert self.critic is not None
         if source is None:
             start_from_policy(self.critic, self.policy)
@@ -303,8 +304,10 @@ class MegatronBackend:
         policy = {"policy": self.policy} if isinstance(self.policy, TrainedNetwork) else {}
         return policy if self.critic is None else {**policy, "critic": self.critic}
 
-    def _model_shape(self) -> dict[str, Any]:
-        return {**model_shape(self.transformer, self.gpt), **self._adapter_shape}
+    def _model_shape(self, networks: Collection[str]) -> dict[str, Any]:
+        """networks: by name, what the checkpoint holds of this run's."""
+        critic = {"critic_lora_rank": self._critic_rank} if "critic" in networks else {}
+        return {**model_shape(self.transformer, self.gpt), **self._adapter_shape, **critic}
 
     def _pack(self, groups: Sequence[Sequence[TrainSample]], network: Network | None = None) -> list[MicroBatch]:
         """For a network in its layout; None: the policy's."""

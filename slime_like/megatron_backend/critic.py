@@ -18,6 +18,7 @@ from slime_like.losses.value_loss import ValueInputs, ValueLossConfig, value_los
 from slime_like.megatron_backend.copy_weights import copy_weights
 from slime_like.megatron_backend.init import make_further_layout
 from slime_like.megatron_backend.layout import ParallelLayout
+from slime_like.megatron_backend.lora import LoraNetwork, critic_lora_spec
 from slime_like.megatron_backend.loss_closure import ForwardStep, LossFunc, forward
 from slime_like.megatron_backend.network import Network, TrainedNetwork
 from slime_like.types import MicroBatch
@@ -25,22 +26,22 @@ from slime_like.types import MicroBatch
 HEAD = "output_layer."
 
 
-def make_critic(run: RunConfig, policy: ParallelLayout, *, total_steps: int) -> TrainedNetwork:
-    """The critic, its weights still random; see `start_from_policy`. policy: the layout of that. total_steps: the critic's optimizer steps in
+def make_critic(run: RunConfig, policy: Network, *, total_steps: int) -> TrainedNetwork:
+    """The critic, its weights still random; see `start_from_policy`. Or an adapter on the policy's base. total_steps: the critic's optimizer steps in
     the whole run."""
     model = run.critic_model
     assert model is not None
-    return TrainedNetwork(
-        model.megatron.transformer,
-        run.gpt,
-        run.model.transformer_impl,
-        critic_layout(run, policy),
+    training: dict[str, Any] = dict(
         ddp=model.megatron.ddp,
         optimizer=critic_optimizer(model.megatron.optimizer, run.critic),
         schedule=critic_schedule(run.schedule, run.critic),
         total_steps=total_steps,
-        value_head=True,
     )
+    if run.critic.critic_lora_rank:
+        assert isinstance(policy, LoraNetwork), "checked on the command line"
+        return LoraNetwork(policy.base, critic_lora_spec(run.lora, run.critic.critic_lora_rank, run.model.seed), **training)
+    shape = (model.megatron.transformer, run.gpt, run.model.transformer_impl, critic_layout(run, policy.layout))
+    return TrainedNetwork(*shape, **training, value_head=True)
 
 
 def critic_layout(run: RunConfig, policy: ParallelLayout) -> ParallelLayout:
@@ -53,7 +54,10 @@ def critic_layout(run: RunConfig, policy: ParallelLayout) -> ParallelLayout:
 
 
 def start_from_policy(critic: TrainedNetwork, policy: Network) -> None:
-    """Give the critic the policy's transformer as it is now, and a head of zeros."""
+    """Give the critic the policy's transformer as it is now (of an adapter: its base), and a head of zeros. A critic that is an adapter has its
+    start from its construction."""
+    if isinstance(critic, LoraNetwork):
+        return
     policy.finish_updates()
     if critic.layout is policy.layout:
         _copy_here(critic, policy)

@@ -102,7 +102,7 @@ class Residents:
     # --- all weights ------------------------------------------------------------------------------------------------
 
     def _start_critic(self, critic: ServedNetwork, policy: str | None) -> None:
-        """From its policy's weights as they are now, with values of 0."""
+        """From its policy's weights as they are now, of an adapter from the base, with values of 0."""
         if policy is not None:
             start_from_policy(critic, self.network(policy))
             return

@@ -94,3 +94,42 @@ def test_checkpoints_of_another_adapter_or_base_are_refused(work: Workspace, ser
     ):
         out = tmp_path / "refused"
         assert words in server.train(work.flags(out, num_rollout=2, load=saved, **changes), out).error()
+
+
+def test_a_critic_of_adapters_learns_saves_and_resumes(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
+    """On the policy's base: two rollouts at once, and one and one of them, the same numbers. A critic of all weights beside a policy with adapters
+    starts from the same base, and is another model in a checkpoint."""
+    whole, first, second, full = (tmp_path / name for name in ("whole", "first", "second", "full"))
+    ppo = dict(LORA, advantage_estimator="ppo", policy_loss_type="ppo", normalize_advantages="", critic_lr=1e-2, lr_decay_iters=4)
+    adapters = dict(ppo, critic_lora_rank=2)
+    server.train(work.flags(whole, num_rollout=2, **adapters), whole).ok()
+    rows = rows_of(whole)
+    assert rows[0]["rollout/values_mean"] == 0 != rows[1]["rollout/values_mean"], "a head of zeros, which learns"
+    assert all(row["train/critic_grad_norm"] > 1e-3 and row["train/grad_norm"] > 1e-3 for row in rows)
+
+    server.train(work.flags(first, num_rollout=1, save=tmp_path / "saved", **adapters), first).ok()
+    server.train(work.flags(second, num_rollout=2, load=tmp_path / "saved", **adapters), second).ok()
+    assert same_numbers(rows_of(first) + rows_of(second)) == same_numbers(rows)
+    names = CheckpointTensors(checkpoint_folder(str(tmp_path / "saved"), 1) / "critic").tensor_names()
+    head = {name for name in names if "lora_" not in name}
+    assert len(names) == 3 * 30 and len(head) == 3 * 2 and all("value_head." in name for name in head)
+
+    server.train(work.flags(full, num_rollout=1, **ppo), full).ok()
+    (row,) = rows_of(full)
+    assert row["train/value_loss"] == pytest.approx(rows[0]["train/value_loss"], rel=1e-5)
+    refused = server.train(work.flags(full, num_rollout=2, load=tmp_path / "saved", **ppo), full).error()
+    assert "critic_lora_rank 2 (here: 0)" in refused
+
+
+@pytest.mark.slow
+def test_a_critic_of_adapters_on_two_ranks(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
+    ppo = dict(LORA, advantage_estimator="ppo", policy_loss_type="ppo", critic_lr=1e-2, lr_decay_iters=4, critic_lora_rank=2, num_rollout=1)
+    one, two = tmp_path / "one", tmp_path / "two"
+    ppo |= dict(num_steps_per_rollout=2)
+    server.train(work.flags(one, save_debug_rollout_data=tmp_path / "rollout_{rollout_id}", **ppo), one).ok()
+    replayed = dict(debug_train_only="", load_debug_rollout_data=tmp_path / "rollout_{rollout_id}")
+    for name, layout in (("TP2", dict(tensor_model_parallel_size=2, sequence_parallel="")), ("DP2", dict(use_distributed_optimizer=""))):
+        server.train(work.flags(two / name, **ppo, **replayed, **layout), two / name, ranks=2).ok()
+        for row, other in zip(rows_of(one), rows_of(two / name), strict=True):
+            for metric in ("train/value_loss", "train/critic_grad_norm", "train/grad_norm"):
+                assert other[metric] == pytest.approx(row[metric], rel=1e-3), (name, metric)

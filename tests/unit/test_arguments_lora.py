@@ -10,7 +10,7 @@ import pytest
 from arguments.peft_adapter import adapter_config, read_adapter_config
 from arguments.run_config import RunConfig
 from arguments.validate_lora import LORA_RULES
-from slime_like.megatron_backend.lora import lora_spec
+from slime_like.megatron_backend.lora import critic_lora_spec, lora_spec
 from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags, write_files
 
 
@@ -34,6 +34,13 @@ def test_defaults_and_groups(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_the_critic_has_the_policys_modules_without_the_output_layer(tmp_path: Path) -> None:
+    run = parse(tmp_path, f"{PPO} --lora-rank 8 --critic-lora-rank 2 --lora-alpha 6 --lora-target-modules attn unembed")
+    critic = critic_lora_spec(run.lora, run.critic.critic_lora_rank, run.model.seed)
+    assert critic.value_head and critic.rank == 2 and critic.scale == 3
+    assert lora_spec(run.lora, 1).targets - critic.targets == {"lm_head"}
+
+
 def test_the_reference_is_the_base(tmp_path: Path) -> None:
     hf = write_files(tmp_path)["hf"]
     kl = "--lora-rank 8 --use-kl-loss --kl-loss-coef 0.1 "
@@ -42,6 +49,7 @@ def test_the_reference_is_the_base(tmp_path: Path) -> None:
     assert not parse(tmp_path, f"--use-kl-loss --kl-loss-coef 0.1 --ref-load {hf}").reference_is_base
 
 
+PPO = "--advantage-estimator ppo"
 REFUSED = [
     ("", "--lora-rank -1", "--lora-rank (given: '-1'): must be >= 0"),
     ("", "--lora-rank 4 --lora-alpha 0", "--lora-alpha (given: '0'): must be > 0"),
@@ -74,6 +82,15 @@ REFUSED = [
         "--lora-rank 8 --lora-alpha 16 --lora-adapter-path {folder}/dora",
         "use_dora is True, which is not supported",
     ),
+    ("critics_adapters", f"{PPO} --critic-lora-rank 4", "--critic-lora-rank (given: 4): needs --lora-rank"),
+    ("", "--lora-rank 4 --critic-lora-rank 4", "--critic-lora-rank: goes with --advantage-estimator ppo only"),
+    ("", f"{PPO} --lora-rank 4 --critic-lora-rank 4 --critic-load {{folder}}/hf", "the critic's base is the policy's"),
+    (
+        "",
+        f"{PPO} --lora-rank 4 --critic-lora-rank 4 --tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1",
+        "needs the critic in the policy's layout, whose base it shares; leave out --critic-tensor-model-parallel-size",
+    ),
+    ("", f"{PPO} --lora-rank 4 --critic-lora-rank 4 --lora-target-modules unembed", "a critic has no output layer; add attn or mlp"),
 ]  # (rule, flags, words)
 
 

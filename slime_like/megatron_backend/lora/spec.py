@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from arguments.groups import LoraConfig
-from arguments.groups.lora import TARGETS
+from arguments.groups.lora import TARGETS, UNEMBEDDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +32,9 @@ class LoraSpec:
 def lora_spec(config: LoraConfig, seed: int) -> LoraSpec:
     targets = frozenset(name for word in config.lora_target_modules for name in TARGETS[word])
     return LoraSpec(config.lora_rank, config.lora_alpha, targets, seed)
+
+
+def critic_lora_spec(config: LoraConfig, rank: int, seed: int) -> LoraSpec:
+    """As the policy's, without the output layer, which a critic does not have."""
+    policy = lora_spec(config, seed)
+    return dataclasses.replace(policy, rank=rank, targets=policy.targets - {*UNEMBEDDING}, value_head=True)
