@@ -27,6 +27,7 @@ from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.debug_data import load_rollout
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.greedy import with_greedy_rewards
+from slime_like.rollout.metrics import TRUNCATED_FRACTION, truncated_fraction
 from slime_like.rollout.rollout_function import FunctionCollector, FunctionEvaluator
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.served_teacher import ServedTeacher, TeacherSettings
@@ -67,7 +68,7 @@ class GroupSupply:
             assert self._source is not None
             prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
             made = sft_samples(prompts, self._tokenizer, max_response_len=run.rollout.rollout_max_response_len)
-            return [SampleGroup(s.group_id, (s,)) for s in made], {}
+            return [SampleGroup(s.group_id, (s,)) for s in made], {TRUNCATED_FRACTION: truncated_fraction(made)}
         assert self._ahead is not None
         self._ahead.allow(min(step + self._ahead.max_staleness, self.num_rollouts - 1))
         return self._ahead.take(step)

@@ -25,7 +25,7 @@ from slime_like.rollout.batch import check_token_sets, flatten, usable
 from slime_like.rollout.debug_data import save_rollout
 from slime_like.rollout.evaluate import make_evaluator
 from slime_like.rollout.function_results import UNKNOWN_VERSIONS
-from slime_like.rollout.metrics import engine_troubles, failed_fraction, first_failure, rollout_metrics
+from slime_like.rollout.metrics import TRUNCATED_FRACTION, engine_troubles, failed_fraction, first_failure, rollout_metrics
 from slime_like.run_checkpoints import RunCheckpoints
 from slime_like.stopping import StopConditions
 from slime_like.updates import Updates
@@ -63,6 +63,7 @@ class Trainer:
         self.evaluator = function_evaluator(run, self.rollouter, evaluator, self.supply)
         self.weight_version = 1  # of the policy; the engine has its own, which lags until the next sync
         self.start = 0
+        self._told_of_cut_answers = False
         for note in [*([] if source is None else source.notes), *eval_notes]:
             self._warn(note)
         self.batches = BatchMaker(run, layout, self.backend, self.progress, self._warn)
@@ -148,7 +149,9 @@ class Trainer:
         samples = [usable(sample) for sample in flatten(groups)]
         check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
         recorded = run.debug.load_debug_rollout_data is not None  # under weight versions of another run
-        metrics = {} if self.is_sft else merged(rollout_metrics(samples, None if recorded else self.weight_version), collected)
+        metrics = collected if self.is_sft else merged(rollout_metrics(samples, None if recorded else self.weight_version), collected)
+        if self.is_sft:
+            self._tell_of_cut_answers(metrics[TRUNCATED_FRACTION])
         self._check_staleness(step, metrics)
         if self.rollouter is not None and not self.is_sft:
             metrics |= self.rollouter.engine.take_metrics()
@@ -177,6 +180,16 @@ class Trainer:
             metrics |= self.updates.train_policy(step, batches.policy, weight_version=self.weight_version, on_policy=on_policy)
             self.weight_version += 1
         return metrics
+
+    def _tell_of_cut_answers(self, share: float) -> None:
+        """Once in a run: the model would not learn how such answers end."""
+        if share and not self._told_of_cut_answers:
+            self._told_of_cut_answers = True
+            limit = self.run_config.rollout.rollout_max_response_len
+            self._warn(
+                f"{share:.1%} of the answers of this step are longer than --rollout-max-response-len {limit} and are cut there, without an end; "
+                f"{TRUNCATED_FRACTION} has the share of every step"
+            )
 
     def _check_staleness(self, step: int, metrics: Mapping[str, float]) -> None:
         """The bound that --async-rollout gives holds by itself, unless a function of the user's brings older samples."""

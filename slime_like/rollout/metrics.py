@@ -12,6 +12,8 @@ from torch import Tensor
 from slime_like.metrics.typed import MetricAccumulator, masked_max, masked_mean
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
+TRUNCATED_FRACTION = "rollout/truncated_frac"
+
 
 def is_unusable(sample: Sample) -> bool:
     """No response, or no finite reward."""
@@ -32,6 +34,11 @@ def first_failure(samples: Sequence[Sample]) -> str:
     return f"sample {sample.sample_id}: {sample.metadata.get('failure', f'its reward is {sample.reward}')}"
 
 
+def truncated_fraction(samples: Sequence[Sample]) -> float:
+    """Share of samples that reached the limit of length."""
+    return sum(s.status == SampleStatus.TRUNCATED for s in samples) / len(samples)
+
+
 def engine_troubles(metrics: Mapping[str, float]) -> str:
     """What became of requests to servers, for the end of a message; nothing where all went well."""
     counts = [f"{name.removeprefix('engine/')} {value:g}" for name, value in metrics.items() if name.startswith("engine/") and value]
@@ -46,7 +53,7 @@ def rollout_metrics(samples: Sequence[Sample], weight_version: int | None = None
     metrics = {
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
-        "rollout/truncated_frac": sum(s.status == SampleStatus.TRUNCATED for s in samples) / len(samples),
+        TRUNCATED_FRACTION: truncated_fraction(samples),
         "rollout/failed_frac": failed_fraction(samples),
         "rollout/reward_nonfinite": float(len(samples) - len(rewards)),
         "rollout/tokens": float(sum(s.total_length for s in samples)),

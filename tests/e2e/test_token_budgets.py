@@ -31,11 +31,14 @@ def test_two_ranks_balanced_by_work(server: TrainServer, work: Workspace, tmp_pa
 def test_supervised_fine_tuning(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
     flags: dict[str, Any] = {
         "loss_type": "sft_loss", "policy_loss_type": None, "n_samples_per_prompt": None, "custom_rm_path": None, "rm_num_workers": None,
-        "rollout_batch_size": 8,
+        "rollout_batch_size": 8, "rollout_max_response_len": 3,
     }  # fmt: skip
-    server.train(work.flags(tmp_path / "fixed", **flags), tmp_path / "one.log").ok()
+    done = server.train(work.flags(tmp_path / "fixed", **flags), tmp_path / "one.log").ok()
     server.train(work.flags(tmp_path / "budget", **(flags | SIZES | {"rollout_batch_size": 8})), tmp_path / "two.log").ok()
     for a, b in zip(rows_of(tmp_path / "fixed"), rows_of(tmp_path / "budget"), strict=True):
         assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
         assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=1e-4)
         assert b["perf/padding_frac"] == 0
+        assert b["rollout/truncated_frac"] == a["rollout/truncated_frac"] > 0
+    words = "of the answers of this step are longer than --rollout-max-response-len 3 and are cut there"
+    assert (done.out + done.err).count(words) == 1
