@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from arguments.parse import parse_args
+from arguments.parse import SERVER, parse_args
 from arguments.run_config import RunConfig
 from slime_like.losses import LossInputs
 from slime_like.losses.custom import custom_loss
@@ -27,6 +27,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/en").rglob("*.md"))]
 INDEX = ROOT / "docs/en/algorithms/index.md"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^(?:python|torchrun --nproc-per-node (\d)) train\.py (.+)$", re.MULTILINE)
+_SERVER = re.compile(r"^(?:python|torchrun --nproc-per-node (\d)) -m slime_like\.server (.+)$", re.MULTILINE)
+_SCRIPT = re.compile(r"(?:python|\.venv-cookbook/bin/python) ((?:scripts|examples)/[\w/]+\.py)\b([^`\n#]*)")
 
 
 def call(recipe: str, folder: Path, *flags: str, **variables: str) -> list[str]:
@@ -91,11 +93,11 @@ def test_the_first_call_makes_the_warm_start(tmp_path: Path) -> None:
     assert first == f"scripts/warm_start.py --output-dir {tmp_path / 'new'}" and second.startswith("train.py ")
 
 
-def commands(page: Path) -> Iterator[tuple[int, list[str]]]:
-    """(processes, words after train.py) of every command line in a page's code."""
+def commands(page: Path, program: re.Pattern[str] = _COMMAND) -> Iterator[tuple[int, list[str]]]:
+    """(processes, words after the program) of every command line in a page's code."""
     for language, block in _BLOCK.findall(page.read_text(encoding="utf-8")):
         if language == "bash":
-            for processes, words in _COMMAND.findall(block.replace("\\\n", " ")):
+            for processes, words in program.findall(block.replace("\\\n", " ")):
                 yield int(processes or 1), shlex.split(words, comments=True)
 
 
@@ -129,6 +131,28 @@ def parsed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Ru
 def test_command_lines_of_the_documents_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for run in parsed(page, tmp_path, monkeypatch):
         assert all(words.startswith("--load ") for words in run.warnings), run.warnings
+
+
+def test_command_lines_of_the_server_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the one that starts SGLang, which is not installed here."""
+    demo_files(tmp_path)
+    (tmp_path / "outputs/demo").mkdir()
+    (tmp_path / "outputs/demo/model").symlink_to(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    lines = [line for page in PAGES for line in commands(page, _SERVER) if "sglang" not in line[1]]
+    assert len(lines) >= 3
+    for processes, words in lines:
+        assert not parse_args(words, processes, SERVER).warnings
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_scripts_have_the_flags_that_the_documents_give_them(page: Path) -> None:
+    for script, words in _SCRIPT.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):
+        text = (ROOT / script).read_text(encoding="utf-8")
+        if script.startswith("examples/tinker/") and "from common import" in text:
+            text += (ROOT / "examples/tinker/common.py").read_text(encoding="utf-8")
+        for flag in re.findall(r"(?<!\S)--([a-z][\w-]*)", words):
+            assert re.search(rf'"--{flag}"|\b{flag.replace("-", "_")}\b', text), f"{script} --{flag}"
 
 
 def test_the_loss_of_the_guide_is_one(tmp_path: Path) -> None:
