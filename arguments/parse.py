@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import slime_like
+from arguments.config_groups import ConfigGroups
 from arguments.critic_layout import build_critic
 from arguments.eval_sets import eval_sets_of
 from arguments.groups import ModelConfig
@@ -262,36 +263,17 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
     algorithm = dataclasses.replace(
         s.algorithm, global_batch_size=size, num_steps_per_rollout=s.samples_per_rollout // size, balance_data=balance
     )
-    return RunConfig(
+    completed = dict(
         model=dataclasses.replace(s.model, transformer_impl=resolve_transformer_impl(s.model, s.machine)),
-        lora=s.lora,
-        gpt=s.gpt,
         parallel=dataclasses.replace(s.parallel, num_virtual_stages_per_pipeline_rank=stages),
-        data=s.data,
-        eval=s.eval,
-        eval_sets=s.eval_sets,
-        rollout=s.rollout,
-        scheduling=s.scheduling,
         sglang=completed_sglang(s),
-        reward=s.reward,
         algorithm=algorithm,
         distillation=completed_distillation(s),
-        off_policy=s.off_policy,
-        policy_loss=s.policy_loss,
         critic=completed_critic(s),
-        value_loss=s.value_loss,
-        gates=s.gates,
-        schedule=s.schedule,
-        checkpoint=s.checkpoint,
-        logging=s.logging,
-        debug=s.debug,
-        server=s.server,
-        megatron=megatron,
-        teacher=teacher,
-        critic_model=critic,
-        argv=tuple(argv),
-        warnings=tuple(warnings),
-        world_size=s.world_size,
+    )
+    given = {field.name: getattr(s, field.name) for field in dataclasses.fields(ConfigGroups)}
+    return RunConfig(
+        **{**given, **completed}, megatron=megatron, teacher=teacher, critic_model=critic, argv=tuple(argv), warnings=tuple(warnings)
     )
 
 

@@ -6,33 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arguments.eval_sets import EvalSet
-from arguments.groups import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    CriticConfig,
-    DataConfig,
-    DebugConfig,
-    DistillationConfig,
-    EvalConfig,
-    GateConfig,
-    GPTModelConfig,
-    LoggingConfig,
-    LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    RewardConfig,
-    RolloutConfig,
-    ScheduleConfig,
-    SchedulingConfig,
-    ServerConfig,
-    SglangConfig,
-)
+from arguments.config_groups import ConfigGroups
+from arguments.groups import GPTModelConfig, ParallelConfig
 from arguments.groups.lora import TARGETS, UNEMBEDDING
 from arguments.megatron_configs import MegatronConfigs
 from slime_like.advantages.registry import advantage_estimators, needs_critic
-from slime_like.losses.off_policy import OffPolicyConfig
-from slime_like.losses.value_loss import ValueLossConfig
 
 
 @dataclass(frozen=True)
@@ -52,7 +30,7 @@ class CriticModel:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(ConfigGroups):
     """Complete: `gpt` is filled from the checkpoint; `model.transformer_impl` is "local" or "transformer_engine";
     `algorithm.num_steps_per_rollout` and `algorithm.global_batch_size` are set and agree with the rollout's size, `balance_data` is set;
     `algorithm.policy_loss_type` and `advantage_estimator` are registered names, not aliases;
@@ -62,38 +40,14 @@ class RunConfig:
 
     with a critic, `critic.critic_lr` and `critic_min_lr` are set, and critic_model tells its layout; without one that is None.
 
-    teacher: of on-policy distillation on Megatron, else None. policy_loss: the chosen loss's own configuration. argv: the command line. warnings: to be printed once by the launcher.
+    teacher: of on-policy distillation on Megatron, else None. argv: the command line. warnings: to be printed once by the launcher.
     """
 
-    model: ModelConfig
-    lora: LoraConfig
-    gpt: GPTModelConfig
-    parallel: ParallelConfig
-    data: DataConfig
-    eval: EvalConfig
-    eval_sets: tuple[EvalSet, ...]
-    rollout: RolloutConfig
-    scheduling: SchedulingConfig
-    sglang: SglangConfig
-    reward: RewardConfig
-    algorithm: AlgorithmConfig
-    distillation: DistillationConfig
-    off_policy: OffPolicyConfig
-    policy_loss: Any
-    critic: CriticConfig
-    value_loss: ValueLossConfig
-    gates: GateConfig
-    schedule: ScheduleConfig
-    checkpoint: CheckpointConfig
-    logging: LoggingConfig
-    debug: DebugConfig
-    server: ServerConfig
     megatron: MegatronConfigs
     teacher: TeacherModel | None
     critic_model: CriticModel | None
     argv: tuple[str, ...]
     warnings: tuple[str, ...]
-    world_size: int
 
     @property
     def data_parallel_size(self) -> int:

@@ -7,69 +7,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from arguments.eval_sets import EvalSet
-from arguments.groups import (
-    AlgorithmConfig,
-    CheckpointConfig,
-    CriticConfig,
-    DataConfig,
-    DebugConfig,
-    DistillationConfig,
-    EvalConfig,
-    GateConfig,
-    GPTModelConfig,
-    LoggingConfig,
-    LoraConfig,
-    ModelConfig,
-    ParallelConfig,
-    RewardConfig,
-    RolloutConfig,
-    ScheduleConfig,
-    SchedulingConfig,
-    ServerConfig,
-    SglangConfig,
-)
+from arguments.config_groups import ConfigGroups
+from arguments.groups import ParallelConfig
 from arguments.megatron_configs import Machine
 from slime_like.config import Problem, flag_name
-from slime_like.losses.off_policy import OffPolicyConfig
 from slime_like.losses.registry import PolicyLoss
-from slime_like.losses.value_loss import ValueLossConfig
 
 TASK_PREFIX = "reasoning_gym:"  # of a source that makes its rows, answers and scores itself
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What the rules look at. core: megatron-core's fields, from flags and checkpoint. loss: as its settings,
-    policy_loss, make it. given: names of the fields that the user set."""
+@dataclass(frozen=True)
+class Settings(ConfigGroups):
+    """What the rules look at. core: megatron-core's fields, from flags and checkpoint. loss: as its settings, policy_loss,
+    make it. given: names of the fields that the user set."""
 
-    model: ModelConfig
-    lora: LoraConfig
-    gpt: GPTModelConfig
-    parallel: ParallelConfig
-    data: DataConfig
-    eval: EvalConfig
-    eval_sets: tuple[EvalSet, ...]
-    rollout: RolloutConfig
-    scheduling: SchedulingConfig
-    sglang: SglangConfig
-    reward: RewardConfig
-    algorithm: AlgorithmConfig
-    distillation: DistillationConfig
-    off_policy: OffPolicyConfig
     loss: PolicyLoss
-    policy_loss: Any
-    critic: CriticConfig
-    value_loss: ValueLossConfig
-    gates: GateConfig
-    schedule: ScheduleConfig
-    checkpoint: CheckpointConfig
-    logging: LoggingConfig
-    debug: DebugConfig
-    server: ServerConfig
     core: Mapping[str, Any]
     given: frozenset[str]
-    world_size: int
     machine: Machine
 
     @property

@@ -104,14 +104,19 @@ def train_watched(config: RunConfig, layout: ParallelLayout, activity: Activity)
             print("interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
     except Exception as error:
-        say_failed(layout.rank)
-        if is_first_to_fail():
-            tell(explain(error, layout.world_size))
-        return FAILED
+        return fail(error, layout)
     finally:
         if trainer is not None:
             trainer.close()
     return status
+
+
+def fail(error: Exception, layout: ParallelLayout) -> int:
+    """The exit status of a rank that an error ended. One rank tells it, as what it comes of where other ranks are gone."""
+    say_failed(layout.rank)
+    if is_first_to_fail():
+        tell(explain(error, layout.world_size))
+    return FAILED
 
 
 def tell(error: BaseException) -> None:

@@ -350,6 +350,19 @@ def engine_of(
         engine.close()
 
 
+def make_served_model(folder: Path, seed: int) -> str:
+    """A tiny model without a tokenizer; its folder."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        max_position_embeddings=64, initializer_range=0.3, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
 def weights_of(model: str) -> Iterator[tuple[str, torch.Tensor]]:
     return iter(load_file(Path(model) / "model.safetensors").items())
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from slime_like.rollout.engine import GenerateOutput
-from slime_like.rollout.slime_samples import SlimeArgs, SlimeSample
-from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
+from slime_like.rollout.slime_samples import SlimeArgs, SlimeSample, unwritten
+from slime_like.types import NOT_SAMPLED, Prompt, Sample, SampleStatus
 
 HIGHEST_LOG_PROB = 1e-3  # rounding
 _STATUS = {
@@ -104,18 +104,7 @@ def blank(sample: SlimeSample, flag: str) -> Sample:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{flag}: a sample has {name} {value!r}; take samples from data_source.get_samples, or number them from 0")
     assert sample.group_index is not None and sample.index is not None
-    return Sample(
-        group_id=sample.group_index,
-        sample_id=sample.index,
-        tokens=torch.empty(0, dtype=torch.int64),
-        response_length=0,
-        loss_mask=torch.empty(0, dtype=torch.bool),
-        rollout_log_probs=torch.empty(0, dtype=torch.float32),
-        status=SampleStatus.PARTIAL,
-        text=sample.prompt,
-        label=sample.label,
-        metadata=dict(sample.metadata),
-    )
+    return unwritten(Prompt(sample.group_index, sample.prompt, (), label=sample.label, metadata=dict(sample.metadata)), sample.index)
 
 
 def whole(sample: Sample) -> GenerateOutput:

@@ -8,8 +8,8 @@ from typing import Any
 
 from arguments.run_config import RunConfig
 from slime_like.errors import RunError
-from slime_like.launcher import FAILED, INTERRUPTED, is_first_to_fail, prepare, tell
-from slime_like.lost_ranks import explain, leave_address, say_failed
+from slime_like.launcher import FAILED, INTERRUPTED, fail, prepare
+from slime_like.lost_ranks import leave_address
 
 
 def run(config: RunConfig, rank: int) -> int:
@@ -31,10 +31,7 @@ def run(config: RunConfig, rank: int) -> int:
             except KeyboardInterrupt:
                 return INTERRUPTED
             except Exception as error:
-                say_failed(layout.rank)
-                if is_first_to_fail():
-                    tell(explain(error, layout.world_size))
-                return FAILED
+                return fail(error, layout)
     except RunError as error:  # the ranks could not meet: each tells what it saw
         print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED

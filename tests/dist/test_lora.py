@@ -157,16 +157,19 @@ def compare(found: dict[str, Any], one: dict[str, Any], label: str) -> None:
             assert relative(found[key][name], tensor) < 2e-5, (label, key, name)
 
 
+def compare_layouts(layouts: dict[str, str], one: dict[str, Any], files: dict[str, str], folder: Path) -> None:
+    """On two ranks. layouts: their flags, by name."""
+    run_ranks("tests.dist.lora_worker:layouts", 2, folder, {**files, "layouts": layouts}, timeout_s=240)
+    for name in layouts:
+        for rank in range(2):
+            compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
+
+
 @pytest.mark.parametrize("names", [FAST, pytest.param(tuple(n for n in TWO_RANKS if n not in FAST), marks=pytest.mark.slow)], ids=len)
 def test_layouts_train_the_adapter_of_one_process(names: tuple[str, ...], alone: Any, files: dict[str, str], tmp_path: Path) -> None:
     one = worker.train(files["model"], alone, WITH_HEAD)
     assert min(one["norms"]) > 1.0, "clipped"
-    run_ranks(
-        "tests.dist.lora_worker:layouts", 2, tmp_path, {**files, "layouts": {n: WITH_HEAD + TWO_RANKS[n] for n in names}}, timeout_s=240
-    )
-    for name in names:
-        for rank in range(2):
-            compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
+    compare_layouts({name: WITH_HEAD + TWO_RANKS[name] for name in names}, one, files, tmp_path)
 
 
 @pytest.mark.slow
@@ -176,11 +179,7 @@ def test_experts_and_the_output_layer(alone: Any, files: dict[str, str], tmp_pat
     one = worker.train(files["model"], alone, EVERYTHING)
     assert "lm_head.lora_A" in one["factors"] and "model.layers.3.mlp.experts.2.down_proj.lora_B" in one["factors"]
     assert min(float(g.norm()) for name, g in one["gradients"].items() if "lm_head" in name) > 0
-    layouts = {name: f"{EVERYTHING} {flags}" for name, flags in EXPERT_LAYOUTS.items()}
-    run_ranks("tests.dist.lora_worker:layouts", 2, tmp_path, {**files, "layouts": layouts}, timeout_s=240)
-    for name in layouts:
-        for rank in range(2):
-            compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
+    compare_layouts({name: f"{EVERYTHING} {flags}" for name, flags in EXPERT_LAYOUTS.items()}, one, files, tmp_path)
 
 
 @pytest.mark.slow
@@ -193,11 +192,7 @@ def test_latent_attention(alone: Any, files: dict[str, str], tmp_path: Path) -> 
     targeted = {name.split(".")[-2] for name in one["factors"] if ".self_attn." in name}
     assert targeted == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     assert min(float(g.norm()) for name, g in one["gradients"].items() if ".self_attn." in name) > 0
-    layouts = {name: f"{EVERYTHING} {flags}" for name, flags in LATENT_LAYOUTS.items()}
-    run_ranks("tests.dist.lora_worker:layouts", 2, tmp_path, {**files, "layouts": layouts}, timeout_s=240)
-    for name in layouts:
-        for rank in range(2):
-            compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
+    compare_layouts({name: f"{EVERYTHING} {flags}" for name, flags in LATENT_LAYOUTS.items()}, one, files, tmp_path)
 
 
 def test_one_process_takes_the_steps_of_peft(alone: Any, files: dict[str, str], tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slime_like.errors import RunError
 from slime_like.rollout.engine import GenerateRequest, SamplingParams
@@ -25,7 +24,7 @@ from slime_like.rollout.sglang.http import Deadlines, Retries
 from slime_like.server.errors import Refused
 from slime_like.server.sampler import seed_of
 from slime_like.server.sglang_sampler import SglangSampler, SnapshotUpdater
-from tests.fake_sglang import FakeServer, changed, fake_servers, status
+from tests.fake_sglang import FakeServer, changed, fake_servers, make_served_model, status
 
 PROMPTS = [(7, 8, 9), (11, 5)]
 SAMPLING: dict[str, Any] = {
@@ -43,14 +42,7 @@ SAMPLING: dict[str, Any] = {
 def snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of a base model, and of two others of its shape."""
     root = tmp_path_factory.mktemp("snapshots")
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        max_position_embeddings=64, initializer_range=0.3, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
-    for number in range(3):
-        torch.manual_seed(number)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(root / str(number))
-    return [str(root / str(number)) for number in range(3)]
+    return [make_served_model(root / str(number), seed=number) for number in range(3)]
 
 
 def sampler_of(base: str, servers: list[FakeServer]) -> SglangSampler:

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slime_like.errors import RunError
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
@@ -30,6 +29,7 @@ from tests.fake_sglang import (
     drip,
     engine_of,
     fake_servers,
+    make_served_model,
     silence,
     status,
     text,
@@ -42,14 +42,7 @@ REQUESTS = [GenerateRequest(10 + i, (3 + i, 5, 7), seed=100 + i) for i in range(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        max_position_embeddings=64, initializer_range=0.3, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return str(folder)
+    return make_served_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
 def expected(model: str) -> list[GenerateOutput]:

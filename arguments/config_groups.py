@@ -1,0 +1,61 @@
+"""The groups of settings that a run has: of a command line as its rules look at it, and of a `RunConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from arguments.eval_sets import EvalSet
+from arguments.groups import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    CriticConfig,
+    DataConfig,
+    DebugConfig,
+    DistillationConfig,
+    EvalConfig,
+    GateConfig,
+    GPTModelConfig,
+    LoggingConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    ScheduleConfig,
+    SchedulingConfig,
+    ServerConfig,
+    SglangConfig,
+)
+from slime_like.losses.off_policy import OffPolicyConfig
+from slime_like.losses.value_loss import ValueLossConfig
+
+
+@dataclass(frozen=True)
+class ConfigGroups:
+    """policy_loss: the chosen loss's own configuration. eval_sets: what `eval` names."""
+
+    model: ModelConfig
+    lora: LoraConfig
+    gpt: GPTModelConfig
+    parallel: ParallelConfig
+    data: DataConfig
+    eval: EvalConfig
+    eval_sets: tuple[EvalSet, ...]
+    rollout: RolloutConfig
+    scheduling: SchedulingConfig
+    sglang: SglangConfig
+    reward: RewardConfig
+    algorithm: AlgorithmConfig
+    distillation: DistillationConfig
+    off_policy: OffPolicyConfig
+    policy_loss: Any
+    critic: CriticConfig
+    value_loss: ValueLossConfig
+    gates: GateConfig
+    schedule: ScheduleConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    debug: DebugConfig
+    server: ServerConfig
+    world_size: int
