@@ -14,8 +14,9 @@ from slime_like.checkpoints.files import hash_file
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
 from slime_like.checkpoints.manifest import MANIFEST
 from slime_like.convert.weight_files import weights_digest
-from slime_like.megatron_backend.backend import MegatronBackend, needs_reference
+from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.checkpoint import CheckpointSaver, SaveError, SavePolicy, SaveReport, is_converted, saved_networks
+from slime_like.megatron_backend.from_settings import needs_reference
 from slime_like.megatron_backend.layout import ParallelLayout
 
 

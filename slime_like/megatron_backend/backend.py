@@ -6,34 +6,36 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from arguments.groups import AlgorithmConfig
 from arguments.hf_model import HfModel, read_hf_model
 from arguments.run_config import RunConfig
 from slime_like.agreement import from_rank_zero
-from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
 from slime_like.convert.save import save_hf
 from slime_like.convert.weight_files import weights_digest
-from slime_like.losses.custom import custom_loss
-from slime_like.losses.registry import policy_losses
-from slime_like.losses.total import LossTerms
-from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SaveReport, load_checkpoint, load_weights
+from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SaveReport, load_checkpoint
 from slime_like.megatron_backend.critic import make_critic, start_from_policy, value_step, value_training_step
 from slime_like.megatron_backend.experts import replay_disagreement, routes_of_stage, routing_metrics
+from slime_like.megatron_backend.from_settings import (
+    FrozenModel,
+    load_network,
+    make_head,
+    make_objective,
+    make_policy,
+    make_reference,
+    make_teacher,
+)
 from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.megatron_backend.lora import LoraBase, LoraNetwork, load_adapter, lora_spec, save_adapter
-from slime_like.megatron_backend.loss_closure import Head, Objective, gradient_scale, log_prob_step, training_step
+from slime_like.megatron_backend.lora import LoraNetwork, load_adapter, save_adapter
+from slime_like.megatron_backend.loss_closure import gradient_scale, log_prob_step, training_step
 from slime_like.megatron_backend.micro_batches import cut, micro_batch_size, pack_groups, packing_metrics
 from slime_like.megatron_backend.model import model_shape
 from slime_like.megatron_backend.network import Network, TrainedNetwork
-from slime_like.megatron_backend.offload import OffloadedWeights
 from slime_like.megatron_backend.optimizer import limits_kept, resume_schedule
 from slime_like.megatron_backend.packing import with_selection_seeds
 from slime_like.metrics.typed import Metric, MetricAccumulator
@@ -57,9 +59,6 @@ class PendingStep:
     network: TrainedNetwork
 
 
-FrozenModel = Network | OffloadedWeights  # what computes log-probs
-
-
 class MegatronBackend:
     """The networks of this rank: the policy; a reference model where a KL term uses it; the teacher of on-policy distillation; a critic where
     the estimator needs one."""
@@ -75,46 +74,15 @@ class MegatronBackend:
         self.transformer = run.megatron.transformer
         self.device = device_of_this_process()
         self.hf: HfModel | None = read_hf_model(run.model.hf_checkpoint) if run.model.hf_checkpoint else None
-        self.head = Head(
-            run.gpt.vocab_size or 0,
-            temperature_of(run),
-            layout,
-            sequence_parallel=run.megatron.transformer.sequence_parallel,
-            chunk_size=run.algorithm.log_probs_chunk_size,
-        )
+        self.head = make_head(run, layout)
         self.objective = make_objective(run)
         self._hf_checkpoint = run.model.hf_checkpoint
         self._seed = run.model.seed
 
-        shape = (run.megatron.transformer, run.gpt, run.model.transformer_impl, layout)
-        self.policy: Network
-        megatron = run.megatron
-        policy_steps = max(1, total_steps - run.critic.num_critic_only_steps * (run.algorithm.num_steps_per_rollout or 1))
-        training: dict[str, Any] = dict(ddp=megatron.ddp, optimizer=megatron.optimizer, schedule=run.schedule, total_steps=policy_steps)
-        if run.debug.debug_rollout_only:
-            self.policy = Network(*shape)
-        elif run.lora.lora_rank:
-            assert self.hf is not None, "checked on the command line"
-            self.policy = LoraNetwork(LoraBase(*shape, hf=self.hf), lora_spec(run.lora, run.model.seed), **training)
-        else:
-            self.policy = TrainedNetwork(*shape, **training)
-        if run.model.hf_checkpoint:
-            self.policy.load_hf(run.model.hf_checkpoint)
+        self.policy = make_policy(run, layout, self.hf, total_steps=total_steps)
         self._adapter_shape = self._start_adapter(run.lora.lora_adapter_path)
-        self.reference: FrozenModel | None = None
-        if needs_reference(run.algorithm) and isinstance(self.policy, LoraNetwork) and run.reference_is_base:
-            self.reference = self.policy.base
-        elif needs_reference(run.algorithm):
-            assert run.model.ref_load is not None, "checked on the command line"
-            verify = not run.checkpoint.no_verify_checkpoint
-            load = partial(load_network, root=run.model.ref_load, flag="--ref-load", step=run.model.ref_ckpt_step, verify=verify, tell=tell)
-            host = self.policy.base if isinstance(self.policy, LoraNetwork) else self.policy
-            self.reference = OffloadedWeights(host, load) if run.model.ref_offload else frozen(Network(*shape), load)
-        self.teacher: FrozenModel | None = None
-        if run.teacher is not None:
-            assert run.distillation.opd_teacher_load is not None
-            teacher = Network(run.teacher.transformer, run.teacher.gpt, run.model.transformer_impl, layout)
-            self.teacher = frozen(teacher, partial(Network.load_hf, folder=run.distillation.opd_teacher_load))
+        self.reference = make_reference(run, self.policy, tell)
+        self.teacher = make_teacher(run, layout)
         self.critic: TrainedNetwork | None = None
         if run.trains_critic:
             self.critic = make_critic(run, self.policy, total_steps=total_steps)
@@ -330,57 +298,5 @@ def not_of_the_policy(samples: Sequence[TrainSample]) -> list[TrainSample]:
     return [dataclasses.replace(sample, routes=None, token_sets=None) for sample in samples]
 
 
-def load_network(
-    network: Network, root: str, *, flag: str, step: int | None, verify: bool, tell: Callable[[str], None], name: str = "policy"
-) -> None:
-    """Weights for a network, from a Hugging Face model or from the network `name` in a folder of checkpoints (step: None is the newest). Raises
-    ValueError when they are shaped otherwise, or damaged."""
-    if not is_checkpoint_root(root):
-        network.load_hf(root)
-        return
-    found, warning = (step, None) if step is not None else newest_step(root, flag)
-    if warning is not None:
-        tell(f"warning: {warning}")
-    there = checkpoint_folder(root, found)
-    load_weights(there, name, SavedNetwork(network.chunks, None, None, network.layout), verify=verify, tell=tell)
-
-
 def saved_network(network: TrainedNetwork, *, with_optimizer: bool) -> SavedNetwork:
     return SavedNetwork(network.saved_chunks, network.optimizer if with_optimizer else None, network.scheduler, network.layout)
-
-
-def frozen(network: Network, load: Callable[[Network], None]) -> Network:
-    """The network with the weights that `load` gives it, never to be trained."""
-    load(network)
-    network.freeze()
-    return network
-
-
-def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """A reference model is resident when a KL term uses it."""
-    return algorithm.use_kl_loss or algorithm.kl_coef != 0
-
-
-def temperature_of(run: RunConfig) -> float:
-    """Log-probs are those of the sampling distribution; supervised fine-tuning has no sampler."""
-    return 1.0 if run.algorithm.loss_type == "sft_loss" else run.rollout.rollout_temperature
-
-
-def make_objective(run: RunConfig) -> Objective:
-    """The loss that the settings describe."""
-    algorithm = run.algorithm
-    if algorithm.loss_type == "sft_loss":
-        loss = policy_losses.get("cross_entropy")
-        return Objective(loss, loss.config_type(), LossTerms())
-    terms = LossTerms(
-        kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
-        kl_loss_type=algorithm.kl_loss_type or "low_var_kl",
-        use_unbiased_kl=algorithm.use_unbiased_kl,
-        entropy_coef=algorithm.entropy_coef,
-        positive_nll_coef=algorithm.positive_nll_coef,
-        opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
-    )
-    level = run.off_policy.tis_ratio_type or "token"
-    path = algorithm.custom_loss_function_path
-    loss = policy_losses.get(algorithm.policy_loss_type) if path is None else custom_loss(path)
-    return Objective(loss, run.policy_loss, terms, importance_level=level)
