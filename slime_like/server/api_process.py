@@ -18,6 +18,7 @@ from arguments.parse import SERVER, parse_or_exit
 from arguments.run_config import RunConfig
 from arguments.validate_server import read_keys
 from slime_like.server.app import make_app
+from slime_like.server.base_model import BaseModel
 from slime_like.server.data import Limits
 from slime_like.server.dispatcher import Dispatcher
 from slime_like.server.errors import Failed
@@ -27,7 +28,7 @@ from slime_like.server.limits import Gate, PatientProtocol
 from slime_like.server.link import WorkerLink
 from slime_like.server.operations import ServerOperations
 from slime_like.server.registry import Registry
-from slime_like.server.service import BaseModel, Service, make_folders
+from slime_like.server.service import Service, make_folders
 
 log = logging.getLogger("slime_like.server")
 JOURNAL_FILE = "journal.sqlite"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from arguments.groups import ServerConfig
 from slime_like.server import bodies
+from slime_like.server.base_model import BaseModel, adapter_of, check_optimizer, check_unembed
 from slime_like.server.data import Limits, check_pass, parse_request
 from slime_like.server.dispatcher import Dispatcher, request_id
 from slime_like.server.errors import HttpError, Refused
@@ -19,20 +19,6 @@ from slime_like.server.lifetimes import Lifetimes
 from slime_like.server.operations import ServerOperations, snapshot_is_gone
 from slime_like.server.registry import Checkpoint, Model, Registry, Sampler, role_of
 from slime_like.server.sampling import sample_body
-
-
-@dataclass(frozen=True, slots=True)
-class BaseModel:
-    """folder: of the Hugging Face model. name: for clients. arch: its class. supports_unembed: samplers can take an output layer that was trained."""
-
-    folder: str
-    name: str
-    arch: str
-    supports_lora: bool = False
-    supports_unembed: bool = True
-
-    def is_called(self, name: str) -> bool:
-        return name in (self.name, self.folder)
 
 
 class Service:
@@ -80,8 +66,8 @@ class Service:
         request: dict[str, Any] = {"model": id}
         try:
             model.role = role_of(body.user_metadata, body.model_role)
-            self._check_base(body.base_model)
-            _check_optimizer(body.optimizer_config)
+            self.base.check_name(body.base_model)
+            check_optimizer(body.optimizer_config)
             model.lora = adapter_of(body.lora_config, model.role, self.base)
             if model.role == "critic":
                 model.policy = self.registry.policy_for_critic(session.id)
@@ -103,10 +89,6 @@ class Service:
         self.registry.keep(model)
         self.dispatcher.queue(model.id, next_seq=0)
 
-    def _check_base(self, name: str) -> None:
-        if not self.base.is_called(name):
-            raise Refused(f"base_model {name!r} is not served here; it is {self.base.name!r}")
-
     def load_weights(self, body: bodies.LoadWeights, owner: str) -> dict[str, Any]:
         by_model, by_session = body.model_id is not None, body.session_id is not None
         if by_model == by_session or (by_model and body.seq_id is None) or (by_session and body.model_seq_id is None):
@@ -127,8 +109,8 @@ class Service:
         request = {"model": id, "path": body.path, "optimizer": body.optimizer}
         try:
             if body.base_model is not None:
-                self._check_base(body.base_model)
-            _check_optimizer(body.optimizer_config)
+                self.base.check_name(body.base_model)
+            check_optimizer(body.optimizer_config)
             if body.optimizer and body.optimizer_config is not None:
                 raise Refused("optimizer_config does not go with optimizer=True, which takes the checkpoint's")
             checkpoint = self.registry.checkpoint(body.path, owner, "training")
@@ -213,7 +195,7 @@ class Service:
         try:
             folder, source = self.base.folder, body.model_path
             if body.base_model is not None:
-                self._check_base(body.base_model)
+                self.base.check_name(body.base_model)
             if body.model_path is not None:
                 checkpoint = self.registry.checkpoint(body.model_path, owner, "sampler")
                 check_unembed(checkpoint.lora, self.base)
@@ -286,36 +268,6 @@ class Service:
                 {"model_name": self.base.name, "max_context_length": self.limits.max_length, "trainable": True, "sampleable": True}
             ]
         }
-
-
-def adapter_of(lora: bodies.LoraConfig | None, role: str, base: BaseModel) -> dict[str, Any] | None:
-    """The settings of a model's adapter; None trains all weights, as rank 0 does. A critic has no output layer, so `train_unembed`, which the SDK
-    asks for unless it is told otherwise, says nothing there and is kept as False. Raises Refused."""
-    if lora is None or lora.rank == 0:
-        return None
-    if not base.supports_lora:
-        raise Refused(
-            f"LoRA (rank {lora.rank}) is not offered with Transformer Engine layers (--transformer-impl); rank 0 trains all weights"
-        )
-    settings = {name: getattr(lora, name) for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")}
-    if role == "critic":
-        settings["train_unembed"] = False
-    check_unembed(settings, base)
-    return settings
-
-
-def check_unembed(lora: dict[str, Any] | None, base: BaseModel) -> None:
-    """Raises Refused for an adapter whose merged weights the sampler cannot take."""
-    if lora is not None and lora["train_unembed"] and not base.supports_unembed:
-        raise Refused(
-            "train_unembed is not offered with --rollout-engine sglang for this model, whose output layer is its embedding: SGLang's servers "
-            "hold one weight for both, and could not take the merged ones; give train_unembed=False, or serve with --rollout-engine local"
-        )
-
-
-def _check_optimizer(config: bodies.OptimizerConfig | None) -> None:
-    if config is not None and config.type != "adamw":
-        raise Refused(f"optimizer {config.type!r} is not offered here; the only one is adamw")
 
 
 def save_request(kind: str, body: Any, *, overwrite: bool) -> dict[str, Any]:
