@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Collection
 
 from arguments.from_dataclass import Flag
 from arguments.table import FlagTable
 
 _WIDTH = 110
-USAGE = """usage: torchrun [--nproc-per-node N] train.py --hf-checkpoint FOLDER --prompt-data FILE --lr X --num-rollout N [flags]
-
-Dashes and underscores in flags are interchangeable. --config RUN.YAML reads flags from a file.
+TRAIN_USAGE = """usage: python train.py --hf-checkpoint FOLDER --prompt-data FILE --lr X --num-rollout N [flags]
+       torchrun --nproc-per-node N train.py ...         on several processes"""
+SERVER_USAGE = """usage: python -m slime_like.server --hf-checkpoint FOLDER [flags]
+       torchrun --nproc-per-node N -m slime_like.server ...         on several processes"""
+_NOTES = """Dashes and underscores in flags are interchangeable. --config RUN.YAML reads flags from a file.
 --help WORD shows the groups and flags whose names hold WORD."""
 
 
@@ -23,18 +26,18 @@ def default_words(flag: Flag) -> str:
     return "" if flag.default in (None, {}, []) else str(flag.default)
 
 
-def help_text(table: FlagTable, about: str = "") -> str:
-    """about: a part of a group's title or of a flag's name; empty shows everything."""
+def help_text(table: FlagTable, about: str = "", *, usage: str = TRAIN_USAGE, hidden: Collection[str] = ()) -> str:
+    """about: a part of a group's title or of a flag's name; empty shows everything. hidden: fields of settings that the program does not have."""
     word = about.lstrip("-").replace("_", "-").lower()
     groups: dict[str, list[Flag]] = {}
     for flag in table.flags:
         picked = word in flag.group.lower() or any(word in name.lower() for name in (*flag.on, *flag.off))
-        if picked and not flag.refused:
+        if picked and not flag.refused and flag.dest not in hidden:
             groups.setdefault(flag.group, []).append(flag)
     if not groups:
         near = table.nearest(about) if about else None
         return f"no group or flag is called {about!r}" + (f"; did you mean {near}?" if near else "")
-    parts = [USAGE]
+    parts = [usage, _NOTES]
     for title, flags in groups.items():
         parts.append(f"{title}:\n" + "\n".join(_entry(flag) for flag in flags))
     return "\n\n".join(parts)

@@ -15,7 +15,7 @@ from arguments.config_groups import ConfigGroups
 from arguments.critic_layout import build_critic
 from arguments.eval_sets import eval_sets_of
 from arguments.groups import ModelConfig
-from arguments.help import help_text
+from arguments.help import SERVER_USAGE, TRAIN_USAGE, help_text
 from arguments.hf_model import HfModel, read_hf_model
 from arguments.loss_choice import choose_loss, settle_loss
 from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
@@ -29,7 +29,7 @@ from arguments.validate_distillation import completed_distillation
 from arguments.validate_moe import MOE_WARNINGS
 from arguments.validate_parallel import virtual_stages_of
 from arguments.validate_run import RULES, WARNINGS, Warn, settings_of_other_losses
-from arguments.validate_server import SERVER_RULES
+from arguments.validate_server import OF_EVERY_STEP, OF_THE_SERVER, SERVER_RULES, of_the_trainer
 from arguments.validate_sglang import completed_sglang
 from arguments.words import Given, merge, read_command_line, read_run_file
 from slime_like.advantages.registry import advantage_estimators
@@ -45,15 +45,17 @@ _WAIT_FOR_RANK_0_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Whose command line it is. values: of settings that it does not have, where others look at them."""
+    """Whose command line it is. usage, hidden: of --help, see there. values: of settings that it does not have, where others look at them."""
 
     rules: tuple[Rule, ...]
     warnings: tuple[Warn, ...]
+    usage: str
+    hidden: frozenset[str]
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-TRAIN = Program(RULES, WARNINGS)
-SERVER = Program(SERVER_RULES, MOE_WARNINGS, {"lr": 1e-4, "clip_grad": 0.0})
+TRAIN = Program(RULES, WARNINGS, TRAIN_USAGE, OF_THE_SERVER)
+SERVER = Program(SERVER_RULES, MOE_WARNINGS, SERVER_USAGE, frozenset(of_the_trainer()).union(OF_EVERY_STEP), {"lr": 1e-4, "clip_grad": 0.0})
 
 
 class HelpWanted(Exception):
@@ -67,7 +69,7 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
     what megatron-core itself refuses comes second, once nothing else is wrong. Needs no process group.
     """
     table = flag_table()
-    _answer_help(argv, table)
+    _answer_help(argv, table, program)
     given = _read(argv, table)
     loss, policy_loss = choose_loss(given, table)
     checkpoint = _read_checkpoint(given)
@@ -98,13 +100,13 @@ def parse_or_exit(argv: Sequence[str], world_size: int, rank: int, program: Prog
         raise SystemExit(0) from None
 
 
-def _answer_help(argv: Sequence[str], table: FlagTable) -> None:
+def _answer_help(argv: Sequence[str], table: FlagTable, program: Program) -> None:
     if "--version" in argv:
         raise HelpWanted(f"slime_like {slime_like.__version__}")
     for position, word in enumerate(argv):
         if word in ("--help", "-h"):
             about = argv[position + 1] if position + 1 < len(argv) else ""
-            raise HelpWanted(help_text(table, about))
+            raise HelpWanted(help_text(table, about, usage=program.usage, hidden=program.hidden))
 
 
 def _read(argv: Sequence[str], table: FlagTable) -> Given:

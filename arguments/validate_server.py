@@ -8,6 +8,7 @@ import ipaddress
 from pathlib import Path
 
 from arguments.groups import ServerConfig
+from arguments.table import GROUPS
 from arguments.validate import Rule, Settings, problem
 from arguments.validate_moe import MOE_RULES
 from arguments.validate_network import NETWORK_RULES
@@ -45,13 +46,17 @@ def only_the_server_has_these(s: Settings) -> list[Problem]:
     ]
 
 
+def of_the_trainer() -> set[str]:
+    """Fields of the settings that train.py has and the server does not."""
+    fields = {field.name for group in TRAINERS_GROUPS for field in dataclasses.fields(GROUPS[group][1])}
+    fields |= {field.name for _, loss in policy_losses.items() for field in dataclasses.fields(loss.config_type)}
+    return (fields | {"ref_load", "ref_ckpt_step", "ref_offload"}) - ALSO_SERVED
+
+
 def nothing_of_the_trainer(s: Settings) -> list[Problem]:
-    trainers = {field.name for group in TRAINERS_GROUPS for field in dataclasses.fields(getattr(s, group))}
-    trainers |= {field.name for _, loss in policy_losses.items() for field in dataclasses.fields(loss.config_type)}
-    trainers |= {"ref_load", "ref_ckpt_step", "ref_offload"}
     found = [
         Problem(flag_name(n), None, "is a setting of train.py and has no effect here; leave it out")
-        for n in sorted(s.given & (trainers - ALSO_SERVED))
+        for n in sorted(s.given & of_the_trainer())
     ]
     words = "is told by the client with every optimizer step; leave it out"
     return found + [Problem(flag_name(name), s.core[name], words) for name in OF_EVERY_STEP if name in s.given]

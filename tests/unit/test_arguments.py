@@ -14,6 +14,7 @@ from arguments import parse
 from arguments.groups import ModelConfig, ParallelConfig
 from arguments.megatron_configs import Build, Machine, _fusions, resolve_transformer_impl
 from arguments.parse import HelpWanted, parse_args, parse_or_exit
+from slime_like.config import ConfigError
 from slime_like.losses.sapo import SAPOConfig
 from tests.unit.command_lines import complete, problems_of, write_files
 
@@ -274,6 +275,20 @@ def test_help_and_version() -> None:
         parse_args(["--version"], 1)
     with pytest.raises(HelpWanted, match="did you mean --policy-loss-type"):
         parse_args(["--help", "polcy-loss-type"], 1)
+
+
+def test_each_program_shows_the_flags_that_it_takes(tmp_path: Path) -> None:
+    shown = {}
+    for name, program in (("train", parse.TRAIN), ("server", parse.SERVER)):
+        with pytest.raises(HelpWanted) as wanted:
+            parse_args(["--help"], 1, program)
+        shown[name] = str(wanted.value)
+    assert shown["train"].startswith("usage: python train.py") and "  --max-models " not in shown["train"] and "  --lr " in shown["train"]
+    assert shown["server"].startswith("usage: python -m slime_like.server") and "  --max-models " in shown["server"]
+    for flag in ("--lr", "--prompt-data", "--sapo-tau-pos", "--ref-load"):
+        assert f"  {flag} " not in shown["server"]
+        with pytest.raises(ConfigError, match=f"{flag}\\b.*(setting of train.py|told by the client)"):
+            parse_args(["--hf-checkpoint", str(tmp_path), flag, "1"], 1, parse.SERVER)
 
 
 def test_only_rank_0_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
