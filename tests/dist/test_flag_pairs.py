@@ -35,7 +35,9 @@ def go_together(names: tuple[str, ...]) -> bool:
         return False
     if "distributed activations" in names:
         return "TP2" in names
-    return not (("EP2" in names and "PP2" in names) or ("EP2 ETP1" in names and "TP2 SP" not in names))
+    if "EP2 ETP1" in names:
+        return "TP2 SP" in names
+    return "EP2" not in names or not {"PP2", "TP2 SP"} & set(names)  # without a size of their own experts are cut as TP cuts: four ranks
 
 
 def covering(axes: tuple[tuple[str, ...], ...]) -> list[tuple[str, ...]]:
