@@ -105,6 +105,10 @@ class Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.server.fake.get(self)
 
+    def do_DELETE(self) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.server.fake.delete(self)
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", "0"))) or "{}")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -208,6 +212,9 @@ class FakeServer:
         elif handler.path == "/update_weights_from_tensor":
             self.take(body)
             handler.reply(200, b'{"success": true, "message": ""}')
+        elif handler.path == "/workers":
+            self.workers.append(body["url"])
+            handler.reply(202, b"{}")
         elif handler.path == "/abort_request":
             self._slow.setdefault(body["rid"], threading.Event()).set()
             handler.reply(200, b'{"success": true, "message": ""}')
@@ -222,6 +229,11 @@ class FakeServer:
             handler.reply(200, b'{"success": true, "message": ""}')
         else:
             handler.reply(404, b"no such call", "text/plain")
+
+    def delete(self, handler: Handler) -> None:
+        """A worker of a router, by its number."""
+        del self.workers[int(handler.path.rsplit("/", 1)[1])]
+        handler.reply(202, b"{}")
 
     def take(self, body: Any) -> None:
         """A bucket of weights; all of them are loaded with the last one."""
@@ -332,11 +344,12 @@ def engine_of(
     buffer_bytes: int = 2**20,
     colocated: bool = False,
     routes: RoutesFormat | None = None,
+    joined_by_router: bool = False,
 ) -> Iterator[SglangEngine]:
     """An engine that asks `servers`; synced: they have the model's weights, as version 1."""
     messages: list[str] = []
     health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, strikes=2)
-    fleet = Fleet([s.url for s in servers], [], router, health, 1.0, messages.append)
+    fleet = Fleet([s.url for s in servers], [], router, health, 1.0, messages.append, joined_by_router=joined_by_router)
     fleet.start()
     updater = WeightUpdater(fleet, UpdateSettings(transport, buffer_bytes, timeout_s=update_timeout_s), model, torch.device("cpu"))
     requests = RequestSettings(Deadlines(5.0, total_s, total_s), Retries(ATTEMPTS, 0.01, 0.02), 64)

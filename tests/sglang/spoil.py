@@ -1,8 +1,10 @@
-"""What a test does to a run before it starts."""
+"""What a test does to a run before it starts, or looks at in it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +27,23 @@ def two_experts(rank: int) -> None:
         return (name if found is None else places[found] + name.removeprefix(found)), tensor
 
     change_exports(exchanged)
+
+
+def count_what_is_left(rank: int, file: str, *urls: str) -> None:
+    """After each rollout a line of `file` says how many requests each server still works on."""
+    from slime_like.rollout.rollout_function import FunctionCollector
+    from tests.sglang.conftest import running
+
+    collect = FunctionCollector.collect
+
+    def and_count(self: Any, rollout_id: int) -> Any:
+        collected = collect(self, rollout_id)
+        if rank == 0:
+            with Path(file).open("a") as lines:
+                lines.write(json.dumps([running(url) for url in urls]) + "\n")
+        return collected
+
+    FunctionCollector.collect = and_count  # type: ignore[method-assign]
 
 
 def change_exports(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from slime_like.rollout.debug_data import load_rollout
 from slime_like.types import Sample
 from tests.e2e.programs import TrainServer
+from tests.sglang.conftest import Servers
 from tests.sglang.test_real_servers import EXACT, command_line, rows
 
 AHEAD = ("--async-rollout", "--max-staleness")
@@ -20,11 +21,11 @@ def samples(out: Path, rollout: int) -> list[Sample]:
     return [sample for group in load_rollout(str(out / "r_{rollout_id}"), rollout) for sample in group.samples]
 
 
-def test_one_version_behind(demo: Path, servers: list[str], programs: TrainServer, tmp_path: Path) -> None:
+def test_one_version_behind(demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path) -> None:
     """All weights that were sent are kept, and every token's log-prob is that of the ones that its version names."""
     out, kept = tmp_path / "out", tmp_path / "weights"
     line = command_line(
-        demo, servers, out, *AHEAD, "1", "--num-rollout", "5", "--rollout-max-response-len", "48", "--tis-ratio-type", "token",
+        demo, servers.flags, out, *AHEAD, "1", "--num-rollout", "5", "--rollout-max-response-len", "48", "--tis-ratio-type", "token",
         "--update-weight-transport", "disk", "--update-weight-disk-dir", str(kept), "--update-weight-disk-keep-files",
         "--save-debug-rollout-data", str(out / "r_{rollout_id}"),
     )  # fmt: skip
@@ -54,11 +55,13 @@ def assert_versions_tell_the_weights(sample: Sample, networks: dict[int, torch.n
         assert float((own - sample.rollout_log_probs)[versions == version].abs().max()) < EXACT, (sample.sample_id, version)
 
 
-def test_a_bound_of_0_is_the_synchronous_run(demo: Path, servers: list[str], programs: TrainServer, tmp_path: Path) -> None:
+def test_a_bound_of_0_is_the_synchronous_run(demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path) -> None:
     """The likeliest token each time, as a server's draws are its own: the same tokens, and so the same updates."""
     outs = [tmp_path / "plain", tmp_path / "ahead"]
     for out, more in zip(outs, ((), (*AHEAD, "0")), strict=True):
-        line = command_line(demo, servers, out, "--rollout-top-k", "1", "--save-debug-rollout-data", str(out / "r_{rollout_id}"), *more)
+        line = command_line(
+            demo, servers.flags, out, "--rollout-top-k", "1", "--save-debug-rollout-data", str(out / "r_{rollout_id}"), *more
+        )
         programs.train(line, tmp_path / f"run-{out.name}", ranks=1, timeout_s=300).ok()
     plain, ahead = outs
     for step, (one, two) in enumerate(zip(rows(plain), rows(ahead), strict=True)):

@@ -1,13 +1,15 @@
-"""The engine and real servers: weights replaced while they generate, when every token has the version that it was sampled under and the log-prob
-of those weights; memory released and taken back."""
+"""The engine and real servers behind a router: weights replaced while they generate, when every token has the version that it was sampled under
+and the log-prob of those weights; requests that are aborted; memory released and taken back."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,19 +20,34 @@ from transformers import AutoModelForCausalLM
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
 from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
+from slime_like.rollout.sglang.router import Router
 from slime_like.rollout.sglang.weight_update import Transport, UpdateSettings, WeightUpdater
+from tests.sglang.conftest import Servers, running, slowed
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
-SAMPLING = SamplingParams(max_new_tokens=160, stop_token_ids=())
+SAMPLING = SamplingParams(max_new_tokens=160)
+LONG = SamplingParams(max_new_tokens=400, ignore_end_tokens=True)  # with a pause of 0.05 s a token: 20 s
 REQUESTS = [GenerateRequest(i, (7, 20 + i, 30, 40, 8), seed=i) for i in range(12)]
+EXACT = 1e-4
 
 
 @contextlib.contextmanager
-def engine_of(model: str, servers: list[str], transport: Transport, *, colocated: bool = False) -> Iterator[SglangEngine]:
-    fleet = Fleet([f"http://{server}" for server in servers], [], None, HealthSettings(), 5.0, print)
-    fleet.start()
-    updater = WeightUpdater(fleet, UpdateSettings(transport, timeout_s=120), model, torch.device("cpu"))
-    engine = SglangEngine(fleet, updater, RequestSettings(), model, check_updates=True, colocated=colocated)
+def engine_of(model: str, urls: Sequence[str], transport: Transport, *, router: str | None = None, **more: Any) -> Iterator[SglangEngine]:
+    """router: host:port. more: of the engine."""
+    behind = None if router is None else Router(f"http://{router}", None, 5.0, print)
+    with engine_with(Fleet(urls, [], behind, HealthSettings(interval_s=0.3), 5.0, print), model, transport, **more) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def engine_with(fleet: Fleet, model: str, transport: Transport, **more: Any) -> Iterator[SglangEngine]:
+    try:
+        fleet.start()
+        updater = WeightUpdater(fleet, UpdateSettings(transport, timeout_s=60), model, torch.device("cpu"))
+        engine = SglangEngine(fleet, updater, RequestSettings(), model, **({"check_updates": True} | more))
+    except BaseException:
+        fleet.close()
+        raise
     try:
         yield engine
     finally:
@@ -41,43 +58,97 @@ def weights(model: str, factor: float) -> Iterator[tuple[str, Tensor]]:
     return iter((name, tensor * factor) for name, tensor in load_file(Path(model) / "model.safetensors").items())
 
 
+def network(model: str, factor: float) -> torch.nn.Module:
+    found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found.load_state_dict(dict(weights(model, factor)), strict=False)
+    found.tie_weights()
+    return found
+
+
+def assert_versions_tell_the_weights(
+    requests: Sequence[GenerateRequest], outputs: Sequence[GenerateOutput], networks: dict[int, torch.nn.Module]
+) -> None:
+    """Every token has the log-prob of the network of its version, and versions never fall."""
+    for request, output in zip(requests, outputs, strict=True):
+        assert list(output.weight_versions) == sorted(output.weight_versions) and len(output.tokens) == len(output.weight_versions)
+        ids = torch.tensor([[*request.prompt_tokens, *output.tokens]])
+        with torch.no_grad():
+            own = {v: networks[v](ids).logits[0, len(request.prompt_tokens) - 1 : -1].log_softmax(-1) for v in set(output.weight_versions)}
+        for place, (token, version) in enumerate(zip(output.tokens, output.weight_versions, strict=True)):
+            assert abs(output.log_probs[place] - float(own[version][place, token])) < EXACT, (output.sample_id, place, version)
+
+
+@contextlib.contextmanager
+def in_background(engine: SglangEngine, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> Iterator[list[GenerateOutput]]:
+    """Outputs, which are there when the context ends."""
+    outputs: list[GenerateOutput] = []
+    thread = threading.Thread(target=lambda: outputs.extend(engine.generate(requests, sampling)), daemon=True)
+    thread.start()
+    yield outputs
+    thread.join(120)
+    assert not thread.is_alive(), "requests hang"
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not happen within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("transport", ["broadcast", "disk", "tensor"])
-def test_versions_and_log_probs_of_tokens_around_an_update(demo: Path, servers: list[str], transport: Transport) -> None:
+def test_versions_and_log_probs_of_tokens_around_an_update(demo: Path, servers: Servers, transport: Transport) -> None:
+    """Through the router, while both servers are in the middle of responses."""
     model = str(demo / "model")
-    with engine_of(model, servers, transport) as engine:
-        assert engine.fleet is not None
+    with engine_of(model, servers.urls, transport, router=servers.router) as engine, slowed(servers, 0.02):
         engine.update_weights(weights(model, 1.0), 1)
-        outputs: list[GenerateOutput] = []
-        generating = threading.Thread(target=lambda: outputs.extend(engine.generate(REQUESTS, SAMPLING)))
-        generating.start()
-        while not any(worker.in_flight for worker in engine.fleet.workers):
-            pass
-        asyncio.run(asyncio.sleep(0.5))
-        engine.pause()
-        engine.update_weights(weights(model, 1.1), 2)
-        engine.resume()
-        generating.join(120)
+        with in_background(engine, REQUESTS, SAMPLING) as outputs:
+            wait_until(lambda: all(running(url) for url in servers.urls), "requests at both servers")
+            time.sleep(0.3)
+            assert not any(worker.in_flight for worker in engine.fleet.workers), "requests went past the router"
+            engine.pause()
+            engine.update_weights(weights(model, 1.1), 2)
+            engine.resume()
         assert len(outputs) == len(REQUESTS) and all(o.failure is None for o in outputs), [o.failure for o in outputs]
-        changed = [o for o in outputs if len(set(o.weight_versions)) == 2]
-        assert changed, "the update came too early or too late"
-        networks = {}
-        for version, factor in ((1, 1.0), (2, 1.1)):
-            networks[version] = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-            networks[version].load_state_dict(dict(weights(model, factor)), strict=False)
-            networks[version].tie_weights()
-        for request, output in zip(REQUESTS, outputs, strict=True):
-            assert list(output.weight_versions) == sorted(output.weight_versions)
-            ids = torch.tensor([[*request.prompt_tokens, *output.tokens]])
-            with torch.no_grad():
-                own = {v: network(ids).logits[0, len(request.prompt_tokens) - 1 : -1].log_softmax(-1) for v, network in networks.items()}
-            for place, (token, version) in enumerate(zip(output.tokens, output.weight_versions, strict=True)):
-                assert abs(output.log_probs[place] - float(own[version][place, token])) < 1e-4, (output.sample_id, place, version)
+        assert any(set(o.weight_versions) == {1, 2} for o in outputs), "the update came too early or too late"
+        assert_versions_tell_the_weights(REQUESTS, outputs, {1: network(model, 1.0), 2: network(model, 1.1)})
 
 
-def test_memory_is_released_and_taken_back(demo: Path, servers: list[str]) -> None:
+@pytest.mark.parametrize("routed", [True, False], ids=["router", "direct"])
+def test_an_abort_ends_requests_at_the_servers(demo: Path, servers: Servers, routed: bool) -> None:
+    """Of twelve long ones, all but two: what they have comes back, and the servers work on no others than these two."""
+    model = str(demo / "model")
+    kept = {REQUESTS[0].sample_id, REQUESTS[5].sample_id}
+
+    async def generate(engine: SglangEngine) -> tuple[list[GenerateOutput], int, float]:
+        tasks = {r.sample_id: asyncio.ensure_future(engine.generate_one(r, LONG)) for r in REQUESTS}
+        while sum(running(url) for url in servers.urls) < len(REQUESTS):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        start = time.monotonic()
+        await engine.abort(tasks.keys() - kept)
+        aborted = [tasks[sample_id] for sample_id in tasks if sample_id not in kept]
+        await asyncio.wait_for(asyncio.gather(*aborted), 10)
+        seconds = time.monotonic() - start
+        left = sum(running(url) for url in servers.urls)
+        await engine.abort()
+        outputs = list(await asyncio.wait_for(asyncio.gather(*tasks.values()), 10))
+        await engine.leave_loop()
+        return outputs, left, seconds
+
+    with engine_of(model, servers.urls, "tensor", router=servers.router if routed else None) as engine, slowed(servers, 0.05):
+        engine.update_weights(weights(model, 1.0), 1)
+        outputs, left, seconds = asyncio.run(asyncio.wait_for(generate(engine), 120))
+        assert left == len(kept) and seconds < 10
+        wait_until(lambda: not any(running(url) for url in servers.urls), "no request left", 10)
+    assert all(o.finish_reason == "abort" and o.failure is None and 0 < len(o.tokens) < 400 for o in outputs), outputs
+    assert_versions_tell_the_weights(REQUESTS, outputs, {1: network(model, 1.0)})
+
+
+def test_memory_is_released_and_taken_back(demo: Path, servers: Servers) -> None:
     """As around training on shared GPUs. A server without one takes the calls, and would end over one that is out of order."""
     model = str(demo / "model")
-    with engine_of(model, servers, "tensor", colocated=True) as engine:
+    with engine_of(model, servers.urls, "tensor", colocated=True) as engine:
         assert engine.fleet is not None
         engine.update_weights(weights(model, 1.0), 1)
         before = engine.generate(REQUESTS[:2], GREEDY)

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.programs import Done, TrainServer
-from tests.sglang.conftest import PYTHON
+from tests.sglang.conftest import PYTHON, Servers, running, schedulers_below
 
 EXACT = 1e-4  # largest difference between a log-prob of a server and the trainer's
 
 
-def command_line(demo: Path, servers: list[str], out: Path, *more: str) -> list[str]:
+def command_line(demo: Path, engines: Sequence[str], out: Path, *more: str) -> list[str]:
     return [
         "--hf-checkpoint", str(demo / "model"), "--prompt-data", str(demo / "train.jsonl"), "--input-key", "messages", "--label-key", "answer",
         "--apply-chat-template", "--rollout-shuffle", "--custom-rm-path", "scripts/demo_reward.py:score", "--rollout-max-response-len", "8",
         "--num-rollout", "3", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "2", "--micro-batch-size", "16",
         "--lr", "1e-2", "--entropy-coef", "0.01",  # a gradient where a rollout's rewards happen to be equal, too
         "--output-dir", str(out), "--no-tensorboard", "--no-progress", "--rollout-engine", "sglang", "--sglang-python", PYTHON,
-        *(["--rollout-external-engine-addrs", *servers] if servers else []), *more,
+        *engines, *more,
     ]  # fmt: skip
 
 
@@ -48,50 +51,35 @@ def assert_the_servers_have_the_weights(done: Done, out: Path, engines: int) -> 
 @pytest.mark.parametrize("transport", ["broadcast", "disk", "tensor"])
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"], ids=["tp2", "pp2"])
 def test_every_way_to_update_weights(
-    demo: Path, servers: list[str], programs: TrainServer, tmp_path: Path, transport: str, layout: str
+    demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path, transport: str, layout: str
 ) -> None:
     """Through a router, from trainers that are tensor- and pipeline-parallel. The servers' weights are noise before the first update, small
     buckets make the broadcast several messages, and after every update checksums and probes are compared."""
     line = command_line(
-        demo, servers, tmp_path / "out", layout, "2", "--update-weight-transport", transport, "--update-weight-buffer-size", "40000",
+        demo, servers.flags, tmp_path / "out", layout, "2", "--update-weight-transport", transport, "--update-weight-buffer-size", "40000",
         "--check-weight-update-equal",
     )  # fmt: skip
     done = programs.train(line, tmp_path / "run", ranks=2, timeout_s=240)
     assert_the_servers_have_the_weights(done, tmp_path / "out", engines=2)
 
 
-def test_a_wrong_weight_is_caught(demo: Path, servers: list[str], programs: TrainServer, tmp_path: Path) -> None:
+def test_a_wrong_weight_is_caught(demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path) -> None:
     """The negative control: one weight is changed on its way."""
-    line = command_line(demo, servers, tmp_path / "out", "--no-sglang-router")
+    line = command_line(demo, servers.flags_without_router, tmp_path / "out")
     done = programs.train(line, tmp_path / "run", ranks=1, timeout_s=240, hook="tests.sglang.spoil:one_weight")
     assert "does not have the weights of version 1: its log-probs of" in done.error()
 
 
-@pytest.mark.parametrize(("transport", "engines"), [("disk", 2), ("broadcast", 1)])
-def test_servers_that_the_run_starts_and_one_that_is_killed(
-    demo: Path, programs: TrainServer, tmp_path: Path, transport: str, engines: int
-) -> None:
-    """Servers and a router of the run's own. One is killed while requests are on their way, in the second case the only one: every sample still
-    arrives, the server is started again and gets weights before requests, and at the end nothing is left running."""
+def test_servers_that_the_run_starts_and_one_that_is_killed(demo: Path, programs: TrainServer, tmp_path: Path) -> None:
+    """Servers and a router of the run's own. One is killed while it works on requests: every sample still arrives, the server is started again and
+    gets weights before requests, and at the end nothing is left running."""
     out = tmp_path / "out"
     line = command_line(
-        demo, [], out, "--rollout-num-gpus", str(engines), "--num-rollout", "8", "--rollout-max-response-len", "48",
-        "--update-weight-transport", transport, "--sglang-max-running-requests", "16", "--rollout-health-check-interval", "1",
+        demo, [], out, "--rollout-num-gpus", "2", "--num-rollout", "8", "--rollout-max-response-len", "48", "--update-weight-transport", "disk",
+        "--sglang-max-running-requests", "16", "--rollout-health-check-interval", "1",
     )  # fmt: skip
     killed: list[int] = []
-
-    def kill_one() -> None:
-        deadline = time.monotonic() + 500
-        while time.monotonic() < deadline and not killed:
-            time.sleep(0.05)
-            if not (out / "metrics.jsonl").exists() or not rows(out):
-                continue
-            victim = schedulers_of(out)
-            if victim:
-                os.kill(victim[0], signal.SIGKILL)
-                killed.append(victim[0])
-
-    thread = threading.Thread(target=kill_one, daemon=True)
+    thread = threading.Thread(target=kill_a_busy_server, args=(programs.pid, out, killed), daemon=True)
     thread.start()
     done = programs.train(line, tmp_path / "run", ranks=1, timeout_s=600).ok()
     found = rows(out)
@@ -101,22 +89,20 @@ def test_servers_that_the_run_starts_and_one_that_is_killed(
     wait_until_gone(out)
 
 
-def schedulers_of(out: Path) -> list[int]:
-    """Processes of the run's servers that hold the model: those whose command or name is a scheduler's, in the sessions of its keepers."""
-    found = []
-    for log in sorted((out / "engines").glob("engine-*.log")):
-        inode = log.stat().st_ino
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and writes_to(entry, inode) and "schedul" in name_of(entry):
-                found.append(int(entry.name))
-    return found
-
-
-def name_of(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
+def kill_a_busy_server(family: int, out: Path, killed: list[int]) -> None:
+    """In a thread: one of the servers that the process `family` started, in a rollout after the first."""
+    deadline = time.monotonic() + 500
+    while time.monotonic() < deadline and not killed:
+        time.sleep(0.02)
+        if not (out / "metrics.jsonl").exists():
+            continue
+        for pid in schedulers_below(family):
+            with contextlib.suppress(httpx.HTTPError, psutil.Error):
+                words = psutil.Process(psutil.Process(pid).ppid()).cmdline()
+                if running(f"http://127.0.0.1:{words[words.index('--port') + 1]}"):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+                    return
 
 
 def writes_to(process: Path, inode: int) -> bool:
@@ -134,11 +120,11 @@ def wait_until_gone(out: Path) -> None:
         time.sleep(0.2)
 
 
-def test_scores_of_given_tokens(servers: list[str]) -> None:
+def test_scores_of_given_tokens(servers: Servers) -> None:
     """The log-probs of a prompt's own tokens, which a teacher is asked for."""
     from slime_like.rollout.sglang.answers import read_scores, scoring_body
 
     tokens = [7, 20, 30, 40, 8, 21]
-    answer = httpx.post(f"http://{servers[0]}/generate", json=scoring_body(tokens, "scores-1"), timeout=60).json()
+    answer = httpx.post(f"{servers.urls[0]}/generate", json=scoring_body(tokens, "scores-1"), timeout=60).json()
     scores = read_scores(answer, tokens, "scores-1")
     assert len(scores) == 5 and all(-20 < score < 0 for score in scores)

@@ -12,15 +12,15 @@ from slime_like.errors import RunError
 from slime_like.rollout.served_teacher import ServedTeacher, TeacherSettings
 from slime_like.types import Sample, SampleGroup
 from tests.e2e.programs import TrainServer
-from tests.sglang.conftest import give_own_weights
+from tests.sglang.conftest import Servers, give_own_weights
 from tests.sglang.test_real_servers import EXACT, command_line, rows
 
 
-def test_log_probs_of_a_real_teacher(demo: Path, servers: list[str]) -> None:
+def test_log_probs_of_a_real_teacher(demo: Path, servers: Servers) -> None:
     """The last token of the vocabulary among them, which SGLang names 0."""
     give_own_weights(servers, demo / "model")
     tokenizer = AutoTokenizer.from_pretrained(demo / "model")
-    teacher = ServedTeacher(TeacherSettings(tuple(f"http://{s}" for s in servers)), tokenizer, print)
+    teacher = ServedTeacher(TeacherSettings(tuple(servers.urls)), tokenizer, print)
     teacher.probe()
     generator = torch.Generator().manual_seed(0)
     lengths = (1, 2, 30)
@@ -43,14 +43,14 @@ def test_log_probs_of_a_real_teacher(demo: Path, servers: list[str]) -> None:
             return {**tokenizer.get_vocab(), "<|more|>": 101}
 
     with pytest.raises(RunError, match="does not know the policy's token 101"):
-        ServedTeacher(TeacherSettings((f"http://{servers[0]}",)), More(), print).probe()
+        ServedTeacher(TeacherSettings((servers.urls[0],)), More(), print).probe()
 
 
-def test_a_run_learns_from_it_as_from_one_on_megatron(demo: Path, servers: list[str], programs: TrainServer, tmp_path: Path) -> None:
+def test_a_run_learns_from_it_as_from_one_on_megatron(demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path) -> None:
     """The policy samples in its own process, and its teacher is what it was at the start. Later gaps are those of Megatron's teacher too."""
     give_own_weights(servers, demo / "model")
     teachers = {
-        "served": ["--opd-type", "sglang", "--opd-teacher-url", *(f"http://{s}" for s in servers)],
+        "served": ["--opd-type", "sglang", "--opd-teacher-url", *servers.urls],
         "megatron": ["--opd-type", "megatron", "--opd-teacher-load", str(demo / "model")],
     }
     found = {}

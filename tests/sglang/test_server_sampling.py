@@ -12,6 +12,7 @@ from tinker import types
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.api_server import ApiServer, batch, sampler_folder
+from tests.sglang.conftest import Servers
 
 PROMPT = [40, 50, 60, 45, 52]
 EXACT = 2e-4
@@ -46,8 +47,8 @@ def assert_of(response: types.SampleResponse, folder: Path) -> list[int]:
     return tokens
 
 
-def test_snapshots_of_several_clients(demo: Path, servers: list[str], tmp_path: Path) -> None:
-    flags = ("--rollout-engine", "sglang", "--rollout-external-engine-addrs", *servers, "--no-sglang-router")
+def test_snapshots_of_several_clients(demo: Path, servers: Servers, tmp_path: Path) -> None:
+    flags = ("--rollout-engine", "sglang", *servers.flags_without_router)
     with ApiServer(demo / "model", tmp_path, *flags) as server:
         service = server.client()
         base = service.create_sampling_client(base_model=str(server.model))

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS, TRAIN = "tests/e2e/test_checkpoint_faults.py", "tests/e2e/test_train.py"
 WATCHDOG, RESUME, LAYOUTS = "tests/e2e/test_watchdog.py", "tests/e2e/test_resume.py", "tests/e2e/test_resume_layouts.py"
 ENGINES, RUNS, REAL = "tests/unit/test_sglang_faults.py", "tests/e2e/test_engine_faults.py", "tests/sglang/test_real_servers.py"
+LATE = "tests/sglang/test_late_servers.py"
 GRADER, REMOTE, ADVANTAGES = "tests/unit/test_rewards_grader.py", "tests/unit/test_rewards_remote.py", "tests/unit/test_advantages.py"
 DATA, PROMPTS = "tests/unit/test_data_source.py", "tests/unit/test_data_prompts.py"
 FOLDERS = "tests/unit/test_checkpoint_folders.py"
@@ -32,6 +33,8 @@ TESTS = {
     "engine: garbage, HTML with status 200": [f"{ENGINES}: a_wrong_answer_is_a_rejected_sample", f"{RUNS}: passing_faults_cost_time_and_wrong_answers_their_samples"],
     "engine: wrong tokens, log-probs or routes": [f"{ENGINES}: a_wrong_answer_is_a_rejected_sample", "tests/unit/test_sglang_routes.py: wrong_routes_are_a_rejected_sample"],
     "engine: weights refused, not the run's, half updated": [f"{ENGINES}: a_server_that_refuses_an_update_is_out an_update_that_all_refuse_stops_the_run a_refused_broadcast_ends_in_bounded_time another_version_than_was_sent_stops_the_run", f"{REAL}: a_wrong_weight_is_caught"],
+    "engine: comes back, is started again, joins late": [f"{ENGINES}: a_server_that_comes_back_gets_the_weights_before_requests a_server_that_is_added_to_the_router_gets_weights_or_no_requests", f"{LATE}: one_that_comes_back one_that_is_added_to_the_router the_only_one_is_killed_and_started_again", f"{REAL}: servers_that_the_run_starts_and_one_that_is_killed"],
+    "engine: responses that take too long": ["tests/e2e/test_stragglers.py: stragglers_are_aborted_and_go_on_in_the_next_rollout a_rollout_out_of_time_takes_what_there_is", "tests/sglang/test_stragglers.py: stragglers_are_aborted_at_the_servers_and_go_on_in_the_next_rollout a_rollout_out_of_time_ends_its_responses_at_the_servers"],
     "reward raises, hangs or ignores signals": [f"{GRADER}: a_hanging_reward_is_killed_with_its_children values_that_leave_the_baseline_and_samples_that_fail workers_die_with_the_program", f"{TRAIN}: failed_samples_below_the_limit_are_left_out failed_samples_above_the_limit_stop_both_ranks", f"{REMOTE}: a_server_that_stays_broken_or_hangs_costs_its_deadline"],
     "reward NaN, inf, None, of another type, too large": [f"{GRADER}: values_that_leave_the_baseline_and_samples_that_fail values_that_are_errors", f"{ADVANTAGES}: a_bad_reward_leaves_its_group_unharmed", f"{TRAIN}: a_failure_of_one_rank_alone_is_told_once", f"{REMOTE}: a_function_of_groups_that_returns_something_else"],
     "odd groups": [f"{ADVANTAGES}: advantages_are_the_formula a_group_of_one equal_rewards_give_exactly_zero"],

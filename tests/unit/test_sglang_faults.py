@@ -210,6 +210,21 @@ def test_a_router_that_sees_no_server_costs_time_only(model: str) -> None:
         assert metrics["engine/status_503"] == metrics["engine/retries"] == 3 and metrics["engine/dropped"] == 0
 
 
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_server_that_is_added_to_the_router_gets_weights_or_no_requests(model: str, joins: bool) -> None:
+    """One is there before the run, and another is added later. Where the run names its servers, neither is its own."""
+    with fake_servers(model, 4) as (server, early, late, fake):
+        fake.workers = [early.url, server.url]
+        router = Router(fake.url, None, 1.0, print)
+        with engine_of(model, [server], router=router, joined_by_router=joins) as engine:
+            fake.workers.append(late.url)
+            expected = {server.url, early.url, late.url} if joins else {server.url}
+            wait_until(lambda: {w.url for w in engine.fleet.ready()} == expected == set(fake.workers))
+            assert [s.version for s in (early, late)] == (["1"] * 2 if joins else ["default"] * 2)
+            fake.faults = [status(503)] * 100  # it only names servers
+            assert_right(engine.generate(REQUESTS, SAMPLING), model)
+
+
 def test_end_tokens_are_ignored_where_that_is_asked_for(model: str) -> None:
     request = GenerateRequest(10, (3, 5, 7), seed=0)
     plain, forced = SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, ignore_end_tokens=True)

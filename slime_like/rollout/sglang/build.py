@@ -53,14 +53,16 @@ def start_fleet(run: RunConfig, *, device: torch.device, logs: Path, tell: Tell)
     fleet = None
     try:
         addresses = [engine_url(address) for address in config.rollout_external_engine_addrs or []]
+        by_router = config.rollout_external_engine_addrs is None
         if router is not None and config.sglang_router_ip is not None:
             router.start(config.rollout_health_check_first_wait)
-            addresses = addresses or workers_of(router)
+            if by_router and config.rollout_num_gpus is None:
+                addresses = workers_of(router)
         health = HealthSettings(
             config.rollout_health_check_interval, config.rollout_health_check_timeout, config.rollout_health_check_first_wait
         )
         launches = engine_launches(run, device=device, logs=logs) if config.rollout_num_gpus is not None else []
-        fleet = Fleet(addresses, launches, router, health, config.rollout_connect_timeout_s, tell)
+        fleet = Fleet(addresses, launches, router, health, config.rollout_connect_timeout_s, tell, joined_by_router=by_router)
         if router is not None and config.sglang_router_ip is None:
             router.start(config.rollout_health_check_first_wait)
         fleet.start()

@@ -45,19 +45,21 @@ class HealthSettings:
 
 
 class Fleet:
-    """Servers by address, or ones that it starts. Every change of a worker's state happens under `lock`: three threads come here, the
-    training thread, the one with the event loop, and the one that watches."""
+    """Servers by address, or ones that it starts; joined_by_router: also those that somebody adds to the router. Every change of a worker's state
+    happens under `lock`: three threads come here, the training thread, the one with the event loop, and the one that watches."""
 
     def __init__(
         self, addresses: Sequence[str], launches: Sequence[tuple[str, Launch]], router: Router | None, health: HealthSettings,
-        connect_s: float, tell: Tell,
+        connect_s: float, tell: Tell, *, joined_by_router: bool = False,
     ) -> None:  # fmt: skip
         self.router = router
+        self.joined_by_router = joined_by_router
         self.health = health
         self.tell = tell
         self.lock = threading.RLock()
         self.version = -1  # of the weights that requests are answered with
-        self.restore: Callable[[Worker], bool] | None = None  # gives one server the current weights; None: only an update of all can
+        # Gives one server the weights of the latest update and tells their version, or None when it could not; None: only an update of all can
+        self.restore: Callable[[Worker], int | None] | None = None
         self._control = ControlClient(connect_s)
         self._watch_control = ControlClient(connect_s)
         self._stop = threading.Event()
@@ -84,6 +86,7 @@ class Fleet:
                 time.sleep(0.25)
         for worker in self.workers:
             worker.alive = True
+        self.take_added()
         self._watcher = threading.Thread(target=self._watch, name="sglang-health", daemon=True)
         self._watcher.start()
 
@@ -159,6 +162,7 @@ class Fleet:
             probes = time.monotonic() >= next_probe
             if probes:
                 next_probe = time.monotonic() + self.health.interval_s
+                self.take_added()
             for worker in self.workers:
                 if self._stop.is_set():
                     return
@@ -166,6 +170,24 @@ class Fleet:
                     self._look_after(worker, probe=probes)
                 except Exception as error:  # the watch goes on whatever one server does
                     self.tell(f"warning: watching the engine {worker.url}: {type(error).__name__}: {error}")
+
+    def take_added(self) -> None:
+        """A server that somebody added to their router gets no requests through it until it has the current weights, or where it is none of this
+        run's."""
+        if self.router is None or self.router.is_ours:
+            return
+        try:
+            added = [url for url in self.router.workers() if url not in {worker.url for worker in self.workers}]
+        except RequestFailed:  # a router that is gone adds none
+            return
+        for url in added:
+            self.router.remove(url)
+            if self.joined_by_router:
+                with self.lock:
+                    self.workers.append(Worker(url))
+                self.tell(f"the engine {url} was added to the router {self.router.url} and belongs to this run now")
+            else:
+                self.tell(f"warning: the engine {url} is none of this run's: the router {self.router.url} was told to send it nothing")
 
     def _look_after(self, worker: Worker, *, probe: bool) -> None:
         status = None if worker.process is None else worker.process.exit_status
@@ -199,9 +221,10 @@ class Fleet:
         """A server that is back, or late: it gets requests once it has the current weights."""
         with self.lock:
             worker.alive = True
-        if self.restore is not None and self.restore(worker):
-            self.tell(f"the engine {worker.url} is back, with weights of version {self.version}")
-            self.has_weights(worker, self.version)
+        version = None if self.restore is None else self.restore(worker)
+        if version is not None:
+            self.tell(f"the engine {worker.url} is back, with weights of version {version}")
+            self.has_weights(worker, version)
         else:
             self.tell(f"the engine {worker.url} answers, and gets requests after the next weight update")
 

@@ -74,6 +74,11 @@ class ServerProcess:
             )
 
     @property
+    def pid(self) -> int:
+        """Of the keeper, whose child the server is."""
+        return self._keeper.pid
+
+    @property
     def exit_status(self) -> int | None:
         """None while it runs."""
         return self._keeper.poll()

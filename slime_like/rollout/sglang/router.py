@@ -24,6 +24,11 @@ class Router:
         self._control = ControlClient(connect_s)
         self._process = None if launch is None else ServerProcess(launch)
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was started here, so that nobody else adds servers to it."""
+        return self._process is not None
+
     def start(self, timeout_s: float) -> None:
         """Wait until it answers. Raises RunError."""
         deadline = time.monotonic() + timeout_s

@@ -67,6 +67,7 @@ class WeightUpdater:
         self._temporary = tempfile.mkdtemp(prefix="slime_like_weights_") if settings.disk_dir is None else None
         self._snapshot: tuple[int, Path] | None = None  # version, folder
         self._copy: tuple[int, list[tuple[str, Tensor]]] | None = None  # version, weights
+        self._holders: list[tuple[Worker, int]] = []  # servers with the weights of the latest update, and how often each had been out
         self._one_at_a_time = threading.Lock()  # an update by the training thread, or a server that gets weights by the one that watches
         if settings.transport == "disk" or (settings.transport == "broadcast" and settings.keep_copy):
             fleet.restore = self.restore
@@ -85,6 +86,7 @@ class WeightUpdater:
         copy: list[tuple[str, Tensor]] = []
         keep = self._settings.transport == "broadcast" and self._settings.keep_copy
         self._copy = None  # never two in memory
+        self._holders = []
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal nbytes
@@ -102,28 +104,34 @@ class WeightUpdater:
             self._in_session(workers, lambda ready: self._move(counted(), version, ready))
         self._copy = (version, copy) if keep else None
         # One that was out meanwhile, and is back, has old weights or none.
-        got = [worker for worker, before in zip(workers, evictions, strict=True) if worker.alive and worker.evictions == before]
-        return Sent(got, shapes, nbytes, time.monotonic() - start)
+        self._holders = [(w, before) for w, before in zip(workers, evictions, strict=True) if w.alive and w.evictions == before]
+        return Sent([worker for worker, _ in self._holders], shapes, nbytes, time.monotonic() - start)
 
-    def restore(self, worker: Worker) -> bool:
-        """Give a server that is back the weights that the others have; False where only the next update can. In the thread that watches."""
+    def restore(self, worker: Worker) -> int | None:
+        """Give a server that is back the weights of the latest update; their version, or None where only the next update can. In the thread that
+        watches."""
         with self._one_at_a_time:
-            version = self._fleet.version
-            if worker.version == version:  # an update came first
-                return True
+            newest = self._snapshot or self._copy
+            if newest is None:
+                return None
+            version, evictions = newest[0], worker.evictions
+            if (worker, evictions) in self._holders:  # the update came first
+                return version
             try:
-                if self._snapshot is not None and self._snapshot[0] == version:
+                if self._snapshot is not None:
                     self._load_from_disk(worker, self._snapshot[1], version)
-                elif self._copy is not None and self._copy[0] == version:
-                    self._broadcast_to(worker, version, self._copy[1])
                 else:
-                    return False
+                    assert self._copy is not None
+                    self._broadcast_to(worker, version, self._copy[1])
                 info: Any = self._fleet.call(worker, "/model_info", timeout_s=CONTROL_S, method="GET")
                 self._fleet.call(worker, "/continue_generation", {}, timeout_s=CONTROL_S)  # it may have been lost while it was paused
             except (RequestFailed, BroadcastFailed, UpdateIncomplete, RunError) as failure:
                 self._fleet.tell(f"warning: the engine {worker.url} did not get the current weights: {failure}")
-                return False
-            return info.get("weight_version") == str(version) and version == self._fleet.version
+                return None
+            if info.get("weight_version") != str(version):
+                return None
+            self._holders.append((worker, evictions))
+            return version
 
     def _broadcast_to(self, worker: Worker, version: int, weights: Sequence[tuple[str, Tensor]]) -> None:
         """Over a group of its own: the others go on generating."""
