@@ -11,8 +11,10 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import slime_like
 from slime_like.custom_function import load_function
 from slime_like.rollout.engine import Asked, SamplingParams
 from slime_like.rollout.episode import Aborted, Model, episode_of, sample_of
@@ -20,6 +22,7 @@ from slime_like.rollout.slime_requests import call_slime_function
 from slime_like.rollout.slime_samples import SlimeArgs
 from slime_like.types import Sample, SampleStatus
 
+PACKAGE = Path(slime_like.__file__).parent
 FLAG = "--custom-generate-function-path"
 SeedOf = Callable[[int, int], int]
 
@@ -59,9 +62,9 @@ class CustomGenerate:
             return await asyncio.wait_for(self._one(sample, model, engine, seed_of, evaluation=evaluation), self.timeout_s)
         except TimeoutError:
             return lost(sample, f"{FLAG} {self.path} took longer than --custom-generate-timeout-s {self.timeout_s:g}")
-        except ValueError:
-            raise
         except Exception as error:
+            if isinstance(error, ValueError) and raised_by_us(error):
+                raise
             return lost(sample, f"{FLAG} {self.path} raised {type(error).__name__}: {error}"[:500])
 
     async def _one(self, sample: Sample, model: Model, engine: Asked, seed_of: SeedOf, *, evaluation: bool) -> Sample:
@@ -77,6 +80,15 @@ def takes_args(function: Callable[..., Any]) -> bool:
     """Whether the function has slime's convention."""
     names = list(inspect.signature(function).parameters)
     return names[0] == "args" if names else False
+
+
+def raised_by_us(error: Exception) -> bool:
+    """Whether this package raised it, as it does where the function asks for or returns something that cannot be; a ValueError of the function's
+    own, or of a library that it calls, is a failure of one sample."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
 
 
 def lost(sample: Sample, reason: str) -> Sample:

@@ -160,7 +160,8 @@ def test_a_wrong_function_ends_the_run(tmp_path: Path, body: str) -> None:
 
 @pytest.mark.parametrize(
     ("body", "words"),
-    [("raise KeyError('tool')", "raised KeyError: 'tool'"), ("import asyncio; await asyncio.sleep(60)", "took longer than --custom-generate-timeout-s 0.2")],
+    [("raise KeyError('tool')", "raised KeyError: 'tool'"), ("int('seven')", "raised ValueError: invalid literal"),
+     ("import json; json.loads('{')", "raised JSONDecodeError"), ("import asyncio; await asyncio.sleep(60)", "took longer than --custom-generate-timeout-s 0.2")],
 )  # fmt: skip
 def test_a_function_that_fails_loses_its_sample(tmp_path: Path, body: str, words: str) -> None:
     path = tmp_path / "mine.py"
