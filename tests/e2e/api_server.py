@@ -42,7 +42,11 @@ class ApiServer:
 
     def __enter__(self) -> ApiServer:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # nobody else would end what came up too late
+            self.__exit__()
+            raise
         return self
 
     def start(self) -> None:
@@ -60,7 +64,7 @@ class ApiServer:
         log.close()
         self.wait_until_up()
 
-    def wait_until_up(self, timeout_s: float = 120.0) -> None:
+    def wait_until_up(self, timeout_s: float = 240.0) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log()
