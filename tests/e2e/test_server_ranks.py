@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def run(server: ApiServer) -> dict[str, Any]:
-    """Two steps of a policy, of batches that leave a data-parallel rank without a sample and that need several micro-batches; a critic's;
+    """Two steps of a policy, of batches that leave a data-parallel rank without a sample and that need several micro-batches; two critics';
     a checkpoint; samples."""
     client = server.client()
     training = policy(client, server)
@@ -46,11 +46,12 @@ def run(server: ApiServer) -> dict[str, Any]:
         steps = [adapter.optim_step(types.AdamParams(learning_rate=1e-2)) for adapter in adapters]
         norms += [step.result().metrics["grad_norm"] for step in steps]
     merged = weights_of(sampler_folder(server, adapters[1].save_weights_for_sampler("adapter").result().path))
-    judge = critic(client, server)
     targets = {"values": np.zeros(7, np.float32), "returns": np.ones(7, np.float32)}
     asked = [types.Datum(model_input=types.ModelInput.from_ints(tokens(7, 1)), loss_fn_inputs=targets)]
-    losses.append(judge.forward_backward(asked, "ppo_critic").result().metrics["loss:sum"])
-    norms.append(judge.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"])
+    for judge in (critic(client, server), critic(client, server, rank=4)):
+        for _ in range(2):  # the first step moves the head, and the second what is below it
+            losses.append(judge.forward_backward(asked, "ppo_critic").result().metrics["loss:sum"])
+            norms.append(judge.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"])
     path = training.save_state("state").result().path
     resumed = client.create_training_client_from_state_with_optimizer(path).result()
     losses.append(resumed.forward([datum(6, 3)], "cross_entropy").result().metrics["loss:sum"])
