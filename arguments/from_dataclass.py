@@ -1,7 +1,7 @@
 """A dataclass's fields -> flags.
 
 Our own dataclasses declare their settings with `arg()`. megatron-core's say it with an annotation, a default, sometimes
-`argparse_meta` metadata, and the string that follows the field. The latter are read from the source text without importing
+`argparse_meta` metadata. They are read from the source text without importing
 megatron-core, which takes seconds: a wrong command line should end before that.
 """
 
@@ -135,7 +135,6 @@ class SourceField:
     default: Any
     known_default: bool
     arg_names: tuple[str, ...]
-    doc: str
 
 
 class _Names(dict[str, Any]):
@@ -153,13 +152,11 @@ def read_source_fields(path: Path, class_name: str) -> list[SourceField]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     fields = []
-    for node, following in zip(body, [*body[1:], None]):
+    for node in body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         default, known, arg_names = _default(node.value)
-        is_doc = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        doc = str(following.value.value) if is_doc else ""  # type: ignore[union-attr]
-        fields.append(SourceField(node.target.id, _annotation(node.annotation), default, known, arg_names, " ".join(doc.split())))
+        fields.append(SourceField(node.target.id, _annotation(node.annotation), default, known, arg_names))
     return fields
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from arguments.from_dataclass import Flag, Shape, SourceField, read_source_fields, shape_of, switch_spellings
 from arguments.groups import GPTModelConfig
 from arguments.hf_moe import layer_pattern
+from arguments.megatron_help import SENTENCES
 from slime_like.config import Problem, flag_name
 
 # group -> (file in megatron/core, class) in which its fields are defined
@@ -215,7 +216,7 @@ def _flag(name: str, group: str, source: SourceField, supported: bool) -> Flag:
         group=group,
         kind=kind,
         item=shape.item if shape is not None else str,
-        help=source.doc,
+        help=f"{SENTENCES[name]} ({name} of {CONFIGS_OF_GROUP[group]})" if supported else "",
         on=tuple(dict.fromkeys((*more_on, *on))),
         off=tuple(dict.fromkeys((*more_off, *off))),
         default=source.default,

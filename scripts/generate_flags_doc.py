@@ -1,7 +1,6 @@
 """Write docs/flags.md from the declarations of the flags: python scripts/generate_flags_doc.py [--check].
 
-Of megatron-core's own settings the table names the field; `train.py --help WORD` shows the explanation that the installed
-megatron-core gives. The list does not depend on the machine.
+The list does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ sys.path.insert(0, str(ROOT))
 from arguments.aliases import ALIASES, NO_EFFECT, NOT_IMPLEMENTED_GROUPS, PRESETS  # noqa: E402
 from arguments.from_dataclass import Flag  # noqa: E402
 from arguments.help import default_words  # noqa: E402
-from arguments.megatron import CONFIGS_OF_GROUP  # noqa: E402
 from arguments.table import FlagTable, flag_table  # noqa: E402
 
 TARGET = ROOT / "docs" / "flags.md"
@@ -35,13 +33,7 @@ def cell(text: str) -> str:
 def row(flag: Flag) -> str:
     names = [f"`{flag.name}`", *(f"`{n}`" for n in dict.fromkeys((*flag.on, *flag.off)) if n != flag.name and not redundant(n, flag))]
     legal = ", ".join(f"`{choice}`" for choice in flag.choices) if flag.choices else flag.legal.words if flag.legal else ""
-    help_words = (
-        f"`{flag.dest}` of {CONFIGS_OF_GROUP[flag.group]}" if flag.group in CONFIGS_OF_GROUP and flag.dest not in OWN_HELP else flag.help
-    )
-    return "| " + " | ".join(map(cell, (", ".join(names), flag.type_words, default_words(flag), legal, help_words))) + " |"
-
-
-OWN_HELP = ("swiglu", "squared_relu", "quick_geglu", "group_query_attention")
+    return "| " + " | ".join(map(cell, (", ".join(names), flag.type_words, default_words(flag), legal, flag.help))) + " |"
 
 
 def redundant(name: str, flag: Flag) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 
 from arguments.from_dataclass import flags_of, read_source_fields, shape_of
 from arguments.megatron import OURS, SUPPORTED, megatron_fields, megatron_flags
+from arguments.megatron_help import DATA_PARALLEL, EXPERTS, NETWORK, OPTIMIZER, SENTENCES
+from arguments.table import flag_table
 from slime_like.config import POSITIVE, arg
 
 
@@ -77,8 +80,8 @@ def test_source_text_is_read_without_running_it(tmp_path: Path) -> None:
         "    def method(self): ...\n"
     )
     fields = {f.name: f for f in read_source_fields(source, "Config")}
-    assert (fields["width"].annotation, fields["width"].default, fields["width"].doc) == (int, 16, "The width. In units.")
-    assert (fields["eps"].default, fields["eps"].arg_names, fields["eps"].doc) == (1e-5, ("--norm-eps",), "")
+    assert (fields["width"].annotation, fields["width"].default) == (int, 16)
+    assert (fields["eps"].default, fields["eps"].arg_names) == (1e-5, ("--norm-eps",))
     assert not fields["backend"].known_default and not fields["dtype"].known_default
     assert shape_of(fields["kind"].annotation) is not None
     assert list(fields) == ["width", "eps", "backend", "kind", "dtype"]
@@ -111,6 +114,18 @@ def test_supported_fields_exist_and_each_field_is_decided_once() -> None:
     without_flag = names - set(flags) - OURS
     types = {name: str(megatron_fields()[name][0][1].annotation) for name in without_flag}
     assert all("Callable" in words or name.endswith("dtype") for name, words in types.items()), types
+
+
+def test_every_exposed_flag_of_megatron_core_has_a_sentence_of_its_own() -> None:
+    """And no sentence is about a flag that is refused or gone, nor names a flag that does not exist."""
+    exposed = {flag.dest: flag for flag in megatron_flags() if not flag.refused}
+    assert set(SENTENCES) == set(exposed)
+    assert len(NETWORK) + len(EXPERTS) + len(OPTIMIZER) + len(DATA_PARALLEL) == len(SENTENCES) == len(set(SENTENCES.values()))
+    assert {name: len(words) for name, words in SENTENCES.items() if len(words) > 160 or not words.endswith(".")} == {}
+    assert exposed["clip_grad"].help == f"{SENTENCES['clip_grad']} (clip_grad of OptimizerConfig)"
+    known = flag_table().spellings
+    named = {word for words in SENTENCES.values() for word in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", words)}
+    assert len(named) > 20 and named <= set(known), named - set(known)
 
 
 @pytest.mark.parametrize(
