@@ -125,3 +125,5 @@ def test_the_only_one_is_killed_and_started_again(demo: Path, tmp_path: Path) ->
             assert_has(url, model, 2)
         assert len(outputs) == len(REQUESTS) and all(o.failure is None for o in outputs), [o.failure for o in outputs]
         assert_versions_tell_the_weights(REQUESTS, outputs, {2: network(model, FACTORS[2])})
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health", timeout=5)

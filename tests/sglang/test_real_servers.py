@@ -79,9 +79,14 @@ def test_servers_that_the_run_starts_and_one_that_is_killed(demo: Path, programs
         "--sglang-max-running-requests", "16", "--rollout-health-check-interval", "1",
     )  # fmt: skip
     killed: list[int] = []
-    thread = threading.Thread(target=kill_a_busy_server, args=(programs.pid, out, killed), daemon=True)
+    over = threading.Event()
+    thread = threading.Thread(target=kill_a_busy_server, args=(programs.pid, out, killed, over))
     thread.start()
-    done = programs.train(line, tmp_path / "run", ranks=1, timeout_s=600).ok()
+    try:
+        done = programs.train(line, tmp_path / "run", ranks=1, timeout_s=600).ok()
+    finally:
+        over.set()
+        thread.join()
     found = rows(out)
     assert killed and found[-1]["engine/evictions"] >= 1, done.out[-2000:]
     assert all(row["rollout/failed_frac"] == 0 for row in found)
@@ -89,15 +94,13 @@ def test_servers_that_the_run_starts_and_one_that_is_killed(demo: Path, programs
     wait_until_gone(out)
 
 
-def kill_a_busy_server(family: int, out: Path, killed: list[int]) -> None:
+def kill_a_busy_server(family: int, out: Path, killed: list[int], over: threading.Event) -> None:
     """In a thread: one of the servers that the process `family` started, in a rollout after the first."""
-    deadline = time.monotonic() + 500
-    while time.monotonic() < deadline and not killed:
-        time.sleep(0.02)
+    while not over.wait(0.02):
         if not (out / "metrics.jsonl").exists():
             continue
-        for pid in schedulers_below(family):
-            with contextlib.suppress(httpx.HTTPError, psutil.Error):
+        with contextlib.suppress(httpx.HTTPError, psutil.Error):  # processes come and go
+            for pid in schedulers_below(family):
                 words = psutil.Process(psutil.Process(pid).ppid()).cmdline()
                 if running(f"http://127.0.0.1:{words[words.index('--port') + 1]}"):
                     os.kill(pid, signal.SIGKILL)
