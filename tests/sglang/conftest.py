@@ -141,7 +141,9 @@ def running(url: str) -> int:
 
 def schedulers_below(pid: int) -> list[int]:
     """Processes that a process has started, itself or through others, and that hold a server's model."""
-    return [child.pid for child in psutil.Process(pid).children(recursive=True) if "schedul" in " ".join(child.cmdline())]
+    return [
+        child.pid for child in psutil.Process(pid).children(recursive=True) if "".join(child.cmdline()[:1]).startswith("sglang::schedul")
+    ]
 
 
 @contextlib.contextmanager
