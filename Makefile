@@ -7,7 +7,7 @@ EXTRAS ?= dev
 # what make test-slow runs; continuous integration takes a part of it
 SLOW ?= tests
 # processes that share the test files; a distributed test starts 2 to 4 more
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
 .PHONY: install demo test test-slow test-slurm sglang-env test-sglang cookbook-env test-cookbook lint format typecheck flags parity parity-full clean

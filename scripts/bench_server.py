@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.bench_common import write_json  # noqa: E402
-from scripts.parity_table import free_port  # noqa: E402
+from slime_like.rollout.sglang.processes import free_ports  # noqa: E402
 
 PROTOBUF = {"Accept": "application/x-protobuf", "Content-Type": "application/x-protobuf"}
 BATCHES = {"one token": (1, 1), "16 x 64": (16, 64), "64 x 256": (64, 256)}  # datums, tokens of each
@@ -80,7 +80,7 @@ def running_server(model: Path, folder: Path) -> Iterator[str]:
     """Its address, once it answers."""
     import httpx
 
-    port = free_port()
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "slime_like.server", "--hf-checkpoint", str(model), "--port", str(port)]
     command += ["--server-dir", str(folder / "server"), "--max-models", "32"]
     with open(folder / "server.log", "w", encoding="utf-8") as log:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.parity.models import make_model  # noqa: E402
 from slime_like.rollout.debug_data import save_rollout  # noqa: E402
+from slime_like.rollout.sglang.processes import free_ports  # noqa: E402
 from slime_like.types import Sample, SampleGroup  # noqa: E402
 
 STEPS, GROUPS, GROUP_SIZE = 3, 2, 4
@@ -115,7 +115,7 @@ def run_layout(layout: Layout, work: Path, flags: list[str]) -> Result:
     common = COMMON.format(groups=GROUPS, size=GROUP_SIZE, steps=STEPS).split()
     command = [sys.executable]
     if layout.ranks > 1:
-        command += ["-m", "torch.distributed.run", f"--nproc-per-node={layout.ranks}", f"--master-port={free_port()}"]
+        command += ["-m", "torch.distributed.run", f"--nproc-per-node={layout.ranks}", f"--master-port={free_ports(1)[0]}"]
     command += [str(ROOT / "train.py"), *common, *flags, *layout.flags.split()]
     command += ["--hf-checkpoint", str(work / "model"), "--ref-load", str(work / "ref"), "--output-dir", str(out)]
     command += ["--load-debug-rollout-data", str(work / "rollout_{rollout_id}"), "--save-hf", str(out / "hf")]
@@ -128,12 +128,6 @@ def run_layout(layout: Layout, work: Path, flags: list[str]) -> Result:
         grad_norms=[row["train/grad_norm"] for row in rows],
         weights=load_file(str(out / "hf" / "model.safetensors")),
     )
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @dataclass(frozen=True)

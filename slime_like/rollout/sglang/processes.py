@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 
 KEEPER = Path(__file__).with_name("keeper.py")
 END_S = 6.0  # for a keeper to end its server
+LOWEST_PORT = 10000
+OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # On a machine without a GPU; a --sglang flag of the user's replaces its entry.
 CPU_SETTINGS: Mapping[str, Any] = {
     "device": "cpu",
@@ -29,12 +32,29 @@ CPU_SETTINGS: Mapping[str, Any] = {
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody listens on now, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind((host, 0))
-        return [int(s.getsockname()[1]) for s in sockets]
+    """Ports that nobody listens on now, all different. A server listens half a minute after it is started: they are below those that the system
+    gives to outgoing connections, which may come meanwhile. Raises OSError where there are none."""
+    candidates = range(LOWEST_PORT, _first_outgoing_port())
+    found: list[int] = []
+    for port in random.SystemRandom().sample(candidates, k=len(candidates)):
+        if len(found) == count:
+            break
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind((host, port))
+            found.append(port)
+    if len(found) < count:
+        raise OSError(
+            f"{count} free ports are wanted on {host}, and {len(found)} were found from {candidates.start} to {candidates.stop - 1}"
+        )
+    return found
+
+
+def _first_outgoing_port() -> int:
+    try:
+        first = int(OUTGOING_PORTS.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):  # not Linux
+        first = 32768
+    return first if first > LOWEST_PORT + 1000 else 65536  # where outgoing connections may have nearly all ports, no choice is better
 
 
 def command_words(settings: Mapping[str, Any]) -> list[str]:
