@@ -36,7 +36,10 @@ class WeightCheck:
     def run(self, version: int) -> Mapping[str, float]:
         """The largest mean difference of a server. Raises RunError, on every rank, naming a server whose log-probs are not the trainer's."""
         worst = 0.0
-        for url, outputs in from_rank_zero(self._answers):
+        answers = from_rank_zero(self._answers)
+        if not answers:  # all were lost; those that are started again get the weights before requests
+            return {}
+        for url, outputs in answers:
             samples = [self._sample(request, tokens) for request, (tokens, _) in zip(self._requests, outputs, strict=True)]
             whole = samples * self._repeats  # micro-batches are full
             own = self._backend.compute_log_probs(whole)[: len(samples)]
@@ -51,7 +54,7 @@ class WeightCheck:
         return {"engine/weight_check_log_prob_diff": worst}
 
     def _answers(self) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[float, ...]]]]]:
-        """On rank 0: tokens and log-probs of every server, by its address. Raises RunError when one does not answer."""
+        """On rank 0: tokens and log-probs of every server, by its address. Raises RunError; see `SglangEngine.probe`."""
         answers = self._engine.probe(self._requests, self._sampling)
         return [(url, [(o.tokens, o.log_probs) for o in outputs]) for url, outputs in answers]
 

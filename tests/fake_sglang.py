@@ -130,6 +130,7 @@ class FakeServer:
         self.model = model
         self.engine = LocalEngine(model, None)
         self.faults: list[Fault | None] = []
+        self.probe_faults: list[Fault | None] = []  # of requests that ask whether the weights are right
         self.seen: list[tuple[str, Any]] = []
         self.refused: dict[str, tuple[int, str]] = {}  # path -> status and text
         self.hung = False
@@ -191,7 +192,8 @@ class FakeServer:
             handler.reply(code, json.dumps({"success": False, "message": words}).encode())
         elif handler.path == "/generate":
             is_probe = "-probe-" in body["rid"]  # of the weights, or of a teacher, by the run
-            fault = self.faults.pop(0) if self.faults and not is_probe else None
+            faults = self.probe_faults if is_probe else self.faults
+            fault = faults.pop(0) if faults else None
             if refusal := self._refusal(body):
                 handler.reply(400, json.dumps({"error": {"message": refusal}}).encode())
                 return

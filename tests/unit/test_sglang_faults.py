@@ -25,6 +25,7 @@ from tests.fake_sglang import (
     FakeServer,
     Fault,
     changed,
+    death,
     death_in_the_middle,
     drip,
     engine_of,
@@ -396,3 +397,21 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
+
+
+def test_a_server_that_is_lost_in_a_probe_is_out_and_the_others_are_probed(model: str) -> None:
+    """As at any other time: the run goes on with the others. One that answers wrongly ends it, and so does the last one."""
+    with fake_servers(model, 2) as servers, engine_of(model, servers) as engine:
+        servers[0].probe_faults = [death] * len(REQUESTS)
+        ((url, outputs),) = engine.probe(REQUESTS, SAMPLING)
+        assert url == servers[1].url
+        assert_right(outputs, model)
+        assert engine.fleet is not None and engine.fleet.evictions == 1
+    with fake_servers(model, 1) as servers, engine_of(model, servers) as engine:
+        servers[0].probe_faults = [status(503)] * len(REQUESTS)
+        with pytest.raises(RunError, match="no engine answers after a weight update"):
+            engine.probe(REQUESTS, SAMPLING)
+    with fake_servers(model, 1) as servers, engine_of(model, servers) as engine:
+        servers[0].probe_faults = [changed(lambda answer: answer.pop("meta_info"))]
+        with pytest.raises(RunError, match="gives a wrong answer after a weight update"):
+            engine.probe(REQUESTS, SAMPLING)

@@ -271,11 +271,12 @@ class SglangEngine:
             tell_servers(self.fleet, self.fleet.alive(), path, body)
 
     def probe(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[tuple[str, list[GenerateOutput]]]:
-        """On rank 0: what every server answers, by its address. Raises RunError when one does not."""
+        """On rank 0: what every server answers, by its address; one that is lost meanwhile is out, and told of. Raises RunError when none of them
+        answers and none is started again, or when an answer is wrong."""
         assert self.fleet is not None
         workers = self.fleet.ready()
 
-        async def ask() -> list[list[GenerateOutput]]:
+        async def ask() -> list[list[GenerateOutput | BaseException]]:
             async with async_client(len(requests)) as client:
 
                 async def one(worker: Worker, request: GenerateRequest) -> GenerateOutput:
@@ -285,13 +286,22 @@ class SglangEngine:
                         await post_once(client, f"{worker.url}/generate", body, self._requests.deadlines), request, sampling, rid
                     )
 
-                return [list(await asyncio.gather(*(one(worker, request) for request in requests))) for worker in workers]
+                return [await asyncio.gather(*(one(worker, r) for r in requests), return_exceptions=True) for worker in workers]
 
-        try:
-            answers = asyncio.run(ask())
-        except (RequestFailed, BadAnswer, Refused) as failure:
-            raise RunError(f"an engine does not answer after a weight update: {failure}") from None
-        return [(worker.url, outputs) for worker, outputs in zip(workers, answers, strict=True)]
+        found = []
+        for worker, outputs in zip(workers, asyncio.run(ask()), strict=True):
+            failures = [output for output in outputs if isinstance(output, BaseException)]
+            if not failures:
+                found.append((worker.url, [output for output in outputs if isinstance(output, GenerateOutput)]))
+            elif isinstance(failures[0], RequestFailed):
+                self.fleet.evict(worker, f"no answer after a weight update: {failures[0]}")
+            elif isinstance(failures[0], BadAnswer | Refused):
+                raise RunError(f"the engine {worker.url} gives a wrong answer after a weight update: {failures[0]}")
+            else:
+                raise failures[0]
+        if not found and not self.fleet.starts_again():
+            raise RunError("no engine answers after a weight update; what was wrong with each was told above")
+        return found
 
     def release_memory(self) -> None:
         """Before training: the servers give up weights and KV cache on the GPUs that they share with the trainer, until the next update."""
