@@ -30,6 +30,7 @@ def flags(work: Workspace, model: Path, out: Path, **changes: str | int | float 
     return [*work.flags(out, hf_checkpoint=model, save_hf=out / "hf", lr=5e-3, micro_batch_size=None, **changes), *EXPERTS.split()]
 
 
+@pytest.mark.slow
 def test_two_and_two_are_four(server: TrainServer, work: Workspace, model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
