@@ -14,7 +14,9 @@ import pytest
 from scripts.parity_table import LAYOUTS, LIMIT, Layout, Result, compare, make_model, make_rollouts, run_layout
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
-IN_MAKE_TEST = ("TP2 SP",)  # a run of train.py for each; tests/dist/test_parity_matrix.py has more layouts, in processes that serve them all
+IN_MAKE_TEST = (
+    "TP2 SP",
+)  # a run of train.py for each; tests/dist/test_parity_matrix.py has more layouts, in processes that serve them all
 SAPO = ("--policy-loss-type", "sapo")
 PPO = ("--policy-loss-type", "ppo")
 # beside the two losses, what changes how token losses are made, weighted or summed
