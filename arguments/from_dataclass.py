@@ -1,6 +1,6 @@
 """A dataclass's fields -> flags.
 
-Our own dataclasses declare their settings with `arg()`. megatron-core's say it with an annotation, a default, sometimes
+Our own dataclasses declare their settings with `arg()`. megatron-core's say it with an annotation, a default, and sometimes
 `argparse_meta` metadata. They are read from the source text without importing
 megatron-core, which takes seconds: a wrong command line should end before that.
 """

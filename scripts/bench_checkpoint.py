@@ -45,15 +45,13 @@ def measure(folder: Path, hidden_size: int, num_layers: int, repeat: int) -> tup
     quiet_dependencies()
     megatron_patches.apply()
     from arguments.parse import parse_args
-    from scripts.make_demo import make_model, make_tokenizer
+    from scripts.make_demo import save_model
     from slime_like.megatron_backend.backend import MegatronBackend
     from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavePolicy
     from slime_like.megatron_backend.init import process_groups
 
-    tokenizer = make_tokenizer()
     model = folder / "model"
-    make_model(tokenizer, hidden_size=hidden_size, num_layers=num_layers, seed=1).save_pretrained(model)
-    tokenizer.save_pretrained(model)
+    save_model(model, hidden_size=hidden_size, num_layers=num_layers)
     run = parse_args(
         f"--hf-checkpoint {model} --debug-train-only --load-debug-rollout-data {folder}/none_{{rollout_id}} --lr 1e-3 --num-rollout 1 "
         "--rollout-batch-size 1 --n-samples-per-prompt 1 --loss-type policy_loss".split(),

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from scripts.bench_common import write_json  # noqa: E402
+from scripts.make_demo import save_model  # noqa: E402
 from slime_like.rollout.sglang.processes import free_ports  # noqa: E402
 
 PROTOBUF = {"Accept": "application/x-protobuf", "Content-Type": "application/x-protobuf"}
@@ -52,7 +53,8 @@ def main() -> int:
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="slime_like_bench_") as folder:
-        model = make_model(Path(folder), chosen.hidden_size, chosen.num_layers)
+        model = Path(folder) / "model"
+        save_model(model, hidden_size=chosen.hidden_size, num_layers=chosen.num_layers)
         with running_server(model, Path(folder)) as url:
             api_pid = json.loads((Path(folder) / "server" / "link.json").read_text(encoding="utf-8"))["pid"]
             latency = measure_latency(model, url, chosen.repeats, api_pid)
@@ -64,15 +66,6 @@ def main() -> int:
     print_shares(shares)
     write_json(chosen.json, {"latency": latency, "shares": shares})
     return 0
-
-
-def make_model(folder: Path, hidden_size: int, num_layers: int) -> Path:
-    from scripts.make_demo import make_model, make_tokenizer
-
-    tokenizer = make_tokenizer()
-    make_model(tokenizer, hidden_size=hidden_size, num_layers=num_layers, seed=1).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    return folder / "model"
 
 
 @contextlib.contextmanager

@@ -84,6 +84,15 @@ def make_rows(*, min_word_len: int, max_word_len: int, size: int, seed: int) -> 
     return rows
 
 
+def save_model(folder: Path, *, hidden_size: int, num_layers: int, seed: int = 1) -> Any:
+    """A model with its tokenizer, as a Hugging Face folder."""
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, hidden_size=hidden_size, num_layers=num_layers, seed=seed)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
@@ -98,11 +107,8 @@ def main() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer, hidden_size=options.hidden_size, num_layers=options.num_layers, seed=options.seed)
     folder = options.output_dir / "model"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model = save_model(folder, hidden_size=options.hidden_size, num_layers=options.num_layers, seed=options.seed)
 
     rows = make_rows(min_word_len=options.min_word_len, max_word_len=options.max_word_len, size=8000, seed=options.seed)
     parts = {"heldout": rows[: options.num_heldout], "train": rows[options.num_heldout :]}

@@ -14,7 +14,7 @@ import megatron_patches
 
 megatron_patches.apply()
 
-from scripts.make_demo import make_model, make_tokenizer  # noqa: E402
+from scripts.make_demo import save_model  # noqa: E402
 from scripts.parity.ranks import run_ranks  # noqa: E402
 from scripts.parity.steps import relative  # noqa: E402
 from slime_like.megatron_backend.lora.base import VALUE_HEAD  # noqa: E402
@@ -34,9 +34,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = make_tokenizer()
-    make_model(tokenizer, hidden_size=32, num_layers=2, seed=1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_model(folder, hidden_size=32, num_layers=2)
     return str(folder)
 
 

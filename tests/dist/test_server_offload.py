@@ -14,7 +14,7 @@ megatron_patches.apply()
 
 from arguments.parse import SERVER, parse_args  # noqa: E402
 from scripts.bench_server import ADAM, command_of, message_of  # noqa: E402
-from scripts.make_demo import make_model, make_tokenizer  # noqa: E402
+from scripts.make_demo import save_model  # noqa: E402
 from slime_like.megatron_backend.init import process_groups  # noqa: E402
 from slime_like.megatron_backend.served import storages_of  # noqa: E402
 from slime_like.server.host import ModelHost  # noqa: E402
@@ -27,9 +27,7 @@ MODELS = {"first": ADAPTER, "second": {**ADAPTER, "rank": 2}, "critic": {**ADAPT
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = make_tokenizer()
-    make_model(tokenizer, hidden_size=32, num_layers=2, seed=1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_model(folder, hidden_size=32, num_layers=2)
     return folder
 
 

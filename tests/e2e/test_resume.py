@@ -151,12 +151,10 @@ def test_a_longer_run_follows_its_own_schedule(server: TrainServer, work: Worksp
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_of_another_model_is_one_error(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int) -> None:
-    from scripts.make_demo import make_model, make_tokenizer
+    from scripts.make_demo import save_model
 
     model = tmp_path / "wider"
-    tokenizer = make_tokenizer()
-    make_model(tokenizer, hidden_size=64, num_layers=2, seed=1).save_pretrained(model)
-    tokenizer.save_pretrained(model)
+    save_model(model, hidden_size=64, num_layers=2)
     argv = flags(work, tmp_path, num_rollout=4, load=whole / "checkpoints", hf_checkpoint=model)
     error = server.train(argv, tmp_path / "log", ranks=ranks).error()
     assert "iter_0000004 is of another model: hidden_size 32 (here: 64), ffn_hidden_size 96 (here: 192), kv_channels 8 (here: 16)" in error

@@ -102,11 +102,10 @@ def test_two_ranks_sample_what_one_does(server: TrainServer, work: Workspace, wh
 @pytest.mark.slow
 def test_an_interleaved_pipeline_takes_several_steps(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
     """Its micro-batches are padded to the longest; old log-probs are recomputed over all steps of a rollout at once."""
-    from scripts.make_demo import make_model, make_tokenizer
+    from scripts.make_demo import save_model
 
-    model, tokenizer = tmp_path / "deeper", make_tokenizer()
-    make_model(tokenizer, hidden_size=32, num_layers=4, seed=1).save_pretrained(model)
-    tokenizer.save_pretrained(model)
+    model = tmp_path / "deeper"
+    save_model(model, hidden_size=32, num_layers=4)
     argv = work.flags(tmp_path / "a", hf_checkpoint=model, micro_batch_size=2, pipeline_model_parallel_size=2)
     server.train([*argv, "--num-virtual-stages-per-pipeline-rank", "2"], tmp_path / "log", ranks=2).ok()
     server.train(work.flags(tmp_path / "b", hf_checkpoint=model, micro_batch_size=2), tmp_path / "log1").ok()
