@@ -57,9 +57,7 @@ _OFFLOAD = (
 _HOOKS = "custom functions at this place"
 _WANDB = "metrics go to metrics.jsonl and TensorBoard"
 _OPD = "a teacher in Megatron's format"
-_CRITIC = (
-    "the critic is on the processes of the policy; its layout there is chosen with --critic-tensor-model-parallel-size and its siblings"
-)
+_CRITIC = "the critic is on the processes of the policy; its layout there is chosen with --critic-tensor-model-parallel-size and its siblings"
 _MICRO = "micro-batches are cut by --micro-batch-size or --max-tokens-per-gpu"
 _CLUSTER = "the layout is given by torchrun (or SLURM) and the parallel sizes"
 _SYNC = "this way of handing over weights"
@@ -108,7 +106,9 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
         use-checkpoint-args rampup-batch-size""",
 }  # fmt: skip
 NOT_IMPLEMENTED: Mapping[str, str] = {
-    "--" + name.replace("_", "-"): reason for reason, names in NOT_IMPLEMENTED_GROUPS.items() for name in names.split()
+    "--" + name.replace("_", "-"): reason
+    for reason, names in NOT_IMPLEMENTED_GROUPS.items()
+    for name in names.split()
 }
 _PREFIXES = {
     "--vllm-": _ENGINES,
@@ -117,10 +117,15 @@ _PREFIXES = {
 _PREFIXES |= {"--megatron-deepgemm-": "fp8 and fp4 training", "--lora-": "this setting of adapters"}
 
 # Prefix of flags that are passed on -> the setting that collects them.
-PASSED_ON: Mapping[str, str] = {"--sglang-": "sglang_server_flags", "--router-": "sglang_router_flags"}
+PASSED_ON: Mapping[str, str] = {
+    "--sglang-": "sglang_server_flags",
+    "--router-": "sglang_router_flags",
+}
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
-    "rm_type": dict.fromkeys(("deepscaler", "dapo", "f1", "gpqa", "ifbench", "random"), "this reward"),
+    "rm_type": dict.fromkeys(
+        ("deepscaler", "dapo", "f1", "gpqa", "ifbench", "random"), "this reward"
+    ),
     "opd_type": {"self": "a teacher that sees more than the policy"},
     "optimizer": {"muon": "this optimizer", "dist_muon": "this optimizer"},
     "moe_token_dispatcher_type": {"flex": "the flex dispatcher, which needs DeepEP or HybridEP"},
@@ -129,7 +134,9 @@ VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
 }
 # slime's `--advantage-estimator` also chose a loss: estimator -> loss
 ESTIMATORS_THAT_ARE_LOSSES = ("gspo", "cispo")
-_SKYRL_PREFIX = re.compile("--(?:(?:trainer-)?algorithm-(?:off-policy-correction-)?|off-policy-correction-)")
+_SKYRL_PREFIX = re.compile(
+    "--(?:(?:trainer-)?algorithm-(?:off-policy-correction-)?|off-policy-correction-)"
+)
 # Names of SkyRL's that it calls deprecated itself; slime's --use-tis is not: its long name tells which is meant.
 DEPRECATED: Mapping[str, str] = {
     "--tis-imp-ratio-cap": "--token-tis-ratio-clip-high",

@@ -19,11 +19,21 @@ from slime_like.config import Problem, flag_name
 
 PREFIX = "critic_"
 # The fields of ParallelConfig that a critic may have otherwise.
-LAYOUT = tuple(f.name for f in dataclasses.fields(ParallelConfig) if PREFIX + f.name in {g.name for g in dataclasses.fields(CriticConfig)})
+LAYOUT = tuple(
+    f.name
+    for f in dataclasses.fields(ParallelConfig)
+    if PREFIX + f.name in {g.name for g in dataclasses.fields(CriticConfig)}
+)
 INTERLEAVED = {"num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"}
 _POLICYS_FLAG = re.compile(f"--({'|'.join(flag_name(name)[2:] for name in LAYOUT)})(?![\\w-])")
 # Whatever looks at a layout: what does not depend on it is told once, of the policy.
-RULES: tuple[Rule, ...] = (*PARALLEL_RULES, *MOE_RULES, *BATCH_RULES, every_rank_gets_a_sample, legacy_needs_even_micro_batches)
+RULES: tuple[Rule, ...] = (
+    *PARALLEL_RULES,
+    *MOE_RULES,
+    *BATCH_RULES,
+    every_rank_gets_a_sample,
+    legacy_needs_even_micro_batches,
+)
 
 
 def layout_flags(critic: CriticConfig) -> dict[str, Any]:
@@ -37,14 +47,21 @@ def critic_parallel(critic: CriticConfig, policy: ParallelConfig) -> ParallelCon
     over: the interleaved schedule to its pipeline, the experts' tensor-parallel size and sequence parallelism to its tensors."""
     said = layout_flags(critic)
     sizes = dataclasses.replace(policy, **said)
-    if INTERLEAVED & said.keys() or sizes.pipeline_model_parallel_size != policy.pipeline_model_parallel_size:
+    if (
+        INTERLEAVED & said.keys()
+        or sizes.pipeline_model_parallel_size != policy.pipeline_model_parallel_size
+    ):
         stages = said.get("num_virtual_stages_per_pipeline_rank")
         layers = said.get("num_layers_per_virtual_pipeline_stage")
         sizes = dataclasses.replace(
-            sizes, num_virtual_stages_per_pipeline_rank=None if stages == 1 else stages, num_layers_per_virtual_pipeline_stage=layers
+            sizes,
+            num_virtual_stages_per_pipeline_rank=None if stages == 1 else stages,
+            num_layers_per_virtual_pipeline_stage=layers,
         )
     if sizes.tensor_model_parallel_size != policy.tensor_model_parallel_size:
-        sizes = dataclasses.replace(sizes, expert_tensor_parallel_size=said.get("expert_tensor_parallel_size"))
+        sizes = dataclasses.replace(
+            sizes, expert_tensor_parallel_size=said.get("expert_tensor_parallel_size")
+        )
     if sizes.tensor_model_parallel_size == 1 and "sequence_parallel" not in said:
         sizes = dataclasses.replace(sizes, sequence_parallel=False)
     return sizes
@@ -61,9 +78,15 @@ def critic_layout_is_possible(s: Settings) -> list[Problem]:
 def as_policy(s: Settings) -> Settings:
     """The settings as if the critic's layout were the policy's."""
     parallel = critic_parallel(s.critic, s.parallel)
-    core = {name: value for name, value in s.core.items() if name != "cp_comm_type" or parallel.context_parallel_size > 1}
+    core = {
+        name: value
+        for name, value in s.core.items()
+        if name != "cp_comm_type" or parallel.context_parallel_size > 1
+    }
     layout = {name for name in LAYOUT if PREFIX + name in s.given}
-    return dataclasses.replace(s, parallel=parallel, core=core, given=(s.given - set(LAYOUT)) | layout)
+    return dataclasses.replace(
+        s, parallel=parallel, core=core, given=(s.given - set(LAYOUT)) | layout
+    )
 
 
 def under_critics_name(problem: Problem, s: Settings) -> Problem:
@@ -71,7 +94,10 @@ def under_critics_name(problem: Problem, s: Settings) -> Problem:
     found = Problem(_critics(problem.flag), problem.value, _critics(problem.message))
     if found.flag != problem.flag:
         return found
-    flags = " ".join(flag_name(PREFIX + name) + ("" if value is True else f" {value}") for name, value in layout_flags(s.critic).items())
+    flags = " ".join(
+        flag_name(PREFIX + name) + ("" if value is True else f" {value}")
+        for name, value in layout_flags(s.critic).items()
+    )
     return dataclasses.replace(found, message=f"in the critic's layout ({flags}), {found.message}")
 
 
@@ -83,7 +109,11 @@ def build_critic(s: Settings) -> tuple[CriticModel | None, list[Problem]]:
     """Of settings that the rules have passed; or what megatron-core has against them."""
     view = as_policy(s)
     stages = virtual_stages_of(view.parallel, s.core.get("num_layers"))
-    built, problems = build_megatron_configs(view.core, model=s.model, parallel=view.parallel, virtual_stages=stages, machine=s.machine)
+    built, problems = build_megatron_configs(
+        view.core, model=s.model, parallel=view.parallel, virtual_stages=stages, machine=s.machine
+    )
     if built is None:
         return None, [under_critics_name(p, s) for p in problems]
-    return CriticModel(dataclasses.replace(view.parallel, num_virtual_stages_per_pipeline_rank=stages), built), []
+    return CriticModel(
+        dataclasses.replace(view.parallel, num_virtual_stages_per_pipeline_rank=stages), built
+    ), []

@@ -21,7 +21,15 @@ from typing import Any
 import yaml
 
 from arguments.groups.data import EvalConfig
-from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, UNIT_OPEN_LOW, Problem, Range, arg, value_problem
+from slime_like.config import (
+    AT_LEAST_ONE,
+    NON_NEGATIVE,
+    UNIT_OPEN_LOW,
+    Problem,
+    Range,
+    arg,
+    value_problem,
+)
 
 FLAG = "--eval-config"
 ANY_K = Range("-1 (all) or >= 1", lambda k: k == -1 or k >= 1)
@@ -50,7 +58,9 @@ class EvalSet:
     @property
     def metadata(self) -> dict[str, Any]:
         """What is laid over the metadata of every row."""
-        return ({} if self.rm_type is None else {"rm_type": self.rm_type}) | dict(self.metadata_overrides)
+        return ({} if self.rm_type is None else {"rm_type": self.rm_type}) | dict(
+            self.metadata_overrides
+        )
 
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -65,7 +75,10 @@ _OF_ONE_SET = ("name", "path")
 def command_line_sets(config: EvalConfig) -> tuple[EvalSet, ...]:
     """The pairs of --eval-prompt-data under the flags of evaluation."""
     words = config.eval_prompt_data or []
-    return tuple(EvalSet(name=name, path=path, **_from_flags(config)) for name, path in zip(words[::2], words[1::2]))
+    return tuple(
+        EvalSet(name=name, path=path, **_from_flags(config))
+        for name, path in zip(words[::2], words[1::2])
+    )
 
 
 def _from_flags(config: EvalConfig) -> dict[str, Any]:
@@ -87,7 +100,9 @@ def eval_sets_of(config: EvalConfig) -> tuple[tuple[EvalSet, ...], list[Problem]
     try:
         content = yaml.safe_load(Path(config.eval_config).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        return (), [Problem(FLAG, config.eval_config, f"cannot be read: {' '.join(str(error).split())}")]
+        return (), [
+            Problem(FLAG, config.eval_config, f"cannot be read: {' '.join(str(error).split())}")
+        ]
     try:
         return _sets(content, _from_flags(config)), []
     except ValueError as error:
@@ -104,7 +119,10 @@ def _sets(content: Any, flags: Mapping[str, Any]) -> tuple[EvalSet, ...]:
     defaults = _checked(body.get("defaults") or {}, "defaults", forbidden=_OF_ONE_SET)
     rows = body["datasets"]
     if isinstance(rows, dict):
-        rows = [{"name": name, **(row or {})} if isinstance(row, dict | None) else row for name, row in rows.items()]
+        rows = [
+            {"name": name, **(row or {})} if isinstance(row, dict | None) else row
+            for name, row in rows.items()
+        ]
     if not isinstance(rows, list):
         raise ValueError("'datasets' must be a list, or a mapping by name")
     sets = []
@@ -133,13 +151,22 @@ def _checked(row: Any, place: str, forbidden: tuple[str, ...] = ()) -> dict[str,
         if key not in _KINDS or key in forbidden:
             near = difflib.get_close_matches(str(typed), _KINDS, n=1)
             raise ValueError(
-                f"{place} has the unknown key {typed!r}; " + (f"did you mean {near[0]}?" if near else f"legal keys: {', '.join(_KINDS)}")
+                f"{place} has the unknown key {typed!r}; "
+                + (f"did you mean {near[0]}?" if near else f"legal keys: {', '.join(_KINDS)}")
             )
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, _KINDS[key]):
-            raise ValueError(f"{place}: {key} is {value!r}, must be a {' or '.join(kind.__name__ for kind in _KINDS[key])}")
+            raise ValueError(
+                f"{place}: {key} is {value!r}, must be a {' or '.join(kind.__name__ for kind in _KINDS[key])}"
+            )
         if wrong := value_problem(value, None, fields[key].metadata.get("legal")):
             raise ValueError(f"{place}: {key} is {value!r}, {wrong}")
-        values[key] = (value,) if key == "stop" and isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        values[key] = (
+            (value,)
+            if key == "stop" and isinstance(value, str)
+            else tuple(value)
+            if isinstance(value, list)
+            else value
+        )
     return values

@@ -46,7 +46,11 @@ class Flag:
     @property
     def name(self) -> str:
         """The spelling that changes the default."""
-        return self.off[0] if self.kind == "switch" and self.default is True and self.off else self.on[0]
+        return (
+            self.off[0]
+            if self.kind == "switch" and self.default is True and self.off
+            else self.on[0]
+        )
 
     @property
     def type_words(self) -> str:
@@ -80,7 +84,11 @@ def shape_of(annotation: Any) -> Shape | None:
         return Shape("value", type(arguments[0]), arguments)
     if origin is list:
         inner = shape_of(arguments[0])
-        return Shape("list", inner.item, inner.choices) if inner is not None and inner.kind == "value" else None
+        return (
+            Shape("list", inner.item, inner.choices)
+            if inner is not None and inner.kind == "value"
+            else None
+        )
     if origin is dict:
         return Shape("json")
     return None
@@ -92,14 +100,22 @@ def switch_spellings(dest: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return on, () if dest.startswith(("no_", "disable_")) else (flag_name(f"no_{dest}"),)
 
 
-def flags_of(config_type: type, group: str, choices: Mapping[str, Sequence[str]] = types.MappingProxyType({})) -> list[Flag]:
+def flags_of(
+    config_type: type, group: str, choices: Mapping[str, Sequence[str]] = types.MappingProxyType({})
+) -> list[Flag]:
     """The flags of a dataclass whose fields are declared with `arg()`. choices: legal values that are only known at run time."""
     hints = typing.get_type_hints(config_type)
     flags = []
     for field in dataclasses.fields(config_type):
         meta, shape = field.metadata, shape_of(hints[field.name])
-        assert shape is not None, f"{config_type.__name__}.{field.name}: no flag can be made of {hints[field.name]}"
-        on, off = switch_spellings(field.name) if shape.kind == "switch" else ((flag_name(field.name),), ())
+        assert shape is not None, (
+            f"{config_type.__name__}.{field.name}: no flag can be made of {hints[field.name]}"
+        )
+        on, off = (
+            switch_spellings(field.name)
+            if shape.kind == "switch"
+            else ((flag_name(field.name),), ())
+        )
         legal = choices.get(field.name) or meta.get("choices") or shape.choices
         flags.append(
             Flag(
@@ -144,19 +160,27 @@ class _Names(dict[str, Any]):
         return getattr(typing, key, Any)
 
 
-_ANNOTATION_NAMES = _Names(bool=bool, int=int, float=float, str=str, list=list, dict=dict, tuple=tuple)
+_ANNOTATION_NAMES = _Names(
+    bool=bool, int=int, float=float, str=str, list=list, dict=dict, tuple=tuple
+)
 
 
 def read_source_fields(path: Path, class_name: str) -> list[SourceField]:
     """The fields that a class defines in the file `path`, in order; inherited ones are in the file of the base class."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    body = next(
+        node.body
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == class_name
+    )
     fields = []
     for node in body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         default, known, arg_names = _default(node.value)
-        fields.append(SourceField(node.target.id, _annotation(node.annotation), default, known, arg_names))
+        fields.append(
+            SourceField(node.target.id, _annotation(node.annotation), default, known, arg_names)
+        )
     return fields
 
 
@@ -175,7 +199,9 @@ def _constant(node: ast.expr | None) -> tuple[Any, bool]:
 
 
 def _default(node: ast.expr | None) -> tuple[Any, bool, tuple[str, ...]]:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "field"):
+    if not (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "field"
+    ):
         return *_constant(node), ()
     keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     meta, known = _constant(keywords.get("metadata"))

@@ -26,12 +26,16 @@ def default_words(flag: Flag) -> str:
     return "" if flag.default in (None, {}, []) else str(flag.default)
 
 
-def help_text(table: FlagTable, about: str = "", *, usage: str = TRAIN_USAGE, hidden: Collection[str] = ()) -> str:
+def help_text(
+    table: FlagTable, about: str = "", *, usage: str = TRAIN_USAGE, hidden: Collection[str] = ()
+) -> str:
     """about: a part of a group's title or of a flag's name; empty shows everything. hidden: fields of settings that the program does not have."""
     word = about.lstrip("-").replace("_", "-").lower()
     groups: dict[str, list[Flag]] = {}
     for flag in table.flags:
-        picked = word in flag.group.lower() or any(word in name.lower() for name in (*flag.on, *flag.off))
+        picked = word in flag.group.lower() or any(
+            word in name.lower() for name in (*flag.on, *flag.off)
+        )
         if picked and not flag.refused and flag.dest not in hidden:
             groups.setdefault(flag.group, []).append(flag)
     if not groups:
@@ -48,8 +52,16 @@ def _entry(flag: Flag) -> str:
     head = ", ".join(dict.fromkeys(words))
     if flag.kind != "switch":
         head += " " + (flag.metavar or flag.type_words.upper())
-    facts = [f"legal: {', '.join(map(str, flag.choices))}"] if flag.choices else [f"legal: {flag.legal.words}"] if flag.legal else []
+    facts = (
+        [f"legal: {', '.join(map(str, flag.choices))}"]
+        if flag.choices
+        else [f"legal: {flag.legal.words}"]
+        if flag.legal
+        else []
+    )
     default = default_words(flag)
     facts += [f"default: {default}"] if default else []
     body = flag.help + (f" [{'; '.join(facts)}]" if facts else "")
-    return f"  {head}\n" + textwrap.fill(body, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return f"  {head}\n" + textwrap.fill(
+        body, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+    )

@@ -58,15 +58,31 @@ FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("llama"),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, required=("num_key_value_heads",)),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, required=("num_key_value_heads", "head_dim")),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, required=(*MOE_KEYS, "head_dim", "moe_intermediate_size"), moe=QWEN_MOE),
-    "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe", qkv_bias=True, required=(*MOE_KEYS, "moe_intermediate_size", "shared_expert_intermediate_size"), moe=QWEN2_MOE
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        qk_norm=True,
+        required=(*MOE_KEYS, "head_dim", "moe_intermediate_size"),
+        moe=QWEN_MOE,
     ),
-    "MixtralForCausalLM": Family("mixtral", required=(*MOE_KEYS, "num_local_experts"), moe=MIXTRAL, windows_by_size=True),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        qkv_bias=True,
+        required=(*MOE_KEYS, "moe_intermediate_size", "shared_expert_intermediate_size"),
+        moe=QWEN2_MOE,
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral", required=(*MOE_KEYS, "num_local_experts"), moe=MIXTRAL, windows_by_size=True
+    ),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", required=hf_deepseek.REQUIRED, deepseek=True),
 }
 VALUE_MODELS = re.compile(r"For(?:Token|Sequence)Classification$")
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 MAPPED = frozenset(REQUIRED) | {
     "architectures",
     "model_type",
@@ -114,7 +130,11 @@ REFUSED_WHEN_SET = {
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 DTYPES = ("float32", "bfloat16", "float16")
 # megatron-core's rotary embedding has these numbers of Llama 3.1 built in; only the factor is an argument.
-LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_FIXED = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 ROPE_KEYS = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -156,7 +176,11 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
     _check_keys(reader, family)
     _check_windows(reader, family)
     transformer = _transformer(reader, family)
-    gpt = _gpt(reader, head_dim=transformer["kv_channels"], rope=_latent_rope(transformer) if family.deepseek else _rope(reader))
+    gpt = _gpt(
+        reader,
+        head_dim=transformer["kv_channels"],
+        rope=_latent_rope(transformer) if family.deepseek else _rope(reader),
+    )
     dtype = reader.config.get("dtype") or reader.config.get("torch_dtype")
     if dtype is not None and dtype not in DTYPES:
         reader.refuse(f"dtype {dtype!r} is not supported; legal values: {', '.join(DTYPES)}")
@@ -169,13 +193,25 @@ def _read_config(folder: str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         what = "no config.json in this folder" if Path(folder).is_dir() else "no such folder"
-        raise ConfigError([Problem("--hf-checkpoint", folder, f"{what}; give a local folder with a Hugging Face model")])
+        raise ConfigError(
+            [
+                Problem(
+                    "--hf-checkpoint",
+                    folder,
+                    f"{what}; give a local folder with a Hugging Face model",
+                )
+            ]
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise ConfigError([Problem("--hf-checkpoint", folder, f"config.json cannot be read: {error}")]) from error
+        raise ConfigError(
+            [Problem("--hf-checkpoint", folder, f"config.json cannot be read: {error}")]
+        ) from error
     if not isinstance(config, dict):
-        raise ConfigError([Problem("--hf-checkpoint", folder, "config.json does not hold an object")])
+        raise ConfigError(
+            [Problem("--hf-checkpoint", folder, "config.json does not hold an object")]
+        )
     return config
 
 
@@ -192,7 +228,9 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, Family]:
     family = FAMILIES[names[0]]
     model_type = reader.config.get("model_type", family.model_type)
     if model_type != family.model_type:
-        reader.refuse(f"model_type {model_type!r} does not go with {names[0]}; it must be {family.model_type!r}")
+        reader.refuse(
+            f"model_type {model_type!r} does not go with {names[0]}; it must be {family.model_type!r}"
+        )
     for key in (*REQUIRED, *family.required):
         if reader.config.get(key) is None:
             reader.refuse(f"{key} is missing")
@@ -206,25 +244,35 @@ def _check_keys(reader: _Reader, family: Family) -> None:
     mapped |= {"qkv_bias"} if family.qkv_bias else set()
     mapped |= hf_deepseek.KEYS if family.deepseek else set()
     if family.qkv_bias and reader.config.get("qkv_bias") is False:
-        reader.refuse("qkv_bias False: this architecture is supported with biases on query, key and value only")
+        reader.refuse(
+            "qkv_bias False: this architecture is supported with biases on query, key and value only"
+        )
     for key, value in reader.config.items():
         if key in mapped or key in WITHOUT_EFFECT or value in (None, False, [], {}):
             continue
         if key in REFUSED_WHEN_SET:
             reader.refuse(f"{key} {value!r}: {REFUSED_WHEN_SET[key]}")
         else:
-            reader.refuse(f"{key} {value!r} is unknown and might change the network; if it does not, remove the key from the file")
+            reader.refuse(
+                f"{key} {value!r} is unknown and might change the network; if it does not, remove the key from the file"
+            )
 
 
 def _check_windows(reader: _Reader, family: Family) -> None:
     """Sliding windows are refused where some layer would use one; the keys alone, as in Qwen's files, are harmless."""
     config = reader.config
-    used = (family.windows_by_size or config.get("use_sliding_window")) and config.get("sliding_window") is not None
+    used = (family.windows_by_size or config.get("use_sliding_window")) and config.get(
+        "sliding_window"
+    ) is not None
     if used and config.get("max_window_layers", 0) < config["num_hidden_layers"]:
-        reader.refuse(f"sliding_window {config['sliding_window']!r}: sliding windows are not supported")
+        reader.refuse(
+            f"sliding_window {config['sliding_window']!r}: sliding windows are not supported"
+        )
     kinds = set(config.get("layer_types") or []) - {"full_attention"}
     if kinds:
-        reader.refuse(f"layer_types {', '.join(map(repr, sorted(kinds)))}: only 'full_attention' is supported")
+        reader.refuse(
+            f"layer_types {', '.join(map(repr, sorted(kinds)))}: only 'full_attention' is supported"
+        )
 
 
 def _transformer(reader: _Reader, family: Family) -> dict[str, Any]:
@@ -234,10 +282,14 @@ def _transformer(reader: _Reader, family: Family) -> dict[str, Any]:
     if heads % groups:
         reader.refuse(f"num_key_value_heads {groups} does not divide num_attention_heads {heads}")
     if config.get("head_dim") is None and hidden_size % heads:
-        reader.refuse(f"num_attention_heads {heads} does not divide hidden_size {hidden_size}, and there is no head_dim")
+        reader.refuse(
+            f"num_attention_heads {heads} does not divide hidden_size {hidden_size}, and there is no head_dim"
+        )
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
-        reader.refuse(f"hidden_act {activation!r} is not supported; legal values: {', '.join(ACTIVATIONS)}")
+        reader.refuse(
+            f"hidden_act {activation!r} is not supported; legal values: {', '.join(ACTIVATIONS)}"
+        )
     dropout = config.get("attention_dropout") or 0.0
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         reader.refuse(f"attention_dropout must be in 0 <= x < 1, not {dropout!r}")
@@ -279,7 +331,9 @@ def _gpt(reader: _Reader, head_dim: int, rope: Mapping[str, Any]) -> dict[str, A
         "rotary_percent": 1.0,
         "use_rope_scaling": rope["rope_type"] == "llama3",
         "rope_scaling_factor": float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
-        "rotary_seq_len_interpolation_factor": float(rope["factor"]) if rope["rope_type"] == "linear" else None,
+        "rotary_seq_len_interpolation_factor": float(rope["factor"])
+        if rope["rope_type"] == "linear"
+        else None,
         "untie_embeddings_and_output_weights": not reader.config.get("tie_word_embeddings", False),
     }
 
@@ -302,15 +356,21 @@ def _rope(reader: _Reader) -> dict[str, Any]:
         reader.refuse(f"rope_theta must be a positive number, not {theta!r}")
         result["rope_theta"] = DEFAULT_ROPE_THETA
     if rope_type not in ROPE_KEYS:
-        reader.refuse(f"rope_type {rope_type!r} is not supported; legal values: {', '.join(ROPE_KEYS)}")
+        reader.refuse(
+            f"rope_type {rope_type!r} is not supported; legal values: {', '.join(ROPE_KEYS)}"
+        )
         return result
     for key in sorted(given.keys() - ROPE_KEYS[rope_type]):
         reader.refuse(f"rope_type {rope_type!r} with {key} {given[key]!r} is not supported")
-    if rope_type != "default" and not (isinstance(result["factor"], int | float) and result["factor"] >= 1 and "factor" in given):
+    if rope_type != "default" and not (
+        isinstance(result["factor"], int | float) and result["factor"] >= 1 and "factor" in given
+    ):
         reader.refuse(f"rope_type {rope_type!r} needs a factor >= 1, not {given.get('factor')!r}")
         result["factor"] = 1.0
     if rope_type == "llama3":
         for key, only in LLAMA3_FIXED.items():
             if given.get(key) != only:
-                reader.refuse(f"rope_type 'llama3' with {key} {given.get(key)!r} is not supported: megatron-core fixes it at {only}")
+                reader.refuse(
+                    f"rope_type 'llama3' with {key} {given.get(key)!r} is not supported: megatron-core fixes it at {only}"
+                )
     return result

@@ -48,7 +48,10 @@ class MoeFamily:
 
 
 QWEN_MOE = MoeFamily(
-    experts=("num_experts", "num_local_experts"), ffn="moe_intermediate_size", norm_topk=("norm_topk_prob", False), dense_layers=True
+    experts=("num_experts", "num_local_experts"),
+    ffn="moe_intermediate_size",
+    norm_topk=("norm_topk_prob", False),
+    dense_layers=True,
 )
 QWEN2_MOE = MoeFamily(
     experts=QWEN_MOE.experts,
@@ -69,7 +72,9 @@ def moe_settings(reader: Reader, family: MoeFamily) -> dict[str, Any]:
         reader.refuse(f"num_experts_per_tok {topk} is above the number of experts {experts}")
     normalised = True if family.norm_topk is None else reader.config.get(*family.norm_topk)
     if normalised and topk == 1:
-        reader.refuse("num_experts_per_tok 1 with renormalised weights: every weight is 1, and the router would never learn")
+        reader.refuse(
+            "num_experts_per_tok 1 with renormalised weights: every weight is 1, and the router would never learn"
+        )
     settings = {
         "num_moe_experts": experts,
         "moe_router_topk": topk,
@@ -79,17 +84,25 @@ def moe_settings(reader: Reader, family: MoeFamily) -> dict[str, Any]:
         "moe_router_score_function": "softmax",
     }
     if family.shared is not None:
-        settings |= {"moe_shared_expert_intermediate_size": reader.number(family.shared), "moe_shared_expert_gate": True}
+        settings |= {
+            "moe_shared_expert_intermediate_size": reader.number(family.shared),
+            "moe_shared_expert_gate": True,
+        }
     return settings
 
 
 def _layer_pattern(reader: Reader) -> int | list[int]:
     """1 for a layer with experts, 0 for a dense one; just 1 when all have experts."""
-    layers, step = reader.number("num_hidden_layers"), reader.number("decoder_sparse_step", default=1)
+    layers, step = (
+        reader.number("num_hidden_layers"),
+        reader.number("decoder_sparse_step", default=1),
+    )
     dense = reader.config.get("mlp_only_layers") or []
     pattern = [0 if layer in dense or (layer + 1) % step else 1 for layer in range(layers)]
     if not any(pattern):
-        reader.refuse(f"mlp_only_layers {dense} and decoder_sparse_step {step} leave no layer with experts")
+        reader.refuse(
+            f"mlp_only_layers {dense} and decoder_sparse_step {step} leave no layer with experts"
+        )
     return 1 if all(pattern) else pattern
 
 
@@ -98,7 +111,9 @@ def layer_pattern(words: str) -> int | list[int]:
 
     Raises ValueError for anything else.
     """
-    legal = 'must be a number, or a list of 0 (dense) and 1 (experts) as "[1,0,1]" or "[0]*3+[1]*45"'
+    legal = (
+        'must be a number, or a list of 0 (dense) and 1 (experts) as "[1,0,1]" or "[0]*3+[1]*45"'
+    )
     total: list[int] = []
     text = words.replace(" ", "").removeprefix("(").removesuffix(")")
     if text.isdigit() and int(text) > 0:
@@ -107,7 +122,11 @@ def layer_pattern(words: str) -> int | list[int]:
         part, star, times = term.partition("*")
         part = part.removeprefix("(")
         inner = part.removeprefix("[").removesuffix("]").split(",")
-        if not (part.startswith("[") and part.endswith("]")) or not set(inner) <= {"0", "1"} or (star and not times.isdigit()):
+        if (
+            not (part.startswith("[") and part.endswith("]"))
+            or not set(inner) <= {"0", "1"}
+            or (star and not times.isdigit())
+        ):
             raise ValueError(legal)
         total += [int(digit) for digit in inner] * (int(times) if star else 1)
     return 1 if all(total) else total

@@ -29,12 +29,26 @@ def choose_loss(given: Given, table: FlagTable) -> tuple[PolicyLoss, Any]:
     values = given.values
     path = values.get(CUSTOM)
     if path is not None:
-        settings = SimpleNamespace(**{flag.dest: values.get(flag.dest, flag.default) for flag in table.flags if is_loss_setting(flag.dest)})
+        settings = SimpleNamespace(
+            **{
+                flag.dest: values.get(flag.dest, flag.default)
+                for flag in table.flags
+                if is_loss_setting(flag.dest)
+            }
+        )
         try:
             return custom_loss(path), settings
         except ValueError as error:
-            given.problems.append(Problem(flag_name(CUSTOM), path, str(error).removeprefix(f"{flag_name(CUSTOM)} {path!r}: ")))
-    name = values.get("policy_loss_type", "cross_entropy" if values.get("loss_type") == "sft_loss" else "ppo")
+            given.problems.append(
+                Problem(
+                    flag_name(CUSTOM),
+                    path,
+                    str(error).removeprefix(f"{flag_name(CUSTOM)} {path!r}: "),
+                )
+            )
+    name = values.get(
+        "policy_loss_type", "cross_entropy" if values.get("loss_type") == "sft_loss" else "ppo"
+    )
     loss = policy_losses.get(name)
     said = {**loss.alias_defaults.get(name, {}), **values}
     settings = loss.config_type(**{f: said[f] for f in loss_fields(loss) if f in said})
@@ -106,11 +120,19 @@ def _custom_loss_type(given: Given) -> None:
     if values.get("loss_type") == "custom_loss":
         given.values["loss_type"] = "policy_loss"
         if CUSTOM not in values:
-            given.problems.append(Problem(flag_name(CUSTOM), None, "is missing; --loss-type custom_loss needs it"))
+            given.problems.append(
+                Problem(flag_name(CUSTOM), None, "is missing; --loss-type custom_loss needs it")
+            )
     if CUSTOM not in values:
         return
     if "policy_loss_type" in values:
         message = f"contradicts --policy-loss-type {values['policy_loss_type']}; give one of them"
         given.problems.append(Problem(flag_name(CUSTOM), values[CUSTOM], message))
     if values.get("loss_type") == "sft_loss":
-        given.problems.append(Problem(flag_name(CUSTOM), values[CUSTOM], "does not go with --loss-type sft_loss; leave it out"))
+        given.problems.append(
+            Problem(
+                flag_name(CUSTOM),
+                values[CUSTOM],
+                "does not go with --loss-type sft_loss; leave it out",
+            )
+        )

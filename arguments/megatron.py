@@ -13,7 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from arguments.from_dataclass import Flag, Shape, SourceField, read_source_fields, shape_of, switch_spellings
+from arguments.from_dataclass import (
+    Flag,
+    Shape,
+    SourceField,
+    read_source_fields,
+    shape_of,
+    switch_spellings,
+)
 from arguments.groups import GPTModelConfig
 from arguments.hf_moe import layer_pattern
 from arguments.megatron_help import SENTENCES
@@ -26,7 +33,9 @@ SOURCES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("model_parallel_config.py", "ModelParallelConfig"),
     ),
     "optimizer (megatron-core)": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
-    "data parallelism (megatron-core)": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
+    "data parallelism (megatron-core)": (
+        ("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),
+    ),
 }
 CONFIGS_OF_GROUP = {
     "network (megatron-core)": "TransformerConfig",
@@ -154,7 +163,11 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("pipeline|p2p", "this way of cutting the pipeline"),
     ("precision_aware|param_remainders|muon|instances", "this optimizer"),
 )  # fmt: skip
-ACTIVATION_FLAGS = {"swiglu": ("silu", True), "squared_relu": ("squared_relu", False), "quick_geglu": ("quick_gelu", True)}
+ACTIVATION_FLAGS = {
+    "swiglu": ("silu", True),
+    "squared_relu": ("squared_relu", False),
+    "quick_geglu": ("quick_gelu", True),
+}
 # Dropout is no part of the checkpoint's network: the flag, or 0, holds whatever config.json says.
 NOT_COMPARED = ("hidden_dropout", "attention_dropout")
 
@@ -193,7 +206,9 @@ def megatron_flags() -> list[Flag]:
     for name, places in megatron_fields().items():
         group, source = places[0]
         shape = UNIONS.get(name) or shape_of(source.annotation)
-        no_words = shape is None and ("Callable" in str(source.annotation) or name.endswith("dtype"))
+        no_words = shape is None and (
+            "Callable" in str(source.annotation) or name.endswith("dtype")
+        )
         if name in OURS or no_words:
             continue
         supported = name in SUPPORTED
@@ -204,7 +219,9 @@ def megatron_flags() -> list[Flag]:
 def _flag(name: str, group: str, source: SourceField, supported: bool) -> Flag:
     shape = UNIONS.get(name) or shape_of(source.annotation)
     kind = shape.kind if shape is not None else "value"
-    assert not supported or shape is not None or name in CHOICES, f"{name} is supported and has no type"
+    assert not supported or shape is not None or name in CHOICES, (
+        f"{name} is supported and has no type"
+    )
     on, off = switch_spellings(name) if kind == "switch" else ((flag_name(name),), ())
     more_on, more_off = SPELLINGS.get(name, ((), ()))
     if kind == "switch" and source.default is True:
@@ -224,7 +241,10 @@ def _flag(name: str, group: str, source: SourceField, supported: bool) -> Flag:
         choices=CHOICES.get(name) or (shape.choices if shape is not None else None),
         refused=""
         if supported
-        else next((words for pattern, words in REASONS if re.search(pattern, name)), "this setting of megatron-core"),
+        else next(
+            (words for pattern, words in REASONS if re.search(pattern, name)),
+            "this setting of megatron-core",
+        ),
     )
 
 
@@ -244,42 +264,79 @@ def network_of_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
         except ValueError as error:
             problems.append(Problem("--moe-layer-freq", network.pop("moe_layer_freq"), str(error)))
     chosen = [name for name in ACTIVATION_FLAGS if given.get(name)]
-    problems += [Problem(flag_name(name), None, f"contradicts {flag_name(chosen[0])}; give one of them") for name in chosen[1:]]
+    problems += [
+        Problem(flag_name(name), None, f"contradicts {flag_name(chosen[0])}; give one of them")
+        for name in chosen[1:]
+    ]
     if chosen:
         network["activation_func"], network["gated_linear_unit"] = ACTIVATION_FLAGS[chosen[0]]
     return network, problems
 
 
-def disagreements(explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> list[Problem]:
+def disagreements(
+    explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]
+) -> list[Problem]:
     """Flags that say something else than --hf-checkpoint's config.json."""
     problems = []
     spelled = next((flag_name(name) for name in ACTIVATION_FLAGS if given.get(name)), "--swiglu")
     activation = ("activation_func", "gated_linear_unit")
-    if any(name in explicit and name in checkpoint and explicit[name] != checkpoint[name] for name in activation):
+    if any(
+        name in explicit and name in checkpoint and explicit[name] != checkpoint[name]
+        for name in activation
+    ):
         gated = "gated " if checkpoint.get("gated_linear_unit") else ""
         problems.append(
-            Problem(spelled, None, f"disagrees with --hf-checkpoint's {gated}{checkpoint.get('activation_func')}; leave it out")
+            Problem(
+                spelled,
+                None,
+                f"disagrees with --hf-checkpoint's {gated}{checkpoint.get('activation_func')}; leave it out",
+            )
         )
     for name, value in explicit.items():
-        if name not in checkpoint or name in NOT_COMPARED or name in activation or value == checkpoint[name]:
+        if (
+            name not in checkpoint
+            or name in NOT_COMPARED
+            or name in activation
+            or value == checkpoint[name]
+        ):
             continue
         words = checkpoint[name]
-        problems.append(Problem(flag_name(name), None, f"{value} disagrees with --hf-checkpoint's {words}; leave the flag out"))
+        problems.append(
+            Problem(
+                flag_name(name),
+                None,
+                f"{value} disagrees with --hf-checkpoint's {words}; leave the flag out",
+            )
+        )
     if "num_layers" in checkpoint:
         for name in sorted(NONE_UNLESS_SAID & explicit.keys() - checkpoint.keys()):
             if explicit[name]:
                 problems.append(
-                    Problem(flag_name(name), explicit[name], "disagrees with --hf-checkpoint, which has none; leave the flag out")
+                    Problem(
+                        flag_name(name),
+                        explicit[name],
+                        "disagrees with --hf-checkpoint, which has none; leave the flag out",
+                    )
                 )
     heads = checkpoint.get("num_attention_heads")
-    if given.get("group_query_attention") and heads is not None and checkpoint.get("num_query_groups") == heads:
+    if (
+        given.get("group_query_attention")
+        and heads is not None
+        and checkpoint.get("num_query_groups") == heads
+    ):
         problems.append(
-            Problem("--group-query-attention", None, f"disagrees with --hf-checkpoint, whose {heads} heads have a group each; leave it out")
+            Problem(
+                "--group-query-attention",
+                None,
+                f"disagrees with --hf-checkpoint, whose {heads} heads have a group each; leave it out",
+            )
         )
     return problems
 
 
-def merge_network(explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def merge_network(
+    explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
     """TransformerConfig's fields from the checkpoint and the flags. Dropout is off unless a flag says otherwise."""
     network = {**checkpoint, **dict.fromkeys(NOT_COMPARED, 0.0), **explicit}
     if given.get("group_query_attention"):

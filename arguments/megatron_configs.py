@@ -50,7 +50,12 @@ class Machine:
         def installed(name: str) -> bool:
             return importlib.util.find_spec(name) is not None
 
-        return cls(torch.cuda.is_available(), installed("transformer_engine"), installed("fused_weight_gradient_mlp_cuda"), has_apex())
+        return cls(
+            torch.cuda.is_available(),
+            installed("transformer_engine"),
+            installed("fused_weight_gradient_mlp_cuda"),
+            has_apex(),
+        )
 
 
 def resolve_transformer_impl(model: ModelConfig, machine: Machine) -> str:
@@ -74,16 +79,27 @@ class Build:
 
 
 def build_megatron_configs(
-    values: Mapping[str, Any], *, model: ModelConfig, parallel: ParallelConfig, virtual_stages: int | None, machine: Machine
+    values: Mapping[str, Any],
+    *,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    virtual_stages: int | None,
+    machine: Machine,
 ) -> tuple[MegatronConfigs | None, list[Problem]]:
     """The three objects, or what megatron-core has against them. Needs no process group. Imports megatron-core.
 
     values: field name -> value, of any of the three configurations; what is absent takes its default.
     """
-    nccl = parallel.distributed_backend == "nccl" or (parallel.distributed_backend == "auto" and machine.cuda)
-    build = Build(values, parallel, virtual_stages, resolve_transformer_impl(model, machine), nccl, machine)
+    nccl = parallel.distributed_backend == "nccl" or (
+        parallel.distributed_backend == "auto" and machine.cuda
+    )
+    build = Build(
+        values, parallel, virtual_stages, resolve_transformer_impl(model, machine), nccl, machine
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fallbacks for want of Transformer Engine and Apex, and deprecated defaults
+        warnings.simplefilter(
+            "ignore"
+        )  # fallbacks for want of Transformer Engine and Apex, and deprecated defaults
         transformer = _attempt(build, _transformer)
         optimizer = _attempt(build, _optimizer)
         ddp = _attempt(build, _ddp)
@@ -96,11 +112,27 @@ def _attempt(build: Build, make: Callable[[Build], Any]) -> Any:
     """megatron-core checks by assertion and by several kinds of error; each becomes a problem that names a flag."""
     try:
         return make(build)
-    except (AssertionError, ValueError, RuntimeError, ImportError, NotImplementedError, TypeError, ZeroDivisionError) as error:
+    except (
+        AssertionError,
+        ValueError,
+        RuntimeError,
+        ImportError,
+        NotImplementedError,
+        TypeError,
+        ZeroDivisionError,
+    ) as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        named = [name for name in megatron_fields() if re.search(rf"\b{re.escape(name)}\b", message)]
+        named = [
+            name for name in megatron_fields() if re.search(rf"\b{re.escape(name)}\b", message)
+        ]
         flag = flag_name(max(named, key=len)) if named else "megatron-core"
-        build.problems.append(Problem(flag, build.values.get(max(named, key=len)) if named else None, f"megatron-core refuses: {message}"))
+        build.problems.append(
+            Problem(
+                flag,
+                build.values.get(max(named, key=len)) if named else None,
+                f"megatron-core refuses: {message}",
+            )
+        )
         return None
 
 
@@ -139,14 +171,17 @@ def _transformer(build: Build) -> Any:
         "calculate_per_token_loss": False,
         # packed rows differ in length; the schedule then sends shapes, and wants this dispatcher even without experts. The interleaved
         # schedule gets rows of one length instead: two stages would take each other's shapes for the wrong direction.
-        "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1 and build.virtual_stages is None,
+        "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1
+        and build.virtual_stages is None,
         "moe_token_dispatcher_type": values.get("moe_token_dispatcher_type", "alltoall"),
         "deallocate_pipeline_outputs": True,
         "overlap_p2p_comm": overlap,
         "batch_p2p_comm": build.nccl and not overlap,
         "barrier_with_L1_time": False,
     }
-    config_type = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
+    config_type = (
+        MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
+    )
     return config_type(**_of(config_type, values))
 
 
@@ -159,7 +194,9 @@ def _fusions(build: Build) -> dict[str, bool]:
         "bias_activation_fusion": gpu and fusable,
         "bias_dropout_fusion": gpu,
         "masked_softmax_fusion": gpu,
-        "apply_rope_fusion": gpu and build.transformer_impl == "transformer_engine" and not values.get("rotary_interleaved", False),
+        "apply_rope_fusion": gpu
+        and build.transformer_impl == "transformer_engine"
+        and not values.get("rotary_interleaved", False),
         "gradient_accumulation_fusion": build.machine.cuda and build.machine.gradient_fusion,
     }
 
@@ -169,13 +206,20 @@ def activation_function(name: str) -> Any:
     import torch.nn.functional as F
     from megatron.core.activations import quick_gelu, squared_relu
 
-    return {"gelu": F.gelu, "silu": F.silu, "squared_relu": squared_relu, "quick_gelu": quick_gelu}[name]
+    return {"gelu": F.gelu, "silu": F.silu, "squared_relu": squared_relu, "quick_gelu": quick_gelu}[
+        name
+    ]
 
 
 def _optimizer(build: Build) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
-    values = {"min_lr": 0.0, "optimizer_offload_fraction": 1.0, **build.values, "params_dtype": _dtype(build)}
+    values = {
+        "min_lr": 0.0,
+        "optimizer_offload_fraction": 1.0,
+        **build.values,
+        "params_dtype": _dtype(build),
+    }
     values |= {name: _dtype_of_word(values[name]) for name in OPTIMIZER_DTYPES if name in values}
     if _main_gradients_in_bf16(build):
         values["main_grads_dtype"] = _dtype_of_word("bf16")
@@ -183,7 +227,9 @@ def _optimizer(build: Build) -> Any:
     if build.machine.transformer_engine or not fields.get("use_precision_aware_optimizer"):
         return OptimizerConfig(**fields)
     # megatron-core asks for Transformer Engine's Adam here; megatron_patches/precision_adam.py has another one
-    config = OptimizerConfig(**{name: value for name, value in fields.items() if name not in OF_PRECISION_AWARE})
+    config = OptimizerConfig(
+        **{name: value for name, value in fields.items() if name not in OF_PRECISION_AWARE}
+    )
     for name in OF_PRECISION_AWARE & fields.keys():
         setattr(config, name, fields[name])
     config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True  # fp8 is refused
@@ -203,7 +249,12 @@ def _dtype_of_word(word: str) -> Any:
     """Megatron-LM's words for types of the optimizer's state."""
     import torch
 
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}[word]
+    return {
+        "fp32": torch.float32,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp8": torch.uint8,
+    }[word]
 
 
 def _ddp(build: Build) -> Any:

@@ -55,7 +55,13 @@ class Program:
 
 
 TRAIN = Program(RULES, WARNINGS, TRAIN_USAGE, OF_THE_SERVER)
-SERVER = Program(SERVER_RULES, MOE_WARNINGS, SERVER_USAGE, frozenset(of_the_trainer()).union(OF_EVERY_STEP), {"lr": 1e-4, "clip_grad": 0.0})
+SERVER = Program(
+    SERVER_RULES,
+    MOE_WARNINGS,
+    SERVER_USAGE,
+    frozenset(of_the_trainer()).union(OF_EVERY_STEP),
+    {"lr": 1e-4, "clip_grad": 0.0},
+)
 
 
 class HelpWanted(Exception):
@@ -78,10 +84,17 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
     if problems:
         raise ConfigError(_in_order(problems, table))
     words = [text for warn in program.warnings if (text := warn(draft.settings)) is not None]
-    return _finish(draft, table, argv, [*given.warnings, *words, *settings_of_other_losses(draft.settings, table.by_dest)])
+    return _finish(
+        draft,
+        table,
+        argv,
+        [*given.warnings, *words, *settings_of_other_losses(draft.settings, table.by_dest)],
+    )
 
 
-def parse_or_exit(argv: Sequence[str], world_size: int, rank: int, program: Program = TRAIN) -> RunConfig:
+def parse_or_exit(
+    argv: Sequence[str], world_size: int, rank: int, program: Program = TRAIN
+) -> RunConfig:
     """`parse_args` for a launcher: on a ConfigError rank 0 prints it to stderr, once for all ranks, and every rank exits with status 2.
 
     --help and --version print to stdout and exit with 0. Raises SystemExit.
@@ -131,9 +144,14 @@ def _own_icepop(given: Given) -> None:
         return
     del values["custom_tis_function_path"]
     if values.get("tis_ratio_type") != "token":
-        given.problems.append(Problem("--custom-tis-function-path", path, "has no effect without --use-tis; add it"))
+        given.problems.append(
+            Problem("--custom-tis-function-path", path, "has no effect without --use-tis; add it")
+        )
     for side in ("low", "high"):
-        bound = values.get(f"token_tis_ratio_clip_{side}", getattr(OffPolicyConfig(), f"token_tis_ratio_clip_{side}"))
+        bound = values.get(
+            f"token_tis_ratio_clip_{side}",
+            getattr(OffPolicyConfig(), f"token_tis_ratio_clip_{side}"),
+        )
         name = f"token_mask_is_threshold_{side}"
         if values.setdefault(name, bound) != bound:
             message = f"contradicts --tis-clip{'-low' if side == 'low' else ''} {bound:g}, which is IcePop's bound; leave it out"
@@ -147,7 +165,13 @@ def _kl_in_the_reward(given: Given) -> None:
         if "kl_loss_coef" in values:
             values["kl_coef"] = values.pop("kl_loss_coef")
         else:
-            given.problems.append(Problem("--use-kl-in-reward", None, "needs the weight of the KL; use --kl-coef in its place"))
+            given.problems.append(
+                Problem(
+                    "--use-kl-in-reward",
+                    None,
+                    "needs the weight of the KL; use --kl-coef in its place",
+                )
+            )
 
 
 def _read_checkpoint(given: Given) -> HfModel | None:
@@ -172,7 +196,12 @@ class _Draft:
 
 
 def _draft(
-    given: Given, loss: PolicyLoss, policy_loss: Any, checkpoint: HfModel | None, world_size: int, program: Program = TRAIN
+    given: Given,
+    loss: PolicyLoss,
+    policy_loss: Any,
+    checkpoint: HfModel | None,
+    world_size: int,
+    program: Program = TRAIN,
 ) -> _Draft:
     values: Mapping[str, Any] = {**program.values, **given.values}
     supervised = values.get("loss_type") == "sft_loss"
@@ -182,7 +211,9 @@ def _draft(
     configs["algorithm"] = dataclasses.replace(
         configs["algorithm"],
         policy_loss_type=loss.name,
-        advantage_estimator=advantage_estimators.canonical(configs["algorithm"].advantage_estimator),
+        advantage_estimator=advantage_estimators.canonical(
+            configs["algorithm"].advantage_estimator
+        ),
     )
     explicit, problems = network_of_flags(values)
     if checkpoint is not None:
@@ -190,8 +221,16 @@ def _draft(
         problems += disagreements(explicit, checkpoint.transformer, values)
         problems += disagreements(said, checkpoint.gpt, {})
         configs["gpt"] = dataclasses.replace(configs["gpt"], **{**checkpoint.gpt, **said})
-        problems += _shape_differences("--ref-load", configs["model"].ref_load, configs["model"], checkpoint)
-        problems += _shape_differences("--critic-load", configs["critic"].critic_load, configs["model"], checkpoint, value_head=True)
+        problems += _shape_differences(
+            "--ref-load", configs["model"].ref_load, configs["model"], checkpoint
+        )
+        problems += _shape_differences(
+            "--critic-load",
+            configs["critic"].critic_load,
+            configs["model"],
+            checkpoint,
+            value_head=True,
+        )
     core = merge_network(explicit, checkpoint.transformer if checkpoint is not None else {}, values)
     eval_sets, wrong = eval_sets_of(configs["eval"])
     problems += wrong
@@ -209,9 +248,15 @@ def _draft(
     return _Draft(settings, problems, checkpoint)
 
 
-def _shape_differences(flag: str, folder: str | None, model: ModelConfig, policy: HfModel, *, value_head: bool = False) -> list[Problem]:
+def _shape_differences(
+    flag: str, folder: str | None, model: ModelConfig, policy: HfModel, *, value_head: bool = False
+) -> list[Problem]:
     """Reference and critic are built as the policy is, so they must have the same shape."""
-    if folder is None or folder == model.hf_checkpoint or not (Path(folder) / "config.json").is_file():
+    if (
+        folder is None
+        or folder == model.hf_checkpoint
+        or not (Path(folder) / "config.json").is_file()
+    ):
         return []
     try:
         other = read_hf_model(folder, value_head=value_head)
@@ -220,9 +265,15 @@ def _shape_differences(flag: str, folder: str | None, model: ModelConfig, policy
     return _compared(flag, folder, other, policy, ignored={UNTIED} if value_head else set())
 
 
-def _compared(flag: str, folder: str, other: HfModel, checkpoint: HfModel, ignored: Collection[str]) -> list[Problem]:
+def _compared(
+    flag: str, folder: str, other: HfModel, checkpoint: HfModel, ignored: Collection[str]
+) -> list[Problem]:
     said, policy = {**other.transformer, **other.gpt}, {**checkpoint.transformer, **checkpoint.gpt}
-    different = [name for name in said if name not in (*NOT_COMPARED, *ignored) and said[name] != policy.get(name)]
+    different = [
+        name
+        for name in said
+        if name not in (*NOT_COMPARED, *ignored) and said[name] != policy.get(name)
+    ]
     if not different:
         return []
     words = ", ".join(f"{name} {said[name]} (there: {policy.get(name)})" for name in different)
@@ -230,7 +281,9 @@ def _compared(flag: str, folder: str, other: HfModel, checkpoint: HfModel, ignor
 
 
 def _make(config_type: type, values: Mapping[str, Any]) -> Any:
-    return config_type(**{f.name: values[f.name] for f in dataclasses.fields(config_type) if f.name in values})
+    return config_type(
+        **{f.name: values[f.name] for f in dataclasses.fields(config_type) if f.name in values}
+    )
 
 
 def _about_unread(problem: Problem, given: Given, table: FlagTable) -> bool:
@@ -245,7 +298,11 @@ def _in_order(problems: list[Problem], table: FlagTable) -> list[Problem]:
     for problem in problems:
         spelling = table.spellings.get(problem.flag)
         other_name = spelling is not None and spelling.flag.kind != "switch"
-        named.append(dataclasses.replace(problem, flag=spelling.flag.name) if spelling is not None and other_name else problem)
+        named.append(
+            dataclasses.replace(problem, flag=spelling.flag.name)
+            if spelling is not None and other_name
+            else problem
+        )
     return list({str(problem): problem for problem in named}.values())
 
 
@@ -253,7 +310,9 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
     """The settings with all that follows from them filled in, and megatron-core's objects."""
     s = draft.settings
     stages = virtual_stages_of(s.parallel, s.core.get("num_layers"))
-    megatron, problems = build_megatron_configs(s.core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine)
+    megatron, problems = build_megatron_configs(
+        s.core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine
+    )
     if megatron is None:
         raise ConfigError(_in_order(problems, table))
     teacher, problems = _teacher(s, draft.checkpoint, stages)
@@ -261,12 +320,21 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
     if problems + more:
         raise ConfigError(_in_order(problems + more, table))
     size = global_batch_of(s) or s.samples_per_rollout
-    balance = s.algorithm.use_dynamic_batch_size if s.algorithm.balance_data is None else s.algorithm.balance_data
+    balance = (
+        s.algorithm.use_dynamic_batch_size
+        if s.algorithm.balance_data is None
+        else s.algorithm.balance_data
+    )
     algorithm = dataclasses.replace(
-        s.algorithm, global_batch_size=size, num_steps_per_rollout=s.samples_per_rollout // size, balance_data=balance
+        s.algorithm,
+        global_batch_size=size,
+        num_steps_per_rollout=s.samples_per_rollout // size,
+        balance_data=balance,
     )
     completed = dict(
-        model=dataclasses.replace(s.model, transformer_impl=resolve_transformer_impl(s.model, s.machine)),
+        model=dataclasses.replace(
+            s.model, transformer_impl=resolve_transformer_impl(s.model, s.machine)
+        ),
         parallel=dataclasses.replace(s.parallel, num_virtual_stages_per_pipeline_rank=stages),
         sglang=completed_sglang(s),
         algorithm=algorithm,
@@ -275,11 +343,18 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
     )
     given = {field.name: getattr(s, field.name) for field in dataclasses.fields(ConfigGroups)}
     return RunConfig(
-        **{**given, **completed}, megatron=megatron, teacher=teacher, critic_model=critic, argv=tuple(argv), warnings=tuple(warnings)
+        **{**given, **completed},
+        megatron=megatron,
+        teacher=teacher,
+        critic_model=critic,
+        argv=tuple(argv),
+        warnings=tuple(warnings),
     )
 
 
-def _teacher(s: Settings, checkpoint: HfModel | None, stages: int | None) -> tuple[TeacherModel | None, list[Problem]]:
+def _teacher(
+    s: Settings, checkpoint: HfModel | None, stages: int | None
+) -> tuple[TeacherModel | None, list[Problem]]:
     """The teacher of on-policy distillation: its own shape, and everything else as the policy has it."""
     folder = s.distillation.opd_teacher_load
     if folder is None:
@@ -287,7 +362,14 @@ def _teacher(s: Settings, checkpoint: HfModel | None, stages: int | None) -> tup
     shape = read_hf_model(folder)
     policy = {} if checkpoint is None else checkpoint.transformer
     core = {name: value for name, value in s.core.items() if name not in policy} | shape.transformer
-    built, problems = build_megatron_configs(core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine)
+    built, problems = build_megatron_configs(
+        core, model=s.model, parallel=s.parallel, virtual_stages=stages, machine=s.machine
+    )
     if built is None:
-        return None, [Problem("--opd-teacher-load", folder, f"{problem.flag}: {problem.message}") for problem in problems]
-    return TeacherModel(gpt=dataclasses.replace(s.gpt, **shape.gpt), transformer=built.transformer), []
+        return None, [
+            Problem("--opd-teacher-load", folder, f"{problem.flag}: {problem.message}")
+            for problem in problems
+        ]
+    return TeacherModel(
+        gpt=dataclasses.replace(s.gpt, **shape.gpt), transformer=built.transformer
+    ), []

@@ -27,7 +27,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None,),
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base's weights
+    "init_lora_weights": (
+        True,
+        False,
+        "gaussian",
+        "orthogonal",
+    ),  # others change the base's weights
 }
 
 
@@ -60,7 +65,9 @@ def read_adapter_config(folder: str) -> PeftAdapter:
     return PeftAdapter(rank, float(alpha), config.get("base_model_name_or_path"))
 
 
-def adapter_config(*, rank: int, alpha: float, modules: list[str], base_model: str | None) -> dict[str, Any]:
+def adapter_config(
+    *, rank: int, alpha: float, modules: list[str], base_model: str | None
+) -> dict[str, Any]:
     """What PEFT reads."""
     return {
         "peft_type": "LORA",

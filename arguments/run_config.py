@@ -57,19 +57,28 @@ class RunConfig(ConfigGroups):
     def trains_critic(self) -> bool:
         """Whether there is a critic beside the policy."""
         wanted = needs_critic(advantage_estimators.get(self.algorithm.advantage_estimator))
-        return wanted and self.algorithm.loss_type != "sft_loss" and not self.debug.debug_rollout_only
+        return (
+            wanted and self.algorithm.loss_type != "sft_loss" and not self.debug.debug_rollout_only
+        )
 
     @property
     def reference_is_base(self) -> bool:
         """With adapters: whether the reference model of a KL term is the model without them."""
-        same = self.model.ref_load is None or Path(self.model.ref_load).resolve() == Path(str(self.model.hf_checkpoint)).resolve()
+        same = (
+            self.model.ref_load is None
+            or Path(self.model.ref_load).resolve() == Path(str(self.model.hf_checkpoint)).resolve()
+        )
         return self.lora.lora_rank > 0 and same
 
     @property
     def unties_output_layer(self) -> bool:
         """Whether the policy's output layer and embedding, one weight in its checkpoint, are not the same any more."""
         targets = {name for word in self.lora.lora_target_modules for name in TARGETS[word]}
-        return self.lora.lora_rank > 0 and not self.gpt.untie_embeddings_and_output_weights and not targets.isdisjoint(UNEMBEDDING)
+        return (
+            self.lora.lora_rank > 0
+            and not self.gpt.untie_embeddings_and_output_weights
+            and not targets.isdisjoint(UNEMBEDDING)
+        )
 
     @property
     def virtual_stages(self) -> int | None:

@@ -15,7 +15,9 @@ _FIND = "import importlib.util as u; print(*(s.origin if (s := u.find_spec(n)) a
 @cache
 def packages_of(python: str) -> tuple[Path | None, Path | None]:
     """Folders of sglang and sglang_router as the interpreter `python` finds them. Raises OSError when it cannot be run."""
-    done = subprocess.run([python, "-c", _FIND], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [python, "-c", _FIND], capture_output=True, text=True, timeout=60, check=False
+    )
     if done.returncode:
         raise OSError(f"it ends with status {done.returncode}: {done.stderr.strip()[-200:]}")
     first, second = done.stdout.split("\n")[:2]
@@ -32,13 +34,22 @@ def fields_of(files: list[Path]) -> set[str]:
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                found |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
+                found |= {
+                    item.target.id
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+                }
     return found
 
 
 def server_fields(sglang: Path) -> set[str]:
     """Names of the fields of ServerArgs, which newer versions keep in several files."""
-    return fields_of([sglang / "srt" / "server_args.py", *sorted((sglang / "srt" / "arg_groups" / "fields").glob("*.py"))])
+    return fields_of(
+        [
+            sglang / "srt" / "server_args.py",
+            *sorted((sglang / "srt" / "arg_groups" / "fields").glob("*.py")),
+        ]
+    )
 
 
 def router_fields(router: Path) -> set[str]:

@@ -75,7 +75,9 @@ def loss_flags() -> list[Flag]:
                 first.on,
                 first.off,
             )
-            assert same, f"{dest} means different things in the losses {', '.join(name for name, _ in held)}"
+            assert same, (
+                f"{dest} means different things in the losses {', '.join(name for name, _ in held)}"
+            )
         names = [name for name, _ in held]
         group = ("policy loss: " if len(names) == 1 else "policy losses: ") + ", ".join(names)
         words = default_words([(name, flag.default) for name, flag in held])
@@ -97,7 +99,8 @@ def registry_choices() -> dict[str, list[str]]:
     losses = policy_losses.names(with_aliases=True)
     return {
         "policy_loss_type": losses,
-        "advantage_estimator": advantage_estimators.names(with_aliases=True) + [n for n in ESTIMATORS_THAT_ARE_LOSSES if n in losses],
+        "advantage_estimator": advantage_estimators.names(with_aliases=True)
+        + [n for n in ESTIMATORS_THAT_ARE_LOSSES if n in losses],
         "loss_reduction": list(LOSS_REDUCTIONS),
         "kl_loss_type": list(KL_ESTIMATORS),
     }
@@ -123,12 +126,18 @@ class FlagTable:
             self.by_dest[flag.dest] = flag
             for names, value in ((flag.on, True), (flag.off, False)):
                 for name in map(normalise, names):
-                    assert name not in self.spellings, f"{name} is both {flag.dest} and {self.spellings[name].flag.dest}"
+                    assert name not in self.spellings, (
+                        f"{name} is both {flag.dest} and {self.spellings[name].flag.dest}"
+                    )
                     self.spellings[name] = Spelling(flag, value if flag.kind == "switch" else None)
 
     def nearest(self, name: str) -> str | None:
         """The usable flag that `name` looks most like, aliases of peers included."""
-        usable = {spelled: spelled for spelled, spelling in self.spellings.items() if not spelling.flag.refused}
+        usable = {
+            spelled: spelled
+            for spelled, spelling in self.spellings.items()
+            if not spelling.flag.refused
+        }
         usable |= {typed: ours for typed, ours in ALIASES.items() if ours in usable}
         found = difflib.get_close_matches(normalise(name), usable, n=1, cutoff=0.6)
         return usable[found[0]] if found else None

@@ -33,7 +33,11 @@ class Settings(ConfigGroups):
     @property
     def generates(self) -> bool:
         """Whether an engine makes responses: not in supervised fine-tuning, nor from saved rollouts."""
-        return self.algorithm.loss_type == "policy_loss" and not self.debug.debug_train_only and self.debug.load_debug_rollout_data is None
+        return (
+            self.algorithm.loss_type == "policy_loss"
+            and not self.debug.debug_train_only
+            and self.debug.load_debug_rollout_data is None
+        )
 
     @property
     def evaluates(self) -> bool:

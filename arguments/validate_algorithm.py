@@ -12,7 +12,12 @@ from slime_like.losses.off_policy import OffPolicyConfig
 
 # --- off-policy correction -------------------------------------------------------------------------------------------
 
-CUSTOM_TIS_TAKES = ("tis_ratio_type", "token_tis_ratio_clip_high", "token_tis_ratio_clip_low", "custom_tis_function_path")
+CUSTOM_TIS_TAKES = (
+    "tis_ratio_type",
+    "token_tis_ratio_clip_high",
+    "token_tis_ratio_clip_low",
+    "custom_tis_function_path",
+)
 
 
 def first_correction(config: OffPolicyConfig) -> str:
@@ -34,10 +39,18 @@ def correction_fits_the_loss(s: Settings) -> list[Problem]:
         return []
     if s.algorithm.loss_type == "sft_loss" or s.loss.correction == "forbidden":
         name = "cross_entropy" if s.algorithm.loss_type == "sft_loss" else s.loss.name
-        found = Problem(first_correction(s.off_policy), None, f"does not go with the loss {name}, which has no old policy; leave it out")
+        found = Problem(
+            first_correction(s.off_policy),
+            None,
+            f"does not go with the loss {name}, which has no old policy; leave it out",
+        )
         return [found]
     if s.off_policy.weights and s.loss.correction == "masks":
-        name = "tis_ratio_type" if s.off_policy.tis_ratio_type is not None else "custom_tis_function_path"
+        name = (
+            "tis_ratio_type"
+            if s.off_policy.tis_ratio_type is not None
+            else "custom_tis_function_path"
+        )
         message = f"does not go with --policy-loss-type {s.loss.name}, whose ratio is against the sampler: the mismatch would count double"
         return problem(name, getattr(s.off_policy, name), f"{message}; leave it out, or use masks")
     return []
@@ -47,10 +60,18 @@ def correction_bounds(s: Settings) -> list[Problem]:
     """low <= high, and both of a pair that goes together."""
     config = s.off_policy
     found = []
-    for name in ("token_tis_ratio_clip", "geo_mask", "product_mask", "outlier_token_is_threshold", "token_mask_is_threshold"):
+    for name in (
+        "token_tis_ratio_clip",
+        "geo_mask",
+        "product_mask",
+        "outlier_token_is_threshold",
+        "token_mask_is_threshold",
+    ):
         low, high = getattr(config, f"{name}_low"), getattr(config, f"{name}_high")
         if low is not None and high is not None and low > high:
-            found += problem(f"{name}_low", low, f"must not be above {flag_name(name + '_high')} {high:g}")
+            found += problem(
+                f"{name}_low", low, f"must not be above {flag_name(name + '_high')} {high:g}"
+            )
     low, high = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
     if (low is None) != (high is None):
         given, missing = ("low", "high") if high is None else ("high", "low")
@@ -65,17 +86,34 @@ def custom_tis(s: Settings) -> list[Problem]:
         return []
     if s.off_policy.tis_ratio_type != "token":
         return problem("custom_tis_function_path", path, "has no effect without --use-tis; add it")
-    others = [f.name for f in dataclasses.fields(OffPolicyConfig) if f.name in s.given and f.name not in CUSTOM_TIS_TAKES]
+    others = [
+        f.name
+        for f in dataclasses.fields(OffPolicyConfig)
+        if f.name in s.given and f.name not in CUSTOM_TIS_TAKES
+    ]
     if others:
-        return problem("custom_tis_function_path", path, f"makes weights and masks itself; leave {flag_name(others[0])} out")
+        return problem(
+            "custom_tis_function_path",
+            path,
+            f"makes weights and masks itself; leave {flag_name(others[0])} out",
+        )
     try:
         load_function(path, "--custom-tis-function-path")
     except ValueError as error:
-        return problem("custom_tis_function_path", path, str(error).removeprefix(f"--custom-tis-function-path {path!r}: "))
+        return problem(
+            "custom_tis_function_path",
+            path,
+            str(error).removeprefix(f"--custom-tis-function-path {path!r}: "),
+        )
     return []
 
 
-CORRECTION_RULES: tuple[Rule, ...] = (correction_has_two_policies, correction_fits_the_loss, correction_bounds, custom_tis)
+CORRECTION_RULES: tuple[Rule, ...] = (
+    correction_has_two_policies,
+    correction_fits_the_loss,
+    correction_bounds,
+    custom_tis,
+)
 
 
 # --- advantages ------------------------------------------------------------------------------------------------------
@@ -84,14 +122,27 @@ CORRECTION_RULES: tuple[Rule, ...] = (correction_has_two_policies, correction_fi
 def whitening_is_on(s: Settings) -> list[Problem]:
     name = s.algorithm.advantage_estimator
     entry = advantage_estimators.get(name)
-    if isinstance(entry, TokenEstimator) and entry.whitens and not s.algorithm.normalize_advantages and s.algorithm.loss_type != "sft_loss":
-        return problem("normalize_advantages", None, f"is missing; --advantage-estimator {name} is defined with it")
+    if (
+        isinstance(entry, TokenEstimator)
+        and entry.whitens
+        and not s.algorithm.normalize_advantages
+        and s.algorithm.loss_type != "sft_loss"
+    ):
+        return problem(
+            "normalize_advantages",
+            None,
+            f"is missing; --advantage-estimator {name} is defined with it",
+        )
     return []
 
 
 def adaptive_kl_has_a_start(s: Settings) -> list[Problem]:
     if s.algorithm.kl_ctrl_type == "adaptive" and not s.algorithm.kl_coef:
-        return problem("kl_ctrl_type", "adaptive", "needs --kl-coef above 0 to start from: it changes the weight of the KL in the reward")
+        return problem(
+            "kl_ctrl_type",
+            "adaptive",
+            "needs --kl-coef above 0 to start from: it changes the weight of the KL in the reward",
+        )
     return []
 
 
@@ -117,9 +168,18 @@ def idle_advantage_settings(s: Settings) -> str | None:
 # What a setting of the correction needs to have an effect.
 _PARTS = {
     "token_tis_ratio_clip_": ("--tis-ratio-type token", lambda c: c.tis_ratio_type == "token"),
-    "sequence_tis_ratio_clip_": ("--tis-ratio-type sequence", lambda c: c.tis_ratio_type == "sequence"),
-    "geo_mask_": ("--sequence-mask-metric geometric", lambda c: c.sequence_mask_metric == "geometric"),
-    "product_mask_": ("--sequence-mask-metric product", lambda c: c.sequence_mask_metric == "product"),
+    "sequence_tis_ratio_clip_": (
+        "--tis-ratio-type sequence",
+        lambda c: c.tis_ratio_type == "sequence",
+    ),
+    "geo_mask_": (
+        "--sequence-mask-metric geometric",
+        lambda c: c.sequence_mask_metric == "geometric",
+    ),
+    "product_mask_": (
+        "--sequence-mask-metric product",
+        lambda c: c.sequence_mask_metric == "product",
+    ),
 }
 
 

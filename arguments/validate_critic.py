@@ -12,11 +12,16 @@ from slime_like.checkpoints.folders import is_checkpoint_root
 from slime_like.config import Problem
 from slime_like.losses.value_loss import ValueLossConfig
 
-SETTINGS = ("lambd", *(f.name for config in (CriticConfig, ValueLossConfig) for f in dataclasses.fields(config)))
+SETTINGS = (
+    "lambd",
+    *(f.name for config in (CriticConfig, ValueLossConfig) for f in dataclasses.fields(config)),
+)
 
 
 def has_critic(s: Settings) -> bool:
-    return s.algorithm.loss_type != "sft_loss" and needs_critic(advantage_estimators.get(s.algorithm.advantage_estimator))
+    return s.algorithm.loss_type != "sft_loss" and needs_critic(
+        advantage_estimators.get(s.algorithm.advantage_estimator)
+    )
 
 
 def completed_critic(s: Settings) -> CriticConfig:
@@ -25,7 +30,9 @@ def completed_critic(s: Settings) -> CriticConfig:
     if not has_critic(s) or lr is None:
         return critic
     critic_lr = lr if critic.critic_lr is None else critic.critic_lr
-    critic_min_lr = min_lr / lr * critic_lr if critic.critic_min_lr is None else critic.critic_min_lr
+    critic_min_lr = (
+        min_lr / lr * critic_lr if critic.critic_min_lr is None else critic.critic_min_lr
+    )
     return dataclasses.replace(critic, critic_lr=critic_lr, critic_min_lr=critic_min_lr)
 
 
@@ -33,7 +40,13 @@ def critic_settings_have_a_critic(s: Settings) -> list[Problem]:
     if has_critic(s):
         return []
     names = [name for name in SETTINGS if name in s.given]
-    return [p for name in names for p in problem(name, None, "goes with --advantage-estimator ppo only, which has a critic; leave it out")]
+    return [
+        p
+        for name in names
+        for p in problem(
+            name, None, "goes with --advantage-estimator ppo only, which has a critic; leave it out"
+        )
+    ]
 
 
 def critic_learning_rate(s: Settings) -> list[Problem]:
@@ -55,7 +68,9 @@ def critic_only_steps(s: Settings) -> list[Problem]:
     steps, rollouts = s.critic.num_critic_only_steps, s.rollout.num_rollout
     if rollouts is None or steps <= rollouts:
         return []
-    return problem("num_critic_only_steps", steps, f"is more than the {rollouts} rollouts of --num-rollout")
+    return problem(
+        "num_critic_only_steps", steps, f"is more than the {rollouts} rollouts of --num-rollout"
+    )
 
 
 def critic_source(s: Settings) -> list[Problem]:
@@ -65,7 +80,9 @@ def critic_source(s: Settings) -> list[Problem]:
     if not Path(path).is_dir():
         return problem("critic_load", path, "no such folder")
     if not is_checkpoint_root(path) and not (Path(path) / "config.json").is_file():
-        return problem("critic_load", path, "holds neither checkpoints nor a Hugging Face model (config.json)")
+        return problem(
+            "critic_load", path, "holds neither checkpoints nor a Hugging Face model (config.json)"
+        )
     return []
 
 

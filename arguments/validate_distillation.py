@@ -13,7 +13,12 @@ from arguments.validate import Rule, Settings, problem
 from arguments.validate_parallel import virtual_stages_of
 from slime_like.config import ConfigError, Problem, flag_name
 
-OF_SERVERS = ("opd_teacher_url", "opd_teacher_timeout_s", "opd_teacher_attempts", "opd_teacher_concurrency")
+OF_SERVERS = (
+    "opd_teacher_url",
+    "opd_teacher_timeout_s",
+    "opd_teacher_attempts",
+    "opd_teacher_concurrency",
+)
 SETTINGS = ("opd_type", "opd_kl_coef", "opd_teacher_load", *OF_SERVERS)
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[\w.\-]+)(:\d{1,5})?(/[\w\-./]*)?")
 # slime asks the teacher in a reward function
@@ -24,13 +29,31 @@ def distillation_is_complete(s: Settings) -> list[Problem]:
     opd = s.distillation
     if not opd.use_opd:
         idle = [name for name in SETTINGS if name in s.given]
-        return [p for name in idle for p in problem(name, getattr(opd, name), "has no effect without --use-opd; add the switch")]
+        return [
+            p
+            for name in idle
+            for p in problem(
+                name, getattr(opd, name), "has no effect without --use-opd; add the switch"
+            )
+        ]
     if s.algorithm.loss_type == "sft_loss":
-        return problem("use_opd", None, "grades what the policy samples, and --loss-type sft_loss samples nothing; leave it out")
+        return problem(
+            "use_opd",
+            None,
+            "grades what the policy samples, and --loss-type sft_loss samples nothing; leave it out",
+        )
     if opd.opd_type is None:
-        return problem("opd_type", None, "is missing; --use-opd needs to know who computes the teacher's log-probs: megatron or sglang")
+        return problem(
+            "opd_type",
+            None,
+            "is missing; --use-opd needs to know who computes the teacher's log-probs: megatron or sglang",
+        )
     if opd.opd_type == "megatron" and opd.opd_teacher_load is None:
-        return problem("opd_teacher_load", None, "is missing; --opd-type megatron needs the folder of the teacher (Hugging Face)")
+        return problem(
+            "opd_teacher_load",
+            None,
+            "is missing; --opd-type megatron needs the folder of the teacher (Hugging Face)",
+        )
     return []
 
 
@@ -41,18 +64,35 @@ def teacher_is_of_its_type(s: Settings) -> list[Problem]:
         return []
     if opd.opd_type == "megatron":
         idle = [name for name in OF_SERVERS if name in s.given]
-        return [p for name in idle for p in problem(name, getattr(opd, name), "is for --opd-type sglang; leave it out")]
+        return [
+            p
+            for name in idle
+            for p in problem(name, getattr(opd, name), "is for --opd-type sglang; leave it out")
+        ]
     if opd.opd_teacher_load is not None:
         return problem(
-            "opd_teacher_load", opd.opd_teacher_load, "is for --opd-type megatron; the servers of --opd-teacher-url have their teacher"
+            "opd_teacher_load",
+            opd.opd_teacher_load,
+            "is for --opd-type megatron; the servers of --opd-teacher-url have their teacher",
         )
     if importlib.util.find_spec("httpx") is None:
-        return problem("opd_type", "sglang", "needs httpx; install it with: pip install 'slime_like[sglang]'")
+        return problem(
+            "opd_type", "sglang", "needs httpx; install it with: pip install 'slime_like[sglang]'"
+        )
     urls = teacher_urls(s)
     if not urls:
-        return problem("opd_teacher_url", None, "is missing; --opd-type sglang needs the teacher's server, as in http://10.0.0.7:30000")
+        return problem(
+            "opd_teacher_url",
+            None,
+            "is missing; --opd-type sglang needs the teacher's server, as in http://10.0.0.7:30000",
+        )
     flag = "opd_teacher_url" if opd.opd_teacher_url else "rm_url"
-    return [p for url in urls if _URL.fullmatch(url) is None for p in problem(flag, url, "must be http://host:port")]
+    return [
+        p
+        for url in urls
+        if _URL.fullmatch(url) is None
+        for p in problem(flag, url, "must be http://host:port")
+    ]
 
 
 def served_teacher_fits(s: Settings) -> list[Problem]:
@@ -65,10 +105,16 @@ def served_teacher_fits(s: Settings) -> list[Problem]:
         found += problem("rollout_temperature", s.rollout.rollout_temperature, message)
     if s.rollout.renormalize_sampled_log_probs:
         found += problem(
-            "renormalize_sampled_log_probs", None, "does not go with --opd-type sglang, whose log-probs are over the whole vocabulary"
+            "renormalize_sampled_log_probs",
+            None,
+            "does not go with --opd-type sglang, whose log-probs are over the whole vocabulary",
         )
     if s.model.hf_checkpoint is None:
-        found += problem("hf_checkpoint", None, "is missing: its tokenizer is compared with that of --opd-teacher-url")
+        found += problem(
+            "hf_checkpoint",
+            None,
+            "is missing: its tokenizer is compared with that of --opd-teacher-url",
+        )
     return found
 
 
@@ -77,7 +123,9 @@ def slime_reward_of_distillation(s: Settings) -> list[Problem]:
     if path is None or not path.startswith(SLIME_REWARD):
         return []
     return problem(
-        "custom_rm_path", path, "is built in: give --opd-type sglang, --opd-teacher-url, and --rm-type zero in place of this function"
+        "custom_rm_path",
+        path,
+        "is built in: give --opd-type sglang, --opd-teacher-url, and --rm-type zero in place of this function",
     )
 
 
@@ -93,7 +141,11 @@ def server_url(address: str) -> str:
 
 
 def completed_distillation(s: Settings) -> DistillationConfig:
-    return dataclasses.replace(s.distillation, opd_teacher_url=teacher_urls(s)) if s.distillation.served else s.distillation
+    return (
+        dataclasses.replace(s.distillation, opd_teacher_url=teacher_urls(s))
+        if s.distillation.served
+        else s.distillation
+    )
 
 
 def teacher_is_there(s: Settings) -> list[Problem]:
@@ -101,11 +153,16 @@ def teacher_is_there(s: Settings) -> list[Problem]:
     if folder is None or not s.distillation.use_opd:
         return []
     if not (Path(folder) / "config.json").is_file():
-        return problem("opd_teacher_load", folder, "no config.json in this folder; give a Hugging Face model")
+        return problem(
+            "opd_teacher_load", folder, "no config.json in this folder; give a Hugging Face model"
+        )
     try:
         teacher = read_hf_model(folder)
     except ConfigError as error:
-        return [dataclasses.replace(found, flag=flag_name("opd_teacher_load")) for found in error.problems]
+        return [
+            dataclasses.replace(found, flag=flag_name("opd_teacher_load"))
+            for found in error.problems
+        ]
     return teacher_fits_the_layout(s, teacher)
 
 
@@ -113,20 +170,23 @@ def teacher_fits_the_layout(s: Settings, teacher: HfModel) -> list[Problem]:
     """The teacher is spread over the same ranks as the policy, which may not divide it."""
     found = []
     folder, parallel = s.distillation.opd_teacher_load, s.parallel
-    heads, groups = teacher.transformer["num_attention_heads"], teacher.transformer.get("num_query_groups")
+    heads, groups = (
+        teacher.transformer["num_attention_heads"],
+        teacher.transformer.get("num_query_groups"),
+    )
     for name, size in (("attention heads", heads), ("key-value heads", groups)):
         if size is not None and size % parallel.tensor_model_parallel_size:
             message = f"has {size} {name}, which --tensor-model-parallel-size {parallel.tensor_model_parallel_size} does not divide"
             found += problem("opd_teacher_load", folder, message)
     layers = teacher.transformer["num_layers"]
-    stages = parallel.pipeline_model_parallel_size * (virtual_stages_of(parallel, s.core.get("num_layers")) or 1)
+    stages = parallel.pipeline_model_parallel_size * (
+        virtual_stages_of(parallel, s.core.get("num_layers")) or 1
+    )
     if layers % stages:
         message = f"has {layers} layers, which the policy's {stages} pipeline stages do not divide"
         found += problem("opd_teacher_load", folder, message)
     if s.gpt.vocab_size is not None and teacher.gpt["vocab_size"] < s.gpt.vocab_size:
-        message = (
-            f"has {teacher.gpt['vocab_size']} tokens, and the policy can sample {s.gpt.vocab_size}; give a teacher of the same vocabulary"
-        )
+        message = f"has {teacher.gpt['vocab_size']} tokens, and the policy can sample {s.gpt.vocab_size}; give a teacher of the same vocabulary"
         found += problem("opd_teacher_load", folder, message)
     return found
 

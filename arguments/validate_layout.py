@@ -8,10 +8,19 @@ from typing import Any
 
 from arguments.groups import ParallelConfig
 from arguments.validate_moe import expert_parallel_sizes
-from arguments.validate_parallel import pipeline_divides_the_layers, tensor_parallel_divides_the_network, world_is_divisible
+from arguments.validate_parallel import (
+    pipeline_divides_the_layers,
+    tensor_parallel_divides_the_network,
+    world_is_divisible,
+)
 from slime_like.config import Problem, check_fields
 
-RULES = (world_is_divisible, tensor_parallel_divides_the_network, pipeline_divides_the_layers, expert_parallel_sizes)
+RULES = (
+    world_is_divisible,
+    tensor_parallel_divides_the_network,
+    pipeline_divides_the_layers,
+    expert_parallel_sizes,
+)
 
 
 @dataclass(frozen=True, slots=True)

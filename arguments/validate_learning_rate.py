@@ -31,9 +31,15 @@ def optimizer_numbers(s: Settings) -> list[Problem]:
 
 
 def warmup(s: Settings) -> list[Problem]:
-    iters, fraction, decay = s.schedule.lr_warmup_iters, s.schedule.lr_warmup_fraction, s.schedule.lr_decay_iters
+    iters, fraction, decay = (
+        s.schedule.lr_warmup_iters,
+        s.schedule.lr_warmup_fraction,
+        s.schedule.lr_decay_iters,
+    )
     if iters and fraction is not None:
-        return problem("lr_warmup_fraction", fraction, "excludes --lr-warmup-iters; give one of them")
+        return problem(
+            "lr_warmup_fraction", fraction, "excludes --lr-warmup-iters; give one of them"
+        )
     if decay is not None and iters >= decay:
         return problem("lr_warmup_iters", iters, f"must be below --lr-decay-iters {decay}")
     lr = s.core.get("lr")
@@ -44,21 +50,37 @@ def warmup(s: Settings) -> list[Problem]:
 
 def wsd(s: Settings) -> list[Problem]:
     if s.schedule.lr_decay_style == "WSD" and s.schedule.lr_wsd_decay_iters is None:
-        return problem("lr_wsd_decay_iters", None, "is missing; --lr-decay-style WSD needs the length of its annealing")
+        return problem(
+            "lr_wsd_decay_iters",
+            None,
+            "is missing; --lr-decay-style WSD needs the length of its annealing",
+        )
     if s.schedule.lr_decay_style != "WSD" and s.schedule.lr_wsd_decay_iters is not None:
-        return problem("lr_wsd_decay_iters", s.schedule.lr_wsd_decay_iters, "goes with --lr-decay-style WSD only; leave it out")
+        return problem(
+            "lr_wsd_decay_iters",
+            s.schedule.lr_wsd_decay_iters,
+            "goes with --lr-decay-style WSD only; leave it out",
+        )
     return []
 
 
 def weight_decay_schedule(s: Settings) -> list[Problem]:
-    start, end, style = s.schedule.start_weight_decay, s.schedule.end_weight_decay, s.schedule.weight_decay_incr_style
+    start, end, style = (
+        s.schedule.start_weight_decay,
+        s.schedule.end_weight_decay,
+        s.schedule.weight_decay_incr_style,
+    )
     if style == "constant" and (start is not None or end is not None):
         name = "start_weight_decay" if start is not None else "end_weight_decay"
         return problem(
-            name, getattr(s.schedule, name), "needs --weight-decay-incr-style linear or cosine; for a constant one use --weight-decay"
+            name,
+            getattr(s.schedule, name),
+            "needs --weight-decay-incr-style linear or cosine; for a constant one use --weight-decay",
         )
     if style != "constant" and (start is None or end is None):
-        return problem("weight_decay_incr_style", style, "needs --start-weight-decay and --end-weight-decay")
+        return problem(
+            "weight_decay_incr_style", style, "needs --start-weight-decay and --end-weight-decay"
+        )
     return []
 
 

@@ -12,33 +12,52 @@ WIDE_FOR_A_GEOMETRIC_MEAN = 0.01
 
 def dro_needs_beta(s: Settings) -> list[Problem]:
     if s.loss.name == "dro" and s.policy_loss.dro_beta is None:
-        return problem("dro_beta", None, "is missing; --policy-loss-type dro needs the weight of its squared log-ratio, > 0")
+        return problem(
+            "dro_beta",
+            None,
+            "is missing; --policy-loss-type dro needs the weight of its squared log-ratio, > 0",
+        )
     return []
 
 
 def sequence_mask(s: Settings) -> list[Problem]:
     if not s.algorithm.use_opsm:
         return (
-            problem("opsm_delta", s.algorithm.opsm_delta, "has no effect without --use-opsm; add the switch")
+            problem(
+                "opsm_delta",
+                s.algorithm.opsm_delta,
+                "has no effect without --use-opsm; add the switch",
+            )
             if "opsm_delta" in s.given
             else []
         )
     if s.algorithm.loss_type == "sft_loss" or s.loss.correction == "forbidden":
-        return problem("use_opsm", None, f"does not go with the loss {s.loss.name}, which has no old policy; leave it out")
+        return problem(
+            "use_opsm",
+            None,
+            f"does not go with the loss {s.loss.name}, which has no old policy; leave it out",
+        )
     return []
 
 
 def positive_nll(s: Settings) -> list[Problem]:
     if s.algorithm.positive_nll_coef and s.algorithm.loss_type == "sft_loss":
         return problem(
-            "positive_nll_coef", s.algorithm.positive_nll_coef, "needs rewards, which --loss-type sft_loss has not; leave it out"
+            "positive_nll_coef",
+            s.algorithm.positive_nll_coef,
+            "needs rewards, which --loss-type sft_loss has not; leave it out",
         )
     return []
 
 
 def legacy_needs_even_micro_batches(s: Settings) -> list[Problem]:
     size, dp, micro = global_batch_of(s), s.data_parallel_size, s.algorithm.micro_batch_size
-    if s.algorithm.loss_reduction != "token_mean_legacy" or size is None or dp is None or size % (dp * micro) == 0:
+    if (
+        s.algorithm.loss_reduction != "token_mean_legacy"
+        or size is None
+        or dp is None
+        or size % (dp * micro) == 0
+    ):
         return []
     if s.algorithm.use_dynamic_batch_size:
         return []  # has its own rule
@@ -46,7 +65,12 @@ def legacy_needs_even_micro_batches(s: Settings) -> list[Problem]:
     return problem("loss_reduction", "token_mean_legacy", f"{message}; use token_mean")
 
 
-LOSS_RULES: tuple[Rule, ...] = (dro_needs_beta, sequence_mask, positive_nll, legacy_needs_even_micro_batches)
+LOSS_RULES: tuple[Rule, ...] = (
+    dro_needs_beta,
+    sequence_mask,
+    positive_nll,
+    legacy_needs_even_micro_batches,
+)
 
 
 def wide_gspo_range(s: Settings) -> str | None:

@@ -9,7 +9,12 @@ from arguments.validate import Rule, Settings, problem
 from slime_like.config import Problem, flag_name
 
 PRECISE, OFFLOAD = "use_precision_aware_optimizer", "optimizer_cpu_offload"
-OF_OFFLOADING = ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params")
+OF_OFFLOADING = (
+    "optimizer_offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+)
 IN_PLAIN_TORCH = ("fp32", "bf16")  # of the moments
 # Above it a second moment in bf16 cannot shrink: 1 - beta2 of it is less than half of its last bit (2^-9 to 2^-8 of its value).
 LARGEST_BETA2_OF_BF16 = 1 - 2**-8
@@ -27,15 +32,28 @@ def types_of_optimizer_state(s: Settings) -> list[Problem]:
     if not core.get("use_distributed_optimizer"):
         found += problem(PRECISE, None, "needs --use-distributed-optimizer, one process included")
     if s.lora.lora_rank:
-        found += problem(PRECISE, None, "does not go with --lora-rank, whose optimizer is small; leave it out")
+        found += problem(
+            PRECISE, None, "does not go with --lora-rank, whose optimizer is small; leave it out"
+        )
     if s.machine.transformer_engine:
         return found
     if s.machine.apex:
-        found += problem(PRECISE, None, "needs Transformer Engine's Adam or torch's; here megatron-core takes Apex's, which cannot do it")
-    legal = {"main_params_dtype": ("fp32",), **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), IN_PLAIN_TORCH)}
+        found += problem(
+            PRECISE,
+            None,
+            "needs Transformer Engine's Adam or torch's; here megatron-core takes Apex's, which cannot do it",
+        )
+    legal = {
+        "main_params_dtype": ("fp32",),
+        **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), IN_PLAIN_TORCH),
+    }
     for name, words in legal.items():
         if core.get(name, "fp32") not in words:
-            found += problem(name, core[name], f"needs Transformer Engine; without it the legal values are: {', '.join(words)}")
+            found += problem(
+                name,
+                core[name],
+                f"needs Transformer Engine; without it the legal values are: {', '.join(words)}",
+            )
     return found
 
 
@@ -50,7 +68,9 @@ def main_gradients_have_one_type(s: Settings) -> list[Problem]:
     if in_fp32 is not None and s.core.get("bf16") and in_fp32 != (given == "fp32"):
         said = "--grad-reduce-in-fp32" if in_fp32 else "--no-grad-reduce-in-fp32"
         return problem(
-            name, given, f"contradicts {said}: it is the type of the buffers in which gradients are summed; leave one of them out"
+            name,
+            given,
+            f"contradicts {said}: it is the type of the buffers in which gradients are summed; leave one of them out",
         )
     return []
 
@@ -59,16 +79,37 @@ def offloading_is_possible(s: Settings) -> list[Problem]:
     """megatron-core's HybridDeviceOptimizer."""
     core, found = s.core, []
     if not core.get(OFFLOAD):
-        return [p for n in OF_OFFLOADING if n in s.given for p in problem(n, core.get(n), f"has no effect without {flag_name(OFFLOAD)}")]
+        return [
+            p
+            for n in OF_OFFLOADING
+            if n in s.given
+            for p in problem(n, core.get(n), f"has no effect without {flag_name(OFFLOAD)}")
+        ]
     if not core.get(PRECISE):  # Megatron-LM's condition too
-        found += problem(OFFLOAD, None, f"needs {flag_name(PRECISE)}, whose way of keeping main parameters it takes")
+        found += problem(
+            OFFLOAD,
+            None,
+            f"needs {flag_name(PRECISE)}, whose way of keeping main parameters it takes",
+        )
     if not core.get("bf16"):
-        found += problem(OFFLOAD, None, "needs --bf16: megatron-core restores fp32 copies of bf16 parameters, and no others")
+        found += problem(
+            OFFLOAD,
+            None,
+            "needs --bf16: megatron-core restores fp32 copies of bf16 parameters, and no others",
+        )
     if core.get("decoupled_weight_decay") is False:
-        found += problem("decoupled_weight_decay", None, f"must be on with {flag_name(OFFLOAD)}, whose optimizer is AdamW")
+        found += problem(
+            "decoupled_weight_decay",
+            None,
+            f"must be on with {flag_name(OFFLOAD)}, whose optimizer is AdamW",
+        )
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
         if core.get(name, "fp32") != "fp32":
-            found += problem(name, core[name], f"does not go with {flag_name(OFFLOAD)}, which keeps all of this in fp32; leave it out")
+            found += problem(
+                name,
+                core[name],
+                f"does not go with {flag_name(OFFLOAD)}, which keeps all of this in fp32; leave it out",
+            )
     fraction = core.get("optimizer_offload_fraction", 1.0)
     if not 0 < fraction <= 1:
         found += problem("optimizer_offload_fraction", fraction, "must be above 0 and at most 1")
@@ -78,7 +119,11 @@ def offloading_is_possible(s: Settings) -> list[Problem]:
     return found
 
 
-OPTIMIZER_RULES: tuple[Rule, ...] = (types_of_optimizer_state, main_gradients_have_one_type, offloading_is_possible)
+OPTIMIZER_RULES: tuple[Rule, ...] = (
+    types_of_optimizer_state,
+    main_gradients_have_one_type,
+    offloading_is_possible,
+)
 
 
 def second_moments_that_cannot_shrink(s: Settings) -> str | None:
@@ -94,9 +139,10 @@ def second_moments_that_cannot_shrink(s: Settings) -> str | None:
 def nothing_to_offload(s: Settings) -> str | None:
     if not s.core.get(OFFLOAD) or s.machine.cuda:
         return None
-    return (
-        f"{flag_name(OFFLOAD)} saves nothing without a GPU: parameters and their optimizer are in host memory, where they get a second copy"
-    )
+    return f"{flag_name(OFFLOAD)} saves nothing without a GPU: parameters and their optimizer are in host memory, where they get a second copy"
 
 
-OPTIMIZER_WARNINGS: tuple[Callable[[Settings], str | None], ...] = (second_moments_that_cannot_shrink, nothing_to_offload)
+OPTIMIZER_WARNINGS: tuple[Callable[[Settings], str | None], ...] = (
+    second_moments_that_cannot_shrink,
+    nothing_to_offload,
+)

@@ -9,7 +9,12 @@ from arguments.critic_layout import critic_layout_is_possible
 from arguments.from_dataclass import Flag
 from arguments.loss_choice import loss_fields
 from arguments.validate import Rule, Settings, problem
-from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES, idle_advantage_settings, idle_correction_settings
+from arguments.validate_algorithm import (
+    ADVANTAGE_RULES,
+    CORRECTION_RULES,
+    idle_advantage_settings,
+    idle_correction_settings,
+)
 from arguments.validate_batches import BATCH_RULES, MICRO_BATCH_RULES, global_batch_of
 from arguments.validate_critic import CRITIC_RULES
 from arguments.validate_data import DATA_RULES, truncates
@@ -33,7 +38,11 @@ from slime_like.losses.registry import policy_losses
 
 def kl_in_one_place(s: Settings) -> list[Problem]:
     if s.algorithm.kl_coef and s.algorithm.kl_loss_coef:
-        return problem("kl_coef", s.algorithm.kl_coef, f"and --kl-loss-coef {s.algorithm.kl_loss_coef} are both non-zero; choose one")
+        return problem(
+            "kl_coef",
+            s.algorithm.kl_coef,
+            f"and --kl-loss-coef {s.algorithm.kl_loss_coef} are both non-zero; choose one",
+        )
     return []
 
 
@@ -42,24 +51,50 @@ def kl_loss_needs_its_switch(s: Settings) -> list[Problem]:
         return []
     found = []
     if s.algorithm.kl_loss_coef:
-        found += problem("kl_loss_coef", s.algorithm.kl_loss_coef, "has no effect without --use-kl-loss; add the switch")
+        found += problem(
+            "kl_loss_coef",
+            s.algorithm.kl_loss_coef,
+            "has no effect without --use-kl-loss; add the switch",
+        )
     if s.algorithm.use_unbiased_kl:
-        found += problem("use_unbiased_kl", None, "has no effect without --use-kl-loss; add the switch")
+        found += problem(
+            "use_unbiased_kl", None, "has no effect without --use-kl-loss; add the switch"
+        )
     if s.algorithm.kl_loss_type is not None and not s.algorithm.kl_coef:
-        found += problem("kl_loss_type", s.algorithm.kl_loss_type, "has no effect without --use-kl-loss or --kl-coef; leave it out")
+        found += problem(
+            "kl_loss_type",
+            s.algorithm.kl_loss_type,
+            "has no effect without --use-kl-loss or --kl-coef; leave it out",
+        )
     return found
 
 
 def kl_needs_a_reference(s: Settings) -> list[Problem]:
-    needs = "--use-kl-loss" if s.algorithm.use_kl_loss else "--kl-coef" if s.algorithm.kl_coef else None
-    if needs is None or s.model.ref_load is not None or s.lora.lora_rank or not s.trains or s.algorithm.loss_type == "sft_loss":
+    needs = (
+        "--use-kl-loss" if s.algorithm.use_kl_loss else "--kl-coef" if s.algorithm.kl_coef else None
+    )
+    if (
+        needs is None
+        or s.model.ref_load is not None
+        or s.lora.lora_rank
+        or not s.trains
+        or s.algorithm.loss_type == "sft_loss"
+    ):
         return []
-    return problem("ref_load", None, f"is missing; {needs} needs a reference model, usually the same folder as --hf-checkpoint")
+    return problem(
+        "ref_load",
+        None,
+        f"is missing; {needs} needs a reference model, usually the same folder as --hf-checkpoint",
+    )
 
 
 def offloading_needs_a_reference(s: Settings) -> list[Problem]:
     if s.model.ref_offload and s.model.ref_load is None:
-        return problem("ref_offload", None, "has no effect without --ref-load; give the reference model's folder")
+        return problem(
+            "ref_offload",
+            None,
+            "has no effect without --ref-load; give the reference model's folder",
+        )
     return []
 
 
@@ -67,7 +102,9 @@ def reduction_fits_the_loss(s: Settings) -> list[Problem]:
     required = s.loss.required_reductions
     if required and s.algorithm.loss_reduction not in required:
         return problem(
-            "loss_reduction", s.algorithm.loss_reduction, f"--policy-loss-type {s.loss.name} needs {' or '.join(sorted(required))}"
+            "loss_reduction",
+            s.algorithm.loss_reduction,
+            f"--policy-loss-type {s.loss.name} needs {' or '.join(sorted(required))}",
         )
     return []
 
@@ -75,9 +112,17 @@ def reduction_fits_the_loss(s: Settings) -> list[Problem]:
 def norm_length(s: Settings) -> list[Problem]:
     wanted = s.algorithm.loss_reduction == "seq_mean_token_sum_norm"
     if wanted and s.algorithm.loss_norm_length is None:
-        return problem("loss_norm_length", None, "is missing; --loss-reduction seq_mean_token_sum_norm divides by it")
+        return problem(
+            "loss_norm_length",
+            None,
+            "is missing; --loss-reduction seq_mean_token_sum_norm divides by it",
+        )
     if not wanted and s.algorithm.loss_norm_length is not None:
-        return problem("loss_norm_length", s.algorithm.loss_norm_length, "goes with --loss-reduction seq_mean_token_sum_norm only")
+        return problem(
+            "loss_norm_length",
+            s.algorithm.loss_norm_length,
+            "goes with --loss-reduction seq_mean_token_sum_norm only",
+        )
     return []
 
 
@@ -96,13 +141,21 @@ Warn = Callable[[Settings], str | None]
 
 def reduction_is_recommended(s: Settings) -> str | None:
     recommended = s.loss.recommended_reductions
-    if not recommended or s.algorithm.loss_reduction in recommended or s.algorithm.loss_type == "sft_loss":
+    if (
+        not recommended
+        or s.algorithm.loss_reduction in recommended
+        or s.algorithm.loss_type == "sft_loss"
+    ):
         return None
     return f"--policy-loss-type {s.loss.name} is meant for --loss-reduction {' or '.join(sorted(recommended))}, not {s.algorithm.loss_reduction}"
 
 
 def k1_in_the_loss(s: Settings) -> str | None:
-    if s.algorithm.use_kl_loss and s.algorithm.kl_loss_type == "k1" and not s.algorithm.use_unbiased_kl:
+    if (
+        s.algorithm.use_kl_loss
+        and s.algorithm.kl_loss_type == "k1"
+        and not s.algorithm.use_unbiased_kl
+    ):
         return "--kl-loss-type k1 in the loss has an expected gradient of zero, only noise; use low_var_kl, k2 or --use-unbiased-kl"
     return None
 
@@ -110,7 +163,12 @@ def k1_in_the_loss(s: Settings) -> str | None:
 def groups_of_one(s: Settings) -> str | None:
     compares = compares_samples(advantage_estimators.get(s.algorithm.advantage_estimator))
     single = s.rollout.n_samples_per_prompt == 1 and s.algorithm.singleton_advantage == "zero"
-    if s.algorithm.loss_type == "policy_loss" and compares and single and not s.distillation.use_opd:
+    if (
+        s.algorithm.loss_type == "policy_loss"
+        and compares
+        and single
+        and not s.distillation.use_opd
+    ):
         return "--n-samples-per-prompt 1 with --singleton-advantage zero: every advantage is 0 and nothing is learnt"
     return None
 
@@ -119,9 +177,7 @@ def ratios_are_one(s: Settings) -> str | None:
     if s.algorithm.loss_type == "sft_loss" or not s.trains or s.algorithm.use_rollout_logprobs:
         return None
     if global_batch_of(s) == s.samples_per_rollout and "old_log_probs" in s.loss.needs:
-        return (
-            f"one optimizer step per rollout: every ratio is 1, so {s.loss.name} is the plain policy gradient; see --num-steps-per-rollout"
-        )
+        return f"one optimizer step per rollout: every ratio is 1, so {s.loss.name} is the plain policy gradient; see --num-steps-per-rollout"
     return None
 
 

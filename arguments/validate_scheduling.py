@@ -43,14 +43,23 @@ def scheduling_needs_sampling(s: Settings) -> list[Problem]:
     of_evaluation = (CUSTOM_GENERATE, ROLLOUT_FUNCTION) if s.evaluates else ()
     given = {name: getattr(s.scheduling, name) for name in SWITCHES if name not in of_evaluation}
     words = "has no effect: this run samples no rollouts; leave it out"
-    return [p for name, value in given.items() if value for p in problem(name, None if value is True else value, words)]
+    return [
+        p
+        for name, value in given.items()
+        if value
+        for p in problem(name, None if value is True else value, words)
+    ]
 
 
 def over_sampling(s: Settings) -> list[Problem]:
     size, wanted = s.scheduling.over_sampling_batch_size, s.rollout.rollout_batch_size
     if size is None or size >= wanted:
         return []
-    return problem("over_sampling_batch_size", size, f"must be at least --rollout-batch-size {wanted}: so many groups a rollout needs")
+    return problem(
+        "over_sampling_batch_size",
+        size,
+        f"must be at least --rollout-batch-size {wanted}: so many groups a rollout needs",
+    )
 
 
 def idle_scheduling(s: Settings) -> list[Problem]:
@@ -60,7 +69,9 @@ def idle_scheduling(s: Settings) -> list[Problem]:
         gives_back = config.rollout_function_path is not None  # a function may keep groups itself
         for name in ("mask_offpolicy_in_partial_rollout", "buffer_filter_path"):
             if getattr(config, name) and not (gives_back and name == "buffer_filter_path"):
-                found += problem(name, None, "has no effect without --partial-rollout; add the switch")
+                found += problem(
+                    name, None, "has no effect without --partial-rollout; add the switch"
+                )
     if config.rollout_slice_len is not None and not (
         config.partial_rollout
         or config.dynamic_sampling_filter_path
@@ -70,7 +81,9 @@ def idle_scheduling(s: Settings) -> list[Problem]:
         found += problem("rollout_slice_len", config.rollout_slice_len, words)
     if config.dynamic_sampling_filter_path is None and "max_num_gen_batches" in s.given:
         found += problem(
-            "max_num_gen_batches", config.max_num_gen_batches, "has no effect without --dynamic-sampling-filter-path; leave it out"
+            "max_num_gen_batches",
+            config.max_num_gen_batches,
+            "has no effect without --dynamic-sampling-filter-path; leave it out",
         )
     return found
 
@@ -105,7 +118,9 @@ def custom_generate_is_async(s: Settings) -> list[Problem]:
     if s.scheduling.partial_rollout or s.scheduling.rollout_slice_len is not None:
         name = "partial_rollout" if s.scheduling.partial_rollout else "rollout_slice_len"
         found += problem(
-            name, None, "does not go with --custom-generate-function-path, whose responses are made in one piece; leave one out"
+            name,
+            None,
+            "does not go with --custom-generate-function-path, whose responses are made in one piece; leave one out",
         )
     if s.rollout.renormalize_sampled_log_probs:
         words = "does not go with --custom-generate-function-path yet, whose samples tell no token sets; leave one out"
@@ -121,7 +136,14 @@ def rollout_functions(s: Settings) -> list[Problem]:
     config, found = s.scheduling, []
     for name in (ROLLOUT_FUNCTION, EVAL_FUNCTION):
         path = getattr(config, name)
-        hint = next((words for start, words in OTHER_ROLLOUTS.items() if path is not None and path.startswith(start)), None)
+        hint = next(
+            (
+                words
+                for start, words in OTHER_ROLLOUTS.items()
+                if path is not None and path.startswith(start)
+            ),
+            None,
+        )
         if path is not None and hint is not None:
             found += problem(name, path, f"is slime's own, and not here: {hint}")
         elif path is not None and path != OWN_ROLLOUT and (s.generates or s.evaluates):
@@ -130,24 +152,49 @@ def rollout_functions(s: Settings) -> list[Problem]:
             except ValueError:
                 continue  # told already
             if inspect.iscoroutinefunction(function):
-                found += problem(name, path, "must be a plain function, not an async one; wait with slime_api.run in it")
+                found += problem(
+                    name,
+                    path,
+                    "must be a plain function, not an async one; wait with slime_api.run in it",
+                )
     if config.eval_function_path is not None and not s.evaluates:
-        found += problem(EVAL_FUNCTION, config.eval_function_path, "has no effect: this run evaluates nothing; add --eval-interval")
+        found += problem(
+            EVAL_FUNCTION,
+            config.eval_function_path,
+            "has no effect: this run evaluates nothing; add --eval-interval",
+        )
     if config.rollout_function_path in (None, OWN_ROLLOUT):
-        if "rollout_function_timeout_s" in s.given and config.eval_function_path in (None, OWN_ROLLOUT):
+        if "rollout_function_timeout_s" in s.given and config.eval_function_path in (
+            None,
+            OWN_ROLLOUT,
+        ):
             words = "has no effect without --rollout-function-path or --eval-function-path; leave it out"
             found += problem("rollout_function_timeout_s", config.rollout_function_timeout_s, words)
         return found
     estimator = advantage_estimators.get(s.algorithm.advantage_estimator)
     refused = {
-        "rollout_slice_len": (config.rollout_slice_len is not None, "which asks the engine for whole responses"),
-        "renormalize_sampled_log_probs": (s.rollout.renormalize_sampled_log_probs, "whose samples tell no token sets"),
-        "use_rollout_routing_replay": (s.rollout.use_rollout_routing_replay, "whose samples tell no routes"),
-        "advantage_estimator": (isinstance(estimator, TokenEstimator) and estimator.needs_greedy, "which makes no greedy responses"),
+        "rollout_slice_len": (
+            config.rollout_slice_len is not None,
+            "which asks the engine for whole responses",
+        ),
+        "renormalize_sampled_log_probs": (
+            s.rollout.renormalize_sampled_log_probs,
+            "whose samples tell no token sets",
+        ),
+        "use_rollout_routing_replay": (
+            s.rollout.use_rollout_routing_replay,
+            "whose samples tell no routes",
+        ),
+        "advantage_estimator": (
+            isinstance(estimator, TokenEstimator) and estimator.needs_greedy,
+            "which makes no greedy responses",
+        ),
     }
     for name, (given, words) in refused.items():
         if given:
-            found += problem(name, None, f"does not go with --rollout-function-path, {words}; leave one out")
+            found += problem(
+                name, None, f"does not go with --rollout-function-path, {words}; leave one out"
+            )
     return found
 
 
@@ -177,16 +224,28 @@ def asynchronous(s: Settings) -> list[Problem]:
     config = s.scheduling
     if not config.async_rollout:
         return (
-            [] if config.max_staleness is None else problem("max_staleness", config.max_staleness, "has no effect without --async-rollout")
+            []
+            if config.max_staleness is None
+            else problem(
+                "max_staleness", config.max_staleness, "has no effect without --async-rollout"
+            )
         )
     if config.partial_rollout:  # a group that waits grows older than any bound
-        return problem("async_rollout", None, "does not go with --partial-rollout, whose groups have no bound on their age; leave one out")
+        return problem(
+            "async_rollout",
+            None,
+            "does not go with --partial-rollout, whose groups have no bound on their age; leave one out",
+        )
     return []
 
 
 def group_rewards(s: Settings) -> list[Problem]:
     if s.reward.group_rm and s.reward.custom_rm_path is None:
-        return problem("group_rm", None, "needs --custom-rm-path, whose function gets whole groups; other rewards are of single samples")
+        return problem(
+            "group_rm",
+            None,
+            "needs --custom-rm-path, whose function gets whole groups; other rewards are of single samples",
+        )
     return []
 
 
@@ -203,7 +262,9 @@ def reward_post_process(s: Settings) -> list[Problem]:
         found += problem(name, None, str(error).removeprefix(flag_name(name) + " "))
     if s.algorithm.kl_coef:
         found += problem(
-            "kl_coef", s.algorithm.kl_coef, f"does not go with {flag_name(name)}, which sees the rewards alone; use --use-kl-loss"
+            "kl_coef",
+            s.algorithm.kl_coef,
+            f"does not go with {flag_name(name)}, which sees the rewards alone; use --use-kl-loss",
         )
     return found
 
@@ -211,7 +272,11 @@ def reward_post_process(s: Settings) -> list[Problem]:
 def reward_server(s: Settings) -> list[Problem]:
     url, wanted = s.reward.rm_url, s.reward.rm_type == "remote_rm"
     if wanted and url is None:
-        return problem("rm_url", None, "is missing: the server of --rm-type remote_rm, as in http://127.0.0.1:8000/reward")
+        return problem(
+            "rm_url",
+            None,
+            "is missing: the server of --rm-type remote_rm, as in http://127.0.0.1:8000/reward",
+        )
     if url is not None and not url.startswith(("http://", "https://")):
         return problem("rm_url", url, "must start with http:// or https://")
     if url is not None and not wanted and not (s.distillation.served and url in teacher_urls(s)):
@@ -219,7 +284,10 @@ def reward_server(s: Settings) -> list[Problem]:
     return []
 
 
-FILTERS = tuple(BUILT_IN_FILTERS + name for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"))
+FILTERS = tuple(
+    BUILT_IN_FILTERS + name
+    for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback")
+)
 SCHEDULING_RULES: tuple[Rule, ...] = (
     scheduling_needs_sampling,
     over_sampling,

@@ -12,7 +12,13 @@ OF_THE_POLICY_LOSS = (
     "entropy_coef", "use_rollout_logprobs",
 )  # fmt: skip
 # Only evaluation samples and grades.
-OF_SAMPLING = ("rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_stop", "rollout_stop_token_ids")
+OF_SAMPLING = (
+    "rollout_temperature",
+    "rollout_top_p",
+    "rollout_top_k",
+    "rollout_stop",
+    "rollout_stop_token_ids",
+)
 OF_REWARDS = ("rm_type", "custom_rm_path", "reward_key")
 
 
@@ -21,9 +27,19 @@ def supervised_loss(s: Settings) -> list[Problem]:
         return []
     found = []
     if "policy_loss_type" in s.given and s.loss.name != "cross_entropy":
-        found += problem("policy_loss_type", s.algorithm.policy_loss_type, "does not go with --loss-type sft_loss; leave it out")
-    if s.data.label_key is None and not (s.data.prompt_data or "").startswith(TASK_PREFIX):  # such a source names its answers itself
-        found += problem("label_key", None, "is missing: the field that holds the answer to learn (--loss-type sft_loss)")
+        found += problem(
+            "policy_loss_type",
+            s.algorithm.policy_loss_type,
+            "does not go with --loss-type sft_loss; leave it out",
+        )
+    if s.data.label_key is None and not (s.data.prompt_data or "").startswith(
+        TASK_PREFIX
+    ):  # such a source names its answers itself
+        found += problem(
+            "label_key",
+            None,
+            "is missing: the field that holds the answer to learn (--loss-type sft_loss)",
+        )
     return found
 
 
@@ -34,11 +50,20 @@ def idle_in_supervised_training(s: Settings) -> list[Problem]:
     values = {name: getattr(s.algorithm, name) for name in OF_THE_POLICY_LOSS}
     words = dict.fromkeys(values, "has no effect with --loss-type sft_loss; leave it out")
     if not s.evaluates:
-        idle = {name: getattr(s.rollout, name) for name in OF_SAMPLING} | {name: getattr(s.reward, name) for name in OF_REWARDS}
-        words |= dict.fromkeys(idle, "has no effect with --loss-type sft_loss without evaluation (--eval-interval); leave it out")
+        idle = {name: getattr(s.rollout, name) for name in OF_SAMPLING} | {
+            name: getattr(s.reward, name) for name in OF_REWARDS
+        }
+        words |= dict.fromkeys(
+            idle,
+            "has no effect with --loss-type sft_loss without evaluation (--eval-interval); leave it out",
+        )
         values |= idle
     given = {name: value for name, value in values.items() if name in s.given and value}
-    return [p for name, value in given.items() for p in problem(name, None if value is True else value, words[name])]
+    return [
+        p
+        for name, value in given.items()
+        for p in problem(name, None if value is True else value, words[name])
+    ]
 
 
 def cross_entropy_is_supervised(s: Settings) -> list[Problem]:
@@ -48,4 +73,8 @@ def cross_entropy_is_supervised(s: Settings) -> list[Problem]:
     return problem("policy_loss_type", "cross_entropy", message)
 
 
-SUPERVISED_RULES: tuple[Rule, ...] = (supervised_loss, idle_in_supervised_training, cross_entropy_is_supervised)
+SUPERVISED_RULES: tuple[Rule, ...] = (
+    supervised_loss,
+    idle_in_supervised_training,
+    cross_entropy_is_supervised,
+)

@@ -58,7 +58,13 @@ def read_command_line(argv: Sequence[str], table: FlagTable) -> Given:
         word = words[position]
         position += 1
         if not is_flag(word):
-            given.problems.append(Problem(word, None, "stands alone; a value comes after its flag, and a switch takes none"))
+            given.problems.append(
+                Problem(
+                    word,
+                    None,
+                    "stands alone; a value comes after its flag, and a switch takes none",
+                )
+            )
             continue
         following = list(itertools.takewhile(lambda w: not is_flag(w), words[position:]))
         typed, equals, inline = word.partition("=")
@@ -66,9 +72,15 @@ def read_command_line(argv: Sequence[str], table: FlagTable) -> Given:
     return given
 
 
-def _set_words(typed: str, inline: str | None, following: list[str], table: FlagTable, given: Given) -> int:
+def _set_words(
+    typed: str, inline: str | None, following: list[str], table: FlagTable, given: Given
+) -> int:
     """Reads one flag; returns how many of the following words are its own."""
-    if inline is not None and inline.lower() in _FALSE and without_skyrl_prefix(normalise(typed), table.spellings) in PRESETS:
+    if (
+        inline is not None
+        and inline.lower() in _FALSE
+        and without_skyrl_prefix(normalise(typed), table.spellings) in PRESETS
+    ):
         return 0  # switched off, as it is anyway
     if (holder := passed_on(typed, table)) is not None:
         own = following if inline is None else [inline]
@@ -124,7 +136,9 @@ def _resolve(typed: str, table: FlagTable, given: Given) -> tuple[Flag | None, b
         return None, None
     reason = spelling.flag.refused if spelling is not None else not_implemented(name)
     if reason is not None:
-        given.problems.append(Problem(typed, None, f"is known but not implemented yet: {reason}; leave it out"))
+        given.problems.append(
+            Problem(typed, None, f"is known but not implemented yet: {reason}; leave it out")
+        )
         return None, None
     near = table.nearest(typed)
     hint = f"did you mean {near}?" if near else "see --help for all flags"
@@ -211,14 +225,18 @@ def read_run_file(path: str, table: FlagTable) -> Given:
     except FileNotFoundError:
         raise ConfigError([Problem("--config", path, "no such file")]) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError([Problem("--config", path, f"cannot be read: {' '.join(str(error).split())}")]) from error
+        raise ConfigError(
+            [Problem("--config", path, f"cannot be read: {' '.join(str(error).split())}")]
+        ) from error
     if content is None:
         content = {}
     if not isinstance(content, dict):
         raise ConfigError([Problem("--config", path, "must hold keys and values, as in: lr: 1e-6")])
     _read_section(content, "", table, given)
     if given.values.pop("config", None) is not None:
-        given.problems.append(Problem("--config", path, "names a run file itself; put its keys here instead"))
+        given.problems.append(
+            Problem("--config", path, "names a run file itself; put its keys here instead")
+        )
     return given
 
 
@@ -236,10 +254,16 @@ EXCLUSIVE = (
 
 def merge(run_file: Given, line: Given) -> Given:
     """The run file and, over it, the command line."""
-    replaced = {partner for pair in EXCLUSIVE for name, partner in (pair, pair[::-1]) if name in line.values}
+    replaced = {
+        partner for pair in EXCLUSIVE for name, partner in (pair, pair[::-1]) if name in line.values
+    }
     kept = {name: value for name, value in run_file.values.items() if name not in replaced}
     problems, warnings = run_file.problems + line.problems, run_file.warnings + line.warnings
-    collected = {name: {**kept[name], **line.values[name]} for name in PASSED_ON.values() if name in kept and name in line.values}
+    collected = {
+        name: {**kept[name], **line.values[name]}
+        for name in PASSED_ON.values()
+        if name in kept and name in line.values
+    }
     return Given(kept | line.values | collected, problems, warnings, run_file.bad | line.bad)
 
 
@@ -249,7 +273,12 @@ def _read_section(section: Mapping[Any, Any], prefix: str, table: FlagTable, giv
         flag_name = normalise(name)
         known = flag_name in table.spellings or flag_name in ALIASES
         if isinstance(value, dict) and not known:
-            _read_section(value, "" if name in GROUPS or name in ("trainer", "megatron") else name, table, given)
+            _read_section(
+                value,
+                "" if name in GROUPS or name in ("trainer", "megatron") else name,
+                table,
+                given,
+            )
         else:
             _set_key(flag_name, value, table, given)
 
@@ -257,7 +286,12 @@ def _read_section(section: Mapping[Any, Any], prefix: str, table: FlagTable, giv
 def _set_key(name: str, value: Any, table: FlagTable, given: Given) -> None:
     spelling = table.spellings.get(ALIASES.get(name, name))
     usable = spelling is not None and not spelling.flag.refused
-    known = spelling is not None or name in NO_EFFECT or name in PRESETS or not_implemented(name) is not None
+    known = (
+        spelling is not None
+        or name in NO_EFFECT
+        or name in PRESETS
+        or not_implemented(name) is not None
+    )
     if known and not usable and value in (None, False):
         return  # switched off, as it is anyway
     if (holder := passed_on(name, table)) is not None:

@@ -57,8 +57,12 @@ def apply() -> Report:
     for name in due:
         patches[name].install()
         _installed[name] = Entry(name, patches[name].condition.words)
-    skipped = [Entry(name, patches[name].condition.otherwise) for name in ORDER if name not in _installed]
-    return Report(applied=[_installed[name] for name in ORDER if name in _installed], skipped=skipped)
+    skipped = [
+        Entry(name, patches[name].condition.otherwise) for name in ORDER if name not in _installed
+    ]
+    return Report(
+        applied=[_installed[name] for name in ORDER if name in _installed], skipped=skipped
+    )
 
 
 __all__ = ["ORDER", "Entry", "Patch", "Report", "apply", "load_patch"]

@@ -23,7 +23,10 @@ from megatron_patches.patch import NO_CUDA, Patch, find, missing
 
 NAME = "gloo_uneven"
 MODULE = "tensor_parallel.mappings"
-TARGETS = {"_gather_along_first_dim": "output_split_sizes", "_reduce_scatter_along_first_dim": "input_split_sizes"}
+TARGETS = {
+    "_gather_along_first_dim": "output_split_sizes",
+    "_reduce_scatter_along_first_dim": "input_split_sizes",
+}
 
 
 def uneven_gather(part: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
@@ -34,7 +37,13 @@ def uneven_gather(part: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
     whole = part.new_empty(longest * len(sizes), *part.shape[1:])
     if longest:
         dist.all_gather_into_tensor(whole, padded, group=group)
-    return torch.cat([piece[:size] for piece, size in zip(whole.split(longest) if longest else [], sizes, strict=False)] or [whole])
+    return torch.cat(
+        [
+            piece[:size]
+            for piece, size in zip(whole.split(longest) if longest else [], sizes, strict=False)
+        ]
+        or [whole]
+    )
 
 
 def uneven_reduce_scatter(whole: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
@@ -53,18 +62,30 @@ def check() -> None:
     for name, sizes in TARGETS.items():
         function = find(NAME, f"{MODULE}:{name}")
         if list(inspect.signature(function).parameters)[:3] != ["input_", "group", sizes]:
-            raise missing(NAME, f"megatron.core.{MODULE}:{name} no longer takes (input_, group, {sizes})")
+            raise missing(
+                NAME, f"megatron.core.{MODULE}:{name} no longer takes (input_, group, {sizes})"
+            )
 
 
 def install() -> None:
     module = find(NAME, MODULE)
-    for name, uneven in (("_gather_along_first_dim", uneven_gather), ("_reduce_scatter_along_first_dim", uneven_reduce_scatter)):
+    for name, uneven in (
+        ("_gather_along_first_dim", uneven_gather),
+        ("_reduce_scatter_along_first_dim", uneven_reduce_scatter),
+    ):
         setattr(module, name, _with_sizes(getattr(module, name), uneven))
 
 
-def _with_sizes(original: Callable[..., Tensor], uneven: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _with_sizes(
+    original: Callable[..., Tensor], uneven: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
     @functools.wraps(original)
-    def patched(input_: Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False) -> Tensor:
+    def patched(
+        input_: Tensor,
+        group: Any,
+        sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Tensor:
         if sizes is None or group.size() == 1:
             return original(input_, group, sizes, use_global_buffer)
         return uneven(input_.contiguous(), group, [int(size) for size in sizes])

@@ -17,7 +17,9 @@ MODULE = "transformer.multi_latent_attention"
 
 def check() -> None:
     if "HAVE_TE" not in find(NAME, f"{MODULE}:MultiLatentAttention.__init__").__code__.co_names:
-        raise missing(NAME, f"megatron.core.{MODULE}:MultiLatentAttention.__init__ no longer reads HAVE_TE")
+        raise missing(
+            NAME, f"megatron.core.{MODULE}:MultiLatentAttention.__init__ no longer reads HAVE_TE"
+        )
 
 
 def install() -> None:

@@ -25,7 +25,11 @@ from megatron_patches.patch import ALWAYS, Patch, find, missing
 NAME = "mla_tp_grads"
 MODULE = "transformer.multi_latent_attention"
 CLASS = f"{MODULE}:MLASelfAttention"
-USED = ("kv_lora_rank", "gather_from_tensor_model_parallel_region", "gather_from_sequence_parallel_region")
+USED = (
+    "kv_lora_rank",
+    "gather_from_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+)
 
 
 def check() -> None:
@@ -33,7 +37,9 @@ def check() -> None:
     names = find(NAME, f"{CLASS}.get_query_key_value_tensors").__code__.co_names
     for name in USED:
         if name not in names:
-            raise missing(NAME, f"megatron.core.{CLASS}.get_query_key_value_tensors no longer uses {name}")
+            raise missing(
+                NAME, f"megatron.core.{CLASS}.get_query_key_value_tensors no longer uses {name}"
+            )
 
 
 def install() -> None:
@@ -45,12 +51,16 @@ def install() -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         was(self, *args, **kwargs)
         if isinstance(self.linear_kv_down_proj, column_parallel) and self.tp_group.size() > 1:
-            self.linear_kv_down_proj.register_forward_hook(functools.partial(_whole, self.config, self.tp_group))
+            self.linear_kv_down_proj.register_forward_hook(
+                functools.partial(_whole, self.config, self.tp_group)
+            )
 
     cls.__init__ = init
 
 
-def _whole(config: Any, group: Any, module: Any, inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+def _whole(
+    config: Any, group: Any, module: Any, inputs: Any, output: tuple[torch.Tensor, Any]
+) -> tuple[torch.Tensor, Any]:
     """output: [s, b, (kv_lora_rank + qk_pos_emb_head_dim) / tp] -> all columns, [s, b, ...], or [s / tp, b, ...] under sequence
     parallelism."""
     from megatron.core.tensor_parallel import mappings

@@ -18,7 +18,10 @@ MODULE = "transformer.moe.moe_utils"
 def check() -> None:
     router_gemm = find(NAME, f"{MODULE}:RouterGatingLinearFunction.forward")
     if "te_general_gemm" not in router_gemm.__func__.__code__.co_names:
-        raise missing(NAME, f"megatron.core.{MODULE}:RouterGatingLinearFunction.forward no longer reads te_general_gemm")
+        raise missing(
+            NAME,
+            f"megatron.core.{MODULE}:RouterGatingLinearFunction.forward no longer reads te_general_gemm",
+        )
 
 
 def install() -> None:

@@ -57,7 +57,10 @@ def install() -> None:
         found: dict[str, Any] = was_state(self)
         if isinstance(self.optimizer, hybrid):
             groups = found["optimizer"]["param_groups"]
-            plain = [{name: value for name, value in group.items() if not isinstance(value, type)} for group in groups]
+            plain = [
+                {name: value for name, value in group.items() if not isinstance(value, type)}
+                for group in groups
+            ]
             found["optimizer"] = {**found["optimizer"], "param_groups": plain}
         return found
 
@@ -67,7 +70,11 @@ def install() -> None:
             tensors = {name: value.clone() for name, value in tensors.items()}
         was_set(self, model_param, tensors)
 
-    cls.sharded_state_dict, cls.state_dict, cls._set_main_param_and_optimizer_states = sharded_state_dict, state_dict, set_states
+    cls.sharded_state_dict, cls.state_dict, cls._set_main_param_and_optimizer_states = (
+        sharded_state_dict,
+        state_dict,
+        set_states,
+    )
 
 
 PATCH = Patch(NAME, ALWAYS, check, install)

@@ -31,7 +31,9 @@ def install() -> None:
     find(NAME, CLASS)._get_sub_optimizer_param_groups = sub_optimizer_groups
 
 
-def sub_optimizer_groups(self: Any, offload_fraction: float) -> tuple[list[Any], list[Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
+def sub_optimizer_groups(
+    self: Any, offload_fraction: float
+) -> tuple[list[Any], list[Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
     """(groups of the CPU's optimizers, groups of the device's, parameter -> offloaded copy, the reverse, parameter -> fp32 copy)."""
     left = offload_fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
     host_groups, device_groups = [], []
@@ -52,7 +54,13 @@ def sub_optimizer_groups(self: Any, offload_fraction: float) -> tuple[list[Any],
             (host if offloaded else device).append(inner)
         host_groups += [{**group, "params": host}] if host else []
         device_groups += [{**group, "params": device}] if device else []
-    return host_groups, device_groups, copies, {inner: parameter for parameter, inner in copies.items()}, in_fp32
+    return (
+        host_groups,
+        device_groups,
+        copies,
+        {inner: parameter for parameter, inner in copies.items()},
+        in_fp32,
+    )
 
 
 PATCH = Patch(NAME, NO_CUDA, check, install)

@@ -42,7 +42,9 @@ def has_apex() -> bool:
 
 ALWAYS = Condition("always", "", lambda: True)
 NO_CUDA = Condition("no CUDA device", "CUDA is available", lambda: not cuda_available())
-NO_TE = Condition("no Transformer Engine", "Transformer Engine is installed", lambda: not has_transformer_engine())
+NO_TE = Condition(
+    "no Transformer Engine", "Transformer Engine is installed", lambda: not has_transformer_engine()
+)
 TORCH_ADAM = Condition(
     "neither Transformer Engine nor Apex: Adam is torch's",
     "Adam comes from Transformer Engine or Apex",
@@ -82,7 +84,9 @@ class Report:
         rows += [(name, "applied", reason) for name, reason in self.applied]
         rows += [(name, "skipped", reason) for name, reason in self.skipped]
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        return "\n".join(f"{name:<{widths[0]}}  {state:<{widths[1]}}  {reason}" for name, state, reason in rows)
+        return "\n".join(
+            f"{name:<{widths[0]}}  {state:<{widths[1]}}  {reason}" for name, state, reason in rows
+        )
 
 
 def megatron_version() -> str:

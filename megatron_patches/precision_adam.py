@@ -26,8 +26,15 @@ from megatron_patches.patch import TORCH_ADAM, Patch, find
 NAME = "precision_adam"
 BUILD = "optimizer:_get_megatron_optimizer_based_on_param_groups"
 RELOAD = "optimizer.distrib_optimizer:DistributedOptimizer._copy_model_params_to_main_params"
-NAMES = ("optimizer:is_te_min_version", "optimizer:Adam", "optimizer:USING_PYTORCH_OPTIMIZER", "optimizer.clip_grads:l2_norm_impl")
-CHUNK = 1 << 20  # elements that are computed at once: temporary fp32 copies of bf16 state take 4 bytes of each
+NAMES = (
+    "optimizer:is_te_min_version",
+    "optimizer:Adam",
+    "optimizer:USING_PYTORCH_OPTIMIZER",
+    "optimizer.clip_grads:l2_norm_impl",
+)
+CHUNK = (
+    1 << 20
+)  # elements that are computed at once: temporary fp32 copies of bf16 state take 4 bytes of each
 
 
 class PrecisionAwareAdam(torch.optim.AdamW):
@@ -50,7 +57,9 @@ class PrecisionAwareAdam(torch.optim.AdamW):
         master_weight_dtype: torch.dtype,
         **settings: Any,
     ) -> None:
-        assert master_weights and use_decoupled_grad and master_weight_dtype == torch.float32, "refused on the command line"
+        assert master_weights and use_decoupled_grad and master_weight_dtype == torch.float32, (
+            "refused on the command line"
+        )
         self.adam_w_mode = adam_w_mode
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
         super().__init__(params, **settings)
@@ -103,8 +112,19 @@ class PrecisionAwareAdam(torch.optim.AdamW):
                     self.initialize_state(parameter)
                 state = self.state[parameter]
                 state["step"] += 1
-                for chunk in _chunks(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state["master_param"]):
-                    _adam(*chunk, group=group, step=float(state["step"]), decoupled_decay=self.adam_w_mode)
+                for chunk in _chunks(
+                    parameter,
+                    gradient,
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    state["master_param"],
+                ):
+                    _adam(
+                        *chunk,
+                        group=group,
+                        step=float(state["step"]),
+                        decoupled_decay=self.adam_w_mode,
+                    )
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -167,7 +187,12 @@ def install() -> None:
 
     def norm(chunk_size: int, no_op: Any, lists: Any, *args: Any) -> Any:
         # a norm that is rounded to bf16 would be off by 0.4 %
-        return was_norm(chunk_size, no_op, [[_norm_in_fp32(tensor) for tensor in tensors] for tensors in lists], *args)
+        return was_norm(
+            chunk_size,
+            no_op,
+            [[_norm_in_fp32(tensor) for tensor in tensors] for tensors in lists],
+            *args,
+        )
 
     optimizer.is_te_min_version = lambda *version, **how: False
     setattr(optimizer, BUILD.rpartition(":")[2], build)

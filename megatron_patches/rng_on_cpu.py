@@ -24,7 +24,9 @@ TARGETS = (
     "tensor_parallel.random:CudaRNGStatesTracker.fork",
     "tensor_parallel.random:_MODEL_PARALLEL_RNG_TRACKER_NAME",
 )
-DEFAULT_STATE = "default-rng"  # the tracker's name for the generator outside every fork; it is not in states_
+DEFAULT_STATE = (
+    "default-rng"  # the tracker's name for the generator outside every fork; it is not in states_
+)
 
 
 def _get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -57,7 +59,9 @@ def install() -> None:
             yield
         finally:
             self.states_[name] = torch.get_rng_state()
-            torch.set_rng_state(self.states_[outer_name] if outer_name != DEFAULT_STATE else outer_state)
+            torch.set_rng_state(
+                self.states_[outer_name] if outer_name != DEFAULT_STATE else outer_state
+            )
             self._current_state_name = outer_name
 
     module._get_cuda_rng_state = _get_state

@@ -89,19 +89,25 @@ def load_metadata(file: BinaryIO, name: str) -> Any:
     try:
         return MetadataUnpickler(file).load()
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise ValueError(f"{name} is damaged or not the metadata of a checkpoint: {error or type(error).__name__}") from error
+        raise ValueError(
+            f"{name} is damaged or not the metadata of a checkpoint: {error or type(error).__name__}"
+        ) from error
 
 
 def load_tensors(file: Any, name: str) -> Any:
     """torch.load of tensors and plain values. Raises ValueError naming the file."""
     try:
-        with torch.serialization.safe_globals([io.BytesIO]):  # Transformer Engine keeps its extra state in these
+        with torch.serialization.safe_globals(
+            [io.BytesIO]
+        ):  # Transformer Engine keeps its extra state in these
             return torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:
         reason = str(error).split("\n", 1)[0]
-        raise ValueError(f"{name} is damaged, or holds other things than tensors and plain values: {reason}") from error
+        raise ValueError(
+            f"{name} is damaged, or holds other things than tensors and plain values: {reason}"
+        ) from error
 
 
 def check() -> None:

@@ -56,7 +56,9 @@ def install() -> None:
 
     @functools.wraps(was_sharded)
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_stub_optimizer and isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
+        if not self.is_stub_optimizer and isinstance(
+            self.optimizer, torch.optim.Adam | torch.optim.AdamW
+        ):
             init_adam_state(self.optimizer)
         return was_sharded(self, *args, **kwargs)
 

@@ -18,7 +18,10 @@ from megatron_patches.patch import NO_TE, Patch, find
 
 NAME = "torch_norm_sp"
 TARGET = "transformer.torch_norm:WrappedTorchNorm.__new__"
-NORMS: dict[str, type[torch.nn.Module]] = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
+NORMS: dict[str, type[torch.nn.Module]] = {
+    "LayerNorm": torch.nn.LayerNorm,
+    "RMSNorm": torch.nn.RMSNorm,
+}
 
 
 def _new(
@@ -32,7 +35,9 @@ def _new(
 ) -> torch.nn.Module:
     """The norm that `config.normalization` names over the last dimension [hidden_size], in the parameters' dtype."""
     if config.normalization not in NORMS:
-        raise ValueError(f"--normalization {config.normalization}: without Transformer Engine the legal values are {', '.join(NORMS)}")
+        raise ValueError(
+            f"--normalization {config.normalization}: without Transformer Engine the legal values are {', '.join(NORMS)}"
+        )
     for flag in ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm"):
         if getattr(config, flag):
             raise ValueError(f"{flag} needs Transformer Engine; leave it off")

@@ -67,7 +67,20 @@ MODULES = (
     "dist_checkpointing.strategies.state_dict_saver",
 )
 INIT_DATA = "dist_checkpointing.mapping:ShardedTensor.init_data"
-FACTORIES = ("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "zeros_like", "ones_like", "empty_like")
+FACTORIES = (
+    "tensor",
+    "as_tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+)
 CPU = torch.device("cpu")
 
 

@@ -36,7 +36,11 @@ HEADS, GROUPS, SIZE = 8, 2, 64
 
 def make_module() -> PackedAttention:
     config = TransformerConfig(
-        num_layers=1, hidden_size=HEADS * SIZE, num_attention_heads=HEADS, num_query_groups=GROUPS, attention_dropout=0.0
+        num_layers=1,
+        hidden_size=HEADS * SIZE,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        attention_dropout=0.0,
     )
     return PackedAttention(config, 1, AttnMaskType.causal, "self")
 
@@ -56,7 +60,9 @@ def whole(module: PackedAttention, qkv: list[Tensor], rows: PackedRows) -> Tenso
     return out.detach()
 
 
-def of_a_rank(module: PackedAttention, qkv: list[Tensor], lengths: list[int], cp_size: int, cp_rank: int) -> tuple[Tensor, Any]:
+def of_a_rank(
+    module: PackedAttention, qkv: list[Tensor], lengths: list[int], cp_size: int, cp_rank: int
+) -> tuple[Tensor, Any]:
     """(the rows that the rank holds, what it computes for them)."""
     cu_seqlens = bounds(lengths)
     context = packed_rows(cu_seqlens, cp_size, cp_rank).context
@@ -75,24 +81,36 @@ def shares(lengths: list[int], cp_size: int, repeats: int) -> dict[str, Any]:
     """Seconds of the whole attention, and of every rank over a fair share of it."""
     module, qkv = make_module(), make_rows(sum(lengths))
     rows = packed_rows(bounds(lengths))
-    seconds, expected = fastest(lambda: whole(module, qkv, rows), repeats=repeats, clock=time.process_time)
+    seconds, expected = fastest(
+        lambda: whole(module, qkv, rows), repeats=repeats, clock=time.process_time
+    )
     ratios = []
     for rank in range(cp_size):
         mine, compute = of_a_rank(module, qkv, lengths, cp_size, rank)
         own, found = fastest(compute, repeats=repeats, clock=time.process_time)
         torch.testing.assert_close(found, expected[mine], rtol=1e-4, atol=1e-5)
         ratios.append(own / (seconds / cp_size))
-    return {"sequences": len(lengths), "length": lengths[0], "cp": cp_size, "whole_s": seconds, "over_fair_share": ratios}
+    return {
+        "sequences": len(lengths),
+        "length": lengths[0],
+        "cp": cp_size,
+        "whole_s": seconds,
+        "over_fair_share": ratios,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     results = []
-    print(f"{'sequences':>9} {'length':>7} {'cp':>3} {'whole s':>8}   each rank's seconds over its fair share")
+    print(
+        f"{'sequences':>9} {'length':>7} {'cp':>3} {'whole s':>8}   each rank's seconds over its fair share"
+    )
     for count in (1, 8, 32):
         for cp_size in (2, 4):
             found = shares([options.tokens // count] * count, cp_size, options.repeats)

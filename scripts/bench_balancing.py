@@ -30,7 +30,13 @@ SIZES = ((4096, 64), (16384, 128))
 GROWTH = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
 LEVEL, LIMIT_MS = 1.001, 100.0  # the targets
 A_8B = linear_cost(
-    hidden_size=4096, ffn_hidden_size=12288, attention_size=4096, key_value_size=1024, gated=True, num_layers=36, vocab_size=151936
+    hidden_size=4096,
+    ffn_hidden_size=12288,
+    attention_size=4096,
+    key_value_size=1024,
+    gated=True,
+    num_layers=36,
+    vocab_size=151936,
 )
 Costs = NDArray[np.float64]
 Parts = list[NDArray[np.int64]]
@@ -56,7 +62,15 @@ def karmarkar_karp(costs: Costs, ranks: int) -> Parts:
         joined = loads + others[::-1]
         by_load = np.argsort(joined, kind="stable")
         joined = joined[by_load]
-        heapq.heappush(heap, (-(joined[-1] - joined[0]), number, joined, np.concatenate([items, more[::-1]], axis=1)[by_load]))
+        heapq.heappush(
+            heap,
+            (
+                -(joined[-1] - joined[0]),
+                number,
+                joined,
+                np.concatenate([items, more[::-1]], axis=1)[by_load],
+            ),
+        )
         number += 1
     return list(heap[0][3])
 
@@ -70,7 +84,9 @@ METHODS = {
 
 
 def measure(method: str, costs: Costs, ranks: int, repeats: int) -> dict[str, float]:
-    seconds, parts = fastest(lambda: METHODS[method](costs, ranks), repeats=repeats, clock=time.process_time)
+    seconds, parts = fastest(
+        lambda: METHODS[method](costs, ranks), repeats=repeats, clock=time.process_time
+    )
     loads = np.array([costs[part].sum() for part in parts])
     assert sum(map(len, parts)) == costs.size and min(map(len, parts)) > 0
     return {"max_over_mean": imbalance(loads), "ms": 1e3 * seconds}
@@ -78,28 +94,45 @@ def measure(method: str, costs: Costs, ranks: int, repeats: int) -> dict[str, fl
 
 def table(repeats: int) -> list[dict[str, Any]]:
     rows = []
-    print(f"{'sequences / ranks':18} {'lengths':10} {'load':8}" + "".join(f"{name:>32}" for name in METHODS))
+    print(
+        f"{'sequences / ranks':18} {'lengths':10} {'load':8}"
+        + "".join(f"{name:>32}" for name in METHODS)
+    )
     for count, ranks in SIZES:
         for name, make in LENGTHS.items():
             lengths = make(count)
-            for load, costs in (("tokens", lengths.astype(np.float64)), ("work", sequence_costs(lengths, A_8B))):
+            for load, costs in (
+                ("tokens", lengths.astype(np.float64)),
+                ("work", sequence_costs(lengths, A_8B)),
+            ):
                 found = {method: measure(method, costs, ranks, repeats) for method in METHODS}
-                rows.append({"sequences": count, "ranks": ranks, "lengths": name, "load": load, **found})
-                cells = "".join(f"{r['max_over_mean']:20.5f} {r['ms']:8.1f} ms" for r in found.values())
+                rows.append(
+                    {"sequences": count, "ranks": ranks, "lengths": name, "load": load, **found}
+                )
+                cells = "".join(
+                    f"{r['max_over_mean']:20.5f} {r['ms']:8.1f} ms" for r in found.values()
+                )
                 print(f"{f'{count} / {ranks}':18} {name:10} {load:8}{cells}", flush=True)
     return rows
 
 
 def growth(repeats: int) -> list[dict[str, float]]:
     rows = []
-    print(f"\n{'sequences':>10} {'ranks':>6} {'ms':>8} {'us a sequence':>14} {'max / mean':>11}   (ours, lognormal, work)")
+    print(
+        f"\n{'sequences':>10} {'ranks':>6} {'ms':>8} {'us a sequence':>14} {'max / mean':>11}   (ours, lognormal, work)"
+    )
     for count in GROWTH:
-        found = measure("ours", sequence_costs(LENGTHS["lognormal"](count), A_8B), count // 128, repeats)
+        found = measure(
+            "ours", sequence_costs(LENGTHS["lognormal"](count), A_8B), count // 128, repeats
+        )
         rows.append({"sequences": count, "ranks": count // 128, **found})
         print(
-            f"{count:10} {count // 128:6} {found['ms']:8.1f} {1e3 * found['ms'] / count:14.2f} {found['max_over_mean']:11.5f}", flush=True
+            f"{count:10} {count // 128:6} {found['ms']:8.1f} {1e3 * found['ms'] / count:14.2f} {found['max_over_mean']:11.5f}",
+            flush=True,
         )
-    print(f"the time grows with the number of sequences to the power of {growth_exponent(GROWTH, [row['ms'] for row in rows]):.2f}")
+    print(
+        f"the time grows with the number of sequences to the power of {growth_exponent(GROWTH, [row['ms'] for row in rows]):.2f}"
+    )
     return rows
 
 
@@ -109,14 +142,18 @@ def missed(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         if (row["sequences"], row["load"]) == (16384, "work"):
             if not row["ours"]["max_over_mean"] <= LEVEL:
-                words.append(f"{row['lengths']}: the heaviest rank has {row['ours']['max_over_mean']:.5f} of the mean, limit {LEVEL}")
+                words.append(
+                    f"{row['lengths']}: the heaviest rank has {row['ours']['max_over_mean']:.5f} of the mean, limit {LEVEL}"
+                )
             if not row["ours"]["ms"] < LIMIT_MS:
                 words.append(f"{row['lengths']}: {row['ours']['ms']:.1f} ms, limit {LIMIT_MS:g}")
     return words
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()

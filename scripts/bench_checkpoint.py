@@ -22,7 +22,9 @@ from scripts.bench_common import write_json  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--folder", type=Path, default=Path("outputs/bench_checkpoint"))
@@ -37,7 +39,9 @@ def main() -> int:
     return 0
 
 
-def measure(folder: Path, hidden_size: int, num_layers: int, repeat: int) -> tuple[float, dict[str, float]]:
+def measure(
+    folder: Path, hidden_size: int, num_layers: int, repeat: int
+) -> tuple[float, dict[str, float]]:
     """(GB of one checkpoint, seconds by what was done)."""
     import megatron_patches
     from slime_like.launcher import quiet_dependencies
@@ -81,10 +85,16 @@ def measure(folder: Path, hidden_size: int, num_layers: int, repeat: int) -> tup
         for _ in range(repeat):
             save(asynchronous=False)
             save(asynchronous=True)
-            keep_least(seconds, "plain copy of the files, synced", timed(lambda: copy_synced(final, folder / "copy")))
+            keep_least(
+                seconds,
+                "plain copy of the files, synced",
+                timed(lambda: copy_synced(final, folder / "copy")),
+            )
             keep_least(seconds, "load, verified", timed(lambda: load(backend, final, True)))
             keep_least(seconds, "load, not verified", timed(lambda: load(backend, final, False)))
-        keep_least(seconds, "verification", seconds["load, verified"] - seconds["load, not verified"])
+        keep_least(
+            seconds, "verification", seconds["load, verified"] - seconds["load, not verified"]
+        )
     return sizes[-1], seconds
 
 

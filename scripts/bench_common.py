@@ -16,24 +16,42 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 
 
-def lognormal_lengths(count: int, *, median: float = 665.0, longest: int = 8192, seed: int = 0) -> NDArray[np.int64]:
+def lognormal_lengths(
+    count: int, *, median: float = 665.0, longest: int = 8192, seed: int = 0
+) -> NDArray[np.int64]:
     """Lengths whose logarithm is normal with deviation 1: many short ones, few very long ones."""
-    return np.random.default_rng(seed).lognormal(np.log(median), 1.0, count).clip(16, longest).astype(np.int64)
+    return (
+        np.random.default_rng(seed)
+        .lognormal(np.log(median), 1.0, count)
+        .clip(16, longest)
+        .astype(np.int64)
+    )
 
 
-def bimodal_lengths(count: int, *, short: float = 500.0, long: float = 8000.0, seed: int = 0) -> NDArray[np.int64]:
+def bimodal_lengths(
+    count: int, *, short: float = 500.0, long: float = 8000.0, seed: int = 0
+) -> NDArray[np.int64]:
     """Nine of ten sequences near `short`, one of ten near `long`: answers, and answers with long reasoning."""
     rng = np.random.default_rng(seed)
     is_long = rng.random(count) < 0.1
-    lengths = np.where(is_long, rng.normal(long, long / 16, count), rng.normal(short, short / 5, count))
+    lengths = np.where(
+        is_long, rng.normal(long, long / 16, count), rng.normal(short, short / 5, count)
+    )
     return lengths.clip(4).astype(np.int64)
 
 
-LENGTHS: dict[str, Callable[..., NDArray[np.int64]]] = {"lognormal": lognormal_lengths, "bimodal": bimodal_lengths}
+LENGTHS: dict[str, Callable[..., NDArray[np.int64]]] = {
+    "lognormal": lognormal_lengths,
+    "bimodal": bimodal_lengths,
+}
 
 
 def fastest(
-    function: Callable[[], T], *, repeats: int = 5, warm_up: int = 1, clock: Callable[[], float] = time.perf_counter
+    function: Callable[[], T],
+    *,
+    repeats: int = 5,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, T]:
     """(seconds of the fastest of `repeats` calls, what the last one returned). clock: time.process_time counts this process's own seconds
     only, which other work on the machine disturbs less."""
@@ -68,5 +86,8 @@ def write_json(path: Path | None, results: Any) -> None:
     """The results and the machine, where a path is given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps({"machine": machine(), "results": results}, indent=1) + "\n",
+            encoding="utf-8",
+        )
         print(f"written: {path}")

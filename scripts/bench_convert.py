@@ -57,7 +57,10 @@ def make_model(folder: Path, layers: int, hidden: int) -> int:
     config.save_pretrained(folder)
     with torch.device("meta"):
         shapes = transformers.LlamaForCausalLM(config).state_dict()
-    shards = plan_shards((TensorPlan(name, tuple(t.shape), torch.bfloat16) for name, t in shapes.items()), SHARD_BYTES)
+    shards = plan_shards(
+        (TensorPlan(name, tuple(t.shape), torch.bfloat16) for name, t in shapes.items()),
+        SHARD_BYTES,
+    )
 
     def random_tensors(planned: tuple[TensorPlan, ...]) -> Iterator[tuple[str, torch.Tensor]]:
         for tensor in planned:
@@ -80,7 +83,10 @@ def in_a_process(action: Callable[[], Any]) -> dict[str, float]:
                 Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
                 before, started = resident_kib("VmRSS"), time.perf_counter()
                 status = action()
-                found: dict[str, Any] = {"s": time.perf_counter() - started, "peak_mib": (resident_kib("VmHWM") - before) / 1024}
+                found: dict[str, Any] = {
+                    "s": time.perf_counter() - started,
+                    "peak_mib": (resident_kib("VmHWM") - before) / 1024,
+                }
                 if status:
                     found = {"error": out.getvalue()}
         except BaseException as error:
@@ -98,7 +104,11 @@ def in_a_process(action: Callable[[], Any]) -> dict[str, float]:
 
 def resident_kib(name: str) -> int:
     """VmRSS: now; VmHWM: the most so far."""
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return next(
+        int(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(name)
+    )
 
 
 def copy_synced(source: Path, target: Path) -> None:
@@ -132,10 +142,25 @@ def script(module: Any, *words: object) -> Callable[[], int]:
 
 def measure(folder: Path, layers: int, hidden: int, repeat: int) -> dict[str, dict[str, float]]:
     """By name: seconds (of the fastest of `repeat`), GB/s, peak MiB (the highest)."""
-    model, copy, saved, root, out = (folder / name for name in ("model", "copy", "saved", "megatron", "hf"))
+    model, copy, saved, root, out = (
+        folder / name for name in ("model", "copy", "saved", "megatron", "hf")
+    )
     size = make_model(model, layers, hidden)
-    to_megatron = script(convert_hf_to_megatron, "--hf-checkpoint", model, "--save", root, "--workers", 2)
-    words = ("--load", root, "--hf-checkpoint", model, "--output", out, "--max-shard-size", f"{SHARD_BYTES}B", "--workers", 2)
+    to_megatron = script(
+        convert_hf_to_megatron, "--hf-checkpoint", model, "--save", root, "--workers", 2
+    )
+    words = (
+        "--load",
+        root,
+        "--hf-checkpoint",
+        model,
+        "--output",
+        out,
+        "--max-shard-size",
+        f"{SHARD_BYTES}B",
+        "--workers",
+        2,
+    )
     jobs: list[tuple[str, Callable[[], Any]]] = [
         (COPY, lambda: copy_synced(model, copy)),
         ("transformers, load", lambda: load_with_transformers(model) and None),
@@ -150,9 +175,16 @@ def measure(folder: Path, layers: int, hidden: int, repeat: int) -> dict[str, di
             shutil.rmtree(path, ignore_errors=True)
         for name, job in jobs:
             found, best = in_a_process(job), results.get(name, {"s": float("inf"), "peak_mib": 0.0})
-            results[name] = {"s": min(found["s"], best["s"]), "peak_mib": max(found["peak_mib"], best["peak_mib"])}
+            results[name] = {
+                "s": min(found["s"], best["s"]),
+                "peak_mib": max(found["peak_mib"], best["peak_mib"]),
+            }
     for result in results.values():
-        result |= {"gb": size / 1e9, "gb_per_s": size / 1e9 / result["s"], "copies": result["s"] / results[COPY]["s"]}
+        result |= {
+            "gb": size / 1e9,
+            "gb_per_s": size / 1e9 / result["s"],
+            "copies": result["s"] / results[COPY]["s"],
+        }
     shutil.rmtree(folder)
     return results
 
@@ -160,24 +192,45 @@ def measure(folder: Path, layers: int, hidden: int, repeat: int) -> dict[str, di
 def grown(small: dict[str, dict[str, float]], large: dict[str, dict[str, float]]) -> list[str]:
     """Conversions whose peak is higher for the larger model."""
     ours = [name for name in small if name.startswith("to ")]
-    return [name for name in ours if large[name]["peak_mib"] > small[name]["peak_mib"] + ALLOWED_GROWTH_MIB]
+    return [
+        name
+        for name in ours
+        if large[name]["peak_mib"] > small[name]["peak_mib"] + ALLOWED_GROWTH_MIB
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[8, 80], help="a model of each of these numbers of layers")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        nargs="+",
+        default=[8, 80],
+        help="a model of each of these numbers of layers",
+    )
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--repeat", type=int, default=2, help="the fastest of this many is shown")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/bench_convert"), help="is removed at the end")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("outputs/bench_convert"), help="is removed at the end"
+    )
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     quiet_dependencies()
     transformers.utils.logging.disable_progress_bar()
-    results = [measure(chosen.folder / str(layers), layers, chosen.hidden_size, chosen.repeat) for layers in chosen.layers]
+    results = [
+        measure(chosen.folder / str(layers), layers, chosen.hidden_size, chosen.repeat)
+        for layers in chosen.layers
+    ]
     for result in results:
-        print(f"| model of {result[COPY]['gb']:.2f} GB | s | GB/s | times the plain copy | peak, MiB |\n|---|---|---|---|---|")
+        print(
+            f"| model of {result[COPY]['gb']:.2f} GB | s | GB/s | times the plain copy | peak, MiB |\n|---|---|---|---|---|"
+        )
         for name, row in result.items():
-            print(f"| {name} | {row['s']:.2f} | {row['gb_per_s']:.2f} | {row['copies']:.1f} | {row['peak_mib']:.0f} |")
+            print(
+                f"| {name} | {row['s']:.2f} | {row['gb_per_s']:.2f} | {row['copies']:.1f} | {row['peak_mib']:.0f} |"
+            )
         print()
     print(machine())
     write_json(chosen.json, results)

@@ -66,13 +66,19 @@ class Problem:
     def make(cls, options: argparse.Namespace, tokens: int | None = None) -> Problem:
         g = torch.Generator().manual_seed(0)
         dtype, count = getattr(torch, options.dtype), options.tokens if tokens is None else tokens
-        hidden = torch.randn(count, options.hidden, generator=g).to(options.device, dtype).requires_grad_()
+        hidden = (
+            torch.randn(count, options.hidden, generator=g)
+            .to(options.device, dtype)
+            .requires_grad_()
+        )
         weight = torch.randn(options.vocab, options.hidden, generator=g)
         weight.div_(options.hidden**0.5)  # in place: a copy would hide later growth
         weight = weight.to(options.device, dtype).requires_grad_()
         labels = torch.randint(options.vocab, (count,), generator=g).to(options.device)
         grads = torch.randn(2, count, generator=g).to(options.device)
-        return cls(hidden, weight, labels, grads, not options.no_entropy_gradient, CLOCKS[options.clock])
+        return cls(
+            hidden, weight, labels, grads, not options.no_entropy_gradient, CLOCKS[options.clock]
+        )
 
 
 class _InPlace(torch.autograd.Function):
@@ -94,14 +100,18 @@ class _InPlace(torch.autograd.Function):
         return log_p.gather(1, labels.unsqueeze(1)).squeeze(1), entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor, None]:
+    def backward(
+        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None]:
         log_p, labels, entropy = ctx.saved_tensors
         p = log_p.exp()
         if grad_entropy is None:
             p.mul_(-grad_log_probs.unsqueeze(1))
         else:
             slope = -grad_entropy
-            p.mul_(log_p.mul_(slope.unsqueeze(1)).add_((slope * entropy - grad_log_probs).unsqueeze(1)))
+            p.mul_(
+                log_p.mul_(slope.unsqueeze(1)).add_((slope * entropy - grad_log_probs).unsqueeze(1))
+            )
         p.scatter_add_(1, labels.unsqueeze(1), grad_log_probs.unsqueeze(1))
         return p.to(ctx.dtype), None
 
@@ -116,7 +126,9 @@ def materialising(p: Problem, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     logits = p.hidden @ p.weight.t()
     if rows is None:
         return vocab_parallel_log_probs(logits, p.labels, vocab_size=p.weight.size(0))
-    return vocab_parallel_log_probs(logits.index_select(0, rows), p.labels[rows], vocab_size=p.weight.size(0))
+    return vocab_parallel_log_probs(
+        logits.index_select(0, rows), p.labels[rows], vocab_size=p.weight.size(0)
+    )
 
 
 def in_place(p: Problem, rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -165,7 +177,11 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {id(a.untyped_storage()) for a in (*args, *(kwargs or {}).values()) if isinstance(a, Tensor)}
+        given = {
+            id(a.untyped_storage())
+            for a in (*args, *(kwargs or {}).values())
+            if isinstance(a, Tensor)
+        }
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in given:
                 self._add(tensor.untyped_storage())
@@ -226,22 +242,31 @@ def peaks_apart(name: str, options: argparse.Namespace, *, half: bool) -> dict[s
     return result
 
 
-def times(cases: dict[str, tuple[str, Tensor | None]], p: Problem, repetitions: int) -> dict[str, dict[str, float]]:
+def times(
+    cases: dict[str, tuple[str, Tensor | None]], p: Problem, repetitions: int
+) -> dict[str, dict[str, float]]:
     """Least seconds of each case; the cases take turns."""
     best: dict[str, tuple[float, float]] = {}
     for repetition in range(repetitions + 1):
         for label, (name, rows) in cases.items():
             seconds = run(name, p, rows)
-            if repetition > 0 and (label not in best or sum(seconds) < sum(best[label])):  # the first warms up
+            if repetition > 0 and (
+                label not in best or sum(seconds) < sum(best[label])
+            ):  # the first warms up
                 best[label] = seconds
     return {
-        label: {"forward_s": forward, "backward_s": backward, "seconds": forward + backward} for label, (forward, backward) in best.items()
+        label: {"forward_s": forward, "backward_s": backward, "seconds": forward + backward}
+        for label, (forward, backward) in best.items()
     }
 
 
 def table(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     names = [name for name in VERSIONS if name not in options.without]
-    peak = {(name, half): peaks_apart(name, options, half=half) for name in names for half in (False, True)}
+    peak = {
+        (name, half): peaks_apart(name, options, half=half)
+        for name in names
+        for half in (False, True)
+    }
     p = Problem.make(options)
     cases: dict[str, tuple[str, Tensor | None]] = {name: (name, None) for name in names}
     cases |= {f"{name}, half of the rows": (name, half_of(p)) for name in names}
@@ -282,7 +307,9 @@ def block_sizes(options: argparse.Namespace) -> dict[str, float]:
                 setattr(lean_head, name, elements)
                 start = _now(p)
                 p.hidden.grad = p.weight.grad = None
-                outputs = lean_log_probs(p.hidden, p.weight, p.labels, vocab_size=p.weight.size(0), chunk_size=rows)
+                outputs = lean_log_probs(
+                    p.hidden, p.weight, p.labels, vocab_size=p.weight.size(0), chunk_size=rows
+                )
                 torch.autograd.backward(outputs, tuple(p.grads))
                 label = f"{rows} rows, {elements} elements"
                 found[label] = min(found.get(label, float("inf")), _now(p) - start)
@@ -307,26 +334,53 @@ def targets(rows: dict[str, dict[str, float]]) -> list[Target]:
     return [
         Target("peak of live tensors, MiB", whole["peak_mib"], PEAK_LIMIT_MIB),
         Target("resident growth, MiB", whole["resident_mib"], PEAK_LIMIT_MIB),
-        Target("time against the fastest version that holds the logits", whole["ratio"], TIME_LIMIT),
-        Target("time with half of the rows masked, against the same with all rows", half["ratio"], 1.0),
+        Target(
+            "time against the fastest version that holds the logits", whole["ratio"], TIME_LIMIT
+        ),
+        Target(
+            "time with half of the rows masked, against the same with all rows", half["ratio"], 1.0
+        ),
     ]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=65536)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--clock", default="wall", choices=tuple(CLOCKS), help="processor: on a shared machine, with --threads 1")
+    parser.add_argument(
+        "--clock",
+        default="wall",
+        choices=tuple(CLOCKS),
+        help="processor: on a shared machine, with --threads 1",
+    )
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--no-entropy-gradient", action="store_true")
-    parser.add_argument("--without", nargs="*", default=[], choices=HOLDING_LOGITS, help="versions to leave out, where memory is short")
-    parser.add_argument("--curve", type=int, nargs="*", default=[], help="numbers of tokens for a curve of the lean head")
-    parser.add_argument("--no-table", action="store_true", help="the curve or the sizes of a block alone")
-    parser.add_argument("--block-sizes", action="store_true", help="the lean head over sizes of a block")
+    parser.add_argument(
+        "--without",
+        nargs="*",
+        default=[],
+        choices=HOLDING_LOGITS,
+        help="versions to leave out, where memory is short",
+    )
+    parser.add_argument(
+        "--curve",
+        type=int,
+        nargs="*",
+        default=[],
+        help="numbers of tokens for a curve of the lean head",
+    )
+    parser.add_argument(
+        "--no-table", action="store_true", help="the curve or the sizes of a block alone"
+    )
+    parser.add_argument(
+        "--block-sizes", action="store_true", help="the lean head over sizes of a block"
+    )
     parser.add_argument("--json", type=Path, help="write the results here")
     return parser.parse_args()
 
@@ -339,10 +393,14 @@ def main() -> int:
     rows = {} if options.no_table else table(options)
     if rows:
         result["table"] = rows
-        print(f"{'':34} {'forward s':>10} {'backward s':>10} {'ratio':>6} {'peak MiB':>9} {'resident MiB':>12}")
+        print(
+            f"{'':34} {'forward s':>10} {'backward s':>10} {'ratio':>6} {'peak MiB':>9} {'resident MiB':>12}"
+        )
     for label, row in rows.items():
         resident = f"{row['resident_mib']:12.0f}" if "resident_mib" in row else ""
-        print(f"{label:34} {row['forward_s']:10.3f} {row['backward_s']:10.3f} {row['ratio']:6.2f} {row['peak_mib']:9.0f} {resident}")
+        print(
+            f"{label:34} {row['forward_s']:10.3f} {row['backward_s']:10.3f} {row['ratio']:6.2f} {row['peak_mib']:9.0f} {resident}"
+        )
     if options.curve:
         result["curve"] = curve(options)
         for tokens, row in result["curve"].items():
@@ -350,18 +408,28 @@ def main() -> int:
                 f"{tokens:6} tokens: {row['seconds']:7.3f} s, {row['us_per_token']:6.1f} us a token, {row['beside_weight_mib']:6.1f} MiB beside the weight's gradient"
             )
         if len(options.curve) > 1:
-            exponent = growth_exponent(options.curve, [row["seconds"] for row in result["curve"].values()])
+            exponent = growth_exponent(
+                options.curve, [row["seconds"] for row in result["curve"].values()]
+            )
             print(f"the time grows with the number of tokens to the power of {exponent:.2f}")
     if options.block_sizes:
         result["block_sizes"] = block_sizes(options)
         for label, seconds in result["block_sizes"].items():
             print(f"{label:30} {seconds:.3f} s")
     missed = 0
-    if rows and (options.tokens, options.vocab, options.hidden, options.dtype, options.device) == (1024, 65536, 256, "float32", "cpu"):
+    if rows and (options.tokens, options.vocab, options.hidden, options.dtype, options.device) == (
+        1024,
+        65536,
+        256,
+        "float32",
+        "cpu",
+    ):
         found = targets(rows)
         result["targets"] = [{**asdict(target), "met": target.met} for target in found]
         for target in found:
-            print(f"{'met   ' if target.met else 'MISSED'} {target.words}: {target.value:.2f}, limit {target.limit:g}")
+            print(
+                f"{'met   ' if target.met else 'MISSED'} {target.words}: {target.value:.2f}, limit {target.limit:g}"
+            )
         missed = sum(not target.met for target in found)
     write_json(options.json, result)
     return 1 if missed else 0

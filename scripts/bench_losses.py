@@ -73,7 +73,9 @@ class KnownHead:
     entropy: Tensor
     layout: ParallelLayout
 
-    def log_probs_and_entropy(self, hidden: Tensor, weight: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def log_probs_and_entropy(
+        self, hidden: Tensor, weight: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
         return self.log_probs.clone().requires_grad_(), self.entropy.clone().requires_grad_()
 
 
@@ -90,7 +92,9 @@ def demo_backend(work: Path) -> Iterator[MegatronBackend]:
     make_model(tokenizer, hidden_size=64, num_layers=2, seed=1).save_pretrained(work / "model")
     words = [*FLAGS.format(micro=MICRO_BATCH).split(), "--hf-checkpoint", str(work / "model")]
     (work / "rollout_0.pt").touch()
-    run = parse_args([*words, "--load-debug-rollout-data", str(work / "rollout_{rollout_id}.pt")], 1)
+    run = parse_args(
+        [*words, "--load-debug-rollout-data", str(work / "rollout_{rollout_id}.pt")], 1
+    )
     with process_groups(run.parallel, virtual_stages=None, seed=1) as layout:
         yield MegatronBackend(run, layout, total_steps=1000)
 
@@ -104,7 +108,9 @@ def demo_samples(backend: MegatronBackend) -> list[TrainSample]:
         ones = torch.ones(response)
         made.append(
             TrainSample(
-                tokens=torch.randint(5, backend.gpt.vocab_size or 0, (PROMPT + response,), generator=g),
+                tokens=torch.randint(
+                    5, backend.gpt.vocab_size or 0, (PROMPT + response,), generator=g
+                ),
                 response_length=response,
                 loss_mask=torch.ones(response, dtype=torch.bool),
                 loss_weights=ones / (SAMPLES * response),
@@ -118,7 +124,12 @@ def demo_samples(backend: MegatronBackend) -> list[TrainSample]:
         return x + 0.1 * torch.randn(x.shape, generator=g)
 
     return [
-        replace(s, old_log_probs=near(k.log_probs), rollout_log_probs=near(k.log_probs), ref_log_probs=near(k.log_probs))
+        replace(
+            s,
+            old_log_probs=near(k.log_probs),
+            rollout_log_probs=near(k.log_probs),
+            ref_log_probs=near(k.log_probs),
+        )
         for s, k in zip(made, known)
     ]
 
@@ -133,7 +144,9 @@ def least_ms(call: Callable[[], object], repetitions: int) -> float:
     return 1000 * min(seconds)
 
 
-def loss_part(model: Any, batches: Sequence[MicroBatch], heads: Sequence[KnownHead], objective: Objective) -> dict[str, float]:
+def loss_part(
+    model: Any, batches: Sequence[MicroBatch], heads: Sequence[KnownHead], objective: Objective
+) -> dict[str, float]:
     """What one optimizer step does beside the model: returns its metrics."""
     accumulator = MetricAccumulator()
     for batch, head in zip(batches, heads):
@@ -159,14 +172,22 @@ def bench(names: Sequence[str], repetitions: int) -> list[Row]:
             backend.update(batch)  # warm up
             step = least_ms(lambda: backend.update(batch), repetitions)
             alone = least_ms(lambda: loss_part(model, batches, heads, objective), 5 * repetitions)  # noqa: B023
-            rows.append(Row(loss.name, step, alone, len(loss_part(model, batches, heads, objective))))
+            rows.append(
+                Row(loss.name, step, alone, len(loss_part(model, batches, heads, objective)))
+            )
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--losses", nargs="+", choices=policy_losses.names(), default=policy_losses.names())
-    parser.add_argument("--repetitions", type=int, default=8, help="steps that are timed for each loss")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--losses", nargs="+", choices=policy_losses.names(), default=policy_losses.names()
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=8, help="steps that are timed for each loss"
+    )
     parser.add_argument("--limit", type=float, default=0.02, help="largest share of a step")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args()
@@ -176,7 +197,9 @@ def main() -> int:
         rows = bench(options.losses, options.repetitions)
     print(f"{'loss':20} {'step, ms':>9} {'loss, ms':>9} {'share':>7} {'metrics':>8}")
     for row in rows:
-        print(f"{row.loss:20} {row.step_ms:9.1f} {row.loss_ms:9.2f} {row.share:7.2%} {row.metrics:8}")
+        print(
+            f"{row.loss:20} {row.step_ms:9.1f} {row.loss_ms:9.2f} {row.share:7.2%} {row.metrics:8}"
+        )
     write_json(options.json, [{**vars(row), "share": row.share} for row in rows])
     return 0 if all(row.share <= options.limit for row in rows) else 1
 

@@ -30,10 +30,17 @@ Lengths = NDArray[np.int64]
 
 
 def packed(lengths: Lengths, repeats: int) -> dict[str, float]:
-    seconds, rows = fastest(lambda: pack_by_budget(lengths, BUDGET), repeats=repeats, clock=time.process_time)
-    level_seconds, level = fastest(lambda: even_rows(lengths, len(rows), BUDGET), repeats=repeats, clock=time.process_time)
+    seconds, rows = fastest(
+        lambda: pack_by_budget(lengths, BUDGET), repeats=repeats, clock=time.process_time
+    )
+    level_seconds, level = fastest(
+        lambda: even_rows(lengths, len(rows), BUDGET), repeats=repeats, clock=time.process_time
+    )
     tokens = [int(lengths[row].sum()) for row in level]
-    assert sorted(np.concatenate(level).tolist()) == list(range(lengths.size)) and max(tokens) <= BUDGET
+    assert (
+        sorted(np.concatenate(level).tolist()) == list(range(lengths.size))
+        and max(tokens) <= BUDGET
+    )
     return {
         "rows": len(rows), "bound": -(-int(lengths.sum()) // BUDGET), "fullest": max(tokens), "emptiest": min(tokens), "pack_ms": 1e3 * seconds,
         "level_ms": 1e3 * level_seconds,
@@ -44,7 +51,11 @@ def by_number(lengths: Lengths, size: int) -> dict[str, float]:
     """Rows of `size` sequences in the order in which they come, so many that their mean is the budget."""
     rows = np.array_split(lengths, -(-lengths.size // size))
     padded = sum(int(row.max()) * row.size for row in rows)
-    return {"rows": len(rows), "largest": max(int(row.sum()) for row in rows), "padding_frac": 1 - float(lengths.sum()) / padded}
+    return {
+        "rows": len(rows),
+        "largest": max(int(row.sum()) for row in rows),
+        "padding_frac": 1 - float(lengths.sum()) / padded,
+    }
 
 
 def table(repeats: int) -> list[dict[str, Any]]:
@@ -67,22 +78,33 @@ def table(repeats: int) -> list[dict[str, Any]]:
 def growth(repeats: int) -> list[dict[str, float]]:
     """Packing and levelling over the number of sequences."""
     rows = []
-    print(f"\n{'sequences':>10} {'rows':>6} {'bound':>6} {'pack ms':>8} {'level ms':>9} {'us a sequence':>14}   (bimodal)")
+    print(
+        f"\n{'sequences':>10} {'rows':>6} {'bound':>6} {'pack ms':>8} {'level ms':>9} {'us a sequence':>14}   (bimodal)"
+    )
     for count in GROWTH:
         found = packed(LENGTHS["bimodal"](count), repeats)
         ms = found["pack_ms"] + found["level_ms"]
         rows.append({"sequences": count, **found, "ms": ms})
-        print(f"{count:10} {found['rows']:6} {found['bound']:6} {found['pack_ms']:8.2f} {found['level_ms']:9.2f} {1e3 * ms / count:14.2f}")
-    print(f"the time grows with the number of sequences to the power of {growth_exponent(GROWTH, [row['ms'] for row in rows]):.2f}")
+        print(
+            f"{count:10} {found['rows']:6} {found['bound']:6} {found['pack_ms']:8.2f} {found['level_ms']:9.2f} {1e3 * ms / count:14.2f}"
+        )
+    print(
+        f"the time grows with the number of sequences to the power of {growth_exponent(GROWTH, [row['ms'] for row in rows]):.2f}"
+    )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
-    write_json(options.json, {"budget": BUDGET, "table": table(options.repeats), "growth": growth(options.repeats)})
+    write_json(
+        options.json,
+        {"budget": BUDGET, "table": table(options.repeats), "growth": growth(options.repeats)},
+    )
 
 
 if __name__ == "__main__":

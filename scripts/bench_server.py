@@ -38,12 +38,18 @@ from scripts.make_demo import save_model  # noqa: E402
 from slime_like.rollout.sglang.processes import free_ports  # noqa: E402
 
 PROTOBUF = {"Accept": "application/x-protobuf", "Content-Type": "application/x-protobuf"}
-BATCHES = {"one token": (1, 1), "16 x 64": (16, 64), "64 x 256": (64, 256)}  # datums, tokens of each
+BATCHES = {
+    "one token": (1, 1),
+    "16 x 64": (16, 64),
+    "64 x 256": (64, 256),
+}  # datums, tokens of each
 FLOOD = 32  # requests that a flooding client keeps waiting
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=30, help="calls of each way and batch")
@@ -56,11 +62,16 @@ def main() -> int:
         model = Path(folder) / "model"
         save_model(model, hidden_size=chosen.hidden_size, num_layers=chosen.num_layers)
         with running_server(model, Path(folder)) as url:
-            api_pid = json.loads((Path(folder) / "server" / "link.json").read_text(encoding="utf-8"))["pid"]
+            api_pid = json.loads(
+                (Path(folder) / "server" / "link.json").read_text(encoding="utf-8")
+            )["pid"]
             latency = measure_latency(model, url, chosen.repeats, api_pid)
             shares = {
                 name: measure_shares(model, url, chosen.clients, chosen.seconds, flood=flood)
-                for name, flood in (("one request at a time", 0), (f"one keeps {FLOOD} waiting", FLOOD))
+                for name, flood in (
+                    ("one request at a time", 0),
+                    (f"one keeps {FLOOD} waiting", FLOOD),
+                )
             }
     print_latency(latency)
     print_shares(shares)
@@ -74,10 +85,20 @@ def running_server(model: Path, folder: Path) -> Iterator[str]:
     import httpx
 
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "slime_like.server", "--hf-checkpoint", str(model), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "slime_like.server",
+        "--hf-checkpoint",
+        str(model),
+        "--port",
+        str(port),
+    ]
     command += ["--server-dir", str(folder / "server"), "--max-models", "32"]
     with open(folder / "server.log", "w", encoding="utf-8") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         url = f"http://127.0.0.1:{port}/api/v1/"
         deadline = time.monotonic() + 180
@@ -108,10 +129,18 @@ def message_of(count: int, length: int, seed: int = 0) -> Any:
     request = wire.ForwardBackwardRequest(loss_fn="cross_entropy")
     for _ in range(count):
         datum = request.data.add()
-        datum.model_input.add().encoded_text.tokens = rng.integers(5, 90, length).astype("<i4").tobytes()
+        datum.model_input.add().encoded_text.tokens = (
+            rng.integers(5, 90, length).astype("<i4").tobytes()
+        )
         targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
-        targets.dtype, targets.dense = wire.DTYPE_INT64, rng.integers(5, 90, length).astype("<i8").tobytes()
-        weights.dtype, weights.dense = wire.DTYPE_FLOAT32, rng.normal(size=length).astype("<f4").tobytes()
+        targets.dtype, targets.dense = (
+            wire.DTYPE_INT64,
+            rng.integers(5, 90, length).astype("<i8").tobytes(),
+        )
+        weights.dtype, weights.dense = (
+            wire.DTYPE_FLOAT32,
+            rng.normal(size=length).astype("<f4").tobytes(),
+        )
     return request
 
 
@@ -124,7 +153,12 @@ class HttpClient:
         self.http = httpx.Client(base_url=url, headers={"X-API-Key": "tml-benchmark"}, timeout=120)
         self.session = self.post("create_session", {})["session_id"]
         lora = {"rank": rank, "seed": 1, "train_unembed": False}
-        body = {"session_id": self.session, "model_seq_id": 0, "base_model": str(model), "lora_config": lora}
+        body = {
+            "session_id": self.session,
+            "model_seq_id": 0,
+            "base_model": str(model),
+            "lora_config": lora,
+        }
         self.model = str(self.result(self.post("create_model", body)["request_id"])["model_id"])
         self.seq = 0
 
@@ -136,7 +170,11 @@ class HttpClient:
     def result(self, request: str) -> Any:
         """JSON, or the bytes of protobuf. Raises RuntimeError for a failure."""
         while True:
-            answer = self.http.post("retrieve_future", json={"request_id": request}, headers={"Accept": PROTOBUF["Accept"]})
+            answer = self.http.post(
+                "retrieve_future",
+                json={"request_id": request},
+                headers={"Accept": PROTOBUF["Accept"]},
+            )
             answer.raise_for_status()
             if answer.headers["content-type"] == PROTOBUF["Accept"]:
                 return answer.content
@@ -150,13 +188,19 @@ class HttpClient:
         """The id of the pass."""
         self.seq += 1
         message.model_id, message.seq_id = self.model, self.seq
-        answer = self.http.post("forward_backward", content=message.SerializeToString(), headers=PROTOBUF)
+        answer = self.http.post(
+            "forward_backward", content=message.SerializeToString(), headers=PROTOBUF
+        )
         answer.raise_for_status()
         return str(answer.json()["request_id"])
 
     def step(self) -> Any:
         self.seq += 1
-        return self.result(self.post("optim_step", {"model_id": self.model, "seq_id": self.seq, "adam_params": {}})["request_id"])
+        return self.result(
+            self.post(
+                "optim_step", {"model_id": self.model, "seq_id": self.seq, "adam_params": {}}
+            )["request_id"]
+        )
 
     def close(self) -> None:
         self.post(f"sessions/{self.session}/finish", {})
@@ -166,7 +210,9 @@ class HttpClient:
 # --- latency -----------------------------------------------------------------------------------------------------------
 
 
-def measure_latency(model: Path, url: str, repeats: int, api_pid: int) -> dict[str, dict[str, float]]:
+def measure_latency(
+    model: Path, url: str, repeats: int, api_pid: int
+) -> dict[str, dict[str, float]]:
     """Of each batch: median milliseconds of each way, how many times the direct call the others take, and the milliseconds that the API process
     itself computes for a call over HTTP, which other work on the machine changes least."""
     found: dict[str, dict[str, float]] = {}
@@ -174,21 +220,43 @@ def measure_latency(model: Path, url: str, repeats: int, api_pid: int) -> dict[s
         host = stack.enter_context(direct_host(model))
         client = HttpClient(model, url, rank=8)
         stack.callback(client.close)
-        sdk = stack.enter_context(sdk_client(model, url)) if importlib.util.find_spec("tinker") else None
+        sdk = (
+            stack.enter_context(sdk_client(model, url))
+            if importlib.util.find_spec("tinker")
+            else None
+        )
         for name, (count, length) in BATCHES.items():
             message = message_of(count, length)
-            ways: dict[str, Callable[[], Any]] = {"direct": direct_call(host, message), "http": partial(http_call, client, message)}
+            ways: dict[str, Callable[[], Any]] = {
+                "direct": direct_call(host, message),
+                "http": partial(http_call, client, message),
+            }
             if sdk is not None:
                 ways["sdk"] = sdk_call(sdk, message)
             milliseconds = medians(ways, repeats)
             client.step()
             host.execute({"op": "step", "model": "m", "adam": ADAM})
-            ratios = {f"{way} / direct": ms / milliseconds["direct"] for way, ms in milliseconds.items() if way != "direct"}
-            found[name] = {**milliseconds, **ratios, "api core": core_ms(api_pid, ways["http"], repeats)}
+            ratios = {
+                f"{way} / direct": ms / milliseconds["direct"]
+                for way, ms in milliseconds.items()
+                if way != "direct"
+            }
+            found[name] = {
+                **milliseconds,
+                **ratios,
+                "api core": core_ms(api_pid, ways["http"], repeats),
+            }
     return found
 
 
-ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
+ADAM = {
+    "learning_rate": 1e-4,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-12,
+    "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+}
 
 
 def medians(ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -259,7 +327,9 @@ def sdk_client(model: Path, url: str) -> Iterator[Any]:
     import tinker
 
     service = tinker.ServiceClient(base_url=url.removesuffix("/api/v1/"), api_key="tml-benchmark")
-    yield service.create_lora_training_client(str(model), rank=8, seed=1, train_unembed=False).result()
+    yield service.create_lora_training_client(
+        str(model), rank=8, seed=1, train_unembed=False
+    ).result()
     service.close("success").result(timeout=10)
 
 
@@ -273,7 +343,9 @@ def sdk_call(training: Any, message: Any) -> Callable[[], Any]:
             "target_tokens": np.frombuffer(datum.loss_fn_inputs["target_tokens"].dense, "<i8"),
             "weights": np.frombuffer(datum.loss_fn_inputs["weights"].dense, "<f4"),
         }
-        data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=arrays))  # type: ignore[arg-type]
+        data.append(
+            types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=arrays)
+        )  # type: ignore[arg-type]
     return lambda: training.forward_backward(data, "cross_entropy").result()
 
 
@@ -287,7 +359,9 @@ class Served:
     waits_s: list[float] = field(default_factory=list)
 
 
-def measure_shares(model: Path, url: str, clients: int, seconds: float, *, flood: int) -> dict[str, Any]:
+def measure_shares(
+    model: Path, url: str, clients: int, seconds: float, *, flood: int
+) -> dict[str, Any]:
     """`clients` threads ask for `seconds`, each with an adapter of its own; flood: requests that the first keeps waiting, 0 for one as the
     others."""
     asking = [HttpClient(model, url, rank=8) for _ in range(clients)]
@@ -303,7 +377,9 @@ def measure_shares(model: Path, url: str, clients: int, seconds: float, *, flood
             errors.append(error)
             raise
 
-    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(clients)]
+    threads = [
+        threading.Thread(target=ask, args=(number,), daemon=True) for number in range(clients)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -356,7 +432,9 @@ def print_latency(found: dict[str, dict[str, float]]) -> None:
     )
     print("|---" * (2 * len(ways) + 1) + "|")
     for name, row in found.items():
-        cells = [f"{row[way]:.2f}" for way in ways] + [f"{row[f'{way} / direct']:.2f}" for way in ways[1:]]
+        cells = [f"{row[way]:.2f}" for way in ways] + [
+            f"{row[f'{way} / direct']:.2f}" for way in ways[1:]
+        ]
         cells.append(f"{row['api core']:.1f}")
         print(f"| {name} | " + " | ".join(cells) + " |")
 
@@ -366,7 +444,10 @@ def print_shares(found: dict[str, dict[str, Any]]) -> None:
     print("\n| clients | " + " | ".join(names) + " |")
     print("|---" * (1 + len(names)) + "|")
     for name, row in found.items():
-        cells = [", ".join(map(str, value)) if isinstance(value, list) else f"{value:.2f}" for value in row.values()]
+        cells = [
+            ", ".join(map(str, value)) if isinstance(value, list) else f"{value:.2f}"
+            for value in row.values()
+        ]
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 

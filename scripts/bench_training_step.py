@@ -62,17 +62,25 @@ LAYOUTS = {
     "DP2, not balanced": Method(2, BY_TOKENS + " --no-balance-data"),
     "TP2 SP": Method(2, BY_TOKENS + " --tensor-model-parallel-size 2 --sequence-parallel"),
     "PP2": Method(2, BY_TOKENS + " --pipeline-model-parallel-size 2"),
-    "PP2 VP2": Method(2, BY_TOKENS + " --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "PP2 VP2": Method(
+        2, BY_TOKENS + " --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    ),
     "CP2": Method(2, BY_TOKENS + " --context-parallel-size 2"),
 }
 EXPERTS = "experts, one process"
 EXPERT_LAYOUTS = {
     "EP2": Method(2, BY_TOKENS + " --expert-model-parallel-size 2", model="experts"),
-    "EP2 CP2": Method(2, BY_TOKENS + " --expert-model-parallel-size 2 --context-parallel-size 2", model="experts"),
-    "ETP2": Method(2, BY_TOKENS + " --tensor-model-parallel-size 2 --sequence-parallel", model="experts"),
+    "EP2 CP2": Method(
+        2, BY_TOKENS + " --expert-model-parallel-size 2 --context-parallel-size 2", model="experts"
+    ),
+    "ETP2": Method(
+        2, BY_TOKENS + " --tensor-model-parallel-size 2 --sequence-parallel", model="experts"
+    ),
     "experts DP2": Method(2, BY_TOKENS, model="experts"),
 }
-METHODS = ONE_PROCESS | LAYOUTS | {EXPERTS: Method(flags=BY_TOKENS, model="experts")} | EXPERT_LAYOUTS
+METHODS = (
+    ONE_PROCESS | LAYOUTS | {EXPERTS: Method(flags=BY_TOKENS, model="experts")} | EXPERT_LAYOUTS
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,9 @@ def make_samples(sizes: Sizes) -> tuple[list[Sample], list[torch.Tensor], list[t
     samples, old, advantages = [], [], []
     for i, length in enumerate(lengths.tolist()):
         tokens = torch.randint(sizes.vocab, (PROMPT + length,), generator=generator)
-        samples.append(Sample(i // GROUP_SIZE, i, tokens, length, torch.ones(length, dtype=torch.bool)))
+        samples.append(
+            Sample(i // GROUP_SIZE, i, tokens, length, torch.ones(length, dtype=torch.bool))
+        )
         old.append(-math.log(sizes.vocab) + 0.2 * torch.randn(length, generator=generator))
         advantages.append(torch.randn(1, generator=generator).expand(length))
     return samples, old, advantages
@@ -117,7 +127,11 @@ def make_model(folder: Path, sizes: Sizes, kind: str) -> None:
         transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
     else:
         experts = dict(
-            num_experts=8, num_experts_per_tok=2, moe_intermediate_size=3 * sizes.hidden // 2, norm_topk_prob=True, router_aux_loss_coef=0.0
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=3 * sizes.hidden // 2,
+            norm_topk_prob=True,
+            router_aux_loss_coef=0.0,
         )
         config = transformers.Qwen3MoeConfig(**common, **experts)
         transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
@@ -126,7 +140,9 @@ def make_model(folder: Path, sizes: Sizes, kind: str) -> None:
 # --- one process that measures one method ----------------------------------------------------------------------------
 
 
-def hugging_face_step(folder: Path, sizes: Sizes, per_pass: int) -> Callable[[], tuple[float, float]]:
+def hugging_face_step(
+    folder: Path, sizes: Sizes, per_pass: int
+) -> Callable[[], tuple[float, float]]:
     """The loop that one would write by hand: pad `per_pass` sequences, forward, log-probs, loss, backward; clip, step."""
     from transformers import AutoModelForCausalLM
 
@@ -143,7 +159,9 @@ def hugging_face_step(folder: Path, sizes: Sizes, per_pass: int) -> Callable[[],
             part = slice(start, start + per_pass)
             tokens = padded([s.tokens for s in samples[part]], batch_first=True)
             attended = padded([torch.ones_like(s.tokens) for s in samples[part]], batch_first=True)
-            logits = model(input_ids=tokens, attention_mask=attended, use_cache=False).logits[:, PROMPT - 1 : -1]
+            logits = model(input_ids=tokens, attention_mask=attended, use_cache=False).logits[
+                :, PROMPT - 1 : -1
+            ]
             responses = tokens[:, PROMPT:]
             log_probs = -F.cross_entropy(logits.transpose(1, 2), responses, reduction="none")
             mask = attended[:, PROMPT:].bool()
@@ -160,7 +178,9 @@ def hugging_face_step(folder: Path, sizes: Sizes, per_pass: int) -> Callable[[],
     return step
 
 
-def our_step(folder: Path, sizes: Sizes, run: Any, layout: Any) -> Callable[[], tuple[float, float]]:
+def our_step(
+    folder: Path, sizes: Sizes, run: Any, layout: Any
+) -> Callable[[], tuple[float, float]]:
     """`MegatronBackend.update`."""
     import dataclasses
 
@@ -177,7 +197,8 @@ def our_step(folder: Path, sizes: Sizes, run: Any, layout: Any) -> Callable[[], 
     places = shares.local_indices
     batch = TrainBatch(
         tuple(
-            dataclasses.replace(s, old_log_probs=old[i], advantages=advantages[i], rewards=None) for i, s in zip(places, mine, strict=True)
+            dataclasses.replace(s, old_log_probs=old[i], advantages=advantages[i], rewards=None)
+            for i, s in zip(places, mine, strict=True)
         )
     )
 
@@ -203,7 +224,13 @@ def measure(step: Callable[[], tuple[float, float]], steps: int) -> dict[str, fl
         passed.append(time.perf_counter() - start)
         core.append(time.process_time() - start_core)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"loss": loss, "grad_norm": norm, "s": min(passed), "core_s": min(core), "memory_mib": (peak - before) / 2**20}
+    return {
+        "loss": loss,
+        "grad_norm": norm,
+        "s": min(passed),
+        "core_s": min(core),
+        "memory_mib": (peak - before) / 2**20,
+    }
 
 
 def worker(name: str, folder: Path, sizes: Sizes) -> None:
@@ -211,7 +238,9 @@ def worker(name: str, folder: Path, sizes: Sizes) -> None:
     torch.set_num_threads(1)
     method, rank = METHODS[name], int(os.environ.get("RANK", "0"))
     if method.flags is None:
-        found = measure(hugging_face_step(folder / method.model, sizes, method.per_pass), sizes.steps)
+        found = measure(
+            hugging_face_step(folder / method.model, sizes, method.per_pass), sizes.steps
+        )
     else:
         import megatron_patches
         from slime_like.launcher import quiet_dependencies
@@ -242,9 +271,24 @@ def run_method(name: str, folder: Path, sizes: Sizes) -> dict[str, float]:
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(Path(__file__)), "--worker", name, "--folder", str(folder), "--sizes", json.dumps(vars(sizes))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
+    command += [
+        str(Path(__file__)),
+        "--worker",
+        name,
+        "--folder",
+        str(folder),
+        "--sizes",
+        json.dumps(vars(sizes)),
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env=environment, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     found = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks)]
@@ -270,15 +314,21 @@ def compare(names: Sequence[str], sizes: Sizes, rounds: int) -> dict[str, dict[s
     for name, result in results.items():
         for key in ("loss", "grad_norm"):
             if not abs(result[key] - first[key]) <= SAME * abs(first[key]):
-                raise RuntimeError(f"{name} computes another {key}: {result[key]} instead of {first[key]}")
+                raise RuntimeError(
+                    f"{name} computes another {key}: {result[key]} instead of {first[key]}"
+                )
     return results
 
 
 def show(results: dict[str, dict[str, float]], base: str, tokens: int) -> None:
-    print(f"\n{'':26} {'core s':>8} {'s':>8} {'tokens/core s':>14} {'tokens/s':>9} {'MiB of a rank':>14}   times {base}: core s, s, memory")
+    print(
+        f"\n{'':26} {'core s':>8} {'s':>8} {'tokens/core s':>14} {'tokens/s':>9} {'MiB of a rank':>14}   times {base}: core s, s, memory"
+    )
     for name, r in results.items():
         r["tokens_per_core_s"], r["tokens_per_s"] = tokens / r["core_s"], tokens / r["s"]
-        r["speed"], r["passed_speed"] = (results[base][clock] / r[clock] for clock in ("core_s", "s"))
+        r["speed"], r["passed_speed"] = (
+            results[base][clock] / r[clock] for clock in ("core_s", "s")
+        )
         r["memory_ratio"] = r["memory_mib"] / results[base]["memory_mib"]
         print(
             f"{name:26} {r['core_s']:8.2f} {r['s']:8.2f} {r['tokens_per_core_s']:14.0f} {r['tokens_per_s']:9.0f} {r['memory_mib']:14.0f} "
@@ -290,17 +340,34 @@ def missed(one: dict[str, dict[str, float]]) -> list[str]:
     """What of the targets for one process does not hold: packed rows at twice the speed of padded ones, and no slower than the loop by hand."""
     packed = max(one[name]["speed"] for name in one if name.startswith("packed"))
     loop = max(one[name]["speed"] for name in one if name.startswith("Hugging Face"))
-    words = [] if packed >= TIMES_PADDED else [f"packed rows have {packed:.2f} times the speed of padded ones, target {TIMES_PADDED}"]
-    return words if packed >= loop else [*words, f"packed rows have {packed / loop:.2f} times the speed of the Hugging Face loop, target 1"]
+    words = (
+        []
+        if packed >= TIMES_PADDED
+        else [
+            f"packed rows have {packed:.2f} times the speed of padded ones, target {TIMES_PADDED}"
+        ]
+    )
+    return (
+        words
+        if packed >= loop
+        else [
+            *words,
+            f"packed rows have {packed / loop:.2f} times the speed of the Hugging Face loop, target 1",
+        ]
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in vars(Sizes(192, 4, 4096, 64, 48, 528, 8, 1024, 3)).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=2, help="processes of each method, in turns")
     parser.add_argument("--layouts", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--expert-layouts", nargs="*", choices=list(EXPERT_LAYOUTS), default=list(EXPERT_LAYOUTS))
+    parser.add_argument(
+        "--expert-layouts", nargs="*", choices=list(EXPERT_LAYOUTS), default=list(EXPERT_LAYOUTS)
+    )
     parser.add_argument("--no-one-process", action="store_true", help="layouts only")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -316,8 +383,14 @@ def main() -> int:
     found: dict[str, Any] = {"sizes": vars(sizes), "tokens": tokens}
     groups = {
         "one_process": ("padded", [] if options.no_one_process else list(ONE_PROCESS)),
-        "layouts": ("packed by tokens", ["packed by tokens", *options.layouts] if options.layouts else []),
-        "expert_layouts": (EXPERTS, [EXPERTS, *options.expert_layouts] if options.expert_layouts else []),
+        "layouts": (
+            "packed by tokens",
+            ["packed by tokens", *options.layouts] if options.layouts else [],
+        ),
+        "expert_layouts": (
+            EXPERTS,
+            [EXPERTS, *options.expert_layouts] if options.expert_layouts else [],
+        ),
     }
     for group, (base, names) in groups.items():
         if names:

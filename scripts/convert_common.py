@@ -59,12 +59,16 @@ def exit_status(body: Callable[[], int]) -> int:
         if os.environ.get("SLIME_LIKE_TRACEBACK"):
             raise
         if rank == 0:
-            print(f"error: {error}".replace("error: error: ", "error: "), file=sys.stderr, flush=True)
+            print(
+                f"error: {error}".replace("error: error: ", "error: "), file=sys.stderr, flush=True
+            )
         elif world > 1:  # torchrun ends all ranks when the first one does
             time.sleep(_WAIT_FOR_RANK_0_S)
         return USAGE if isinstance(error, ConfigError | UsageError) else DAMAGE
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on with what is whole", file=sys.stderr, flush=True)
+        print(
+            "interrupted; the same command goes on with what is whole", file=sys.stderr, flush=True
+        )
         return 130
 
 
@@ -76,7 +80,9 @@ def on_the_cpu() -> None:
         ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, MIB)
 
 
-def verify(kinds: list[str], source: NetworkSource, folder: str, *, share: int, show: bool) -> list[str]:
+def verify(
+    kinds: list[str], source: NetworkSource, folder: str, *, share: int, show: bool
+) -> list[str]:
     """Collective. What was found to be right, as lines for the user. share: bytes that this rank compares. Raises ValueError."""
     from slime_like.convert.verify import TOKENS, compare_bits, compare_logits
 
@@ -84,10 +90,14 @@ def verify(kinds: list[str], source: NetworkSource, folder: str, *, share: int, 
     if "checksums" in kinds:
         with progress("comparing", share, show=show) as bar:
             number = compare_bits(source, folder, bar)
-        lines.append(f"verified: all {number} parameters of {source.stored.folder} and {folder} have the same bits")
+        lines.append(
+            f"verified: all {number} parameters of {source.stored.folder} and {folder} have the same bits"
+        )
     if "logits" in kinds:
         difference = compare_logits(source, folder)
-        lines.append(f"verified: logits of {TOKENS} tokens in both formats differ by at most {difference:.2g} standard deviations")
+        lines.append(
+            f"verified: logits of {TOKENS} tokens in both formats differ by at most {difference:.2g} standard deviations"
+        )
     return lines
 
 
@@ -95,9 +105,22 @@ def verify(kinds: list[str], source: NetworkSource, folder: str, *, share: int, 
 def progress(title: str, total: int, *, show: bool) -> Iterator[Callable[[int], None]]:
     """A bar of bytes on stderr. Yields what is called with the bytes of each step, from any thread."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=not show) as bar:
         task = bar.add_task(title, total=total)
         yield lambda size: bar.advance(task, size)

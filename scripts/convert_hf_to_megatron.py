@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.convert_common import DTYPES, VERIFY, WORKERS, check_workers, exit_status, on_the_cpu, progress, rank_and_world, verify
+from scripts.convert_common import (
+    DTYPES,
+    VERIFY,
+    WORKERS,
+    check_workers,
+    exit_status,
+    on_the_cpu,
+    progress,
+    rank_and_world,
+    verify,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +38,23 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf-checkpoint", required=True, help="folder of the Hugging Face model (safetensors)")
-    parser.add_argument("--save", required=True, help="folder for the checkpoint; it must hold none yet")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: the one in config.json, else fp32")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--network", choices=("policy", "critic"), default="policy", help="critic: a model with a score head, for --critic-load"
+        "--hf-checkpoint", required=True, help="folder of the Hugging Face model (safetensors)"
+    )
+    parser.add_argument(
+        "--save", required=True, help="folder for the checkpoint; it must hold none yet"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights; default: the one in config.json, else fp32"
+    )
+    parser.add_argument(
+        "--network",
+        choices=("policy", "critic"),
+        default="policy",
+        help="critic: a model with a score head, for --critic-load",
     )
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
@@ -82,22 +103,44 @@ def convert(chosen: argparse.Namespace) -> int:
         with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
             blueprint = make_blueprint(hf, parallel, layout, dtype, value_head=value_head)
             total = sum(p.numel() * p.element_size() for p in blueprint.parameters.values())
-            with progress("to Megatron" if world == 1 else f"to Megatron, rank 0 of {world}", total, show=show) as bar:
+            with progress(
+                "to Megatron" if world == 1 else f"to Megatron, rank 0 of {world}", total, show=show
+            ) as bar:
                 done = convert_to_megatron(
-                    blueprint, chosen.hf_checkpoint, chosen.save, network=chosen.network, workers=chosen.workers, advance=bar
+                    blueprint,
+                    chosen.hf_checkpoint,
+                    chosen.save,
+                    network=chosen.network,
+                    workers=chosen.workers,
+                    advance=bar,
                 )
         if rank == 0:
             seconds = time.perf_counter() - started
-            kept = f", {done.kept} of {done.files} files kept from an interrupted conversion" if done.kept else ""
-            print(f"{done.folder}: {done.bytes / 1e9:.3f} GB in {seconds:.1f} s ({layout.describe()}, weights only, step 0){kept}")
+            kept = (
+                f", {done.kept} of {done.files} files kept from an interrupted conversion"
+                if done.kept
+                else ""
+            )
+            print(
+                f"{done.folder}: {done.bytes / 1e9:.3f} GB in {seconds:.1f} s ({layout.describe()}, weights only, step 0){kept}"
+            )
         lines = verified(chosen, hf, done.folder, done.bytes, dtype) if chosen.verify else []
         if rank == 0:
             flag = "--critic-load" if value_head else "--load or --ref-load"
-            print("\n".join([*lines, f"to use it: train.py --hf-checkpoint {chosen.hf_checkpoint} {flag} {chosen.save}"]))
+            print(
+                "\n".join(
+                    [
+                        *lines,
+                        f"to use it: train.py --hf-checkpoint {chosen.hf_checkpoint} {flag} {chosen.save}",
+                    ]
+                )
+            )
     return 0
 
 
-def verified(chosen: argparse.Namespace, hf: HfModel, folder: Path, size: int, dtype: torch.dtype) -> list[str]:
+def verified(
+    chosen: argparse.Namespace, hf: HfModel, folder: Path, size: int, dtype: torch.dtype
+) -> list[str]:
     """What --verify found to be right, as lines. size: bytes of the checkpoint `folder`. Raises ValueError."""
     from slime_like.convert.blueprint import conversion_layout, make_blueprint
     from slime_like.convert.to_hf import NetworkSource
@@ -106,9 +149,17 @@ def verified(chosen: argparse.Namespace, hf: HfModel, folder: Path, size: int, d
     rank, world = rank_and_world()
     parallel = conversion_layout(hf)
     with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
-        blueprint = make_blueprint(hf, parallel, layout, dtype, value_head=chosen.network == "critic")
+        blueprint = make_blueprint(
+            hf, parallel, layout, dtype, value_head=chosen.network == "critic"
+        )
         source = NetworkSource(blueprint, folder / chosen.network, chosen.hf_checkpoint, None)
-        return verify(chosen.verify, source, chosen.hf_checkpoint, share=-(-size // world), show=rank == 0 and not chosen.no_progress)
+        return verify(
+            chosen.verify,
+            source,
+            chosen.hf_checkpoint,
+            share=-(-size // world),
+            show=rank == 0 and not chosen.no_progress,
+        )
 
 
 def main() -> int:

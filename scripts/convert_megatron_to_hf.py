@@ -31,23 +31,53 @@ from scripts.convert_common import (
     verify,
 )
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--load", required=True, help="folder of checkpoints (--save of a run)")
     parser.add_argument("--ckpt-step", type=int, help="this step in place of the newest")
-    parser.add_argument("--hf-checkpoint", required=True, help="the model that the run was started from: for config.json and tokenizer")
-    parser.add_argument("--output", required=True, help="folder for the Hugging Face model; one that is there is replaced at the end")
     parser.add_argument(
-        "--network", choices=("policy", "critic"), default="policy", help="critic: written as a model that classifies tokens"
+        "--hf-checkpoint",
+        required=True,
+        help="the model that the run was started from: for config.json and tokenizer",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as in the checkpoint")
-    parser.add_argument("--max-shard-size", default="5GB", help="largest file, such as 5GB, 500MB or 2GiB")
+    parser.add_argument(
+        "--output",
+        required=True,
+        help="folder for the Hugging Face model; one that is there is replaced at the end",
+    )
+    parser.add_argument(
+        "--network",
+        choices=("policy", "critic"),
+        default="policy",
+        help="critic: written as a model that classifies tokens",
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights; default: as in the checkpoint"
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", help="largest file, such as 5GB, 500MB or 2GiB"
+    )
     parser.add_argument("--workers", **WORKERS)
     parser.add_argument("--verify", **VERIFY)
-    parser.add_argument("--no-verify-checkpoint", action="store_true", help="do not compare the checkpoint with its manifest first")
+    parser.add_argument(
+        "--no-verify-checkpoint",
+        action="store_true",
+        help="do not compare the checkpoint with its manifest first",
+    )
     parser.add_argument("--no-progress", action="store_true")
     return parser
 
@@ -84,25 +114,43 @@ def convert(chosen: argparse.Namespace) -> int:
         state = open_checkpoint(folder, verify=not chosen.no_verify_checkpoint, tell=tell)
         if chosen.network not in state["networks"]:
             there = ", ".join(state["networks"]) or "no network"
-            raise UsageError(f"--network {chosen.network}: checkpoint {folder} has {there}; name one of these")
+            raise UsageError(
+                f"--network {chosen.network}: checkpoint {folder} has {there}; name one of these"
+            )
         blueprint = make_blueprint(hf, parallel, layout, torch.float32, value_head=value_head)
         check_template(chosen.hf_checkpoint, folder, state, blueprint)
         dtype = getattr(torch, DTYPES[chosen.dtype]) if chosen.dtype else None
         source = NetworkSource(blueprint, folder / chosen.network, chosen.hf_checkpoint, dtype)
         total = sum(planned.nbytes for _, planned in source.tensors.values())
         show = rank == 0 and not chosen.no_progress
-        with progress("to Hugging Face" if world == 1 else f"to Hugging Face, rank 0 of {world}", -(-total // world), show=show) as bar:
+        with progress(
+            "to Hugging Face" if world == 1 else f"to Hugging Face, rank 0 of {world}",
+            -(-total // world),
+            show=show,
+        ) as bar:
             done = convert_to_hf(
-                source, chosen.hf_checkpoint, chosen.output, checkpoint=folder, max_shard_bytes=size, workers=chosen.workers, advance=bar
+                source,
+                chosen.hf_checkpoint,
+                chosen.output,
+                checkpoint=folder,
+                max_shard_bytes=size,
+                workers=chosen.workers,
+                advance=bar,
             )
         kept = f", {done.kept} of them kept from an interrupted conversion" if done.kept else ""
-        tell(f"{chosen.output}: {done.bytes / 1e9:.3f} GB in {done.files} file(s){kept}, {time.perf_counter() - started:.1f} s")
-        for line in verify(chosen.verify, source, chosen.output, share=-(-total // world), show=show):
+        tell(
+            f"{chosen.output}: {done.bytes / 1e9:.3f} GB in {done.files} file(s){kept}, {time.perf_counter() - started:.1f} s"
+        )
+        for line in verify(
+            chosen.verify, source, chosen.output, share=-(-total // world), show=show
+        ):
             tell(line)
     return 0
 
 
-def check_template(template: str, folder: Path, state: dict[str, object], blueprint: object) -> None:
+def check_template(
+    template: str, folder: Path, state: dict[str, object], blueprint: object
+) -> None:
     """Raises UsageError naming the settings that differ."""
     from slime_like.convert.to_hf import model_differences
 
@@ -119,7 +167,9 @@ def step_of(chosen: argparse.Namespace, *, tell: bool) -> int:
     if chosen.ckpt_step is not None:
         if chosen.ckpt_step not in (steps := complete_steps(chosen.load)):
             there = ", ".join(map(str, steps)) or "none"
-            raise UsageError(f"--ckpt-step {chosen.ckpt_step}: not in {chosen.load}; complete steps there: {there}")
+            raise UsageError(
+                f"--ckpt-step {chosen.ckpt_step}: not in {chosen.load}; complete steps there: {there}"
+            )
         return int(chosen.ckpt_step)
     try:
         step, warning = newest_step(chosen.load)

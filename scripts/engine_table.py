@@ -20,7 +20,18 @@ from slime_like.metrics.logger import read_metrics
 from slime_like.metrics.timers import SAMPLING_SECONDS, STEP_SECONDS
 
 SCORE = "eval/heldout/mean"
-HEAD = ("run", "rollouts", "score", "whole", "sampling", "waiting", "training", "weights", "evaluation", "overlap")
+HEAD = (
+    "run",
+    "rollouts",
+    "score",
+    "whole",
+    "sampling",
+    "waiting",
+    "training",
+    "weights",
+    "evaluation",
+    "overlap",
+)
 
 
 def table_row(name: str, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
@@ -43,12 +54,19 @@ def table_row(name: str, rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    return "\n".join(
+        [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="folders that scripts/demo.sh wrote")
     options = parser.parse_args()
     files = {run.name: run / "rl" / "metrics.jsonl" for run in options.runs}
@@ -56,7 +74,11 @@ def main() -> int:
     if missing:
         print(f"no metrics in {', '.join(missing)}", file=sys.stderr)
         return 1
-    print(markdown([HEAD, *(table_row(name, list(read_metrics(file))) for name, file in files.items())]))
+    print(
+        markdown(
+            [HEAD, *(table_row(name, list(read_metrics(file))) for name, file in files.items())]
+        )
+    )
     return 0
 
 

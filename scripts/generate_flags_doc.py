@@ -31,9 +31,28 @@ def cell(text: str) -> str:
 
 
 def row(flag: Flag) -> str:
-    names = [f"`{flag.name}`", *(f"`{n}`" for n in dict.fromkeys((*flag.on, *flag.off)) if n != flag.name and not redundant(n, flag))]
-    legal = ", ".join(f"`{choice}`" for choice in flag.choices) if flag.choices else flag.legal.words if flag.legal else ""
-    return "| " + " | ".join(map(cell, (", ".join(names), flag.type_words, default_words(flag), legal, flag.help))) + " |"
+    names = [
+        f"`{flag.name}`",
+        *(
+            f"`{n}`"
+            for n in dict.fromkeys((*flag.on, *flag.off))
+            if n != flag.name and not redundant(n, flag)
+        ),
+    ]
+    legal = (
+        ", ".join(f"`{choice}`" for choice in flag.choices)
+        if flag.choices
+        else flag.legal.words
+        if flag.legal
+        else ""
+    )
+    return (
+        "| "
+        + " | ".join(
+            map(cell, (", ".join(names), flag.type_words, default_words(flag), legal, flag.help))
+        )
+        + " |"
+    )
 
 
 def redundant(name: str, flag: Flag) -> bool:
@@ -52,22 +71,38 @@ def render(table: FlagTable) -> str:
     parts = [HEAD]
     for title, flags in groups.items():
         rows = "\n".join(row(flag) for flag in flags)
-        parts.append(f"## {title}\n\n| flag | type | default | legal values | what |\n|---|---|---|---|---|\n{rows}\n")
-    parts.append("## Other spellings\n\n| typed | means |\n|---|---|\n" + "\n".join(spellings(table)) + "\n")
+        parts.append(
+            f"## {title}\n\n| flag | type | default | legal values | what |\n|---|---|---|---|---|\n{rows}\n"
+        )
+    parts.append(
+        "## Other spellings\n\n| typed | means |\n|---|---|\n" + "\n".join(spellings(table)) + "\n"
+    )
     for reason, names in NOT_IMPLEMENTED_GROUPS.items():
         known = ["--" + name.replace("_", "-") for name in names.split()]
         refused.setdefault(reason, []).extend(name for name in known if name not in table.spellings)
-    lines = [f"- {reason}: {', '.join(f'`{n}`' for n in sorted(set(names)))}" for reason, names in sorted(refused.items()) if names]
-    parts.append("## Known and not implemented yet\n\nRefused by name, never ignored.\n\n" + "\n".join(lines) + "\n")
+    lines = [
+        f"- {reason}: {', '.join(f'`{n}`' for n in sorted(set(names)))}"
+        for reason, names in sorted(refused.items())
+        if names
+    ]
+    parts.append(
+        "## Known and not implemented yet\n\nRefused by name, never ignored.\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
     return "\n".join(parts)
 
 
 def spellings(table: FlagTable) -> list[str]:
     rows = [
-        f"| `{typed}` | `{ours}` |" for typed, ours in ALIASES.items() if ours in table.spellings and not table.spellings[ours].flag.refused
+        f"| `{typed}` | `{ours}` |"
+        for typed, ours in ALIASES.items()
+        if ours in table.spellings and not table.spellings[ours].flag.refused
     ]
     for typed, values in PRESETS.items():
-        rows.append(f"| `{typed}` | {', '.join(f'{name} = {value}' for name, value in values.items())} |")
+        rows.append(
+            f"| `{typed}` | {', '.join(f'{name} = {value}' for name, value in values.items())} |"
+        )
     return rows + [f"| `{typed}` | nothing: {why} |" for typed, why in NO_EFFECT.items()]
 
 
@@ -76,7 +111,10 @@ def main() -> int:
     if "--check" in sys.argv[1:]:
         current = TARGET.read_text(encoding="utf-8") if TARGET.is_file() else ""
         if current != text:
-            print(f"{TARGET.relative_to(ROOT)} is out of date; run python scripts/generate_flags_doc.py", file=sys.stderr)
+            print(
+                f"{TARGET.relative_to(ROOT)} is out of date; run python scripts/generate_flags_doc.py",
+                file=sys.stderr,
+            )
         return int(current != text)
     TARGET.write_text(text, encoding="utf-8")
     return 0

@@ -31,13 +31,25 @@ from slime_like.checkpoints.folders import (
 )
 from slime_like.checkpoints.manifest import damaged_files, read_manifest, total_bytes
 
-FROM_STATE = ("layout", "world_size", "version", "has_rng", "weights_only", "converted_from", "model")
+FROM_STATE = (
+    "layout",
+    "world_size",
+    "version",
+    "has_rng",
+    "weights_only",
+    "converted_from",
+    "model",
+)
 
 
 def look(root: Path, *, verify: bool) -> dict[str, Any]:
     """Everything about the folder, as plain values. Raises UsageError when it holds no checkpoints."""
     if not is_checkpoint_root(root):
-        what = "holds no checkpoints (iter_*); name a folder that --save was given" if root.is_dir() else "is no folder; check the name"
+        what = (
+            "holds no checkpoints (iter_*); name a folder that --save was given"
+            if root.is_dir()
+            else "is no folder; check the name"
+        )
         raise UsageError(f"{root}: {what}")
     problems = []
     newest = None
@@ -46,13 +58,30 @@ def look(root: Path, *, verify: bool) -> dict[str, Any]:
         problems += [warning] if warning else []
     except ValueError as error:
         problems.append(str(error))
-    incomplete = sorted(path.name for path in root.glob("iter_*") if path.name.endswith((WRITING, REPLACED, REMOVED)))
+    incomplete = sorted(
+        path.name
+        for path in root.glob("iter_*")
+        if path.name.endswith((WRITING, REPLACED, REMOVED))
+    )
     complete = {checkpoint_folder(root, step).name for step in complete_steps(root)}
-    broken = sorted(path.name for path in root.glob("iter_*") if path.name not in complete and path.name not in incomplete)
+    broken = sorted(
+        path.name
+        for path in root.glob("iter_*")
+        if path.name not in complete and path.name not in incomplete
+    )
     problems += [f"{name}: no manifest.json, so it is not complete; remove it" for name in broken]
-    problems += [f"{name}: left by a save or a conversion that was cut short, or still being written" for name in incomplete]
+    problems += [
+        f"{name}: left by a save or a conversion that was cut short, or still being written"
+        for name in incomplete
+    ]
     checkpoints = [look_at(root, step, verify=verify) for step in complete_steps(root)]
-    return {"folder": str(root), "tracker": _tracker(root), "newest": newest, "checkpoints": checkpoints, "problems": problems}
+    return {
+        "folder": str(root),
+        "tracker": _tracker(root),
+        "newest": newest,
+        "checkpoints": checkpoints,
+        "problems": problems,
+    }
 
 
 def look_at(root: Path, step: int, *, verify: bool) -> dict[str, Any]:
@@ -63,7 +92,9 @@ def look_at(root: Path, step: int, *, verify: bool) -> dict[str, Any]:
         records = read_manifest(folder)
         found |= {"bytes": total_bytes(records), "files": len(records)}
         if verify:
-            found["problems"] += damaged_files(folder, records, records, threads=min(8, os.cpu_count() or 1))
+            found["problems"] += damaged_files(
+                folder, records, records, threads=min(8, os.cpu_count() or 1)
+            )
             found["health"] = "damaged" if found["problems"] else "verified"
         state = json.loads((folder / "trainer.json").read_text())
         found |= {name: state[name] for name in FROM_STATE if name in state}
@@ -84,13 +115,27 @@ def tensors_of(folder: Path) -> dict[str, Any]:
     """Sizes of a network's tensors, out of its metadata."""
     from megatron_patches.safe_checkpoints import read_metadata
 
-    entries = {key: e for key, e in read_metadata(folder / ".metadata").state_dict_metadata.items() if hasattr(e, "size")}
-    weights = {key: e for key, e in entries.items() if not key.startswith(("optimizer.", "chained_"))}
+    entries = {
+        key: e
+        for key, e in read_metadata(folder / ".metadata").state_dict_metadata.items()
+        if hasattr(e, "size")
+    }
+    weights = {
+        key: e for key, e in entries.items() if not key.startswith(("optimizer.", "chained_"))
+    }
     return {
         "parameters": sum(math.prod(e.size) for e in weights.values()),
-        "weight_bytes": sum(math.prod(e.size) * e.properties.dtype.itemsize for e in weights.values()),
-        "optimizer_bytes": sum(math.prod(e.size) * e.properties.dtype.itemsize for key, e in entries.items() if key not in weights),
-        "dtypes": sorted({str(e.properties.dtype).removeprefix("torch.") for e in weights.values()}),
+        "weight_bytes": sum(
+            math.prod(e.size) * e.properties.dtype.itemsize for e in weights.values()
+        ),
+        "optimizer_bytes": sum(
+            math.prod(e.size) * e.properties.dtype.itemsize
+            for key, e in entries.items()
+            if key not in weights
+        ),
+        "dtypes": sorted(
+            {str(e.properties.dtype).removeprefix("torch.") for e in weights.values()}
+        ),
         "tensors": len(weights),
     }
 
@@ -103,7 +148,9 @@ def _tracker(root: Path) -> str | None:
 
 
 def text_of(found: dict[str, Any]) -> str:
-    lines = [f"{found['folder']}: {len(found['checkpoints'])} complete checkpoint(s), newest step {found['newest']}"]
+    lines = [
+        f"{found['folder']}: {len(found['checkpoints'])} complete checkpoint(s), newest step {found['newest']}"
+    ]
     for one in found["checkpoints"]:
         where = f"{one.get('layout', '?')}, {one.get('world_size', '?')} process(es)"
         lines.append(
@@ -124,7 +171,9 @@ def text_of(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="what --save was given")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-verify-checkpoint", action="store_true", help="do not hash the files")
@@ -134,7 +183,11 @@ def main() -> int:
         on_the_cpu()
         found = look(chosen.folder, verify=not chosen.no_verify_checkpoint)
         print(json.dumps(found, indent=1) if chosen.json else text_of(found))
-        return DAMAGE if found["problems"] or any(one["problems"] for one in found["checkpoints"]) else 0
+        return (
+            DAMAGE
+            if found["problems"] or any(one["problems"] for one in found["checkpoints"])
+            else 0
+        )
 
     return exit_status(body)
 

@@ -49,8 +49,14 @@ ROWS_OF_LOSSES: Mapping[str, Sequence[tuple[str, str]]] = {
     "gspo": (("gspo", "--eps-clip 3e-4 --eps-clip-high 4e-4 --loss-reduction sequence_mean"),),
     "gmpo": (("gmpo", "--loss-reduction sequence_mean"),),
     "sapo": (("sapo", "--loss-reduction sequence_mean"),),
-    "cispo": (("cispo", "--loss-reduction token_mean"), ("cispo, anchor rollout", "--loss-reduction token_mean --cispo-anchor rollout")),
-    "dppo": (("dppo_tv", "--dppo-type binary_tv"), ("dppo_kl", "--dppo-type binary_kl --dppo-delta-low 0.05 --dppo-delta-high 0.05")),
+    "cispo": (
+        ("cispo", "--loss-reduction token_mean"),
+        ("cispo, anchor rollout", "--loss-reduction token_mean --cispo-anchor rollout"),
+    ),
+    "dppo": (
+        ("dppo_tv", "--dppo-type binary_tv"),
+        ("dppo_kl", "--dppo-type binary_kl --dppo-delta-low 0.05 --dppo-delta-high 0.05"),
+    ),
     "dro": (("dro", "--dro-beta 0.3"),),
     "vespo": (("vespo", "--loss-reduction token_mean"),),
 }
@@ -60,7 +66,9 @@ ROWS_OF_ESTIMATORS: Mapping[str, Sequence[tuple[str, str]]] = {
     "reinforce_plus_plus_baseline": (("reinforce_plus_plus_baseline", "--normalize-advantages"),),
     # the greedy response is better than the sampled ones here, so that without whitening nearly all advantages are negative
     "remax": (("remax, whitened", "--normalize-advantages"), ("remax", "")),
-    "ppo": (("ppo, with a critic", "--normalize-advantages --critic-lr 3e-3 --num-critic-only-steps 3"),),
+    "ppo": (
+        ("ppo, with a critic", "--normalize-advantages --critic-lr 3e-3 --num-critic-only-steps 3"),
+    ),
 }
 HEADINGS = {
     "en": ("loss or estimator", "flags", "before", "after", "clipped", "rollouts", "CPU seconds"),
@@ -102,10 +110,24 @@ def rows() -> list[Row]:
     for name, loss in policy_losses.items():
         if "advantages" in loss.needs:
             for label, flags in ROWS_OF_LOSSES.get(name, ((name, ""),)):
-                result.append(Row("losses", name, label, f"--policy-loss-type {name} --advantage-estimator grpo {flags}".strip()))
+                result.append(
+                    Row(
+                        "losses",
+                        name,
+                        label,
+                        f"--policy-loss-type {name} --advantage-estimator grpo {flags}".strip(),
+                    )
+                )
     for name in advantage_estimators.names():
         for label, flags in ROWS_OF_ESTIMATORS.get(name, ((name, ""),)):
-            result.append(Row("estimators", name, label, f"--policy-loss-type ppo --advantage-estimator {name} {flags}".strip()))
+            result.append(
+                Row(
+                    "estimators",
+                    name,
+                    label,
+                    f"--policy-loss-type ppo --advantage-estimator {name} {flags}".strip(),
+                )
+            )
     return result
 
 
@@ -117,7 +139,11 @@ def is_further(row: Row) -> bool:
 
 def folder_of(row: Row) -> str:
     """By its flags: rows of the two tables that are the same run share it."""
-    words = row.flags.replace("--policy-loss-type ", "").replace("--advantage-estimator ", "").replace("--", "")
+    words = (
+        row.flags.replace("--policy-loss-type ", "")
+        .replace("--advantage-estimator ", "")
+        .replace("--", "")
+    )
     return "".join(c if c.isalnum() or c in "-." else "_" for c in words)
 
 
@@ -138,7 +164,9 @@ def finished(row: Row, rollouts: int, model: Path, out: Path) -> Result | None:
 
 
 def command_of(row: Row, rollouts: int, model: Path, out: Path) -> list[str]:
-    return train_command(f"{RL.format(rollouts=rollouts)} {row.flags}", model, out / folder_of(row), out)
+    return train_command(
+        f"{RL.format(rollouts=rollouts)} {row.flags}", model, out / folder_of(row), out
+    )
 
 
 def command_words(row: Row, rollouts: int, model: Path, out: Path) -> str:
@@ -179,7 +207,15 @@ def one_table(results: Sequence[Result], language: str) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---|---|" + "---:|" * (len(heads) - 2)]
     for r in results:
         clipped = "–" if r.clipped is None else f"{100 * r.clipped:.1f} %"
-        cells = (r.label, f"`{r.flags}`", f"{r.before:.3f}", f"{r.after:.3f}", clipped, str(r.rollouts), f"{r.cpu_s:.0f}")
+        cells = (
+            r.label,
+            f"`{r.flags}`",
+            f"{r.before:.3f}",
+            f"{r.after:.3f}",
+            clipped,
+            str(r.rollouts),
+            f"{r.cpu_s:.0f}",
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -190,7 +226,10 @@ def write_docs(results: Sequence[Result]) -> None:
         page = ROOT / "docs" / language / "algorithms" / "results.md"
         text = page.read_text(encoding="utf-8")
         for kind in ("losses", "estimators"):
-            begin, end = f"<!-- {kind}: made by scripts/loss_table.py -->\n", f"<!-- {kind}: end -->"
+            begin, end = (
+                f"<!-- {kind}: made by scripts/loss_table.py -->\n",
+                f"<!-- {kind}: end -->",
+            )
             head, rest = text.split(begin)
             _, tail = rest.split(end)
             mine = [r for r in results if r.kind == kind]
@@ -200,12 +239,20 @@ def write_docs(results: Sequence[Result]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output-dir", type=Path, default=ROOT / "outputs" / "loss_table")
     parser.add_argument("--num-rollouts", type=int, default=48)
     parser.add_argument("--only", nargs="+", help="names of losses and estimators")
-    parser.add_argument("--write-docs", action="store_true", help="put the table into docs/*/algorithms/results.md")
-    parser.add_argument("--finished-only", action="store_true", help="a table of the runs that are there; none is made")
+    parser.add_argument(
+        "--write-docs", action="store_true", help="put the table into docs/*/algorithms/results.md"
+    )
+    parser.add_argument(
+        "--finished-only",
+        action="store_true",
+        help="a table of the runs that are there; none is made",
+    )
     options = parser.parse_args()
     out = options.output_dir.resolve()
     model = out / "sft/hf" if options.finished_only else warm_start(out)
@@ -220,9 +267,14 @@ def main() -> int:
             print(f"{i + 1}/{len(chosen)} {row.label}: FAILED\n{error}", flush=True)
             continue
         results[row] = result
-        print(f"{i + 1}/{len(chosen)} {row.label}: {result.before:.3f} -> {result.after:.3f} ({result.cpu_s:.0f} CPU s)", flush=True)
+        print(
+            f"{i + 1}/{len(chosen)} {row.label}: {result.before:.3f} -> {result.after:.3f} ({result.cpu_s:.0f} CPU s)",
+            flush=True,
+        )
     done = [results[row] for row in chosen if row in results]
-    (out / "table.json").write_text(json.dumps([asdict(r) for r in done], indent=1), encoding="utf-8")
+    (out / "table.json").write_text(
+        json.dumps([asdict(r) for r in done], indent=1), encoding="utf-8"
+    )
     for kind in ("losses", "estimators"):
         print(f"\n{one_table([r for r in done if r.kind == kind], 'en')}")
     if options.write_docs:

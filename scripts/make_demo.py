@@ -15,7 +15,13 @@ import string
 from pathlib import Path
 from typing import Any
 
-END, PAD, USER, ASSISTANT, UNKNOWN = "<|endoftext|>", "<|pad|>", "<|user|>", "<|assistant|>", "<|unknown|>"
+END, PAD, USER, ASSISTANT, UNKNOWN = (
+    "<|endoftext|>",
+    "<|pad|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|unknown|>",
+)
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -29,7 +35,11 @@ def make_tokenizer() -> Any:
 
     special = [END, PAD, USER, ASSISTANT, UNKNOWN]
     characters = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(special + characters)}, unk_token=UNKNOWN))
+    tokenizer = Tokenizer(
+        models.WordLevel(
+            {token: i for i, token in enumerate(special + characters)}, unk_token=UNKNOWN
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -68,11 +78,18 @@ def make_model(tokenizer: Any, *, hidden_size: int, num_layers: int, seed: int) 
     return model
 
 
-def make_rows(*, min_word_len: int, max_word_len: int, size: int, seed: int) -> list[dict[str, Any]]:
+def make_rows(
+    *, min_word_len: int, max_word_len: int, size: int, seed: int
+) -> list[dict[str, Any]]:
     """Rows of `spell_backward`, each word once, in the form of a reasoning_gym source."""
     from reasoning_gym import create_dataset
 
-    options = {"min_word_len": min_word_len, "max_word_len": max_word_len, "size": size, "seed": seed}
+    options = {
+        "min_word_len": min_word_len,
+        "max_word_len": max_word_len,
+        "size": size,
+        "seed": seed,
+    }
     by_word: dict[str, dict[str, Any]] = {}
     for entry in create_dataset("spell_backward", **options):
         metadata = {"task": {"name": "spell_backward", "options": options}, "entry": entry}
@@ -94,7 +111,9 @@ def save_model(folder: Path, *, hidden_size: int, num_layers: int, seed: int = 1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--num-layers", type=int, default=2)
@@ -108,15 +127,24 @@ def main() -> None:
 
     logging.disable_progress_bar()
     folder = options.output_dir / "model"
-    model = save_model(folder, hidden_size=options.hidden_size, num_layers=options.num_layers, seed=options.seed)
+    model = save_model(
+        folder, hidden_size=options.hidden_size, num_layers=options.num_layers, seed=options.seed
+    )
 
-    rows = make_rows(min_word_len=options.min_word_len, max_word_len=options.max_word_len, size=8000, seed=options.seed)
+    rows = make_rows(
+        min_word_len=options.min_word_len,
+        max_word_len=options.max_word_len,
+        size=8000,
+        seed=options.seed,
+    )
     parts = {"heldout": rows[: options.num_heldout], "train": rows[options.num_heldout :]}
     for name, part in parts.items():
         with (options.output_dir / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in part)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"made {folder} ({parameters:,} parameters), {len(parts['train'])} training and {len(parts['heldout'])} held-out prompts")
+    print(
+        f"made {folder} ({parameters:,} parameters), {len(parts['train'])} training and {len(parts['heldout'])} held-out prompts"
+    )
 
 
 if __name__ == "__main__":

@@ -51,19 +51,33 @@ LAYOUTS = (
     Layout("TP2", 2, "--tensor-model-parallel-size 2"),
     Layout("TP2 SP", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     Layout("PP2", 2, "--pipeline-model-parallel-size 2"),
-    Layout("PP2 VP2", 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    Layout(
+        "PP2 VP2", 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    ),
     Layout("DP2", 2, ""),
     Layout("DP2 distributed optimizer", 2, "--use-distributed-optimizer"),
-    Layout("DP2 overlap", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    Layout(
+        "DP2 overlap", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    ),
     Layout("CP2", 2, "--context-parallel-size 2"),
     Layout("CP2 micro-batch 4", 2, "--context-parallel-size 2 --micro-batch-size 4"),
     Layout("TP2 PP2", 4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     Layout("CP4", 4, "--context-parallel-size 4"),
     Layout("TP2 CP2", 4, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
-    Layout("TP2 SP CP2", 4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+    Layout(
+        "TP2 SP CP2",
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
+    ),
     Layout("PP2 CP2", 4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
-    Layout("PP2 VP2 CP2", 4, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2"),
-    Layout("DP2 CP2", 4, "--context-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer"),
+    Layout(
+        "PP2 VP2 CP2",
+        4,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2",
+    ),
+    Layout(
+        "DP2 CP2", 4, "--context-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer"
+    ),
 )
 COMMON = (
     "--debug-train-only --lr 3e-4 --adam-eps 1e-6 --clip-grad 1.0 --weight-decay 0.1 --rollout-batch-size {groups} --n-samples-per-prompt {size} "
@@ -79,7 +93,9 @@ def make_rollouts(template: str) -> None:
         groups = []
         for g in range(GROUPS):
             group_id = step * GROUPS + g
-            prompt = torch.randint(61, (int(torch.randint(2, 9, (), generator=generator)),), generator=generator)
+            prompt = torch.randint(
+                61, (int(torch.randint(2, 9, (), generator=generator)),), generator=generator
+            )
             samples = tuple(make_sample(group_id, j, prompt, generator) for j in range(GROUP_SIZE))
             groups.append(SampleGroup(group_id, samples))
         save_rollout(template, step, groups)
@@ -115,13 +131,39 @@ def run_layout(layout: Layout, work: Path, flags: list[str]) -> Result:
     common = COMMON.format(groups=GROUPS, size=GROUP_SIZE, steps=STEPS).split()
     command = [sys.executable]
     if layout.ranks > 1:
-        command += ["-m", "torch.distributed.run", f"--nproc-per-node={layout.ranks}", f"--master-port={free_ports(1)[0]}"]
+        command += [
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={layout.ranks}",
+            f"--master-port={free_ports(1)[0]}",
+        ]
     command += [str(ROOT / "train.py"), *common, *flags, *layout.flags.split()]
-    command += ["--hf-checkpoint", str(work / "model"), "--ref-load", str(work / "ref"), "--output-dir", str(out)]
-    command += ["--load-debug-rollout-data", str(work / "rollout_{rollout_id}"), "--save-hf", str(out / "hf")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    command += [
+        "--hf-checkpoint",
+        str(work / "model"),
+        "--ref-load",
+        str(work / "ref"),
+        "--output-dir",
+        str(out),
+    ]
+    command += [
+        "--load-debug-rollout-data",
+        str(work / "rollout_{rollout_id}"),
+        "--save-hf",
+        str(out / "hf"),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
     if done.returncode:
-        raise RuntimeError(f"{layout.name}: {' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"{layout.name}: {' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        )
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return Result(
         losses=[row["train/loss"] for row in rows],
@@ -152,9 +194,17 @@ def compare(name: str, base: Result, other: Result) -> Row:
     def apart(a: list[float], b: list[float]) -> float:
         return max(abs(x - y) / abs(x) for x, y in zip(a, b))
 
-    per_tensor = {k: float((v - other.weights[k]).norm() / v.norm()) for k, v in base.weights.items()}
+    per_tensor = {
+        k: float((v - other.weights[k]).norm() / v.norm()) for k, v in base.weights.items()
+    }
     worst = max(per_tensor, key=lambda k: per_tensor[k])
-    return Row(name, apart(base.losses, other.losses), apart(base.grad_norms, other.grad_norms), per_tensor[worst], worst)
+    return Row(
+        name,
+        apart(base.losses, other.losses),
+        apart(base.grad_norms, other.grad_norms),
+        per_tensor[worst],
+        worst,
+    )
 
 
 def parity(work: Path, layouts: list[Layout], flags: list[str]) -> list[Row]:
@@ -170,12 +220,17 @@ def parity(work: Path, layouts: list[Layout], flags: list[str]) -> list[Row]:
         row = compare(layout.name, base, run_layout(layout, work, flags))
         rows.append(row)
         verdict = "" if row.holds else "   EXCEEDS 1e-5"
-        print(f"{row.name:28} {row.loss:9.1e} {row.grad_norm:9.1e} {row.weights:9.1e}  {row.tensor}{verdict}", flush=True)
+        print(
+            f"{row.name:28} {row.loss:9.1e} {row.grad_norm:9.1e} {row.weights:9.1e}  {row.tensor}{verdict}",
+            flush=True,
+        )
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [layout.name for layout in LAYOUTS[1:]]
     parser.add_argument("--layouts", nargs="+", choices=names, default=names)
     parser.add_argument("--policy-loss-type", default="sapo")

@@ -46,7 +46,12 @@ def curves(head: Any, packing: Any, balancing: Any) -> list[Curve]:
         raise ValueError("the head's results have no curve: run scripts/bench_head.py with --curve")
     by_tokens = {int(tokens): row["seconds"] for tokens, row in head["curve"].items()}
     return [
-        Curve("lean head, forward and backward", "tokens", list(by_tokens), [1e3 * s for s in by_tokens.values()]),
+        Curve(
+            "lean head, forward and backward",
+            "tokens",
+            list(by_tokens),
+            [1e3 * s for s in by_tokens.values()],
+        ),
         Curve("packing by token budget", "sequences", *of_growth(packing)),
         Curve("balancing, 128 sequences a rank", "sequences", *of_growth(balancing)),
     ]
@@ -63,14 +68,34 @@ def draw(found: Sequence[Curve], path: Path) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogFormatter, NullLocator
 
-    figure, axes = plt.subplots(1, len(found), figsize=(4.0 * len(found), 3.4), layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(found), figsize=(4.0 * len(found), 3.4), layout="constrained"
+    )
     for axis, curve in zip(axes, found, strict=True):
         middle = len(curve.sizes) // 2
-        proportional = [curve.milliseconds[middle] * size / curve.sizes[middle] for size in curve.sizes]
-        axis.loglog(curve.sizes, proportional, color="grey", linewidth=1.0, linestyle="--", label="proportional")
+        proportional = [
+            curve.milliseconds[middle] * size / curve.sizes[middle] for size in curve.sizes
+        ]
+        axis.loglog(
+            curve.sizes,
+            proportional,
+            color="grey",
+            linewidth=1.0,
+            linestyle="--",
+            label="proportional",
+        )
         slope = growth_exponent(curve.sizes, curve.milliseconds)
-        axis.loglog(curve.sizes, curve.milliseconds, color="tab:blue", marker="o", label=f"measured, slope {slope:.2f}")
-        axis.set_xticks(curve.sizes, [f"{size / 1024:g}k" if size >= 1024 else f"{size:g}" for size in curve.sizes])
+        axis.loglog(
+            curve.sizes,
+            curve.milliseconds,
+            color="tab:blue",
+            marker="o",
+            label=f"measured, slope {slope:.2f}",
+        )
+        axis.set_xticks(
+            curve.sizes,
+            [f"{size / 1024:g}k" if size >= 1024 else f"{size:g}" for size in curve.sizes],
+        )
         axis.xaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         axis.set_title(curve.title, fontsize=10)
@@ -106,13 +131,26 @@ def write_docs(found: Sequence[Curve]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("head", "packing", "balancing"):
-        parser.add_argument(f"--{name}", type=Path, required=True, metavar="FILE", help=f"what scripts/bench_{name}.py --json wrote")
+        parser.add_argument(
+            f"--{name}",
+            type=Path,
+            required=True,
+            metavar="FILE",
+            help=f"what scripts/bench_{name}.py --json wrote",
+        )
     parser.add_argument("--output", type=Path, default=TARGET)
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/*/performance.md")
+    parser.add_argument(
+        "--docs", action="store_true", help="write the table into docs/*/performance.md"
+    )
     options = parser.parse_args(argv)
-    results = [json.loads(path.read_text(encoding="utf-8"))["results"] for path in (options.head, options.packing, options.balancing)]
+    results = [
+        json.loads(path.read_text(encoding="utf-8"))["results"]
+        for path in (options.head, options.packing, options.balancing)
+    ]
     found = curves(*results)
     draw(found, options.output)
     if options.docs:

@@ -77,14 +77,37 @@ def draw(path: Path) -> None:
     ratio = torch.linspace(LEAST, LARGEST, POINTS, dtype=torch.float64)
     columns = 5
     rows = -(-len(named) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.1 * columns, 2.6 * rows), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(3.1 * columns, 2.6 * rows),
+        sharex=True,
+        sharey=True,
+        layout="constrained",
+    )
     for axis, (name, loss) in zip(axes.flat, named):
         config = loss.config_type(**SETTINGS.get(name, {}))
-        for advantage, colour, width in ((1.0, "tab:blue", 3.2), (-1.0, "tab:red", 1.4)):  # the wider line shows where both coincide
+        for advantage, colour, width in (
+            (1.0, "tab:blue", 3.2),
+            (-1.0, "tab:red", 1.4),
+        ):  # the wider line shows where both coincide
             value, weight = curves(loss, config, ratio, advantage)
             at_one = int((ratio - 1).abs().argmin())
-            axis.plot(ratio, weight, color=colour, linewidth=width, label=f"gradient weight, A = {advantage:+.0f}")
-            axis.plot(ratio, value - value[at_one], color=colour, linewidth=1.0, linestyle="--", label=f"loss, A = {advantage:+.0f}")
+            axis.plot(
+                ratio,
+                weight,
+                color=colour,
+                linewidth=width,
+                label=f"gradient weight, A = {advantage:+.0f}",
+            )
+            axis.plot(
+                ratio,
+                value - value[at_one],
+                color=colour,
+                linewidth=1.0,
+                linestyle="--",
+                label=f"loss, A = {advantage:+.0f}",
+            )
         axis.axvline(1, color="grey", linewidth=0.6)
         axis.axhline(0, color="grey", linewidth=0.6)
         axis.set_title(f"{name} ({NOTES[name]})" if name in NOTES else name, fontsize=9)
@@ -95,7 +118,9 @@ def draw(path: Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9)
     for axis in axes[-1]:
         axis.set_xlabel("ratio of current to old policy", fontsize=8)
-    figure.suptitle("Policy losses against the ratio; losses are shifted to 0 at ratio 1", fontsize=11)
+    figure.suptitle(
+        "Policy losses against the ratio; losses are shifted to 0 at ratio 1", fontsize=11
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)

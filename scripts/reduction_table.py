@@ -30,7 +30,13 @@ FLAGS = (
     "--policy-loss-type ppo --use-rollout-logprobs --use-kl-loss --kl-loss-coef 0.1 --entropy-coef 0.01 --lr 3e-4 --clip-grad 1.0 "
     "--no-tensorboard --no-progress"
 )
-COLUMNS = ("train/loss", "train/policy_loss", "train/kl_loss", "train/entropy_loss", "train/grad_norm")
+COLUMNS = (
+    "train/loss",
+    "train/policy_loss",
+    "train/kl_loss",
+    "train/entropy_loss",
+    "train/grad_norm",
+)
 
 
 def change(before: Path, after: Path) -> float:
@@ -46,8 +52,20 @@ def measure(reduction: str, work: Path) -> list[float]:
     flags = f"{FLAGS} --loss-reduction {reduction}"
     if reduction == "seq_mean_token_sum_norm":
         flags += f" --loss-norm-length {NORM_LENGTH}"
-    files = ["--hf-checkpoint", str(work / "model"), "--ref-load", str(work / "ref"), "--output-dir", str(out)]
-    files += ["--load-debug-rollout-data", str(work / "rollout_{rollout_id}"), "--save-hf", str(out / "hf")]
+    files = [
+        "--hf-checkpoint",
+        str(work / "model"),
+        "--ref-load",
+        str(work / "ref"),
+        "--output-dir",
+        str(out),
+    ]
+    files += [
+        "--load-debug-rollout-data",
+        str(work / "rollout_{rollout_id}"),
+        "--save-hf",
+        str(out / "hf"),
+    ]
     run([sys.executable, "train.py", *flags.split(), *files], out / "log.txt")
     (row,) = read_metrics(out / "metrics.jsonl")
     return [*(row[name] for name in COLUMNS), change(work / "model", out / "hf")]
@@ -60,7 +78,9 @@ def describe(template: str) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -75,7 +95,10 @@ def main() -> None:
         print(f"{'reduction':24}" + "".join(f"{head:>14}" for head in heads))
         for reduction in LOSS_REDUCTIONS:
             *numbers, moved = measure(reduction, work)
-            print(f"{reduction:24}" + "".join(f"{x:14.4f}" for x in numbers) + f"{moved:14.2e}", flush=True)
+            print(
+                f"{reduction:24}" + "".join(f"{x:14.4f}" for x in numbers) + f"{moved:14.2e}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -45,23 +45,51 @@ def run(command: Sequence[str], log: Path) -> None:
 
 def train_command(flags: str, model: Path, output: Path, work: Path) -> list[str]:
     """train.py on the demo's words below `work`."""
-    data = ["--prompt-data", str(work / "data/train.jsonl"), "--eval-prompt-data", "heldout", str(work / "data/heldout.jsonl")]
-    return [sys.executable, "train.py", *flags.split(), *DATA.split(), *data, "--hf-checkpoint", str(model), "--output-dir", str(output)]
+    data = [
+        "--prompt-data",
+        str(work / "data/train.jsonl"),
+        "--eval-prompt-data",
+        "heldout",
+        str(work / "data/heldout.jsonl"),
+    ]
+    return [
+        sys.executable,
+        "train.py",
+        *flags.split(),
+        *DATA.split(),
+        *data,
+        "--hf-checkpoint",
+        str(model),
+        "--output-dir",
+        str(output),
+    ]
 
 
 def warm_start(work: Path) -> Path:
     """The folder of the model. `work` is an absolute path."""
     model = work / "sft/hf"
     if not (work / "sft/done").exists():
-        make = [sys.executable, "scripts/make_demo.py", "--output-dir", str(work / "data"), "--max-word-len", "4"]
+        make = [
+            sys.executable,
+            "scripts/make_demo.py",
+            "--output-dir",
+            str(work / "data"),
+            "--max-word-len",
+            "4",
+        ]
         run(make, work / "logs/make_demo.txt")
-        run([*train_command(SFT, work / "data/model", work / "sft", work), "--save-hf", str(model)], work / "logs/sft.txt")
+        run(
+            [*train_command(SFT, work / "data/model", work / "sft", work), "--save-hf", str(model)],
+            work / "logs/sft.txt",
+        )
         (work / "sft/done").touch()
     return model
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output-dir", type=Path, required=True)
     print(f"warm start: {warm_start(parser.parse_args().output_dir.resolve())}")
 

@@ -41,7 +41,11 @@ class Pulse:
 
     def describe(self, rank: int) -> str:
         moves = (
-            "waiting for other ranks" if self.waiting else "working" if self.still_s < 1.0 else f"without a move for {self.still_s:.0f} s"
+            "waiting for other ranks"
+            if self.waiting
+            else "working"
+            if self.still_s < 1.0
+            else f"without a move for {self.still_s:.0f} s"
         )
         return (
             f"rank {rank} (host {self.host}, process {self.process}), last heard of in phase {self.phase} for {self.phase_s:.1f} s, {moves}, "
@@ -95,7 +99,11 @@ def place_of(frame: FrameType | None) -> tuple[str, bool]:
     waiting = False
     while frame is not None:
         file = frame.f_code.co_filename
-        waiting = waiting or f"{os.sep}torch{os.sep}distributed{os.sep}" in file or file.endswith("p2p_communication.py")
+        waiting = (
+            waiting
+            or f"{os.sep}torch{os.sep}distributed{os.sep}" in file
+            or file.endswith("p2p_communication.py")
+        )
         if file.startswith(ROOT) and "site-packages" not in file:
             return f"{os.path.relpath(file, ROOT)}:{frame.f_lineno} {frame.f_code.co_name}", waiting
         frame = frame.f_back

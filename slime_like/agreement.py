@@ -37,7 +37,9 @@ def together(action: Callable[[], T]) -> T:
     """Run `action` on every rank; the first rank's error is raised on every rank. `action` must hold no collective that a failing rank would
     miss."""
     result, error = _attempt(action)
-    first = next((e for e in gather(None if error is None else as_told(error)) if e is not None), None)
+    first = next(
+        (e for e in gather(None if error is None else as_told(error)) if e is not None), None
+    )
     if first is not None:
         raise first
     return result  # type: ignore[return-value]
@@ -75,7 +77,9 @@ def share(value: T, error: Exception | None = None, group: dist.ProcessGroup | N
     return value
 
 
-def from_rank_zero_within(find: Callable[[], T], group: dist.ProcessGroup | None, *, timeout_s: float, late: str) -> T:
+def from_rank_zero_within(
+    find: Callable[[], T], group: dist.ProcessGroup | None, *, timeout_s: float, late: str
+) -> T:
     """As `from_rank_zero`, for what takes long: it runs in a thread, and the other ranks hear every few seconds that it goes on, so that no
     collective takes longer than that. After timeout_s it is given up: RunError(late) on all ranks, and the thread is left behind."""
     ended: Future[T] = Future()
@@ -111,7 +115,11 @@ def as_told(error: BaseException) -> Exception:
     """As all ranks raise it. Types that other ranks may not know, those of a user's module, become the one that they are a kind of."""
     for kind in REMEDIES:
         if isinstance(error, kind):
-            known = type(error).__module__.partition(".")[0] in ("builtins", "slime_like", "arguments")
+            known = type(error).__module__.partition(".")[0] in (
+                "builtins",
+                "slime_like",
+                "arguments",
+            )
             return error if known else kind(str(error))
     told = RunError(f"{type(error).__name__}: {error}")
     told.add_note("".join(traceback.format_exception(error)).rstrip())

@@ -22,7 +22,14 @@ ROUNDS = 64
 
 
 def linear_cost(
-    *, hidden_size: int, ffn_hidden_size: int, attention_size: int, key_value_size: int, gated: bool, num_layers: int, vocab_size: int
+    *,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    attention_size: int,
+    key_value_size: int,
+    gated: bool,
+    num_layers: int,
+    vocab_size: int,
 ) -> float:
     """`a` of `a * L + L^2`: tokens of context whose attention costs as much as the matrices do for one token.
 
@@ -35,7 +42,10 @@ def linear_cost(
     The backward pass doubles both. ffn_hidden_size: of the experts that a token visits together, in a mixture of experts.
     attention_size: heads times their dimension; key_value_size: groups times theirs.
     """
-    layer = hidden_size * (2 * attention_size + 2 * key_value_size) + (3 if gated else 2) * hidden_size * ffn_hidden_size
+    layer = (
+        hidden_size * (2 * attention_size + 2 * key_value_size)
+        + (3 if gated else 2) * hidden_size * ffn_hidden_size
+    )
     return (layer + hidden_size * vocab_size / num_layers) / attention_size
 
 
@@ -50,7 +60,9 @@ def imbalance(loads: Costs) -> float:
     return float(loads.max() / loads.mean()) if loads.size and loads.mean() > 0 else 1.0
 
 
-def partition(costs: Sequence[float] | Costs, num_parts: int, *, equal_counts: bool = False) -> list[Indices]:
+def partition(
+    costs: Sequence[float] | Costs, num_parts: int, *, equal_counts: bool = False
+) -> list[Indices]:
     """Indices of each of `num_parts` parts, ascending, such that the heaviest part is as light as could be found.
 
     costs: [N], N >= num_parts, each > 0. No part is empty. equal_counts: all parts get N / num_parts items, which must be whole.
@@ -62,7 +74,9 @@ def partition(costs: Sequence[float] | Costs, num_parts: int, *, equal_counts: b
     weights = np.asarray(costs, dtype=np.float64)
     count = weights.size
     if count < num_parts:
-        raise ValueError(f"{count} sequences cannot be shared by {num_parts} ranks: none may be empty")
+        raise ValueError(
+            f"{count} sequences cannot be shared by {num_parts} ranks: none may be empty"
+        )
     if equal_counts and count % num_parts:
         raise ValueError(f"{count} sequences cannot be shared equally by {num_parts} ranks")
     if num_parts == 1:
@@ -98,16 +112,23 @@ def _refine(weights: Costs, parts: list[Indices], *, may_give: bool) -> None:
         heavies = order[::-1][: int((loads > target).sum())].tolist()
         if not heavies:
             return
-        partners = [order[:PARTNERS].tolist()] + [[light] for light in order[1 : len(heavies)].tolist()]
+        partners = [order[:PARTNERS].tolist()] + [
+            [light] for light in order[1 : len(heavies)].tolist()
+        ]
         moved = [
-            any(_exchange(weights, parts, loads, heavy, light, may_give=may_give) for light in lights)
+            any(
+                _exchange(weights, parts, loads, heavy, light, may_give=may_give)
+                for light in lights
+            )
             for heavy, lights in zip(heavies, partners)
         ]
         if not moved[0]:
             return
 
 
-def _exchange(weights: Costs, parts: list[Indices], loads: Costs, heavy: int, light: int, *, may_give: bool) -> bool:
+def _exchange(
+    weights: Costs, parts: list[Indices], loads: Costs, heavy: int, light: int, *, may_give: bool
+) -> bool:
     """Swap an item of the heavy part with one of the light part, or with nothing, so that their loads get as near as one swap can bring
     them. False, and nothing changed, when no swap brings them nearer."""
     gap = float(loads[heavy] - loads[light])
@@ -119,8 +140,14 @@ def _exchange(weights: Costs, parts: list[Indices], loads: Costs, heavy: int, li
     takes = weights[theirs]
     if may_give and ours.size > 1:
         takes = np.concatenate([[0.0], takes])  # position 0: nothing comes back
-    after = np.searchsorted(takes, gives - gap / 2).clip(1, takes.size - 1) if takes.size > 1 else np.zeros(ours.size, dtype=np.int64)
-    choices = np.stack([np.maximum(after - 1, 0), after])  # (2, items): the two nearest to what would level the loads
+    after = (
+        np.searchsorted(takes, gives - gap / 2).clip(1, takes.size - 1)
+        if takes.size > 1
+        else np.zeros(ours.size, dtype=np.int64)
+    )
+    choices = np.stack(
+        [np.maximum(after - 1, 0), after]
+    )  # (2, items): the two nearest to what would level the loads
     off = np.abs(gives - takes[choices] - gap / 2)
     side, item = np.unravel_index(int(off.argmin()), off.shape)
     best = int(choices[side, item])
@@ -159,7 +186,9 @@ def pack_by_budget(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> l
     return [np.array(sorted(row), dtype=np.int64) for row in rows]
 
 
-def even_rows(lengths: Sequence[int] | NDArray[np.int64], num_rows: int, budget: int) -> list[Indices]:
+def even_rows(
+    lengths: Sequence[int] | NDArray[np.int64], num_rows: int, budget: int
+) -> list[Indices]:
     """Indices of each of exactly `num_rows` rows, of even length where the budget lets them be. The last rows are empty when there are
     fewer sequences than rows. `num_rows` is at least what `pack_by_budget` needs."""
     tokens = np.asarray(lengths, dtype=np.int64)
@@ -172,7 +201,10 @@ def even_rows(lengths: Sequence[int] | NDArray[np.int64], num_rows: int, budget:
     rows = pack_by_budget(tokens, budget)
     assert len(rows) <= num_rows, (len(rows), num_rows)
     while len(rows) < num_rows:
-        longest = max((i for i, row in enumerate(rows) if row.size > 1), key=lambda i: int(tokens[rows[i]].sum()))
+        longest = max(
+            (i for i, row in enumerate(rows) if row.size > 1),
+            key=lambda i: int(tokens[rows[i]].sum()),
+        )
         row = rows.pop(longest)
         first, second = partition(tokens[row].astype(np.float64), 2)
         rows += [row[first], row[second]]

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from arguments.hf_moe import moe_layers
 from arguments.run_config import RunConfig
-from slime_like.advantages import AdvantageSettings, KLController, TokenAdvantages, estimate_advantages, teacher_gaps, token_kl
+from slime_like.advantages import (
+    AdvantageSettings,
+    KLController,
+    TokenAdvantages,
+    estimate_advantages,
+    teacher_gaps,
+    token_kl,
+)
 from slime_like.advantages.values import value_metrics
 from slime_like.critic_batches import CriticPart, plan_of_critic
 from slime_like.megatron_backend.backend import MegatronBackend, TokenStatistics
@@ -22,8 +29,20 @@ from slime_like.megatron_backend.gates import TrainRolloutGate, check_values
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.micro_batches import work_per_token
 from slime_like.metrics.progress import Progress
-from slime_like.rollout.batch import Shares, StepPlan, map_steps, outcomes_of, train_samples, with_routes
-from slime_like.rollout.correction import SampleCorrection, correct_steps, require_sampler_log_probs, sampler_told
+from slime_like.rollout.batch import (
+    Shares,
+    StepPlan,
+    map_steps,
+    outcomes_of,
+    train_samples,
+    with_routes,
+)
+from slime_like.rollout.correction import (
+    SampleCorrection,
+    correct_steps,
+    require_sampler_log_probs,
+    sampler_told,
+)
 from slime_like.rollout.metrics import fresh_tokens, train_rollout_difference
 from slime_like.rollout.reward_post_process import processed_rewards
 from slime_like.rollout.slime_samples import slime_args
@@ -45,7 +64,12 @@ class BatchMaker:
     """
 
     def __init__(
-        self, run: RunConfig, layout: ParallelLayout, backend: MegatronBackend, progress: Progress, warn: Callable[[str | None], None]
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        backend: MegatronBackend,
+        progress: Progress,
+        warn: Callable[[str | None], None],
     ) -> None:
         self.run = run
         self.layout = layout
@@ -54,19 +78,26 @@ class BatchMaker:
         self.warn = warn
         self.is_sft = run.algorithm.loss_type == "sft_loss"
         self.plan = step_plan(run, layout)
-        self.rollout_gate = TrainRolloutGate(train_rollout_limit(run), run.gates.train_rollout_diff_patience)
+        self.rollout_gate = TrainRolloutGate(
+            train_rollout_limit(run), run.gates.train_rollout_diff_patience
+        )
         self.kl_controller = kl_controller(run)
         self._warned_of_long_sequences = False
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain JSON."""
-        return {"kl_controller": self.kl_controller.state_dict(), "rollout_gate_breaches": self.rollout_gate.breaches}
+        return {
+            "kl_controller": self.kl_controller.state_dict(),
+            "rollout_gate_breaches": self.rollout_gate.breaches,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.rollout_gate.breaches = int(state["rollout_gate_breaches"])
 
-    def make(self, samples: Sequence[Sample], weight_version: int) -> tuple[Batches, dict[str, float]]:
+    def make(
+        self, samples: Sequence[Sample], weight_version: int
+    ) -> tuple[Batches, dict[str, float]]:
         """What a rollout is trained on, and metrics. weight_version: of the policy that is about to be trained."""
         self._warn_of_long_sequences(samples)
         samples = self._with_routes(samples)
@@ -80,8 +111,13 @@ class BatchMaker:
             steps = [self.backend.with_routes_of_stage(step) for step in steps]
         local = [sample for step in steps for sample in step]
         with self.progress.phase("log_probs"):
-            recorded = self.run.debug.load_debug_rollout_data is not None  # their versions are of another run
-            fresh = [s.loss_mask if recorded else fresh_tokens(samples[i], weight_version) for i, s in zip(shares.local_indices, local)]
+            recorded = (
+                self.run.debug.load_debug_rollout_data is not None
+            )  # their versions are of another run
+            fresh = [
+                s.loss_mask if recorded else fresh_tokens(samples[i], weight_version)
+                for i, s in zip(shares.local_indices, local)
+            ]
             old = self._old_log_probs(local, fresh, metrics, weight_version)
             reference = self.backend.reference
             ref = None if reference is None else self.backend.compute_log_probs(local, reference)
@@ -90,13 +126,19 @@ class BatchMaker:
         values = self._values(critic)
         corrections, more = self._corrections(samples, steps, old)
         metrics |= more
-        advantages = self._advantages(samples, shares.local_indices, local, old, ref, teacher, values)
+        advantages = self._advantages(
+            samples, shares.local_indices, local, old, ref, teacher, values
+        )
         metrics |= advantages.metrics
         of_critic: list[TrainBatch] = []
         if critic is not None:
-            assert values is not None and advantages.returns is not None, "an estimator with a critic tells what it is to learn"
+            assert values is not None and advantages.returns is not None, (
+                "an estimator with a critic tells what it is to learn"
+            )
             masks = [s.loss_mask for s in local]
-            metrics |= check_values(value_metrics(values, advantages.returns, masks, self.layout.dp_group))
+            metrics |= check_values(
+                value_metrics(values, advantages.returns, masks, self.layout.dp_group)
+            )
             of_critic = critic.batches(advantages.returns)
 
         def complete(i: int, sample: TrainSample) -> TrainSample:
@@ -112,7 +154,9 @@ class BatchMaker:
 
         return Batches(map_steps(steps, complete), of_critic), metrics
 
-    def _steps(self, plan: StepPlan, samples: Sequence[Sample], shares: Shares) -> list[list[TrainSample]]:
+    def _steps(
+        self, plan: StepPlan, samples: Sequence[Sample], shares: Shares
+    ) -> list[list[TrainSample]]:
         algorithm = self.run.algorithm
         return train_samples(
             plan,
@@ -130,14 +174,20 @@ class BatchMaker:
             return [dataclasses.replace(sample, routes=None) for sample in samples]
         config = self.run.megatron.transformer
         layers = sum(moe_layers(config.moe_layer_freq, config.num_layers))
-        return with_routes(samples, layers=layers, topk=config.moe_router_topk, experts=config.num_moe_experts)
+        return with_routes(
+            samples, layers=layers, topk=config.moe_router_topk, experts=config.num_moe_experts
+        )
 
     def _warn_of_long_sequences(self, samples: Sequence[Sample]) -> None:
         """Once in a run."""
         algorithm = self.run.algorithm
         if algorithm.max_tokens_per_gpu is None or self._warned_of_long_sequences:
             return
-        layouts = [self.layout] if self.backend.critic is None else [self.layout, self.backend.critic.layout]
+        layouts = (
+            [self.layout]
+            if self.backend.critic is None
+            else [self.layout, self.backend.critic.layout]
+        )
         budget = algorithm.max_tokens_per_gpu * min(layout.cp_size for layout in layouts)
         longest = max(sample.total_length for sample in samples)
         if longest > budget:
@@ -148,12 +198,18 @@ class BatchMaker:
             )
 
     def _old_log_probs(
-        self, local: Sequence[TrainSample], fresh: Sequence[Tensor], metrics: dict[str, float], weight_version: int
+        self,
+        local: Sequence[TrainSample],
+        fresh: Sequence[Tensor],
+        metrics: dict[str, float],
+        weight_version: int,
     ) -> list[TokenStatistics]:
         """Old log-probs of this rank's samples, compared with the sampler's where it reported them and had the same weights (`fresh`)."""
         run = self.run
         if run.algorithm.use_rollout_logprobs:
-            return [TokenStatistics(require_rollout_log_probs(s), s.loss_weights * 0) for s in local]
+            return [
+                TokenStatistics(require_rollout_log_probs(s), s.loss_weights * 0) for s in local
+            ]
         old = self.backend.compute_log_probs(local)
         if run.rollout.use_rollout_routing_replay:
             metrics["rollout/moe_routing_disagreement"] = self.backend.replay_disagreement()
@@ -164,20 +220,32 @@ class BatchMaker:
                 [s.loss_mask & same for s, same in zip(local, fresh)],
                 self.layout.dp_group,
             )
-            average, p99 = (metrics.get(f"rollout/train_rollout_log_prob_diff_{name}", 0.0) for name in ("mean", "p99"))
-            if not run.debug.load_debug_rollout_data:  # recorded rollouts may come from other weights
+            average, p99 = (
+                metrics.get(f"rollout/train_rollout_log_prob_diff_{name}", 0.0)
+                for name in ("mean", "p99")
+            )
+            if (
+                not run.debug.load_debug_rollout_data
+            ):  # recorded rollouts may come from other weights
                 ratio_error = metrics.get("rollout/token_ratio_error", 1.0)
                 self.warn(self.rollout_gate.check(average, p99, ratio_error, weight_version))
         return old
 
-    def _teacher_log_probs(self, samples: Sequence[Sample], local: Sequence[TrainSample]) -> list[Tensor] | None:
+    def _teacher_log_probs(
+        self, samples: Sequence[Sample], local: Sequence[TrainSample]
+    ) -> list[Tensor] | None:
         """[R] by sample of this rank, from the teacher on Megatron or from the served one; None without a teacher. samples: those of `local`."""
         if self.backend.teacher is not None:
-            return [t.log_probs for t in self.backend.compute_log_probs(local, self.backend.teacher)]
+            return [
+                t.log_probs for t in self.backend.compute_log_probs(local, self.backend.teacher)
+            ]
         if not self.run.distillation.served:
             return None
         # one that has none is not trained on
-        return [torch.zeros(s.response_length) if s.teacher_log_probs is None else s.teacher_log_probs for s in samples]
+        return [
+            torch.zeros(s.response_length) if s.teacher_log_probs is None else s.teacher_log_probs
+            for s in samples
+        ]
 
     def _critic_part(self, samples: Sequence[Sample], shares: Shares) -> CriticPart | None:
         """shares: the policy's."""
@@ -195,14 +263,19 @@ class BatchMaker:
             return critic.compute_values()
 
     def _corrections(
-        self, samples: Sequence[Sample], steps: Sequence[Sequence[TrainSample]], old: Sequence[TokenStatistics]
+        self,
+        samples: Sequence[Sample],
+        steps: Sequence[Sequence[TrainSample]],
+        old: Sequence[TokenStatistics],
     ) -> tuple[list[SampleCorrection], dict[str, float]]:
         """The off-policy correction of this rank's samples, and how far trainer and sampler are apart where the sampler told."""
         config = self.run.off_policy
         require_sampler_log_probs(config, samples)
         if self.run.algorithm.use_rollout_logprobs or not sampler_told(samples):
             return [SampleCorrection()] * len(old), {}
-        corrections, metrics = correct_steps(config, steps, [o.log_probs for o in old], self.layout.dp_group)
+        corrections, metrics = correct_steps(
+            config, steps, [o.log_probs for o in old], self.layout.dp_group
+        )
         return corrections, {f"train/{name}": value for name, value in metrics.items()}
 
     def _advantages(
@@ -221,7 +294,12 @@ class BatchMaker:
         masks = [s.loss_mask for s in local]
         kl = None
         if algorithm.kl_coef and ref is not None:
-            kl = token_kl(algorithm.kl_loss_type or "k1", [o.log_probs for o in old], [f.log_probs for f in ref], masks)
+            kl = token_kl(
+                algorithm.kl_loss_type or "k1",
+                [o.log_probs for o in old],
+                [f.log_probs for f in ref],
+                masks,
+            )
         gap = None
         if teacher is not None:
             gap = teacher_gaps([o.log_probs for o in old], teacher, masks)
@@ -239,7 +317,14 @@ class BatchMaker:
         processed = None if path is None else processed_rewards(path, slime_args(self.run), samples)
         outcomes = dataclasses.replace(outcomes_of(samples), processed=processed)
         output = estimate_advantages(
-            settings, outcomes, mine=mine, masks=masks, kl=kl, teacher_gap=gap, critic_values=values, group=self.layout.dp_group
+            settings,
+            outcomes,
+            mine=mine,
+            masks=masks,
+            kl=kl,
+            teacher_gap=gap,
+            critic_values=values,
+            group=self.layout.dp_group,
         )
         if kl is None:
             return output
@@ -251,15 +336,29 @@ class BatchMaker:
 def step_plan(run: RunConfig, layout: ParallelLayout) -> StepPlan:
     """Balanced by the model's own cost, where that was asked for."""
     algorithm = run.algorithm
-    cost = work_per_token(run.megatron.transformer, run.gpt.vocab_size or 0) if algorithm.balance_data else None
+    cost = (
+        work_per_token(run.megatron.transformer, run.gpt.vocab_size or 0)
+        if algorithm.balance_data
+        else None
+    )
     equal_counts = not algorithm.use_dynamic_batch_size
-    return StepPlan(global_batch_size(run), layout.dp_size, layout.dp_rank, linear_cost=cost, equal_counts=equal_counts)
+    return StepPlan(
+        global_batch_size(run),
+        layout.dp_size,
+        layout.dp_rank,
+        linear_cost=cost,
+        equal_counts=equal_counts,
+    )
 
 
 def kl_controller(run: RunConfig) -> KLController:
     algorithm = run.algorithm
     adaptive = algorithm.kl_ctrl_type == "adaptive"
-    return KLController(algorithm.kl_coef, algorithm.kl_target if adaptive else None, algorithm.kl_horizon if adaptive else None)
+    return KLController(
+        algorithm.kl_coef,
+        algorithm.kl_target if adaptive else None,
+        algorithm.kl_horizon if adaptive else None,
+    )
 
 
 def global_batch_size(run: RunConfig) -> int:
@@ -277,5 +376,7 @@ def train_rollout_limit(run: RunConfig) -> float:
 
 def require_rollout_log_probs(sample: TrainSample) -> Tensor:
     if sample.rollout_log_probs is None:
-        raise ValueError("a sample has no log-probs of the sampler, which --use-rollout-logprobs and the comparison need")
+        raise ValueError(
+            "a sample has no log-probs of the sampler, which --use-rollout-logprobs and the comparison need"
+        )
     return sample.rollout_log_probs

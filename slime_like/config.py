@@ -39,7 +39,9 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
+        super().__init__(
+            f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems)
+        )
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)  # one rank finds it and all raise it
@@ -76,7 +78,15 @@ def arg(
 
     A field annotated `bool` with default False becomes a switch, with default True a `--no-` switch.
     """
-    metadata = dict(help=help, choices=choices, legal=legal, aliases=tuple(aliases), metavar=metavar, nargs=nargs, type=type)
+    metadata = dict(
+        help=help,
+        choices=choices,
+        legal=legal,
+        aliases=tuple(aliases),
+        metavar=metavar,
+        nargs=nargs,
+        type=type,
+    )
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -40,23 +40,36 @@ class CriticPart:
 
     def compute_values(self) -> list[Tensor]:
         """The critic's value of every response token, [R] float32 by sample of the policy's share."""
-        self._values = self._backend.compute_values([sample for step in self._steps for sample in step])
+        self._values = self._backend.compute_values(
+            [sample for step in self._steps for sample in step]
+        )
         return self._moved(self._values, self._shares, self._critic, self._policy_shares)
 
     def batches(self, returns: Sequence[Tensor]) -> list[TrainBatch]:
         """What the critic is trained on, by the values of `compute_values`. returns: [R] float32 by sample of the policy's share."""
         own = self._moved(returns, self._policy_shares, self._policy, self._shares)
-        return map_steps(self._steps, lambda i, sample: dataclasses.replace(sample, values=self._values[i], returns=own[i]))
+        return map_steps(
+            self._steps,
+            lambda i, sample: dataclasses.replace(sample, values=self._values[i], returns=own[i]),
+        )
 
-    def _moved(self, values: Sequence[Tensor], shares: Shares, layout: ParallelLayout, wanted: Shares) -> list[Tensor]:
+    def _moved(
+        self, values: Sequence[Tensor], shares: Shares, layout: ParallelLayout, wanted: Shares
+    ) -> list[Tensor]:
         if self._critic is self._policy:
             return list(values)
-        everyones = over_all_ranks(values, shares, self._lengths, layout.dp_group, self._backend.device)
+        everyones = over_all_ranks(
+            values, shares, self._lengths, layout.dp_group, self._backend.device
+        )
         return [everyones[i] for i in wanted.local_indices]
 
 
 def over_all_ranks(
-    values: Sequence[Tensor], shares: Shares, lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    values: Sequence[Tensor],
+    shares: Shares,
+    lengths: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> list[Tensor]:
     """[R] float32 by sample of the rollout, on every rank. values: of this rank's samples. lengths: R of every sample. group: the data-parallel
     ranks of `shares`, in its order. Collective."""
@@ -69,7 +82,9 @@ def over_all_ranks(
     found: dict[int, Tensor] = {}
     for of_rank, row in zip(places, table.view(group.size(), -1).cpu(), strict=True):
         sizes = [lengths[i] for i in of_rank]
-        found |= dict(zip(of_rank, (part.clone() for part in row[: sum(sizes)].split(sizes)), strict=True))
+        found |= dict(
+            zip(of_rank, (part.clone() for part in row[: sum(sizes)].split(sizes)), strict=True)
+        )
     return [found[i] for i in range(len(lengths))]
 
 

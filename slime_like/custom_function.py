@@ -22,13 +22,23 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
     try:
         module = _load_file(Path(file)) if file.endswith(".py") else importlib.import_module(file)
     except Exception as error:
-        raise ValueError(f"{flag} {path!r}: cannot import {file!r}: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"{flag} {path!r}: cannot import {file!r}: {type(error).__name__}: {error}"
+        ) from error
     function = getattr(module, name, None)
     if function is None:
-        there = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise ValueError(f"{flag} {path!r}: {file!r} has no {name!r}; its functions: {', '.join(there) or 'none'}")
+        there = sorted(
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not key.startswith("_")
+        )
+        raise ValueError(
+            f"{flag} {path!r}: {file!r} has no {name!r}; its functions: {', '.join(there) or 'none'}"
+        )
     if not callable(function):
-        raise ValueError(f"{flag} {path!r}: {name!r} is a {type(function).__name__}, not a function")
+        raise ValueError(
+            f"{flag} {path!r}: {name!r} is a {type(function).__name__}, not a function"
+        )
     return function
 
 

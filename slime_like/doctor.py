@@ -25,14 +25,28 @@ class Thing:
 THINGS = (
     Thing("torch", "torch", "everything", required=True),
     Thing("megatron.core", "megatron-core", "the trainer", required=True),
-    Thing("transformers", "transformers", "models, tokenizers, the local rollout engine", required=True),
+    Thing(
+        "transformers",
+        "transformers",
+        "models, tokenizers, the local rollout engine",
+        required=True,
+    ),
     Thing("safetensors", "safetensors", "checkpoints", required=True),
     Thing("numpy", "numpy", "balancing, checkpoints", required=True),
     Thing("yaml", "pyyaml", "run files (--config)", required=True),
     Thing("rich", "rich", "the display of a run", required=True),
     Thing("psutil", "psutil", "memory, worker processes", required=True),
-    Thing("tensorboard", "tensorboard", "TensorBoard files; --no-tensorboard does without", required=True),
-    Thing("transformer_engine", "transformer-engine", "fused layers on GPUs, context parallelism there"),
+    Thing(
+        "tensorboard",
+        "tensorboard",
+        "TensorBoard files; --no-tensorboard does without",
+        required=True,
+    ),
+    Thing(
+        "transformer_engine",
+        "transformer-engine",
+        "fused layers on GPUs, context parallelism there",
+    ),
     Thing("apex", "apex", "NVIDIA's fused optimizers and --gradient-accumulation-fusion"),
     Thing("flash_attn", "flash-attn", "attention kernels of Transformer Engine"),
     Thing("sglang", "sglang", "rollout engines that this environment starts"),
@@ -80,13 +94,19 @@ def devices() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        built = f"torch is built for CUDA {torch.version.cuda}, and finds no GPU" if torch.version.cuda else "this torch is a CPU build"
+        built = (
+            f"torch is built for CUDA {torch.version.cuda}, and finds no GPU"
+            if torch.version.cuda
+            else "this torch is a CPU build"
+        )
         return f"lacks  CUDA: {built}; runs use the CPU and gloo"
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return f"has    CUDA {torch.version.cuda}: {names}"
 
 
-def report(things: Iterable[Thing] = THINGS, device: Callable[[], str] = devices) -> tuple[list[str], int]:
+def report(
+    things: Iterable[Thing] = THINGS, device: Callable[[], str] = devices
+) -> tuple[list[str], int]:
     """(lines, exit status)."""
     findings = [look(thing) for thing in things]
     lacking = [f.thing.package for f in findings if f.have is None and f.thing.required]

@@ -21,7 +21,9 @@ ATTEMPTS = 4  # each one less costs a server
 class WeightSync:
     """A collective over all ranks."""
 
-    def __init__(self, run: RunConfig, backend: MegatronBackend, engine: RolloutEngine, progress: Progress) -> None:
+    def __init__(
+        self, run: RunConfig, backend: MegatronBackend, engine: RolloutEngine, progress: Progress
+    ) -> None:
         self._backend = backend
         self._engine = engine
         self._progress = progress
@@ -47,13 +49,21 @@ class WeightSync:
                 if self._engine.weight_version == version:
                     break
             else:
-                raise RunError(f"the weights of version {version} did not reach the engines in {ATTEMPTS} attempts")
+                raise RunError(
+                    f"the weights of version {version} did not reach the engines in {ATTEMPTS} attempts"
+                )
             if self._check is not None and (self._check_always or not self._checked_once):
                 self.metrics |= self._check.run(version)
                 self._checked_once = True
 
 
-def make_engine(run: RunConfig, device: torch.device, tokenizer: Any, output_dir: Path, tell: Callable[[str], None]) -> RolloutEngine:
+def make_engine(
+    run: RunConfig,
+    device: torch.device,
+    tokenizer: Any,
+    output_dir: Path,
+    tell: Callable[[str], None],
+) -> RolloutEngine:
     """The engine of --rollout-engine; a collective."""
     assert run.model.hf_checkpoint is not None
     if run.rollout.rollout_engine == "sglang":

@@ -63,12 +63,18 @@ class GroupSupply:
         """Graded samples of a rollout, and numbers about how they were collected."""
         run = self.run_config
         if run.debug.load_debug_rollout_data:
-            return self._taught(self._recorded_groups(run.debug.load_debug_rollout_data, step), {}, None)
+            return self._taught(
+                self._recorded_groups(run.debug.load_debug_rollout_data, step), {}, None
+            )
         if self._is_sft:
             assert self._source is not None
             prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
-            made = sft_samples(prompts, self._tokenizer, max_response_len=run.rollout.rollout_max_response_len)
-            return [SampleGroup(s.group_id, (s,)) for s in made], {TRUNCATED_FRACTION: truncated_fraction(made)}
+            made = sft_samples(
+                prompts, self._tokenizer, max_response_len=run.rollout.rollout_max_response_len
+            )
+            return [SampleGroup(s.group_id, (s,)) for s in made], {
+                TRUNCATED_FRACTION: truncated_fraction(made)
+            }
         assert self._ahead is not None
         self._ahead.allow(min(step + self._ahead.max_staleness, self.num_rollouts - 1))
         return self._ahead.take(step)
@@ -82,12 +88,17 @@ class GroupSupply:
         """Where a resumed run goes on, as plain JSON. Rollouts that were sampled ahead are sampled again."""
         if self._ahead is not None:
             return self._ahead.state()
-        return {"data": None if self._source is None else self._source.state_dict(), "waiting_groups": None}
+        return {
+            "data": None if self._source is None else self._source.state_dict(),
+            "waiting_groups": None,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._source is not None:
             if state["data"] is None:
-                raise ValueError("the checkpoint has no data position; --finetune starts at the first prompt")
+                raise ValueError(
+                    "the checkpoint has no data position; --finetune starts at the first prompt"
+                )
             self._source.load_state_dict(state["data"])
         if self._collector is not None:
             self._collector.buffer.load_state_dict(state.get("waiting_groups") or [])
@@ -103,7 +114,9 @@ class GroupSupply:
         collected = self._collector.collect(step)
         estimator = advantage_estimators.get(self.run_config.algorithm.advantage_estimator)
         if isinstance(estimator, TokenEstimator) and estimator.needs_greedy:
-            groups = with_greedy_rewards(self._rollouter, collected.prompts, collected.groups, self._collector.sampling)
+            groups = with_greedy_rewards(
+                self._rollouter, collected.prompts, collected.groups, self._collector.sampling
+            )
             return self._taught(groups, collected.metrics, self._rollouter.group)
         return self._taught(collected.groups, collected.metrics, self._rollouter.group)
 
@@ -119,7 +132,10 @@ class GroupSupply:
     def _recorded_groups(self, template: str, step: int) -> list[SampleGroup]:
         rollout = self.run_config.rollout
         groups = load_rollout(template, step)
-        found, wanted = sum(len(g.samples) for g in groups), rollout.rollout_batch_size * rollout.n_samples_per_prompt
+        found, wanted = (
+            sum(len(g.samples) for g in groups),
+            rollout.rollout_batch_size * rollout.n_samples_per_prompt,
+        )
         if found != wanted:
             raise ValueError(
                 f"--load-debug-rollout-data {template}: rollout {step} has {found} samples, and --rollout-batch-size times "
@@ -134,14 +150,25 @@ class GroupSupply:
 
     def _make_collector(self, evaluator: Evaluator | None) -> Collector | FunctionCollector | None:
         """What collects the groups of each rollout, in a run that samples them."""
-        if self._rollouter is None or self._source is None or self._is_sft or self.run_config.debug.load_debug_rollout_data:
+        if (
+            self._rollouter is None
+            or self._source is None
+            or self._is_sft
+            or self.run_config.debug.load_debug_rollout_data
+        ):
             return None
         buffer = GroupBuffer(self._source, self.run_config.rollout.n_samples_per_prompt)
         path = self.run_config.scheduling.rollout_function_path
         own = path in (None, OWN_ROLLOUT)
-        if not own or (self._rollouter.engine.serves_all_ranks and leaves_stragglers(self.run_config)):
-            return FunctionCollector(None if own else path, self.run_config, self._rollouter, buffer, evaluator)
-        return Collector(self.run_config, self._rollouter, buffer, training_sampling(self.run_config.rollout))
+        if not own or (
+            self._rollouter.engine.serves_all_ranks and leaves_stragglers(self.run_config)
+        ):
+            return FunctionCollector(
+                None if own else path, self.run_config, self._rollouter, buffer, evaluator
+            )
+        return Collector(
+            self.run_config, self._rollouter, buffer, training_sampling(self.run_config.rollout)
+        )
 
     def _make_ahead(self) -> RolloutsAhead | None:
         """What samples rollouts, perhaps ahead of the training."""
@@ -149,15 +176,24 @@ class GroupSupply:
         if self._collector is None or self._rollouter is None:
             return None
         if not config.async_rollout:
-            return RolloutsAhead(self._sampled_groups, self._position, max_staleness=0, threaded=False)
-        self._rollouter.group = dist.new_group(backend="gloo")  # the training thread uses the others meanwhile
+            return RolloutsAhead(
+                self._sampled_groups, self._position, max_staleness=0, threaded=False
+            )
+        self._rollouter.group = dist.new_group(
+            backend="gloo"
+        )  # the training thread uses the others meanwhile
         bound = 1 if config.max_staleness is None else config.max_staleness
-        return RolloutsAhead(self._sampled_groups, self._position, max_staleness=bound, threaded=True)
+        return RolloutsAhead(
+            self._sampled_groups, self._position, max_staleness=bound, threaded=True
+        )
 
     def _position(self) -> dict[str, Any]:
         """Where sampling goes on."""
         assert self._source is not None and self._collector is not None
-        return {"data": self._source.state_dict(), "waiting_groups": self._collector.buffer.state_dict()}
+        return {
+            "data": self._source.state_dict(),
+            "waiting_groups": self._collector.buffer.state_dict(),
+        }
 
 
 def leaves_stragglers(run: RunConfig) -> bool:
@@ -182,8 +218,14 @@ def function_evaluator(
 ) -> Evaluator | FunctionEvaluator | None:
     """`evaluator`, or in its place the user's function for evaluations, which is that of rollouts where none is named."""
     config = run.scheduling
-    flag = "--rollout-function-path" if config.eval_function_path is None else "--eval-function-path"
-    path = config.rollout_function_path if config.eval_function_path is None else config.eval_function_path
+    flag = (
+        "--rollout-function-path" if config.eval_function_path is None else "--eval-function-path"
+    )
+    path = (
+        config.rollout_function_path
+        if config.eval_function_path is None
+        else config.eval_function_path
+    )
     if evaluator is None or rollouter is None or path is None or path == OWN_ROLLOUT:
         return evaluator
     return FunctionEvaluator(path, flag, run, rollouter, supply.buffer, evaluator)
@@ -193,20 +235,45 @@ def make_source(run: RunConfig, tokenizer: Any) -> PromptSource | None:
     """The prompts of a run that reads any."""
     if not run.data.prompt_data or run.debug.debug_train_only:
         return None
-    check = answer_problem if run.algorithm.loss_type == "sft_loss" else answer_check(run.reward.rm_type, run.reward.custom_rm_path)
-    recorded = run.debug.load_debug_rollout_data is not None  # these prompts are counted then, not answered
+    check = (
+        answer_problem
+        if run.algorithm.loss_type == "sft_loss"
+        else answer_check(run.reward.rm_type, run.reward.custom_rm_path)
+    )
+    recorded = (
+        run.debug.load_debug_rollout_data is not None
+    )  # these prompts are counted then, not answered
     return PromptSource(run.data, tokenizer, answer_check=None if recorded else check)
 
 
-def make_rollouter(run: RunConfig, backend: MegatronBackend, tokenizer: Any, progress: Progress, *, output_dir: Path) -> Rollouter | None:
+def make_rollouter(
+    run: RunConfig,
+    backend: MegatronBackend,
+    tokenizer: Any,
+    progress: Progress,
+    *,
+    output_dir: Path,
+) -> Rollouter | None:
     """The engine and the grader, unless this run never samples; a collective."""
-    if run.debug.debug_train_only or (run.algorithm.loss_type == "sft_loss" and run.eval.eval_interval is None):
+    if run.debug.debug_train_only or (
+        run.algorithm.loss_type == "sft_loss" and run.eval.eval_interval is None
+    ):
         return None
     engine = make_engine(run, backend.device, tokenizer, output_dir, progress.message)
     config = run.scheduling
     path = config.custom_generate_function_path
-    custom = None if path is None else CustomGenerate(path, slime_args(run), timeout_s=config.custom_generate_timeout_s)
-    return Rollouter(engine, Grader(**dataclasses.asdict(run.reward)), tokenizer, seed=run.data.rollout_seed, custom_generate=custom)
+    custom = (
+        None
+        if path is None
+        else CustomGenerate(path, slime_args(run), timeout_s=config.custom_generate_timeout_s)
+    )
+    return Rollouter(
+        engine,
+        Grader(**dataclasses.asdict(run.reward)),
+        tokenizer,
+        seed=run.data.rollout_seed,
+        custom_generate=custom,
+    )
 
 
 def make_teacher(run: RunConfig, tokenizer: Any, progress: Progress) -> ServedTeacher | None:
@@ -216,7 +283,12 @@ def make_teacher(run: RunConfig, tokenizer: Any, progress: Progress) -> ServedTe
         return None
     assert config.opd_teacher_url is not None
     urls = tuple(server_url(address) for address in config.opd_teacher_url)
-    settings = TeacherSettings(urls, config.opd_teacher_timeout_s, config.opd_teacher_attempts, config.opd_teacher_concurrency)
+    settings = TeacherSettings(
+        urls,
+        config.opd_teacher_timeout_s,
+        config.opd_teacher_attempts,
+        config.opd_teacher_concurrency,
+    )
     teacher = ServedTeacher(settings, tokenizer, progress.message)
     teacher.probe()
     return teacher

@@ -42,13 +42,17 @@ def run_ranks(config: RunConfig, rank: int) -> int:
     write_stacks_on_request()
     cautions = list(config.warnings)
     if os.environ.get(STATUS_FILE) and config.checkpoint.load != config.checkpoint.save:
-        cautions.append("this job may be requeued, and would start over: give --load the folder of --save")
+        cautions.append(
+            "this job may be requeued, and would start over: give --load the folder of --save"
+        )
     prepare(config, rank, cautions)
     # megatron-core reads its globals on import, so this comes after the patches
     from slime_like.megatron_backend.init import process_groups
 
     try:
-        with process_groups(config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed) as layout:
+        with process_groups(
+            config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
+        ) as layout:
             return train(config, layout)
     except RunError as error:  # the ranks could not meet: each tells what it saw
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -92,7 +96,10 @@ def train_watched(config: RunConfig, layout: ParallelLayout, activity: Activity)
     try:
         output_dir = shared_output_dir(config)
         if layout.rank == 0:
-            print(f"slime_like: {layout.describe()}, {layout.world_size} process(es), writing {output_dir}", flush=True)
+            print(
+                f"slime_like: {layout.describe()}, {layout.world_size} process(es), writing {output_dir}",
+                flush=True,
+            )
         trainer = Trainer(config, layout, output_dir, on_phase=activity.enter)
         status = trainer.run()
         trainer.close()
@@ -122,10 +129,14 @@ def fail(error: Exception, layout: ParallelLayout) -> int:
 def tell(error: BaseException) -> None:
     """One message where the user has a remedy: a setting, a file, a number that must hold. Anything else is ours, with its traceback.
     SLIME_LIKE_TRACEBACK=1 in the environment shows the traceback of every error."""
-    if not isinstance(error, ValueError | OSError | RunError) or os.environ.get("SLIME_LIKE_TRACEBACK"):
+    if not isinstance(error, ValueError | OSError | RunError) or os.environ.get(
+        "SLIME_LIKE_TRACEBACK"
+    ):
         traceback.print_exc()
     else:
-        for note in getattr(error, "__notes__", ()):  # the traceback of an error of ours on another rank
+        for note in getattr(
+            error, "__notes__", ()
+        ):  # the traceback of an error of ours on another rank
             print(note, file=sys.stderr)
     print(f"error: {error}", file=sys.stderr, flush=True)
 
@@ -142,7 +153,11 @@ def shared_output_dir(config: RunConfig) -> Path:
     """The same folder on every rank, also when its name is the time."""
     from slime_like.agreement import from_rank_zero
 
-    return Path(from_rank_zero(lambda: config.logging.output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"))
+    return Path(
+        from_rank_zero(
+            lambda: config.logging.output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
+        )
+    )
 
 
 def write_report(output_dir: Path) -> None:

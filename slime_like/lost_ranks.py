@@ -14,16 +14,25 @@ from slime_like.errors import RunError
 from slime_like.watchdog import read_pulse
 
 WAIT_S = 1.5  # for the others to notice too
-_LOST = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited|peer", re.IGNORECASE)
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|socket|remote process exited|peer",
+    re.IGNORECASE,
+)
 
 
 def leave_address(rank: int) -> None:
-    default_store().set(f"slime_like/address/{rank}", f"host {socket.gethostname()}, process {os.getpid()}")
+    default_store().set(
+        f"slime_like/address/{rank}", f"host {socket.gethostname()}, process {os.getpid()}"
+    )
 
 
 def looks_lost(error: BaseException) -> bool:
     """Whether the error is what torch.distributed raises when another rank does not answer."""
-    return isinstance(error, RuntimeError) and not isinstance(error, RunError) and bool(_LOST.search(str(error)))
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, RunError)
+        and bool(_LOST.search(str(error)))
+    )
 
 
 def say_failed(rank: int) -> None:
@@ -39,12 +48,16 @@ def silent_ranks(world_size: int, wait_s: float = WAIT_S) -> list[str]:
     One that waits for the others itself is not the culprit."""
     store, deadline = default_store(), time.monotonic() + wait_s
     while True:
-        silent = [rank for rank in range(world_size) if not store.check([f"slime_like/failed/{rank}"])]
+        silent = [
+            rank for rank in range(world_size) if not store.check([f"slime_like/failed/{rank}"])
+        ]
         if not silent or time.monotonic() > deadline:
             break
         time.sleep(0.05)
     pulses = {rank: read_pulse(store, rank) for rank in silent}
-    culprits = [rank for rank in silent if (pulse := pulses[rank]) is None or not pulse.waiting] or silent
+    culprits = [
+        rank for rank in silent if (pulse := pulses[rank]) is None or not pulse.waiting
+    ] or silent
     return [_words(store, rank, pulses[rank]) for rank in culprits]
 
 
@@ -65,7 +78,9 @@ def explain(error: BaseException, world_size: int) -> BaseException:
     if not silent:
         return error
     reason = str(error).splitlines()[0]
-    return RunError(f"no answer from {', '.join(silent)}: killed, stuck, or cut off ({reason}). --load goes on from the last checkpoint")
+    return RunError(
+        f"no answer from {', '.join(silent)}: killed, stuck, or cut off ({reason}). --load goes on from the last checkpoint"
+    )
 
 
 def default_store() -> Any:

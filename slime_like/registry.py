@@ -17,17 +17,23 @@ class Registry(Generic[T]):
         self._aliases: dict[str, str] = {}
 
     def add(self, name: str, entry: T, aliases: Iterable[str] = ()) -> None:
-        assert name not in self._entries and name not in self._aliases, f"{self.kind} {name!r} is registered twice"
+        assert name not in self._entries and name not in self._aliases, (
+            f"{self.kind} {name!r} is registered twice"
+        )
         self._entries[name] = entry
         for alias in aliases:
-            assert alias not in self._entries and alias not in self._aliases, f"{self.kind} {alias!r} is registered twice"
+            assert alias not in self._entries and alias not in self._aliases, (
+                f"{self.kind} {alias!r} is registered twice"
+            )
             self._aliases[alias] = name
 
     def canonical(self, name: str) -> str:
         """The registered name that `name` stands for. Raises ValueError with all legal names."""
         name = self._aliases.get(name, name)
         if name not in self._entries:
-            raise ValueError(f"unknown {self.kind} {name!r}; legal values: {', '.join(self.names())}")
+            raise ValueError(
+                f"unknown {self.kind} {name!r}; legal values: {', '.join(self.names())}"
+            )
         return name
 
     def get(self, name: str) -> T:

@@ -36,27 +36,40 @@ class Meeting:
         return f"rank {self.rank} of {self.world_size} on host {socket.gethostname()}"
 
     def failed(self, why: str) -> RunError:
-        return RunError(f"{self.me()} could not meet the others at {self.host}:{self.port} (MASTER_ADDR:MASTER_PORT): {why}")
+        return RunError(
+            f"{self.me()} could not meet the others at {self.host}:{self.port} (MASTER_ADDR:MASTER_PORT): {why}"
+        )
 
 
 def meeting_of(environment: Mapping[str, str]) -> Meeting:
     """What torchrun, or whoever started this process, has put into its environment. Raises RunError."""
-    values = {name: environment.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    values = {
+        name: environment.get(name, "")
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
     missing = [name for name, value in values.items() if not value]
     if missing:
-        raise RunError(f"RANK is set, so this is one of several processes, and {' and '.join(missing)} must be set too; torchrun sets all")
+        raise RunError(
+            f"RANK is set, so this is one of several processes, and {' and '.join(missing)} must be set too; torchrun sets all"
+        )
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not values[name].isdecimal():
             raise RunError(f"{name}={values[name]} in the environment is not a number")
         numbers[name] = int(values[name])
     if not 0 < numbers["MASTER_PORT"] < 2**16:
-        raise RunError(f"MASTER_PORT={numbers['MASTER_PORT']} in the environment is no port; ports are 1 to 65535")
+        raise RunError(
+            f"MASTER_PORT={numbers['MASTER_PORT']} in the environment is no port; ports are 1 to 65535"
+        )
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
-        raise RunError(f"RANK={numbers['RANK']} in the environment must be below WORLD_SIZE={numbers['WORLD_SIZE']}")
+        raise RunError(
+            f"RANK={numbers['RANK']} in the environment must be below WORLD_SIZE={numbers['WORLD_SIZE']}"
+        )
     in_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = numbers["RANK"] == 0 and not in_agent
-    return Meeting(values["MASTER_ADDR"], numbers["MASTER_PORT"], numbers["RANK"], numbers["WORLD_SIZE"], hosts)
+    return Meeting(
+        values["MASTER_ADDR"], numbers["MASTER_PORT"], numbers["RANK"], numbers["WORLD_SIZE"], hosts
+    )
 
 
 def meet(meeting: Meeting, timeout: timedelta) -> dist.Store:
@@ -66,7 +79,9 @@ def meet(meeting: Meeting, timeout: timedelta) -> dist.Store:
     if not meeting.hosts:
         _wait_for_listener(meeting, deadline, timeout)
     raw = _connect(meeting, deadline, timeout)
-    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", raw)  # torchrun's outlives its workers
+    store = dist.PrefixStore(
+        f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", raw
+    )  # torchrun's outlives its workers
     _wait_for_all(store, meeting, deadline, timeout)
     return store
 
@@ -80,7 +95,9 @@ def _resolve(meeting: Meeting, deadline: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise meeting.failed(f"this host does not know the name {meeting.host} ({error.args[-1]})") from error
+                raise meeting.failed(
+                    f"this host does not know the name {meeting.host} ({error.args[-1]})"
+                ) from error
         time.sleep(RETRY_S)
 
 
@@ -88,7 +105,9 @@ def _wait_for_listener(meeting: Meeting, deadline: float, timeout: timedelta) ->
     while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((meeting.host, meeting.port), timeout=max(left, RETRY_S)).close()
+            socket.create_connection(
+                (meeting.host, meeting.port), timeout=max(left, RETRY_S)
+            ).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
@@ -108,7 +127,12 @@ def _connect(meeting: Meeting, deadline: float, timeout: timedelta) -> dist.Stor
         try:
             results.append(
                 dist.TCPStore(
-                    meeting.host, meeting.port, is_master=meeting.hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True
+                    meeting.host,
+                    meeting.port,
+                    is_master=meeting.hosts,
+                    timeout=timeout,
+                    wait_for_workers=False,
+                    multi_tenant=True,
                 )
             )
         except RuntimeError as error:
@@ -126,7 +150,9 @@ def _connect(meeting: Meeting, deadline: float, timeout: timedelta) -> dist.Stor
     if errors:
         raise meeting.failed(errors[0])
     if meeting.hosts:
-        raise meeting.failed(f"rank 0 listens on this host, and {meeting.host} leads elsewhere: MASTER_ADDR must be the host of rank 0")
+        raise meeting.failed(
+            f"rank 0 listens on this host, and {meeting.host} leads elsewhere: MASTER_ADDR must be the host of rank 0"
+        )
     raise meeting.failed(
         "what listens there does not answer as rank 0 of a run would: the port is another program's; give another MASTER_PORT"
     )
@@ -141,17 +167,25 @@ def _wait_for_all(store: dist.Store, meeting: Meeting, deadline: float, timeout:
         present = store.add("slime_like/present", 1)
         while present < meeting.world_size:
             if time.monotonic() > deadline:
-                raise meeting.failed(f"{_missing(store, meeting.world_size)} did not come within {_words(timeout)}")
+                raise meeting.failed(
+                    f"{_missing(store, meeting.world_size)} did not come within {_words(timeout)}"
+                )
             time.sleep(RETRY_S)
             present = store.add("slime_like/present", 0)
     except dist.DistError as error:  # rank 0 has given up, and the store went with it
-        raise meeting.failed(f"the store there is gone, so rank 0 has ended ({str(error).splitlines()[0]})") from error
+        raise meeting.failed(
+            f"the store there is gone, so rank 0 has ended ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _missing(store: dist.Store, world_size: int) -> str:
-    ranks = [str(rank) for rank in range(world_size) if not store.check([f"slime_like/present/{rank}"])]
+    ranks = [
+        str(rank) for rank in range(world_size) if not store.check([f"slime_like/present/{rank}"])
+    ]
     more = f" and {len(ranks) - MOST_NAMES} more" if len(ranks) > MOST_NAMES else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:MOST_NAMES])}{more} of {world_size}"
+    return (
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:MOST_NAMES])}{more} of {world_size}"
+    )
 
 
 def _words(timeout: timedelta) -> str:

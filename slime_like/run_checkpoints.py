@@ -15,7 +15,14 @@ from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root
 from slime_like.checkpoints.manifest import MANIFEST
 from slime_like.convert.weight_files import weights_digest
 from slime_like.megatron_backend.backend import MegatronBackend
-from slime_like.megatron_backend.checkpoint import CheckpointSaver, SaveError, SavePolicy, SaveReport, is_converted, saved_networks
+from slime_like.megatron_backend.checkpoint import (
+    CheckpointSaver,
+    SaveError,
+    SavePolicy,
+    SaveReport,
+    is_converted,
+    saved_networks,
+)
 from slime_like.megatron_backend.from_settings import needs_reference
 from slime_like.megatron_backend.layout import ParallelLayout
 
@@ -33,7 +40,13 @@ class Start:
 class RunCheckpoints:
     """Every method is collective. tell: shows a line to the user."""
 
-    def __init__(self, run: RunConfig, layout: ParallelLayout, backend: MegatronBackend, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        backend: MegatronBackend,
+        tell: Callable[[str], None],
+    ) -> None:
         self.run = run
         self.config = run.checkpoint
         self.layout = layout
@@ -44,7 +57,11 @@ class RunCheckpoints:
         self.reference: str | None = None
         self.saver: CheckpointSaver | None = None
         if self.config.save is not None:
-            policy = SavePolicy(self.config.save_retain_last, self.config.save_retain_interval, self.config.async_save)
+            policy = SavePolicy(
+                self.config.save_retain_last,
+                self.config.save_retain_interval,
+                self.config.async_save,
+            )
             self.saver = CheckpointSaver(self.config.save, policy, tell)
             for note in self.saver.notes:
                 tell(f"--save {self.config.save}: {note}, left by a save that was cut short")
@@ -55,9 +72,15 @@ class RunCheckpoints:
         self.reference = from_rank_zero(lambda: reference_digest(self.run))
         before = None if start.state is None else start.state.get("reference")
         if None not in (before, self.reference) and before != self.reference:
-            self.tell("warning: the reference model is not the one that the checkpoint's run had: the KL is to another model from here on")
+            self.tell(
+                "warning: the reference model is not the one that the checkpoint's run had: the KL is to another model from here on"
+            )
         if self.backend.critic is not None and not start.has_critic:
-            self.backend.start_critic(self.run.critic.critic_load, verify=not self.config.no_verify_checkpoint, tell=self.tell)
+            self.backend.start_critic(
+                self.run.critic.critic_load,
+                verify=not self.config.no_verify_checkpoint,
+                tell=self.tell,
+            )
         return start
 
     def _load_run(self) -> Start:
@@ -73,22 +96,30 @@ class RunCheckpoints:
             self.backend.policy.load_hf(root)
             return Start(None, root)
         if root != config.save:
-            raise ValueError(f"--load {root}: holds neither checkpoints nor a Hugging Face model (config.json)")
+            raise ValueError(
+                f"--load {root}: holds neither checkpoints nor a Hugging Face model (config.json)"
+            )
         if config.exit_on_missing_checkpoint:
-            raise ValueError(f"--load {root}: no checkpoint, and --exit-on-missing-checkpoint asks for one")
+            raise ValueError(
+                f"--load {root}: no checkpoint, and --exit-on-missing-checkpoint asks for one"
+            )
         self.tell(f"no checkpoint in {root} yet: starting at rollout 1")
         return Start(None, initial)
 
     def _resume(self, root: str) -> Start:
         config = self.config
-        step, warning = (config.ckpt_step, None) if config.ckpt_step is not None else newest_step(root)
+        step, warning = (
+            (config.ckpt_step, None) if config.ckpt_step is not None else newest_step(root)
+        )
         if warning is not None:
             self.tell(f"warning: {warning}")
         folder = checkpoint_folder(root, step)
         with_critic = self._takes_critic_of(folder)
         weights_only = config.finetune or is_converted(folder)
         if weights_only and not config.finetune:
-            self.tell(f"checkpoint {folder} was converted and holds weights only: starting at rollout 1")
+            self.tell(
+                f"checkpoint {folder} was converted and holds weights only: starting at rollout 1"
+            )
         state, changed = self.backend.load(
             folder,
             with_critic=with_critic,
@@ -98,23 +129,33 @@ class RunCheckpoints:
             tell=self.tell,
         )
         if changed:
-            self.tell(f"warning: --load {root}: this run's schedule is not the checkpoint's: {'; '.join(changed)}")
+            self.tell(
+                f"warning: --load {root}: this run's schedule is not the checkpoint's: {'; '.join(changed)}"
+            )
         if weights_only:
             return Start(None, None, with_critic)
         if int(state["step"]) != step:
-            raise ValueError(f"checkpoint {checkpoint_folder(root, step)} says that it is of step {state['step']}: it was renamed")
+            raise ValueError(
+                f"checkpoint {checkpoint_folder(root, step)} says that it is of step {state['step']}: it was renamed"
+            )
         return Start(state, None, with_critic)
 
     def _takes_critic_of(self, folder: Path) -> bool:
         """A run goes on with the critic that was saved with the policy. --finetune prefers --critic-load."""
         wanted, there = self.backend.critic is not None, "critic" in saved_networks(folder)
         if there and not wanted:
-            self.tell(f"warning: checkpoint {folder} has a critic, which this run has no use for (--advantage-estimator): it is left")
+            self.tell(
+                f"warning: checkpoint {folder} has a critic, which this run has no use for (--advantage-estimator): it is left"
+            )
         if wanted and not there:
             start = "new adapters" if self.run.critic.critic_lora_rank else "the policy's weights"
             source = "--critic-load" if self.run.critic.critic_load is not None else start
             self.tell(f"warning: checkpoint {folder} has no critic: it starts from {source}")
-        return wanted and there and not (self.config.finetune and self.run.critic.critic_load is not None)
+        return (
+            wanted
+            and there
+            and not (self.config.finetune and self.run.critic.critic_load is not None)
+        )
 
     def wants(self, rollouts: int, *, last: bool) -> bool:
         """Whether `after_rollout` has something to do."""
@@ -124,15 +165,27 @@ class RunCheckpoints:
         interval = self.config.save_interval
         return last or (interval is not None and rollouts % interval == 0)
 
-    def after_rollout(self, rollouts: int, state: dict[str, Any], *, last: bool) -> dict[str, float]:
+    def after_rollout(
+        self, rollouts: int, state: dict[str, Any], *, last: bool
+    ) -> dict[str, float]:
         """Publish what has been written meanwhile; save when due, and always after the last rollout, where it is also waited for. Returns
         metrics. Raises SaveError, unless --on-save-failure continue and there is something to continue with."""
         assert self.saver is not None
         saver = self.saver
         if self._is_due(rollouts, last=last):
             self._attempt(saver.finish, last=False)
-            state = {**state, "version": __version__, "argv": list(self.run.argv), "reference": self.reference}
-            self._attempt(lambda: self.backend.save(saver, rollouts, state, with_optimizer=self._optim, with_rng=self._rng), last=last)
+            state = {
+                **state,
+                "version": __version__,
+                "argv": list(self.run.argv),
+                "reference": self.reference,
+            }
+            self._attempt(
+                lambda: self.backend.save(
+                    saver, rollouts, state, with_optimizer=self._optim, with_rng=self._rng
+                ),
+                last=last,
+            )
             if last:
                 self._attempt(saver.finish, last=True)
         else:
@@ -176,7 +229,11 @@ def reference_digest(run: RunConfig) -> str | None:
         return None
     if not is_checkpoint_root(root):
         return weights_digest(root)
-    step = newest_step(root, "--ref-load")[0] if run.model.ref_ckpt_step is None else run.model.ref_ckpt_step
+    step = (
+        newest_step(root, "--ref-load")[0]
+        if run.model.ref_ckpt_step is None
+        else run.model.ref_ckpt_step
+    )
     return hash_file(checkpoint_folder(root, step) / MANIFEST).sha256[:24]
 
 

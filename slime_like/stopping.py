@@ -38,7 +38,9 @@ class StopConditions:
         """From now on the signal ends the run after the rollout that it comes in. A second one, later than `REPEAT_S`, ends it at once."""
         signal.signal(number, self._remember)
 
-    def requested(self, rollouts_done: int, any_rank: Callable[[list[bool]], list[bool]]) -> Stop | None:
+    def requested(
+        self, rollouts_done: int, any_rank: Callable[[list[bool]], list[bool]]
+    ) -> Stop | None:
         """Collective: a signal may have reached one rank only, and clocks differ. any_rank: elementwise or over all ranks."""
         signalled, late = any_rank([self.signalled is not None, self._is_late()])
         if signalled:

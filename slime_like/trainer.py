@@ -15,7 +15,13 @@ from slime_like.agreement import from_rank_zero
 from slime_like.batch_maker import BatchMaker
 from slime_like.engines import WeightSync
 from slime_like.errors import RunError
-from slime_like.group_supply import GroupSupply, function_evaluator, make_rollouter, make_source, make_teacher
+from slime_like.group_supply import (
+    GroupSupply,
+    function_evaluator,
+    make_rollouter,
+    make_source,
+    make_teacher,
+)
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.metrics.logger import MetricsLogger, to_json
@@ -25,7 +31,13 @@ from slime_like.rollout.batch import check_token_sets, flatten, usable
 from slime_like.rollout.debug_data import save_rollout
 from slime_like.rollout.evaluate import make_evaluator
 from slime_like.rollout.function_results import UNKNOWN_VERSIONS
-from slime_like.rollout.metrics import TRUNCATED_FRACTION, engine_troubles, failed_fraction, first_failure, rollout_metrics
+from slime_like.rollout.metrics import (
+    TRUNCATED_FRACTION,
+    engine_troubles,
+    failed_fraction,
+    first_failure,
+    rollout_metrics,
+)
 from slime_like.run_checkpoints import RunCheckpoints
 from slime_like.stopping import StopConditions
 from slime_like.updates import Updates
@@ -35,7 +47,12 @@ class Trainer:
     """Owns the run: every part is built here and used by `run`. All ranks execute the same calls."""
 
     def __init__(
-        self, run: RunConfig, layout: ParallelLayout, output_dir: Path, *, on_phase: Callable[[str], None] = lambda phase: None
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        output_dir: Path,
+        *,
+        on_phase: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.run_config = run
         self.layout = layout
@@ -52,22 +69,42 @@ class Trainer:
             on_phase=on_phase,
         )
         total_steps = self.num_rollouts * steps_per_rollout(run)
-        self.backend = MegatronBackend(run, layout, total_steps=total_steps, tell=self.progress.message)
+        self.backend = MegatronBackend(
+            run, layout, total_steps=total_steps, tell=self.progress.message
+        )
         if self.backend.critic is not None and self.backend.critic.layout is not layout:
             self.progress.message(f"critic: {self.backend.critic.layout.describe()}")
-        self.rollouter = make_rollouter(run, self.backend, tokenizer, self.progress, output_dir=output_dir)
+        self.rollouter = make_rollouter(
+            run, self.backend, tokenizer, self.progress, output_dir=output_dir
+        )
         teacher = make_teacher(run, tokenizer, self.progress)
-        self.weight_sync = None if self.rollouter is None else WeightSync(run, self.backend, self.rollouter.engine, self.progress)
+        self.weight_sync = (
+            None
+            if self.rollouter is None
+            else WeightSync(run, self.backend, self.rollouter.engine, self.progress)
+        )
         evaluator, eval_notes = make_evaluator(run, self.rollouter, tokenizer)
-        self.supply = GroupSupply(run, source, self.rollouter, evaluator, tokenizer, num_rollouts=self.num_rollouts, teacher=teacher)
+        self.supply = GroupSupply(
+            run,
+            source,
+            self.rollouter,
+            evaluator,
+            tokenizer,
+            num_rollouts=self.num_rollouts,
+            teacher=teacher,
+        )
         self.evaluator = function_evaluator(run, self.rollouter, evaluator, self.supply)
-        self.weight_version = 1  # of the policy; the engine has its own, which lags until the next sync
+        self.weight_version = (
+            1  # of the policy; the engine has its own, which lags until the next sync
+        )
         self.start = 0
         self._told_of_cut_answers = False
         for note in [*([] if source is None else source.notes), *eval_notes]:
             self._warn(note)
         self.batches = BatchMaker(run, layout, self.backend, self.progress, self._warn)
-        self.stop = StopConditions(every=run.checkpoint.exit_interval, minutes=run.checkpoint.exit_duration_in_mins)
+        self.stop = StopConditions(
+            every=run.checkpoint.exit_interval, minutes=run.checkpoint.exit_duration_in_mins
+        )
         self.checkpoints = RunCheckpoints(run, layout, self.backend, self.progress.message)
         start = self.checkpoints.load()
         self.updates = Updates(
@@ -80,17 +117,25 @@ class Trainer:
         )
         if start.state is not None:
             self._restore(start.state)
-        tensorboard = None if run.logging.no_tensorboard else Path(run.logging.tensorboard_dir or output_dir / "tensorboard")
+        tensorboard = (
+            None
+            if run.logging.no_tensorboard
+            else Path(run.logging.tensorboard_dir or output_dir / "tensorboard")
+        )
         self.logger: MetricsLogger | None = None
         if layout.rank == 0:
             last = None if start.state is None else start.state.get("metrics")
-            self.logger = MetricsLogger(output_dir, tensorboard, start_step=self.start + 1 if self.start else 0, last=last)
+            self.logger = MetricsLogger(
+                output_dir, tensorboard, start_step=self.start + 1 if self.start else 0, last=last
+            )
 
     def run(self) -> int:
         """The whole run, from the first rollout or from where it was resumed. Returns the exit status: 0, or that of a `Stop`."""
         run = self.run_config
         if self.start >= self.num_rollouts:
-            self.progress.message(f"nothing to do: the checkpoint has {self.start} rollouts and the run asks for {self.num_rollouts}")
+            self.progress.message(
+                f"nothing to do: the checkpoint has {self.start} rollouts and the run asks for {self.num_rollouts}"
+            )
             return 0
         if run.checkpoint.save is not None:
             self.stop.catch()
@@ -98,31 +143,46 @@ class Trainer:
         with self.progress:
             if self.start == 0 and self.evaluator and not run.eval.skip_eval_before_train:
                 scores = self._evaluate(self.start)
-                self.progress.message("before training: " + "  ".join(f"{k} {v:.4f}" for k, v in scores.items() if k.endswith("/mean")))
+                self.progress.message(
+                    "before training: "
+                    + "  ".join(f"{k} {v:.4f}" for k, v in scores.items() if k.endswith("/mean"))
+                )
                 self._log(-1, scores | self.progress.take_seconds())
             for step in range(self.start, self.num_rollouts):
                 metrics = self._step(step)
                 stop = self.stop.requested(step + 1, any_rank)
-                if stop is None and is_due(step, run.eval.eval_interval, self.num_rollouts) and self.evaluator:
+                if (
+                    stop is None
+                    and is_due(step, run.eval.eval_interval, self.num_rollouts)
+                    and self.evaluator
+                ):
                     metrics |= self._evaluate(step)
                     stop = self.stop.requested(step + 1, any_rank)
                 last = stop is not None or step + 1 == self.num_rollouts
                 if self.checkpoints.wants(step + 1, last=last):
                     with self.progress.phase("save"):
-                        metrics |= self.checkpoints.after_rollout(step + 1, self._state(metrics), last=last)
+                        metrics |= self.checkpoints.after_rollout(
+                            step + 1, self._state(metrics), last=last
+                        )
                 metrics |= self.progress.take_seconds()
                 metrics |= speed_and_memory(metrics)
                 self._log(step, metrics)
                 self.progress.rollout_done(step, metrics)
                 if stop is not None and step + 1 < self.num_rollouts:
                     saved = f", saved in {run.checkpoint.save}" if run.checkpoint.save else ""
-                    self.progress.message(f"stopped by {stop.words} after rollout {step + 1} of {self.num_rollouts}{saved}")
+                    self.progress.message(
+                        f"stopped by {stop.words} after rollout {step + 1} of {self.num_rollouts}{saved}"
+                    )
                     return stop.status
         if run.lora.lora_save_path:
-            folder = self.backend.save_adapter(run.lora.lora_save_path.replace("{rollout_id}", str(self.num_rollouts - 1)))
+            folder = self.backend.save_adapter(
+                run.lora.lora_save_path.replace("{rollout_id}", str(self.num_rollouts - 1))
+            )
             self.progress.message(f"adapter: {folder}")
         if run.checkpoint.save_hf:
-            folder = self.backend.save_hf(run.checkpoint.save_hf.replace("{rollout_id}", str(self.num_rollouts - 1)))
+            folder = self.backend.save_hf(
+                run.checkpoint.save_hf.replace("{rollout_id}", str(self.num_rollouts - 1))
+            )
             self.progress.message(f"Hugging Face checkpoint: {folder}")
         return 0
 
@@ -148,8 +208,16 @@ class Trainer:
             groups, collected = self.supply.groups_of(step)
         samples = [usable(sample) for sample in flatten(groups)]
         check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
-        recorded = run.debug.load_debug_rollout_data is not None  # under weight versions of another run
-        metrics = collected if self.is_sft else merged(rollout_metrics(samples, None if recorded else self.weight_version), collected)
+        recorded = (
+            run.debug.load_debug_rollout_data is not None
+        )  # under weight versions of another run
+        metrics = (
+            collected
+            if self.is_sft
+            else merged(
+                rollout_metrics(samples, None if recorded else self.weight_version), collected
+            )
+        )
         if self.is_sft:
             self._tell_of_cut_answers(metrics[TRUNCATED_FRACTION])
         self._check_staleness(step, metrics)
@@ -160,7 +228,9 @@ class Trainer:
             save_rollout(run.debug.save_debug_rollout_data, step, groups)
         failed = 0.0 if self.is_sft else failed_fraction(samples)
         if failed > run.gates.max_failed_samples:
-            troubles = from_rank_zero(lambda: engine_troubles(metrics))  # it alone has the counts, and any rank may be the one that tells
+            troubles = from_rank_zero(
+                lambda: engine_troubles(metrics)
+            )  # it alone has the counts, and any rank may be the one that tells
             raise RunError(
                 f"rollout {step}: {failed:.1%} of the samples have no usable response or reward, more than --max-failed-samples "
                 f"{run.gates.max_failed_samples:g}; the first: {first_failure(samples)}{troubles}"
@@ -174,10 +244,16 @@ class Trainer:
         batches, batch_metrics = self.batches.make(samples, self.weight_version)
         metrics |= batch_metrics
         if self.backend.critic is not None:
-            metrics |= self.updates.train_critic(batches.critic, values_abs=metrics.get("rollout/values_abs", 0.0))
+            metrics |= self.updates.train_critic(
+                batches.critic, values_abs=metrics.get("rollout/values_abs", 0.0)
+            )
         if step >= run.critic.num_critic_only_steps:
-            on_policy = not metrics.get("rollout/staleness_max") and not metrics.get(UNKNOWN_VERSIONS)
-            metrics |= self.updates.train_policy(step, batches.policy, weight_version=self.weight_version, on_policy=on_policy)
+            on_policy = not metrics.get("rollout/staleness_max") and not metrics.get(
+                UNKNOWN_VERSIONS
+            )
+            metrics |= self.updates.train_policy(
+                step, batches.policy, weight_version=self.weight_version, on_policy=on_policy
+            )
             self.weight_version += 1
         return metrics
 
@@ -246,7 +322,9 @@ def load_tokenizer(run: RunConfig) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(run.model.hf_checkpoint, trust_remote_code=run.model.trust_remote_code)
+    return AutoTokenizer.from_pretrained(
+        run.model.hf_checkpoint, trust_remote_code=run.model.trust_remote_code
+    )
 
 
 def num_rollouts(run: RunConfig, num_prompts: int | None) -> int:
@@ -259,7 +337,9 @@ def num_rollouts(run: RunConfig, num_prompts: int | None) -> int:
 
 
 def steps_per_rollout(run: RunConfig) -> int:
-    assert run.algorithm.num_steps_per_rollout is not None, "completed when the command line is parsed"
+    assert run.algorithm.num_steps_per_rollout is not None, (
+        "completed when the command line is parsed"
+    )
     return run.algorithm.num_steps_per_rollout
 
 
@@ -279,7 +359,9 @@ def merged(ours: dict[str, float], theirs: Mapping[str, float]) -> dict[str, flo
     """Raises ValueError for a name that is there twice, as a user's function may choose it."""
     twice = sorted(ours.keys() & theirs.keys())
     if twice:
-        raise ValueError(f"--rollout-function-path: the metric {twice[0]!r} is one of the run's own; give it another name")
+        raise ValueError(
+            f"--rollout-function-path: the metric {twice[0]!r} is one of the run's own; give it another name"
+        )
     return {**ours, **theirs}
 
 

@@ -51,17 +51,25 @@ class Sample:
     tokens: Tensor  # [L] int64, prompt then response
     response_length: int  # R <= L
     loss_mask: Tensor  # [R] bool, True where the model wrote the token and it is trained on
-    rollout_log_probs: Tensor | None = None  # [R] float32, by the sampler, at the sampling temperature
+    rollout_log_probs: Tensor | None = (
+        None  # [R] float32, by the sampler, at the sampling temperature
+    )
     reward: float | None = None
     status: SampleStatus = SampleStatus.COMPLETED
-    weight_versions: tuple[int, ...] = ()  # of the weights that wrote each response token (NOT_SAMPLED: none); () when not generated here
+    weight_versions: tuple[
+        int, ...
+    ] = ()  # of the weights that wrote each response token (NOT_SAMPLED: none); () when not generated here
     text: str = ""  # prompt text
     response: str = ""  # response text
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    token_sets: Tensor | None = None  # [R, K] int32, what the sampler chose from, filled up with -1; None: the whole vocabulary
+    token_sets: Tensor | None = (
+        None  # [R, K] int32, what the sampler chose from, filled up with -1; None: the whole vocabulary
+    )
     teacher_log_probs: Tensor | None = None  # [R] float32, of a served teacher
-    routes: Tensor | None = None  # [L, expert layers, topk] int16, where the sampler sent each token, -1 where it did not compute one
+    routes: Tensor | None = (
+        None  # [L, expert layers, topk] int16, where the sampler sent each token, -1 where it did not compute one
+    )
 
     @property
     def total_length(self) -> int:
@@ -103,9 +111,15 @@ class TrainSample:
     rewards: Tensor | None = None  # [R] float32, the sample's raw reward on every token
     nll_weights: Tensor | None = None  # [R] float32, see `LossInputs`
     values: Tensor | None = None  # [R] float32, the critic's, before the update
-    returns: Tensor | None = None  # [R] float32, what the critic learns; NaN where there is no target
-    routes: Tensor | None = None  # [L, expert layers of this pipeline stage, topk] int16: the experts that are to be chosen
-    token_sets: Tensor | None = None  # [R, K] int32, as in `Sample`: all log-probs are over these tokens alone
+    returns: Tensor | None = (
+        None  # [R] float32, what the critic learns; NaN where there is no target
+    )
+    routes: Tensor | None = (
+        None  # [L, expert layers of this pipeline stage, topk] int16: the experts that are to be chosen
+    )
+    token_sets: Tensor | None = (
+        None  # [R, K] int32, as in `Sample`: all log-probs are over these tokens alone
+    )
     label_sets: Tensor | None = (
         None  # [R, K] int64: tokens that a row is scored on in place of one; what K is, all samples of a pass agree on
     )
@@ -156,8 +170,12 @@ class MicroBatch:
     active_rows: Tensor | None = None  # [A] int64, where loss_mask is True; None: not looked up yet
     selection_seed: int = 0  # of losses that choose tokens at random; equal on ranks that hold the same tokens, or sequences
     places: Tensor | None = None  # [T] int64: row where one process packs it; None: the row itself
-    routes: Tensor | None = None  # [T, expert layers of this pipeline stage, topk] int16, negative where the router chooses itself
-    token_sets: Tensor | None = None  # [T, K] int32, tokens that log-probs are over, filled up with -1; None: the whole vocabulary
+    routes: Tensor | None = (
+        None  # [T, expert layers of this pipeline stage, topk] int16, negative where the router chooses itself
+    )
+    token_sets: Tensor | None = (
+        None  # [T, K] int32, tokens that log-probs are over, filled up with -1; None: the whole vocabulary
+    )
     label_sets: Tensor | None = None  # [T, K] int64, of soft targets
     label_weights: Tensor | None = None  # [T, K] float32
 

@@ -46,7 +46,10 @@ class Updates:
         self.warn = warn
         self.initial_policy = initial_policy
         patience = run.gates.max_consecutive_skipped_steps
-        self.skip_gates = {"policy": SkippedStepGate(patience), "critic": SkippedStepGate(patience, whose="critic's ")}
+        self.skip_gates = {
+            "policy": SkippedStepGate(patience),
+            "critic": SkippedStepGate(patience, whose="critic's "),
+        }
 
     def state_dict(self) -> dict[str, int]:
         """Steps that were skipped, as plain JSON."""
@@ -61,7 +64,9 @@ class Updates:
             self.skip_gates[whose].total = int(state[f"{prefix}skipped_steps"])
             self.skip_gates[whose].in_a_row = int(state[f"{prefix}skipped_in_a_row"])
 
-    def train_policy(self, step: int, batches: Sequence[TrainBatch], *, weight_version: int, on_policy: bool) -> dict[str, float]:
+    def train_policy(
+        self, step: int, batches: Sequence[TrainBatch], *, weight_version: int, on_policy: bool
+    ) -> dict[str, float]:
         """Metrics are averaged over the optimizer steps. on_policy: all tokens are of the current weights, of this version."""
         gate = self.skip_gates["policy"]
         results = []
@@ -69,7 +74,9 @@ class Updates:
             for index, batch in enumerate(batches):
                 pending = self.backend.accumulate(batch)
                 if index == 0:
-                    self._check_first_update(step, pending.metrics, weight_version=weight_version, on_policy=on_policy)
+                    self._check_first_update(
+                        step, pending.metrics, weight_version=weight_version, on_policy=on_policy
+                    )
                 result = self.backend.apply_gradients(pending)
                 self.warn(gate.check(result.skipped, result.grad_norm))
                 results.append(result)
@@ -85,31 +92,51 @@ class Updates:
                 if index == 0 and not self._has_dropout:
                     difference = pending.metrics.get("value_diff_abs", 0.0)
                     same_packing = self._same_packing(pending.network.layout)
-                    check_old_values(difference, values_abs=values_abs, same_packing=same_packing, half_precision=self._half_precision)
+                    check_old_values(
+                        difference,
+                        values_abs=values_abs,
+                        same_packing=same_packing,
+                        half_precision=self._half_precision,
+                    )
                 result = self.backend.apply_gradients(pending)
                 self.warn(gate.check(result.skipped, result.grad_norm))
                 results.append(result)
         return averages(results, gate, prefix="critic_")
 
-    def _check_first_update(self, step: int, metrics: Mapping[str, float], *, weight_version: int, on_policy: bool) -> None:
+    def _check_first_update(
+        self, step: int, metrics: Mapping[str, float], *, weight_version: int, on_policy: bool
+    ) -> None:
         """Gates on the forward pass of a rollout's first optimizer step, before the weights change."""
         run = self.run_config
         if run.algorithm.loss_type == "sft_loss" or self._has_dropout:
             return
         gap = metrics.get("log_ratio_abs", 0.0)
         if run.algorithm.use_rollout_logprobs:
-            if on_policy and not run.debug.load_debug_rollout_data:  # recorded rollouts may come from other weights
+            if (
+                on_policy and not run.debug.load_debug_rollout_data
+            ):  # recorded rollouts may come from other weights
                 # the old log-probs are the sampler's: this is the difference to it
                 self.warn(self.rollout_gate.check(gap, gap, 1.0, weight_version))
             return
-        check_old_log_probs(gap, same_packing=self._same_packing(self.backend.layout), half_precision=self._half_precision)
-        if step == run.critic.num_critic_only_steps and "kl_k3" in metrics and self._starts_at_the_reference():
+        check_old_log_probs(
+            gap,
+            same_packing=self._same_packing(self.backend.layout),
+            half_precision=self._half_precision,
+        )
+        if (
+            step == run.critic.num_critic_only_steps
+            and "kl_k3" in metrics
+            and self._starts_at_the_reference()
+        ):
             check_initial_kl(metrics["kl_k3"], half_precision=self._half_precision)
 
     def _starts_at_the_reference(self) -> bool:
         run = self.run_config
         reference = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
-        return None not in (reference, self.initial_policy) and Path(str(reference)).resolve() == Path(str(self.initial_policy)).resolve()
+        return (
+            None not in (reference, self.initial_policy)
+            and Path(str(reference)).resolve() == Path(str(self.initial_policy)).resolve()
+        )
 
     @property
     def _half_precision(self) -> bool:
@@ -124,14 +151,25 @@ class Updates:
         """Whether forward-only passes and updates of a network in this layout pack samples alike."""
         algorithm = self.run_config.algorithm
         same_size = algorithm.log_probs_micro_batch_size in (None, algorithm.micro_batch_size)
-        same_size = same_size and not algorithm.use_dynamic_batch_size  # a pass over a whole rollout is filled otherwise than a step
-        return same_size and layout.vp_size == 1  # interleaved stages pad to the longest of the step, or of the rollout
+        same_size = (
+            same_size and not algorithm.use_dynamic_batch_size
+        )  # a pass over a whole rollout is filled otherwise than a step
+        return (
+            same_size and layout.vp_size == 1
+        )  # interleaved stages pad to the longest of the step, or of the rollout
 
 
-def averages(results: Sequence[StepResult], gate: SkippedStepGate, prefix: str = "") -> dict[str, float]:
+def averages(
+    results: Sequence[StepResult], gate: SkippedStepGate, prefix: str = ""
+) -> dict[str, float]:
     """Metrics of the optimizer steps of one rollout, averaged over them. prefix: of the names that every network has."""
     names = sorted({name for r in results for name in r.metrics})
-    metrics = {n if n.startswith("perf/") else f"train/{n}": mean([r.metrics[n] for r in results if n in r.metrics]) for n in names}
+    metrics = {
+        n if n.startswith("perf/") else f"train/{n}": mean(
+            [r.metrics[n] for r in results if n in r.metrics]
+        )
+        for n in names
+    }
     metrics[f"train/{prefix}grad_norm"] = mean([r.grad_norm for r in results])
     metrics[f"train/{prefix}lr"] = results[-1].learning_rate
     metrics[f"train/{prefix}skipped_steps"] = float(gate.total)

@@ -39,7 +39,9 @@ class Heard:
 class Watchdog:
     """store: of the process group; each thread talks to it over a connection of its own. limit_s: seconds without a sign of life. Used as a context around the run."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, limit_s: float, activity: Activity) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, limit_s: float, activity: Activity
+    ) -> None:
         self._store, self._judges_store = store.clone(), store.clone()
         self._rank = rank
         self._world_size = world_size
@@ -52,14 +54,22 @@ class Watchdog:
         self._before: dict[int, Pulse | None] = {}
         self._closed = threading.Event()
         self._leaving = threading.Lock()
-        self._threads = [threading.Thread(target=run, name=run.__name__, daemon=True) for run in (self._tell_and_listen, self._judge)]
+        self._threads = [
+            threading.Thread(target=run, name=run.__name__, daemon=True)
+            for run in (self._tell_and_listen, self._judge)
+        ]
 
     def __enter__(self) -> Watchdog:
         for thread in self._threads:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._closed.set()
         self._activity.changed.set()
         faulthandler.cancel_dump_traceback_later()
@@ -79,7 +89,9 @@ class Watchdog:
                 self._activity.changed.wait(self._interval_s)
                 self._activity.changed.clear()
             self._tell(self._activity.pulse(left=True))
-        except RuntimeError:  # the store is gone with its process: collectives fail, or `_judge` ends this one
+        except (
+            RuntimeError
+        ):  # the store is gone with its process: collectives fail, or `_judge` ends this one
             return
 
     def _judge(self) -> None:
@@ -94,9 +106,14 @@ class Watchdog:
                 answered, unanswered_s = self._store_answered, 0.0
             if unanswered_s > self._limit_s:
                 self._leave(
-                    f"no answer from the store of this run at {store_address()} for {self._limit_s:g} s{self._last_words(0)}", told=False
+                    f"no answer from the store of this run at {store_address()} for {self._limit_s:g} s{self._last_words(0)}",
+                    told=False,
                 )
-            silent = [rank for rank, heard in self._heard.items() if answered - heard.at > self._limit_s and not heard.pulse.left]
+            silent = [
+                rank
+                for rank, heard in self._heard.items()
+                if answered - heard.at > self._limit_s and not heard.pulse.left
+            ]
             if silent:
                 self._condemn(silent)
 
@@ -105,12 +122,17 @@ class Watchdog:
 
     def _listen(self, rank: int) -> None:
         pulse = read_pulse(self._store, rank)
-        if pulse is not None and (rank not in self._heard or self._heard[rank].pulse.count != pulse.count):
+        if pulse is not None and (
+            rank not in self._heard or self._heard[rank].pulse.count != pulse.count
+        ):
             self._heard[rank] = Heard(pulse, time.monotonic())
 
     def _condemn(self, silent: Iterable[int]) -> None:
         """Write the verdict, once over all ranks; `_tell_and_listen` of every rank finds it and leaves."""
-        words = "; ".join(f"no sign of life from {self._heard[rank].pulse.describe(rank)}" for rank in sorted(silent))
+        words = "; ".join(
+            f"no sign of life from {self._heard[rank].pulse.describe(rank)}"
+            for rank in sorted(silent)
+        )
         verdict = f"{words}: for more than --heartbeat-timeout-s {self._limit_s:g} s its process is stopped, or its host is gone"
         try:
             first = self._judges_store.add(f"{PREFIX}/verdicts", 1) == 1
@@ -132,8 +154,16 @@ class Watchdog:
             return
         head = f"rank {self._rank} on host {socket.gethostname()}"
         if not told:
-            print(f"error: {verdict}. --load goes on from the last checkpoint", file=sys.stderr, flush=True)
-        print(f"{head} ends; it was in phase {self._activity.phase}. Stacks of its threads:", file=sys.stderr, flush=True)
+            print(
+                f"error: {verdict}. --load goes on from the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+        print(
+            f"{head} ends; it was in phase {self._activity.phase}. Stacks of its threads:",
+            file=sys.stderr,
+            flush=True,
+        )
         faulthandler.dump_traceback(all_threads=True)
         time.sleep(LEAVE_S if not told else 0.0)
         os._exit(FAILED)
@@ -156,7 +186,11 @@ class Watchdog:
             and old.count != pulse.count
         ]
         if late and self._store.add(f"{PREFIX}/slow/{mine.phases}", 1) == 1:
-            print(f"slow, not gone: the others wait for {'; '.join(late[:4])}{' ...' if late[4:] else ''}", file=sys.stderr, flush=True)
+            print(
+                f"slow, not gone: the others wait for {'; '.join(late[:4])}{' ...' if late[4:] else ''}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def read_pulse(store: Any, rank: int) -> Pulse | None:

@@ -27,23 +27,37 @@ class WeightCheck:
         self._engine = engine
         self._repeats = run.algorithm.log_probs_micro_batch_size or run.algorithm.micro_batch_size
         self._limit = train_rollout_limit(run)
-        self._sampling = SamplingParams(temperature=run.rollout.rollout_temperature, max_new_tokens=RESPONSE_LENGTH)
+        self._sampling = SamplingParams(
+            temperature=run.rollout.rollout_temperature, max_new_tokens=RESPONSE_LENGTH
+        )
         vocabulary = min(run.gpt.vocab_size or 2, 50_000)
         generator = torch.Generator().manual_seed(run.data.rollout_seed)
-        prompts = torch.randint(vocabulary, (NUM_PROMPTS, PROMPT_LENGTH), generator=generator).tolist()
-        self._requests = [GenerateRequest(-1 - i, tuple(prompt), seed=i) for i, prompt in enumerate(prompts)]
+        prompts = torch.randint(
+            vocabulary, (NUM_PROMPTS, PROMPT_LENGTH), generator=generator
+        ).tolist()
+        self._requests = [
+            GenerateRequest(-1 - i, tuple(prompt), seed=i) for i, prompt in enumerate(prompts)
+        ]
 
     def run(self, version: int) -> Mapping[str, float]:
         """The largest mean difference of a server. Raises RunError, on every rank, naming a server whose log-probs are not the trainer's."""
         worst = 0.0
         answers = from_rank_zero(self._answers)
-        if not answers:  # all were lost; those that are started again get the weights before requests
+        if (
+            not answers
+        ):  # all were lost; those that are started again get the weights before requests
             return {}
         for url, outputs in answers:
-            samples = [self._sample(request, tokens) for request, (tokens, _) in zip(self._requests, outputs, strict=True)]
+            samples = [
+                self._sample(request, tokens)
+                for request, (tokens, _) in zip(self._requests, outputs, strict=True)
+            ]
             whole = samples * self._repeats  # micro-batches are full
             own = self._backend.compute_log_probs(whole)[: len(samples)]
-            gaps = [(o.log_probs.cpu() - torch.tensor(theirs)).abs() for o, (_, theirs) in zip(own, outputs, strict=True)]
+            gaps = [
+                (o.log_probs.cpu() - torch.tensor(theirs)).abs()
+                for o, (_, theirs) in zip(own, outputs, strict=True)
+            ]
             mean, largest = float(torch.cat(gaps).mean()), float(torch.cat(gaps).max())
             if not mean <= self._limit:
                 raise RunError(
@@ -60,4 +74,6 @@ class WeightCheck:
 
     def _sample(self, request: GenerateRequest, tokens: tuple[int, ...]) -> TrainSample:
         ones = torch.ones(len(tokens))
-        return TrainSample(torch.tensor([*request.prompt_tokens, *tokens]), len(tokens), ones.bool(), ones)
+        return TrainSample(
+            torch.tensor([*request.prompt_tokens, *tokens]), len(tokens), ones.bool(), ones
+        )

@@ -130,11 +130,17 @@ class FakeServer:
         self.model = model
         self.engine = LocalEngine(model, None)
         self.faults: list[Fault | None] = []
-        self.probe_faults: list[Fault | None] = []  # of requests that ask whether the weights are right
+        self.probe_faults: list[
+            Fault | None
+        ] = []  # of requests that ask whether the weights are right
         self.seen: list[tuple[str, Any]] = []
         self.refused: dict[str, tuple[int, str]] = {}  # path -> status and text
         self.hung = False
-        self.info: dict[str, Any] = {"tp_size": 1, "pp_size": 1, "enable_deterministic_inference": True}
+        self.info: dict[str, Any] = {
+            "tp_size": 1,
+            "pp_size": 1,
+            "enable_deterministic_inference": True,
+        }
         self.spoil: Callable[[dict[str, Any]], None] = lambda weights: None
         self.pace_s: Callable[[Any], float] = lambda body: 0.0
         self.workers: list[str] = []
@@ -173,7 +179,9 @@ class FakeServer:
             "/health": {},
             "/model_info": {"weight_version": self.version},
             "/server_info": self.info,
-            "/workers": {"workers": [{"url": url, "id": str(i)} for i, url in enumerate(self.workers)]},
+            "/workers": {
+                "workers": [{"url": url, "id": str(i)} for i, url in enumerate(self.workers)]
+            },
         }
         if handler.path in self.refused:
             code, words = self.refused[handler.path]
@@ -197,7 +205,11 @@ class FakeServer:
             if refusal := self._refusal(body):
                 handler.reply(400, json.dumps({"error": {"message": refusal}}).encode())
                 return
-            answer = self.generate(body) if body["sampling_params"]["max_new_tokens"] else self.score(body)
+            answer = (
+                self.generate(body)
+                if body["sampling_params"]["max_new_tokens"]
+                else self.score(body)
+            )
             if not is_probe:
                 answer = self._paced(body, answer)
             if fault is None:
@@ -239,7 +251,9 @@ class FakeServer:
 
     def take(self, body: Any) -> None:
         """A bucket of weights; all of them are loaded with the last one."""
-        (bucket,) = (pickle.loads(base64.b64decode(words)) for words in body["serialized_named_tensors"])
+        (bucket,) = (
+            pickle.loads(base64.b64decode(words)) for words in body["serialized_named_tensors"]
+        )
         for entry in bucket["metadata"]:
             part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx]
             self._taken[entry.name] = part.view(entry.dtype).reshape(entry.shape)
@@ -262,12 +276,30 @@ class FakeServer:
                 return {
                     "text": "",
                     "output_ids": [],
-                    "meta_info": {"finish_reason": {"type": "abort", "status_code": 503, "message": "no weights"}},
+                    "meta_info": {
+                        "finish_reason": {
+                            "type": "abort",
+                            "status_code": 503,
+                            "message": "no weights",
+                        }
+                    },
                 }
             output = self.engine.generate([request], sampling)[0]
-            scores = self.engine.prompt_log_probs([request.prompt_tokens])[0] if body.get("logprob_start_len") == 0 else None
+            scores = (
+                self.engine.prompt_log_probs([request.prompt_tokens])[0]
+                if body.get("logprob_start_len") == 0
+                else None
+            )
         count = len(output.tokens)
-        routes = {} if output.routes is None else {"routed_experts": base64.b64encode(output.routes[:-1].int().numpy().tobytes()).decode()}
+        routes = (
+            {}
+            if output.routes is None
+            else {
+                "routed_experts": base64.b64encode(
+                    output.routes[:-1].int().numpy().tobytes()
+                ).decode()
+            }
+        )
         return {
             "text": "",
             "output_ids": list(output.tokens),
@@ -279,10 +311,14 @@ class FakeServer:
                 "completion_tokens": count,
                 "weight_version": self.version,
                 "weight_versions": [{"version": self.version, "start": 0, "end": count}],
-                "output_token_logprobs": [[p, t, None] for p, t in zip(output.log_probs, output.tokens, strict=True)],
+                "output_token_logprobs": [
+                    [p, t, None] for p, t in zip(output.log_probs, output.tokens, strict=True)
+                ],
                 "input_token_logprobs": []
                 if scores is None
-                else [[p, t, None] for p, t in zip((None, *scores), body["input_ids"], strict=True)],
+                else [
+                    [p, t, None] for p, t in zip((None, *scores), body["input_ids"], strict=True)
+                ],
             },
         }
 
@@ -305,13 +341,22 @@ class FakeServer:
 
     def score(self, body: Any) -> Answer:
         """As SGLang answers about given tokens: the last token of its vocabulary is named 0."""
-        tokens, start = tuple(body.get("input_ids") or self.tokenizer(body["text"])["input_ids"]), body["logprob_start_len"]
+        tokens, start = (
+            tuple(body.get("input_ids") or self.tokenizer(body["text"])["input_ids"]),
+            body["logprob_start_len"],
+        )
         with self._lock:
             scores = [None, *self.engine.prompt_log_probs([tokens])[0]]
         scores[start] = None
         named = [0 if token == self.engine._vocab_size - 1 else token for token in tokens]
-        entries = [[score, token, None] for score, token in zip(scores[start:], named[start:], strict=True)]
-        return {"text": "", "output_ids": [], "meta_info": {"finish_reason": {"type": "length"}, "input_token_logprobs": entries}}
+        entries = [
+            [score, token, None] for score, token in zip(scores[start:], named[start:], strict=True)
+        ]
+        return {
+            "text": "",
+            "output_ids": [],
+            "meta_info": {"finish_reason": {"type": "length"}, "input_token_logprobs": entries},
+        }
 
     def _refusal(self, body: Any) -> str | None:
         if any(token >= self.engine._vocab_size for token in body.get("token_ids_logprob", ())):
@@ -351,11 +396,26 @@ def engine_of(
     """An engine that asks `servers`; synced: they have the model's weights, as version 1."""
     messages: list[str] = []
     health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, strikes=2)
-    fleet = Fleet([s.url for s in servers], [], router, health, 1.0, messages.append, joined_by_router=joined_by_router)
+    fleet = Fleet(
+        [s.url for s in servers],
+        [],
+        router,
+        health,
+        1.0,
+        messages.append,
+        joined_by_router=joined_by_router,
+    )
     fleet.start()
-    updater = WeightUpdater(fleet, UpdateSettings(transport, buffer_bytes, timeout_s=update_timeout_s), model, torch.device("cpu"))
+    updater = WeightUpdater(
+        fleet,
+        UpdateSettings(transport, buffer_bytes, timeout_s=update_timeout_s),
+        model,
+        torch.device("cpu"),
+    )
     requests = RequestSettings(Deadlines(5.0, total_s, total_s), Retries(ATTEMPTS, 0.01, 0.02), 64)
-    engine = SglangEngine(fleet, updater, requests, model, check_updates=False, colocated=colocated, routes=routes)
+    engine = SglangEngine(
+        fleet, updater, requests, model, check_updates=False, colocated=colocated, routes=routes
+    )
     try:
         if synced:
             engine.update_weights(weights_of(model), 1)

@@ -23,59 +23,111 @@ class AlgorithmConfig:
         "module.function or file.py:function of your own policy loss, called as function(inputs: LossInputs, config) -> PolicyLossOutput; config "
         "has the settings of all policy losses.",
     )
-    loss_reduction: str = arg("rollout_mean", "How token losses are weighted over the optimizer step.")
+    loss_reduction: str = arg(
+        "rollout_mean", "How token losses are weighted over the optimizer step."
+    )
     loss_norm_length: int | None = arg(
-        None, "Tokens by which --loss-reduction seq_mean_token_sum_norm divides each sequence's sum.", legal=AT_LEAST_ONE
+        None,
+        "Tokens by which --loss-reduction seq_mean_token_sum_norm divides each sequence's sum.",
+        legal=AT_LEAST_ONE,
     )
     advantage_estimator: str = arg("grpo", "How rewards become advantages.")
-    disable_grpo_std_normalization: bool = arg(False, "Dr. GRPO: do not divide by the group's standard deviation.")
+    disable_grpo_std_normalization: bool = arg(
+        False, "Dr. GRPO: do not divide by the group's standard deviation."
+    )
     custom_reward_post_process_path: str | None = arg(
         None,
         "module.function or file.py:function that makes the estimator's numbers of the rewards of a rollout, in place of the comparison within "
         "groups: function(args, samples) -> (raw_rewards, rewards), on rank 0. With grpo and its like they are the advantages.",
     )
-    singleton_advantage: str = arg("zero", "Advantage in a group of one: zero, or the reward itself.", choices=("zero", "reward"))
-    normalize_advantages: bool = arg(
-        False, "Whiten advantages over all active tokens of a rollout and all ranks.", aliases=("--advantage-batch-normalize",)
+    singleton_advantage: str = arg(
+        "zero",
+        "Advantage in a group of one: zero, or the reward itself.",
+        choices=("zero", "reward"),
     )
-    gamma: float = arg(1.0, "Discount of the rewards of later tokens (reinforce_plus_plus, remax, ppo).", legal=UNIT)
+    normalize_advantages: bool = arg(
+        False,
+        "Whiten advantages over all active tokens of a rollout and all ranks.",
+        aliases=("--advantage-batch-normalize",),
+    )
+    gamma: float = arg(
+        1.0,
+        "Discount of the rewards of later tokens (reinforce_plus_plus, remax, ppo).",
+        legal=UNIT,
+    )
     lambd: float = arg(
-        1.0, "Lambda of generalised advantage estimation (ppo): 1 trusts rewards alone, 0 the critic's next value.", legal=UNIT
+        1.0,
+        "Lambda of generalised advantage estimation (ppo): 1 trusts rewards alone, 0 the critic's next value.",
+        legal=UNIT,
     )
     use_kl_loss: bool = arg(False, "Add kl_loss_coef times the KL to the reference to the loss.")
     kl_loss_coef: float = arg(0.0, "Weight of the KL in the loss.", legal=NON_NEGATIVE)
-    kl_loss_type: str | None = arg(None, "KL estimator; default low_var_kl in the loss, k1 in the reward.")
-    use_unbiased_kl: bool = arg(False, "Weight the KL of the loss by the ratio of current to old policy, so that its gradient is right.")
+    kl_loss_type: str | None = arg(
+        None, "KL estimator; default low_var_kl in the loss, k1 in the reward."
+    )
+    use_unbiased_kl: bool = arg(
+        False,
+        "Weight the KL of the loss by the ratio of current to old policy, so that its gradient is right.",
+    )
     kl_coef: float = arg(0.0, "Weight of the KL taken off the reward.", legal=NON_NEGATIVE)
     kl_ctrl_type: str = arg(
-        "fixed", "How --kl-coef changes: not at all, or towards --kl-target as the KL is above or below it.", choices=("fixed", "adaptive")
+        "fixed",
+        "How --kl-coef changes: not at all, or towards --kl-target as the KL is above or below it.",
+        choices=("fixed", "adaptive"),
     )
-    kl_target: float = arg(0.1, "KL for each token that --kl-ctrl-type adaptive aims at.", legal=POSITIVE, aliases=("--kl-ctrl-kl-target",))
+    kl_target: float = arg(
+        0.1,
+        "KL for each token that --kl-ctrl-type adaptive aims at.",
+        legal=POSITIVE,
+        aliases=("--kl-ctrl-kl-target",),
+    )
     kl_horizon: float = arg(
-        10000.0, "Samples over which --kl-ctrl-type adaptive changes the coefficient.", legal=POSITIVE, aliases=("--kl-ctrl-horizon",)
+        10000.0,
+        "Samples over which --kl-ctrl-type adaptive changes the coefficient.",
+        legal=POSITIVE,
+        aliases=("--kl-ctrl-horizon",),
     )
     entropy_coef: float = arg(0.0, "Weight of the entropy bonus.", legal=NON_NEGATIVE)
     use_opsm: bool = arg(
-        False, "Off-policy sequence mask: no policy loss for negative advantages in sequences that the policy has moved away from."
+        False,
+        "Off-policy sequence mask: no policy loss for negative advantages in sequences that the policy has moved away from.",
     )
-    opsm_delta: float = arg(1e-4, "Mean of old minus current log-prob in a sequence above which --use-opsm masks.", legal=NON_NEGATIVE)
+    opsm_delta: float = arg(
+        1e-4,
+        "Mean of old minus current log-prob in a sequence above which --use-opsm masks.",
+        legal=NON_NEGATIVE,
+    )
     positive_nll_coef: float = arg(
-        0.0, "VAPO: weight of the mean negative log-prob of samples with a reward above 0, added to the loss.", legal=NON_NEGATIVE
+        0.0,
+        "VAPO: weight of the mean negative log-prob of samples with a reward above 0, added to the loss.",
+        legal=NON_NEGATIVE,
     )
-    use_rollout_logprobs: bool = arg(False, "Take the sampler's log-probs as the old ones, without recomputing them.")
+    use_rollout_logprobs: bool = arg(
+        False, "Take the sampler's log-probs as the old ones, without recomputing them."
+    )
     use_routing_replay: bool = arg(
-        False, "Mixtures of experts: in the update, send each token to the experts that the pass of the old log-probs chose for it."
+        False,
+        "Mixtures of experts: in the update, send each token to the experts that the pass of the old log-probs chose for it.",
     )
     num_steps_per_rollout: int | None = arg(
-        None, "Optimizer steps into which each rollout is cut; default: from --global-batch-size, else 1.", legal=AT_LEAST_ONE
+        None,
+        "Optimizer steps into which each rollout is cut; default: from --global-batch-size, else 1.",
+        legal=AT_LEAST_ONE,
     )
-    global_batch_size: int | None = arg(None, "Samples in each optimizer step, over all ranks.", legal=AT_LEAST_ONE)
-    micro_batch_size: int = arg(1, "Samples in each forward pass of a data-parallel rank.", legal=AT_LEAST_ONE)
+    global_batch_size: int | None = arg(
+        None, "Samples in each optimizer step, over all ranks.", legal=AT_LEAST_ONE
+    )
+    micro_batch_size: int = arg(
+        1, "Samples in each forward pass of a data-parallel rank.", legal=AT_LEAST_ONE
+    )
     log_probs_micro_batch_size: int | None = arg(
-        None, "As --micro-batch-size, for forward-only passes; default: the same.", legal=AT_LEAST_ONE
+        None,
+        "As --micro-batch-size, for forward-only passes; default: the same.",
+        legal=AT_LEAST_ONE,
     )
     use_dynamic_batch_size: bool = arg(
-        False, "Fill micro-batches up to --max-tokens-per-gpu tokens, in place of --micro-batch-size samples."
+        False,
+        "Fill micro-batches up to --max-tokens-per-gpu tokens, in place of --micro-batch-size samples.",
     )
     max_tokens_per_gpu: int | None = arg(
         None,
@@ -83,7 +135,9 @@ class AlgorithmConfig:
         legal=AT_LEAST_ONE,
     )
     log_probs_max_tokens_per_gpu: int | None = arg(
-        None, "As --max-tokens-per-gpu, for forward-only passes; default: the same.", legal=AT_LEAST_ONE
+        None,
+        "As --max-tokens-per-gpu, for forward-only passes; default: the same.",
+        legal=AT_LEAST_ONE,
     )
     balance_data: bool | None = arg(
         None,
@@ -113,10 +167,16 @@ class GateConfig:
         "percentile; default 1e-3 in float32 on CPU, else 0.1.",
         legal=NON_NEGATIVE,
     )
-    train_rollout_diff_patience: int = arg(3, "Breaches in a row before the run stops.", legal=AT_LEAST_ONE)
+    train_rollout_diff_patience: int = arg(
+        3, "Breaches in a row before the run stops.", legal=AT_LEAST_ONE
+    )
     max_consecutive_skipped_steps: int = arg(
-        3, "Optimizer steps skipped in a row, for non-finite gradients, before the run stops.", legal=AT_LEAST_ONE
+        3,
+        "Optimizer steps skipped in a row, for non-finite gradients, before the run stops.",
+        legal=AT_LEAST_ONE,
     )
     max_failed_samples: float = arg(
-        0.1, "Share of a rollout's samples without a usable response or reward above which the run stops.", legal=UNIT
+        0.1,
+        "Share of a rollout's samples without a usable response or reward above which the run stops.",
+        legal=UNIT,
     )

@@ -9,8 +9,14 @@ from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    save: str | None = arg(None, "Folder for checkpoints (model, optimizer, scheduler, random state, data position).")
-    save_interval: int | None = arg(None, "Save every this many rollouts; with --save the last one is always saved.", legal=POSITIVE)
+    save: str | None = arg(
+        None, "Folder for checkpoints (model, optimizer, scheduler, random state, data position)."
+    )
+    save_interval: int | None = arg(
+        None,
+        "Save every this many rollouts; with --save the last one is always saved.",
+        legal=POSITIVE,
+    )
     save_retain_last: int | None = arg(
         None, "Keep this many of the newest checkpoints and remove older ones; default all.",
         legal=AT_LEAST_ONE, aliases=("--save-retain-count", "--max-checkpoint-count", "--max-actor-ckpt-to-keep"),
@@ -19,20 +25,36 @@ class CheckpointConfig:
         None, "Keep the checkpoints of every this many rollouts, and the newest (see --save-retain-last); remove the others.",
         legal=AT_LEAST_ONE,
     )  # fmt: skip
-    async_save: bool = arg(False, "Write checkpoints behind the training, which stops only while their content is copied.")
+    async_save: bool = arg(
+        False,
+        "Write checkpoints behind the training, which stops only while their content is copied.",
+    )
     on_save_failure: str = arg(
         "stop", "When a checkpoint cannot be written, as on a full disk: stop the run, or warn and continue to the next save.",
         choices=("stop", "continue"),
     )  # fmt: skip
-    load: str | None = arg(None, "Folder of checkpoints to resume from. A Hugging Face folder starts a fresh run from its weights.")
+    load: str | None = arg(
+        None,
+        "Folder of checkpoints to resume from. A Hugging Face folder starts a fresh run from its weights.",
+    )
     ckpt_step: int | None = arg(None, "Resume from this step in place of the newest.")
-    exit_on_missing_checkpoint: bool = arg(False, "With --load: an error, not a fresh run, when the folder holds no checkpoint yet.")
-    no_verify_checkpoint: bool = arg(False, "With --load: do not compare the files with their checksums first.")
+    exit_on_missing_checkpoint: bool = arg(
+        False, "With --load: an error, not a fresh run, when the folder holds no checkpoint yet."
+    )
+    no_verify_checkpoint: bool = arg(
+        False, "With --load: do not compare the files with their checksums first."
+    )
     finetune: bool = arg(False, "With --load: take the weights only and start at step 0.")
     no_load_optim: bool = arg(False, "With --load: do not load the optimizer.")
     no_load_rng: bool = arg(False, "With --load: do not load the random state.")
     no_save_optim: bool = arg(False, "Do not save the optimizer.")
     no_save_rng: bool = arg(False, "Do not save the random state.")
-    save_hf: str | None = arg(None, "Folder for a Hugging Face copy of the final weights; {rollout_id} is replaced.")
-    exit_interval: int | None = arg(None, "Save and end the run after a rollout whose number this divides.", legal=AT_LEAST_ONE)
-    exit_duration_in_mins: float | None = arg(None, "Save and end the run after the rollout in which this time is over.", legal=POSITIVE)
+    save_hf: str | None = arg(
+        None, "Folder for a Hugging Face copy of the final weights; {rollout_id} is replaced."
+    )
+    exit_interval: int | None = arg(
+        None, "Save and end the run after a rollout whose number this divides.", legal=AT_LEAST_ONE
+    )
+    exit_duration_in_mins: float | None = arg(
+        None, "Save and end the run after the rollout in which this time is over.", legal=POSITIVE
+    )

@@ -22,16 +22,26 @@ class CriticConfig:
         "alpha and modules; 0: the critic trains all weights.",
         legal=NON_NEGATIVE,
     )
-    critic_lr: float | None = arg(None, "Learning rate of the critic; default: --lr.", legal=POSITIVE)
-    critic_min_lr: float | None = arg(
-        None, "Where the critic's learning rate ends; default: the share of --critic-lr that --min-lr is of --lr.", legal=NON_NEGATIVE
+    critic_lr: float | None = arg(
+        None, "Learning rate of the critic; default: --lr.", legal=POSITIVE
     )
-    critic_lr_warmup_iters: int = arg(0, "Optimizer steps of linear warm-up of the critic's learning rate.", legal=NON_NEGATIVE)
+    critic_min_lr: float | None = arg(
+        None,
+        "Where the critic's learning rate ends; default: the share of --critic-lr that --min-lr is of --lr.",
+        legal=NON_NEGATIVE,
+    )
+    critic_lr_warmup_iters: int = arg(
+        0, "Optimizer steps of linear warm-up of the critic's learning rate.", legal=NON_NEGATIVE
+    )
     num_critic_only_steps: int = arg(
-        0, "The first rollouts, on which the critic alone is trained: the policy and the engine stay as they are.", legal=NON_NEGATIVE
+        0,
+        "The first rollouts, on which the critic alone is trained: the policy and the engine stay as they are.",
+        legal=NON_NEGATIVE,
     )
     critic_tensor_model_parallel_size: int | None = arg(
-        None, "Of the critic's layout, on the same processes as the policy's; default: --tensor-model-parallel-size.", legal=AT_LEAST_ONE
+        None,
+        "Of the critic's layout, on the same processes as the policy's; default: --tensor-model-parallel-size.",
+        legal=AT_LEAST_ONE,
     )
     critic_pipeline_model_parallel_size: int | None = arg(
         None, "Of the critic's layout; default: --pipeline-model-parallel-size.", legal=AT_LEAST_ONE
@@ -43,9 +53,13 @@ class CriticConfig:
         legal=AT_LEAST_ONE,
     )
     critic_num_layers_per_virtual_pipeline_stage: int | None = arg(
-        None, "Of the critic's layout; excludes --critic-num-virtual-stages-per-pipeline-rank.", legal=AT_LEAST_ONE
+        None,
+        "Of the critic's layout; excludes --critic-num-virtual-stages-per-pipeline-rank.",
+        legal=AT_LEAST_ONE,
     )
-    critic_context_parallel_size: int | None = arg(None, "Of the critic's layout; default: --context-parallel-size.", legal=AT_LEAST_ONE)
+    critic_context_parallel_size: int | None = arg(
+        None, "Of the critic's layout; default: --context-parallel-size.", legal=AT_LEAST_ONE
+    )
     critic_expert_model_parallel_size: int | None = arg(
         None, "Of the critic's layout; default: --expert-model-parallel-size.", legal=AT_LEAST_ONE
     )
@@ -55,5 +69,6 @@ class CriticConfig:
         legal=AT_LEAST_ONE,
     )
     critic_sequence_parallel: bool | None = arg(
-        None, "Of the critic's layout; default: --sequence-parallel where the critic's tensor-parallel size is above 1."
+        None,
+        "Of the critic's layout; default: --sequence-parallel where the critic's tensor-parallel size is above 1.",
     )

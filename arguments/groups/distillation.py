@@ -10,7 +10,8 @@ from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
 @dataclass(frozen=True, slots=True)
 class DistillationConfig:
     use_opd: bool = arg(
-        False, "On-policy distillation: take opd_kl_coef times the log-probability gap to a teacher off the advantage of every token."
+        False,
+        "On-policy distillation: take opd_kl_coef times the log-probability gap to a teacher off the advantage of every token.",
     )
     opd_type: str | None = arg(
         None,
@@ -20,16 +21,25 @@ class DistillationConfig:
     )
     opd_kl_coef: float = arg(1.0, "Weight of the gap.", legal=POSITIVE)
     opd_teacher_load: str | None = arg(
-        None, "Folder of the teacher (Hugging Face), of any supported shape; it has the policy's tokenizer and parallel layout."
+        None,
+        "Folder of the teacher (Hugging Face), of any supported shape; it has the policy's tokenizer and parallel layout.",
     )
     opd_teacher_url: list[str] | None = arg(
         None,
         "SGLang servers of the teacher, http://host:port each, with the policy's tokenizer. Default: --rm-url, as slime spells it.",
         nargs="+",
     )
-    opd_teacher_timeout_s: float = arg(300.0, "Seconds for a teacher's server to answer about one sample.", legal=POSITIVE)
-    opd_teacher_attempts: int = arg(4, "Times that a teacher's servers are asked about a sample before it is dropped.", legal=AT_LEAST_ONE)
-    opd_teacher_concurrency: int = arg(64, "Requests that wait for the teacher's servers at a time.", legal=AT_LEAST_ONE)
+    opd_teacher_timeout_s: float = arg(
+        300.0, "Seconds for a teacher's server to answer about one sample.", legal=POSITIVE
+    )
+    opd_teacher_attempts: int = arg(
+        4,
+        "Times that a teacher's servers are asked about a sample before it is dropped.",
+        legal=AT_LEAST_ONE,
+    )
+    opd_teacher_concurrency: int = arg(
+        64, "Requests that wait for the teacher's servers at a time.", legal=AT_LEAST_ONE
+    )
 
     @property
     def served(self) -> bool:

@@ -11,5 +11,9 @@ from slime_like.config import arg
 class MegatronSpellings:
     swiglu: bool = arg(False, "Gated linear units with SiLU in the MLP.")
     squared_relu: bool = arg(False, "Squared ReLU in the MLP.")
-    quick_geglu: bool = arg(False, "Gated linear units with the quick approximation of GELU in the MLP.")
-    group_query_attention: bool = arg(False, "Grouped-query attention, with --num-query-groups groups (1 when that is not given).")
+    quick_geglu: bool = arg(
+        False, "Gated linear units with the quick approximation of GELU in the MLP."
+    )
+    group_query_attention: bool = arg(
+        False, "Grouped-query attention, with --num-query-groups groups (1 when that is not given)."
+    )

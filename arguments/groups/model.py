@@ -18,7 +18,9 @@ class ModelConfig:
         "Folder of the reference model: a Hugging Face model, or checkpoints (--save) of the same shape. Needed by --use-kl-loss and "
         "--kl-coef; usually the same as --hf-checkpoint.",
     )
-    ref_ckpt_step: int | None = arg(None, "With --ref-load of a folder of checkpoints: this step in place of the newest.")
+    ref_ckpt_step: int | None = arg(
+        None, "With --ref-load of a folder of checkpoints: this step in place of the newest."
+    )
     ref_offload: bool = arg(
         False,
         "Keep the reference model's weights in host memory (a mapped file on a machine without a GPU); they take the policy's place for a "
@@ -29,7 +31,9 @@ class ModelConfig:
         "Layer implementation. auto: Transformer Engine where it is installed and CUDA is available, else local.",
         choices=("auto", "local", "transformer_engine"),
     )
-    trust_remote_code: bool = arg(False, "Run Python code that comes with the Hugging Face checkpoint. Off unless you set it.")
+    trust_remote_code: bool = arg(
+        False, "Run Python code that comes with the Hugging Face checkpoint. Off unless you set it."
+    )
     seed: int = arg(1234, "Seed of weight initialisation and dropout.")
 
 
@@ -39,13 +43,25 @@ class GPTModelConfig:
 
     vocab_size: int | None = arg(None, "Tokens of the vocabulary before padding.", legal=POSITIVE)
     make_vocab_size_divisible_by: int = arg(
-        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", legal=AT_LEAST_ONE
+        128,
+        "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
+        legal=AT_LEAST_ONE,
     )
     max_position_embeddings: int | None = arg(None, "Largest position.", legal=POSITIVE)
-    position_embedding_type: str | None = arg(None, "Position embedding.", choices=("rope", "learned_absolute", "none"))
+    position_embedding_type: str | None = arg(
+        None, "Position embedding.", choices=("rope", "learned_absolute", "none")
+    )
     rotary_base: float | None = arg(None, "Base period of rotary embeddings.", legal=POSITIVE)
-    rotary_percent: float | None = arg(None, "Share of each head's dimensions that is rotated.", legal=UNIT_OPEN_LOW)
+    rotary_percent: float | None = arg(
+        None, "Share of each head's dimensions that is rotated.", legal=UNIT_OPEN_LOW
+    )
     use_rope_scaling: bool = arg(False, "Scale rotary frequencies as Llama 3.1 does.")
-    rope_scaling_factor: float | None = arg(None, "Factor of --use-rope-scaling (default 8).", legal=POSITIVE)
-    rotary_seq_len_interpolation_factor: float | None = arg(None, "Linear interpolation factor of rotary positions.", legal=POSITIVE)
-    untie_embeddings_and_output_weights: bool = arg(False, "Give the output layer weights of its own.")
+    rope_scaling_factor: float | None = arg(
+        None, "Factor of --use-rope-scaling (default 8).", legal=POSITIVE
+    )
+    rotary_seq_len_interpolation_factor: float | None = arg(
+        None, "Linear interpolation factor of rotary positions.", legal=POSITIVE
+    )
+    untie_embeddings_and_output_weights: bool = arg(
+        False, "Give the output layer weights of its own."
+    )

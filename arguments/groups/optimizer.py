@@ -10,14 +10,36 @@ from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, arg
 @dataclass(frozen=True, slots=True)
 class ScheduleConfig:
     lr_decay_style: str = arg(
-        "constant", "Shape of the learning rate over the run.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+        "constant",
+        "Shape of the learning rate over the run.",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int | None = arg(None, "Optimizer steps over which the learning rate decays; default: the whole run.", legal=POSITIVE)
-    lr_wsd_decay_iters: int | None = arg(None, "Length of the annealing phase of WSD, in optimizer steps.", legal=POSITIVE)
-    lr_wsd_decay_style: str = arg("exponential", "Shape of WSD's annealing.", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    lr_decay_iters: int | None = arg(
+        None,
+        "Optimizer steps over which the learning rate decays; default: the whole run.",
+        legal=POSITIVE,
+    )
+    lr_wsd_decay_iters: int | None = arg(
+        None, "Length of the annealing phase of WSD, in optimizer steps.", legal=POSITIVE
+    )
+    lr_wsd_decay_style: str = arg(
+        "exponential",
+        "Shape of WSD's annealing.",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    )
     lr_warmup_iters: int = arg(0, "Optimizer steps of linear warm-up.", legal=NON_NEGATIVE)
-    lr_warmup_fraction: float | None = arg(None, "Share of the decay used for warm-up; excludes --lr-warmup-iters.", legal=UNIT)
+    lr_warmup_fraction: float | None = arg(
+        None, "Share of the decay used for warm-up; excludes --lr-warmup-iters.", legal=UNIT
+    )
     lr_warmup_init: float = arg(0.0, "Learning rate at which warm-up starts.", legal=NON_NEGATIVE)
-    start_weight_decay: float | None = arg(None, "Initial weight decay of a changing schedule.", legal=NON_NEGATIVE)
-    end_weight_decay: float | None = arg(None, "Final weight decay of a changing schedule.", legal=NON_NEGATIVE)
-    weight_decay_incr_style: str = arg("constant", "Shape of the weight decay over the run.", choices=("constant", "linear", "cosine"))
+    start_weight_decay: float | None = arg(
+        None, "Initial weight decay of a changing schedule.", legal=NON_NEGATIVE
+    )
+    end_weight_decay: float | None = arg(
+        None, "Final weight decay of a changing schedule.", legal=NON_NEGATIVE
+    )
+    weight_decay_incr_style: str = arg(
+        "constant",
+        "Shape of the weight decay over the run.",
+        choices=("constant", "linear", "cosine"),
+    )

@@ -9,23 +9,41 @@ from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, arg
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    tensor_model_parallel_size: int = arg(1, "Ranks that share each layer's matrices.", legal=AT_LEAST_ONE)
-    pipeline_model_parallel_size: int = arg(1, "Stages into which the layers are cut.", legal=AT_LEAST_ONE)
+    tensor_model_parallel_size: int = arg(
+        1, "Ranks that share each layer's matrices.", legal=AT_LEAST_ONE
+    )
+    pipeline_model_parallel_size: int = arg(
+        1, "Stages into which the layers are cut.", legal=AT_LEAST_ONE
+    )
     num_virtual_stages_per_pipeline_rank: int | None = arg(
         None, "Interleaved schedule: model chunks on each pipeline rank.", legal=AT_LEAST_ONE
     )
     num_layers_per_virtual_pipeline_stage: int | None = arg(
-        None, "Interleaved schedule, told by layers per chunk; excludes --num-virtual-stages-per-pipeline-rank.", legal=AT_LEAST_ONE
+        None,
+        "Interleaved schedule, told by layers per chunk; excludes --num-virtual-stages-per-pipeline-rank.",
+        legal=AT_LEAST_ONE,
     )
     context_parallel_size: int = arg(
-        1, "Ranks that share the tokens of each sequence; sequences are padded to a multiple of twice this.", legal=AT_LEAST_ONE
+        1,
+        "Ranks that share the tokens of each sequence; sequences are padded to a multiple of twice this.",
+        legal=AT_LEAST_ONE,
     )
     expert_model_parallel_size: int = arg(1, "Ranks that share the experts.", legal=AT_LEAST_ONE)
-    expert_tensor_parallel_size: int | None = arg(None, "Tensor-parallel size of the experts.", legal=AT_LEAST_ONE)
-    sequence_parallel: bool = arg(False, "Split activations between tensor-parallel regions along the sequence.")
-    distributed_backend: str = arg("auto", "Process-group backend. auto: nccl with CUDA, else gloo.", choices=("auto", "nccl", "gloo"))
+    expert_tensor_parallel_size: int | None = arg(
+        None, "Tensor-parallel size of the experts.", legal=AT_LEAST_ONE
+    )
+    sequence_parallel: bool = arg(
+        False, "Split activations between tensor-parallel regions along the sequence."
+    )
+    distributed_backend: str = arg(
+        "auto",
+        "Process-group backend. auto: nccl with CUDA, else gloo.",
+        choices=("auto", "nccl", "gloo"),
+    )
     distributed_timeout_minutes: float = arg(
-        10.0, "Ranks that have not met by then, and a collective that takes longer, end the run with an error.", legal=POSITIVE
+        10.0,
+        "Ranks that have not met by then, and a collective that takes longer, end the run with an error.",
+        legal=POSITIVE,
     )
     heartbeat_timeout_s: float = arg(
         120.0,
@@ -36,11 +54,21 @@ class ParallelConfig:
 
     @property
     def model_parallel_size(self) -> int:
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
 
     @property
     def grid(self) -> tuple[int, ...]:
         """What decides which rank has which part of a model; equal for layouts that can share their process groups."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         experts = (self.expert_model_parallel_size, self.expert_tensor_parallel_size or tensor)
-        return tensor, pipeline, self.num_virtual_stages_per_pipeline_rank or 1, self.context_parallel_size, *experts
+        return (
+            tensor,
+            pipeline,
+            self.num_virtual_stages_per_pipeline_rank or 1,
+            self.context_parallel_size,
+            *experts,
+        )

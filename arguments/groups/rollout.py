@@ -11,16 +11,28 @@ TOP_K = Range("-1 (all) or >= 1", lambda k: k == -1 or k >= 1)
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
-    num_rollout: int | None = arg(None, "Rollouts (generate, then train) in the whole run.", legal=POSITIVE)
-    num_epoch: int | None = arg(None, "Passes over the prompts, in place of --num-rollout.", legal=POSITIVE)
+    num_rollout: int | None = arg(
+        None, "Rollouts (generate, then train) in the whole run.", legal=POSITIVE
+    )
+    num_epoch: int | None = arg(
+        None, "Passes over the prompts, in place of --num-rollout.", legal=POSITIVE
+    )
     rollout_batch_size: int = arg(32, "Prompts in each rollout.", legal=AT_LEAST_ONE)
-    n_samples_per_prompt: int = arg(8, "Responses to each prompt: the group of GRPO.", legal=AT_LEAST_ONE)
+    n_samples_per_prompt: int = arg(
+        8, "Responses to each prompt: the group of GRPO.", legal=AT_LEAST_ONE
+    )
     rollout_engine: str = arg(
-        "local", "local: transformers' generation inside each training rank. sglang: SGLang servers.", choices=("local", "sglang")
+        "local",
+        "local: transformers' generation inside each training rank. sglang: SGLang servers.",
+        choices=("local", "sglang"),
     )
     rollout_max_response_len: int = arg(128, "Longest response, in tokens.", legal=AT_LEAST_ONE)
-    rollout_temperature: float = arg(1.0, "Sampling temperature; the trainer's log-probs use the same.", legal=POSITIVE)
-    rollout_top_p: float = arg(1.0, "Nucleus sampling: smallest set of tokens with this probability.", legal=UNIT_OPEN_LOW)
+    rollout_temperature: float = arg(
+        1.0, "Sampling temperature; the trainer's log-probs use the same.", legal=POSITIVE
+    )
+    rollout_top_p: float = arg(
+        1.0, "Nucleus sampling: smallest set of tokens with this probability.", legal=UNIT_OPEN_LOW
+    )
     rollout_top_k: int = arg(-1, "Sample from the k likeliest tokens; -1: from all.", legal=TOP_K)
     renormalize_sampled_log_probs: bool = arg(
         False,
@@ -34,8 +46,12 @@ class RolloutConfig:
         "the share of tokens whose router would choose others is reported. --use-routing-replay beside it changes nothing.",
     )
     rollout_stop: list[str] | None = arg(None, "Strings that end a response.", nargs="+")
-    rollout_stop_token_ids: list[int] | None = arg(None, "Token ids that end a response, besides the model's own.", nargs="+")
-    rollout_local_batch_size: int = arg(64, "Samples that the local engine decodes together.", legal=AT_LEAST_ONE)
+    rollout_stop_token_ids: list[int] | None = arg(
+        None, "Token ids that end a response, besides the model's own.", nargs="+"
+    )
+    rollout_local_batch_size: int = arg(
+        64, "Samples that the local engine decodes together.", legal=AT_LEAST_ONE
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +62,26 @@ class RewardConfig:
         choices=("zero", "exact_match", "math", "gsm8k", "code", "remote_rm", "task"),
     )
     custom_rm_path: str | None = arg(
-        None, "module.function or file.py:function of your own reward, called as function(args, sample), sync or async."
+        None,
+        "module.function or file.py:function of your own reward, called as function(args, sample), sync or async.",
     )
-    reward_key: str | None = arg(None, "Where the reward function returns a dict: the key to train on.")
-    rm_timeout_s: float = arg(10.0, "Seconds after which a reward is given up and the sample is unscored.", legal=POSITIVE)
+    reward_key: str | None = arg(
+        None, "Where the reward function returns a dict: the key to train on."
+    )
+    rm_timeout_s: float = arg(
+        10.0, "Seconds after which a reward is given up and the sample is unscored.", legal=POSITIVE
+    )
     rm_num_workers: int = arg(
         0,
         "Processes that grade, killed hard when they hang (exact_match and gsm8k need none); 0: a share of the cores, at most 4.",
         legal=Range(">= 0", lambda x: x >= 0),
     )
     max_abs_reward: float = arg(1e6, "A reward of a larger magnitude is an error.", legal=POSITIVE)
-    group_rm: bool = arg(False, "--custom-rm-path is called with all samples of a group, as function(args, samples), and returns a list.")
+    group_rm: bool = arg(
+        False,
+        "--custom-rm-path is called with all samples of a group, as function(args, samples), and returns a list.",
+    )
     rm_url: str | None = arg(
-        None, "Reward server of --rm-type remote_rm: gets prompt, response and label as JSON, answers a number or an object (--reward-key)."
+        None,
+        "Reward server of --rm-type remote_rm: gets prompt, response and label as JSON, answers a number or an object (--reward-key).",
     )

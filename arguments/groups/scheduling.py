@@ -26,10 +26,12 @@ class SchedulingConfig:
         legal=AT_LEAST_ONE,
     )
     partial_rollout: bool = arg(
-        False, "Groups that are not finished when a rollout has enough go on in the next one, in place of being lost."
+        False,
+        "Groups that are not finished when a rollout has enough go on in the next one, in place of being lost.",
     )
     mask_offpolicy_in_partial_rollout: bool = arg(
-        False, "Do not train on the tokens that a partial rollout wrote before this rollout, under older weights."
+        False,
+        "Do not train on the tokens that a partial rollout wrote before this rollout, under older weights.",
     )
     rollout_slice_len: int | None = arg(
         None,
@@ -59,7 +61,9 @@ class SchedulingConfig:
         "slime's async function(args, sample, sampling_params).",
     )
     custom_generate_timeout_s: float = arg(
-        1800.0, "Seconds after which --custom-generate-function-path is given up for a sample, which is then lost.", legal=POSITIVE
+        1800.0,
+        "Seconds after which --custom-generate-function-path is given up for a sample, which is then lost.",
+        legal=POSITIVE,
     )
     rollout_function_path: str | None = arg(
         None,
@@ -68,12 +72,18 @@ class SchedulingConfig:
         "partial rollouts are then its own. slime's slime.rollout.sglang_rollout.generate_rollout is what a run does without it.",
     )
     eval_function_path: str | None = arg(
-        None, "As --rollout-function-path, for evaluations, with evaluation=True; default: --rollout-function-path."
+        None,
+        "As --rollout-function-path, for evaluations, with evaluation=True; default: --rollout-function-path.",
     )
     rollout_function_timeout_s: float = arg(
-        3600.0, "Seconds after which the run stops because --rollout-function-path or --eval-function-path did not return.", legal=POSITIVE
+        3600.0,
+        "Seconds after which the run stops because --rollout-function-path or --eval-function-path did not return.",
+        legal=POSITIVE,
     )
-    async_rollout: bool = arg(False, "Sample the next rollouts while this one is trained on; new weights reach responses in the middle.")
+    async_rollout: bool = arg(
+        False,
+        "Sample the next rollouts while this one is trained on; new weights reach responses in the middle.",
+    )
     max_staleness: int | None = arg(
         None,
         "With --async-rollout: weight versions that a token may be behind the policy that trains on it, and rollouts that are sampled ahead; "

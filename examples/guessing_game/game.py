@@ -33,7 +33,10 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         if sampling_params["max_new_tokens"] < 1:
             sample.status = Sample.Status.TRUNCATED
             break
-        output = await post(get_model_url(args, "actor"), {"input_ids": prompt + response, "sampling_params": sampling_params})
+        output = await post(
+            get_model_url(args, "actor"),
+            {"input_ids": prompt + response, "sampling_params": sampling_params},
+        )
         written = output["meta_info"]["output_token_logprobs"]
         response += [token for _, token, _ in written]
         log_probs += [log_prob for log_prob, _, _ in written]
@@ -46,7 +49,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
             sample.reward = 1 - turn / 10
             break
         if turn + 1 < TURNS:
-            answer = tokenizer(said, add_special_tokens=False)["input_ids"][: max(0, limit - len(response))]
+            answer = tokenizer(said, add_special_tokens=False)["input_ids"][
+                : max(0, limit - len(response))
+            ]
             response += answer
             log_probs += [0.0] * len(answer)
             loss_mask += [0] * len(answer)

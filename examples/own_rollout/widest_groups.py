@@ -24,7 +24,9 @@ from slime_like.rollout.slime_api import (
 )
 
 
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     if evaluation:
         output, _ = run(eval_rollout(args, rollout_id))
         return output
@@ -36,13 +38,23 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     for sample in (sample for group in carried for sample in group):
         sample.metadata["carried"] = True
     data_source.add_samples(carried)
-    return RolloutFnTrainOutput(kept, metrics={"spread_mean": statistics.fmean(map(spread, kept)), "carried_groups": len(carried)})
+    return RolloutFnTrainOutput(
+        kept,
+        metrics={
+            "spread_mean": statistics.fmean(map(spread, kept)),
+            "carried_groups": len(carried),
+        },
+    )
 
 
 async def answered(args: Any, groups: list[list[Sample]]) -> list[list[Sample]]:
     """With responses and rewards; groups that have them stay as they are."""
     sampling_params = GenerateState(args).sampling_params
-    return list(await asyncio.gather(*(generate_and_rm_group(args, group, sampling_params) for group in groups)))
+    return list(
+        await asyncio.gather(
+            *(generate_and_rm_group(args, group, sampling_params) for group in groups)
+        )
+    )
 
 
 def was_carried(group: list[Sample]) -> bool:

@@ -43,7 +43,12 @@ class Response:
 
 def settings(**defaults: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for name, value in {"base_url": "http://127.0.0.1:8000", "model": "outputs/demo/model", "seed": 0, **defaults}.items():
+    for name, value in {
+        "base_url": "http://127.0.0.1:8000",
+        "model": "outputs/demo/model",
+        "seed": 0,
+        **defaults,
+    }.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     return parser.parse_args()
 
@@ -57,13 +62,20 @@ def reward_of(text: str) -> float:
     return sum(character in VOWELS for character in text) / max(1, len(text))
 
 
-def sample(training: tinker.TrainingClient, tokenizer: Any, *, group: int, seed: int, max_tokens: int = 8) -> list[list[Response]]:
+def sample(
+    training: tinker.TrainingClient, tokenizer: Any, *, group: int, seed: int, max_tokens: int = 8
+) -> list[list[Response]]:
     """A group of responses to each prompt, from the weights as they are now."""
     sampler = training.save_weights_and_get_sampling_client().result()
-    prompts = [tokenizer.encode(f"<|user|>{text}<|assistant|>", add_special_tokens=False) for text in PROMPTS]
+    prompts = [
+        tokenizer.encode(f"<|user|>{text}<|assistant|>", add_special_tokens=False)
+        for text in PROMPTS
+    ]
     futures = [
         sampler.sample(
-            types.ModelInput.from_ints(prompt), group, types.SamplingParams(max_tokens=max_tokens, seed=1000 * seed + i, stop=[])
+            types.ModelInput.from_ints(prompt),
+            group,
+            types.SamplingParams(max_tokens=max_tokens, seed=1000 * seed + i, stop=[]),
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -73,7 +85,9 @@ def sample(training: tinker.TrainingClient, tokenizer: Any, *, group: int, seed:
         for sequence in future.result().sequences:
             written = list(sequence.tokens)
             reward = reward_of(tokenizer.decode(written))
-            group_of.append(Response([*prompt, *written], len(prompt), list(sequence.logprobs), reward))
+            group_of.append(
+                Response([*prompt, *written], len(prompt), list(sequence.logprobs), reward)
+            )
         groups.append(group_of)
     return groups
 

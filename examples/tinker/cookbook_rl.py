@@ -50,12 +50,26 @@ class Spelling(ProblemEnv):
 class Rows(RLDataset):
     """Rows in their order, `batch_size` at a time, each for `group_size` attempts."""
 
-    def __init__(self, rows: list[dict[str, Any]], renderer: renderers.Renderer, batch_size: int, group_size: int) -> None:
-        self.rows, self.renderer, self.batch_size, self.group_size = rows, renderer, batch_size, group_size
+    def __init__(
+        self,
+        rows: list[dict[str, Any]],
+        renderer: renderers.Renderer,
+        batch_size: int,
+        group_size: int,
+    ) -> None:
+        self.rows, self.renderer, self.batch_size, self.group_size = (
+            rows,
+            renderer,
+            batch_size,
+            group_size,
+        )
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         part = self.rows[index * self.batch_size : (index + 1) * self.batch_size]
-        return [ProblemGroupBuilder(functools.partial(Spelling, self.renderer, row), self.group_size) for row in part]
+        return [
+            ProblemGroupBuilder(functools.partial(Spelling, self.renderer, row), self.group_size)
+            for row in part
+        ]
 
     def __len__(self) -> int:
         return len(self.rows) // self.batch_size
@@ -79,17 +93,32 @@ class LocalRows(RLDatasetBuilder):
             for file in (self.train_file, self.heldout_file)
         )
         heldout = heldout[: self.heldout_size]
-        return Rows(rows, renderer, self.batch_size, self.group_size), Rows(heldout, renderer, len(heldout), 4)
+        return Rows(rows, renderer, self.batch_size, self.group_size), Rows(
+            heldout, renderer, len(heldout), 4
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="outputs/demo/model")
-    parser.add_argument("--data", type=Path, default=Path("outputs/demo"), help="folder of train.jsonl and heldout.jsonl")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path("outputs/demo"),
+        help="folder of train.jsonl and heldout.jsonl",
+    )
     parser.add_argument("--log-path", type=Path, required=True)
-    parser.add_argument("--start-from", type=Path, help="log path of cookbook_sl.py; without it, a new adapter on --model")
-    parser.add_argument("--rank", type=int, default=32, help="of a new adapter; 0 trains all weights")
+    parser.add_argument(
+        "--start-from",
+        type=Path,
+        help="log path of cookbook_sl.py; without it, a new adapter on --model",
+    )
+    parser.add_argument(
+        "--rank", type=int, default=32, help="of a new adapter; 0 trains all weights"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
@@ -100,7 +129,9 @@ def main() -> None:
 
     start = None
     if options.start_from is not None:
-        start = json.loads((options.start_from / "checkpoints.jsonl").read_text(encoding="utf-8").splitlines()[-1])["state_path"]
+        start = json.loads(
+            (options.start_from / "checkpoints.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+        )["state_path"]
     rows = LocalRows(
         model_name=options.model,
         train_file=str(options.data / "train.jsonl"),
@@ -128,7 +159,9 @@ def main() -> None:
     asyncio.run(train.main(config))
     rewards = metrics_of(options.log_path, "env/all/reward/total")
     heldout = metrics_of(options.log_path, "test/env/all/reward/total")
-    print(f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}; held-out {heldout[0]:.3f} -> {heldout[-1]:.3f}")
+    print(
+        f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}; held-out {heldout[0]:.3f} -> {heldout[-1]:.3f}"
+    )
 
 
 if __name__ == "__main__":

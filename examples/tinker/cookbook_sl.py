@@ -29,7 +29,17 @@ def conversations(data: Path, folder: Path) -> Path:
     target = folder / "conversations.jsonl"
     with data.open(encoding="utf-8") as rows, target.open("w", encoding="utf-8") as file:
         for row in map(json.loads, rows):
-            file.write(json.dumps({"messages": [*row["messages"], {"role": "assistant", "content": row["answer"]}]}) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        "messages": [
+                            *row["messages"],
+                            {"role": "assistant", "content": row["answer"]},
+                        ]
+                    }
+                )
+                + "\n"
+            )
     return target
 
 
@@ -40,7 +50,9 @@ def metrics_of(log_path: Path, name: str) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--base-url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="outputs/demo/model")
     parser.add_argument("--data", type=Path, default=Path("outputs/demo/train.jsonl"))
@@ -53,7 +65,10 @@ def main() -> None:
     os.environ.setdefault("TINKER_API_KEY", "tml-local-example")
 
     rows = ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer=options.model, renderer_name=RENDERER, max_length=256, batch_size=options.batch_size
+        model_name_for_tokenizer=options.model,
+        renderer_name=RENDERER,
+        max_length=256,
+        batch_size=options.batch_size,
     )
     file = conversations(options.data, options.log_path)
     config = train.Config(
@@ -61,7 +76,9 @@ def main() -> None:
         model_name=options.model,
         recipe_name="slime_like_cookbook_sl",
         renderer_name=RENDERER,
-        dataset_builder=FromConversationFileBuilder(file_path=str(file), test_size=64, common_config=rows),
+        dataset_builder=FromConversationFileBuilder(
+            file_path=str(file), test_size=64, common_config=rows
+        ),
         learning_rate=options.learning_rate,
         lora_rank=options.rank,
         base_url=options.base_url,
@@ -72,7 +89,9 @@ def main() -> None:
     )
     asyncio.run(train.main(config))
     found = metrics_of(options.log_path, "train_mean_nll")
-    last = json.loads((options.log_path / "checkpoints.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    last = json.loads(
+        (options.log_path / "checkpoints.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    )
     print(f"nll {found[0]:.3f} -> {found[-1]:.3f}; state {last['state_path']}")
 
 

@@ -22,18 +22,32 @@ def main() -> None:
         baseline = mean_reward(groups)
 
         def reinforce(
-            data: list[types.Datum], log_probs: list[torch.Tensor], responses=responses, baseline=baseline
+            data: list[types.Datum],
+            log_probs: list[torch.Tensor],
+            responses=responses,
+            baseline=baseline,
         ) -> tuple[torch.Tensor, dict[str, float]]:
-            terms = [-(r.reward - baseline) * scores[r.start - 1 :].mean() for r, scores in zip(responses, log_probs, strict=True)]
+            terms = [
+                -(r.reward - baseline) * scores[r.start - 1 :].mean()
+                for r, scores in zip(responses, log_probs, strict=True)
+            ]
             return torch.stack(terms).mean() * 10, {"baseline": baseline}
 
         data = [
-            types.Datum(model_input=r.inputs(), loss_fn_inputs={"target_tokens": np.array(r.tokens[1:], dtype=np.int64)}) for r in responses
+            types.Datum(
+                model_input=r.inputs(),
+                loss_fn_inputs={"target_tokens": np.array(r.tokens[1:], dtype=np.int64)},
+            )
+            for r in responses
         ]
         training.forward_backward_custom(data, reinforce).result()
-        training.optim_step(types.AdamParams(learning_rate=options.learning_rate, grad_clip_norm=1.0)).result()
+        training.optim_step(
+            types.AdamParams(learning_rate=options.learning_rate, grad_clip_norm=1.0)
+        ).result()
         print(f"step {step:3d}  reward {baseline:.3f}", flush=True)
-    print(f"reward {mean_reward(sample(training, tokenizer, group=options.group, seed=options.steps)):.3f}")
+    print(
+        f"reward {mean_reward(sample(training, tokenizer, group=options.group, seed=options.steps)):.3f}"
+    )
     client.close("success").result()
 
 

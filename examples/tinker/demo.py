@@ -37,29 +37,46 @@ class Task:
         self.rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         self.prompts = [
             tokenizer.encode(
-                tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, tokenize=False), add_special_tokens=False
+                tokenizer.apply_chat_template(
+                    row["messages"], add_generation_prompt=True, tokenize=False
+                ),
+                add_special_tokens=False,
             )
             for row in self.rows
         ]
 
-    def sample(self, sampler: tinker.SamplingClient, which: list[int], group: int, seed: int) -> list[list[tuple[Any, float]]]:
+    def sample(
+        self, sampler: tinker.SamplingClient, which: list[int], group: int, seed: int
+    ) -> list[list[tuple[Any, float]]]:
         """Of each row a group of (sequence, reward)."""
         futures = [
             sampler.sample(
-                types.ModelInput.from_ints(self.prompts[i]), group, types.SamplingParams(max_tokens=MAX_TOKENS, seed=seed * 10_000 + i)
+                types.ModelInput.from_ints(self.prompts[i]),
+                group,
+                types.SamplingParams(max_tokens=MAX_TOKENS, seed=seed * 10_000 + i),
             )
             for i in which
         ]
-        return [[(s, self.reward(i, s.tokens)) for s in future.result().sequences] for i, future in zip(which, futures, strict=True)]
+        return [
+            [(s, self.reward(i, s.tokens)) for s in future.result().sequences]
+            for i, future in zip(which, futures, strict=True)
+        ]
 
     def reward(self, row: int, tokens: list[int]) -> float:
-        return letters_in_place(self.rows[row]["answer"], self.tokenizer.decode(tokens, skip_special_tokens=True))
+        return letters_in_place(
+            self.rows[row]["answer"], self.tokenizer.decode(tokens, skip_special_tokens=True)
+        )
 
-    def datums(self, row: int, group: list[tuple[Any, float]], samples_of_step: int) -> list[types.Datum]:
+    def datums(
+        self, row: int, group: list[tuple[Any, float]], samples_of_step: int
+    ) -> list[types.Datum]:
         """GRPO's advantages; each sequence counts with the mean of its tokens, a step with the mean of its sequences."""
         prompt, rewards = self.prompts[row], np.array([reward for _, reward in group])
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-        return [datum(prompt, sequence, advantage, samples_of_step) for (sequence, _), advantage in zip(group, advantages, strict=True)]
+        return [
+            datum(prompt, sequence, advantage, samples_of_step)
+            for (sequence, _), advantage in zip(group, advantages, strict=True)
+        ]
 
 
 def datum(prompt: list[int], sequence: Any, advantage: float, samples_of_step: int) -> types.Datum:
@@ -82,15 +99,34 @@ def datum(prompt: list[int], sequence: Any, advantage: float, samples_of_step: i
 
 def curve_of(metrics: Path, last: int) -> dict[int, float]:
     """train.py's held-out rewards, by the number of rollouts before them."""
-    rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
-    return {row["step"]: row["eval/heldout/mean"] for row in rows if "eval/heldout/mean" in row and row["step"] <= last}
+    rows = (
+        [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+        if metrics.exists()
+        else []
+    )
+    return {
+        row["step"]: row["eval/heldout/mean"]
+        for row in rows
+        if "eval/heldout/mean" in row and row["step"] <= last
+    }
 
 
 def main() -> None:
-    options = settings(demo="outputs/demo-sapo-tp2", rollouts=160, stop_after=0, batch=32, group=8, eval_every=20, rank=0, rate_times=1.0)
+    options = settings(
+        demo="outputs/demo-sapo-tp2",
+        rollouts=160,
+        stop_after=0,
+        batch=32,
+        group=8,
+        eval_every=20,
+        rank=0,
+        rate_times=1.0,
+    )
     folder, last = Path(options.demo), options.stop_after or options.rollouts
     client, started = connect(options), time.time()
-    training = client.create_lora_training_client(str(folder / "sft" / "hf"), rank=options.rank).result()
+    training = client.create_lora_training_client(
+        str(folder / "sft" / "hf"), rank=options.rank
+    ).result()
     tokenizer = training.get_tokenizer()
     words, heldout = (Task(folder / f"{name}.jsonl", tokenizer) for name in ("train", "heldout"))
     theirs, ours = curve_of(folder / "rl" / "metrics.jsonl", last), {}
@@ -114,13 +150,23 @@ def main() -> None:
         size = options.batch // STEPS_PER_ROLLOUT
         for part in range(STEPS_PER_ROLLOUT):
             mine = range(part * size, (part + 1) * size)
-            training.forward_backward([d for i in mine for d in words.datums(which[i], groups[i], size * options.group)], "sapo", SAPO)
+            training.forward_backward(
+                [d for i in mine for d in words.datums(which[i], groups[i], size * options.group)],
+                "sapo",
+                SAPO,
+            )
             done = (rollout * STEPS_PER_ROLLOUT + part) / (options.rollouts * STEPS_PER_ROLLOUT)
             rate = options.rate_times * (FIRST_RATE + done * (LAST_RATE - FIRST_RATE))
-            step = training.optim_step(types.AdamParams(learning_rate=rate, beta2=0.999, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0))
+            step = training.optim_step(
+                types.AdamParams(
+                    learning_rate=rate, beta2=0.999, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0
+                )
+            )
         step.result()
     if last in theirs:
-        print(f"reward {ours[last]:.3f}, train.py {theirs[last]:.3f} after {last} rollouts; both began at {ours[0]:.3f}, {theirs[0]:.3f}")
+        print(
+            f"reward {ours[last]:.3f}, train.py {theirs[last]:.3f} after {last} rollouts; both began at {ours[0]:.3f}, {theirs[0]:.3f}"
+        )
     client.close("success").result()
 
 

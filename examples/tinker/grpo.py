@@ -37,10 +37,17 @@ def main() -> None:
         groups = sample(training, tokenizer, group=options.group, seed=step)
         data = [datum for group in groups for datum in datums(group)]
         passed = training.forward_backward(data, "importance_sampling")
-        stepped = training.optim_step(types.AdamParams(learning_rate=options.learning_rate, grad_clip_norm=1.0))
+        stepped = training.optim_step(
+            types.AdamParams(learning_rate=options.learning_rate, grad_clip_norm=1.0)
+        )
         passed.result()
-        print(f"step {step:3d}  reward {mean_reward(groups):.3f}  grad_norm {stepped.result().metrics['grad_norm']:.3f}", flush=True)
-    print(f"reward {mean_reward(sample(training, tokenizer, group=options.group, seed=options.steps)):.3f}")
+        print(
+            f"step {step:3d}  reward {mean_reward(groups):.3f}  grad_norm {stepped.result().metrics['grad_norm']:.3f}",
+            flush=True,
+        )
+    print(
+        f"reward {mean_reward(sample(training, tokenizer, group=options.group, seed=options.steps)):.3f}"
+    )
     client.close("success").result()
 
 

@@ -29,16 +29,22 @@ def main() -> None:
     options = settings(steps=20, group=8, learning_rate=3e-3, critic_learning_rate=1e-2, rank=0)
     client = connect(options)
     policy = client.create_lora_training_client(options.model, rank=options.rank).result()
-    critic = client.create_lora_training_client(options.model, rank=options.rank, user_metadata={"model_role": "critic"}).result()
+    critic = client.create_lora_training_client(
+        options.model, rank=options.rank, user_metadata={"model_role": "critic"}
+    ).result()
     tokenizer = policy.get_tokenizer()
     for step in range(options.steps):
         groups = sample(policy, tokenizer, group=options.group, seed=step)
         responses: list[Response] = [response for group in groups for response in group]
         asked = [types.Datum(model_input=r.inputs(), loss_fn_inputs={}) for r in responses]
         told = critic.forward(asked, "ppo_critic").result().loss_fn_outputs
-        values = [out["values"].to_numpy()[r.start - 1 :] for out, r in zip(told, responses, strict=True)]
+        values = [
+            out["values"].to_numpy()[r.start - 1 :] for out, r in zip(told, responses, strict=True)
+        ]
         results = [gae(v, r.reward) for v, r in zip(values, responses, strict=True)]
-        weight = 1.0 / sum(len(v) for v in values)  # losses are sums: over all response tokens this makes the mean
+        weight = 1.0 / sum(
+            len(v) for v in values
+        )  # losses are sums: over all response tokens this makes the mean
         flat = np.concatenate([advantages for advantages, _ in results])
         mean, deviation = flat.mean(), flat.std() + 1e-6
         of_policy, of_critic = [], []
@@ -53,15 +59,27 @@ def main() -> None:
                     },
                 )
             )
-            arrays = {"values": r.spread(v), "returns": r.spread(returns), "weights": r.spread(np.full(len(v), weight))}
+            arrays = {
+                "values": r.spread(v),
+                "returns": r.spread(returns),
+                "weights": r.spread(np.full(len(v), weight)),
+            }
             of_critic.append(types.Datum(model_input=r.inputs(), loss_fn_inputs=arrays))
         critic_passed = critic.forward_backward(of_critic, "ppo_critic", {"value_clip": 0.5})
-        critic.optim_step(types.AdamParams(learning_rate=options.critic_learning_rate, grad_clip_norm=1.0))
+        critic.optim_step(
+            types.AdamParams(learning_rate=options.critic_learning_rate, grad_clip_norm=1.0)
+        )
         policy.forward_backward(of_policy, "ppo")
-        policy.optim_step(types.AdamParams(learning_rate=options.learning_rate, grad_clip_norm=1.0)).result()
+        policy.optim_step(
+            types.AdamParams(learning_rate=options.learning_rate, grad_clip_norm=1.0)
+        ).result()
         loss = critic_passed.result().metrics["loss:sum"]
-        print(f"step {step:3d}  reward {mean_reward(groups):.3f}  critic loss {loss:.4f}", flush=True)
-    print(f"reward {mean_reward(sample(policy, tokenizer, group=options.group, seed=options.steps)):.3f}")
+        print(
+            f"step {step:3d}  reward {mean_reward(groups):.3f}  critic loss {loss:.4f}", flush=True
+        )
+    print(
+        f"reward {mean_reward(sample(policy, tokenizer, group=options.group, seed=options.steps)):.3f}"
+    )
     client.close("success").result()
 
 

@@ -20,14 +20,19 @@ def main() -> None:
         data = []
         for text in PROMPTS:
             prompt = tokenizer.encode(f"<|user|>{text}<|assistant|>", add_special_tokens=False)
-            answer = tokenizer.encode("".join(rng.choice(list("aeiou"), 8)), add_special_tokens=False)
+            answer = tokenizer.encode(
+                "".join(rng.choice(list("aeiou"), 8)), add_special_tokens=False
+            )
             tokens = [*prompt, *answer]
             weights = np.zeros(len(tokens) - 1, dtype=np.float32)
-            weights[len(prompt) - 1 :] = 1.0 / len(answer) / len(PROMPTS)  # losses are sums: this makes the mean
+            weights[len(prompt) - 1 :] = (
+                1.0 / len(answer) / len(PROMPTS)
+            )  # losses are sums: this makes the mean
             targets = np.array(tokens[1:], dtype=np.int64)
             data.append(
                 types.Datum(
-                    model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": targets, "weights": weights}
+                    model_input=types.ModelInput.from_ints(tokens[:-1]),
+                    loss_fn_inputs={"target_tokens": targets, "weights": weights},
                 )
             )
         passed = training.forward_backward(data, "cross_entropy")

@@ -20,9 +20,20 @@ ROWS = {
     "padded": "--micro-batch-size 2 --qkv-format bshd",
     "budgets": "--use-dynamic-batch-size --max-tokens-per-gpu 30",
 }
-RECOMPUTE = {"": "", "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"}
-TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
-SP, VP2, EP2 = "--sequence-parallel", "--num-virtual-stages-per-pipeline-rank 2", "--expert-model-parallel-size 2"
+RECOMPUTE = {
+    "": "",
+    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+TP2, PP2, CP2 = (
+    "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+    "--context-parallel-size 2",
+)
+SP, VP2, EP2 = (
+    "--sequence-parallel",
+    "--num-virtual-stages-per-pipeline-rank 2",
+    "--expert-model-parallel-size 2",
+)
 SHARDED = "--use-distributed-optimizer"
 
 
@@ -97,7 +108,11 @@ class Cell:
 
     @property
     def line(self) -> str:
-        return " ".join(word for word in (self.rows, self.recompute, self.precision) if word not in ("", "float32"))
+        return " ".join(
+            word
+            for word in (self.rows, self.recompute, self.precision)
+            if word not in ("", "float32")
+        )
 
     @property
     def flags(self) -> str:
@@ -112,15 +127,26 @@ class Cell:
 
 
 def matrix(
-    layouts: Sequence[str], losses: Sequence[str], rows: Sequence[str], recompute: Sequence[str], precisions: Sequence[str] = ("float32",)
+    layouts: Sequence[str],
+    losses: Sequence[str],
+    rows: Sequence[str],
+    recompute: Sequence[str],
+    precisions: Sequence[str] = ("float32",),
 ) -> list[Cell]:
     """All combinations in float32. The others are there for what is new in them, the arithmetic: only with the first kind of rows and of
     recompute, and float64 not with a distributed optimizer."""
     cells = []
     for precision in precisions:
         lines = product(rows, recompute) if precision == "float32" else [(rows[0], recompute[0])]
-        chosen = [layout for layout in layouts if PRECISIONS[precision].sharded or SHARDED not in LAYOUTS[layout].flags]
-        cells += [Cell(layout, loss, *line, precision) for layout, line, loss in product(chosen, list(lines), losses)]
+        chosen = [
+            layout
+            for layout in layouts
+            if PRECISIONS[precision].sharded or SHARDED not in LAYOUTS[layout].flags
+        ]
+        cells += [
+            Cell(layout, loss, *line, precision)
+            for layout, line, loss in product(chosen, list(lines), losses)
+        ]
     return cells
 
 
@@ -133,7 +159,9 @@ def base_runs_of(cells: Iterable[Cell]) -> list[Run]:
         if cell.precision == base:
             needed.append((base, model, cell.loss))
         else:
-            needed += [(precision, model, loss) for precision in (base, cell.precision) for loss in LOSSES]
+            needed += [
+                (precision, model, loss) for precision in (base, cell.precision) for loss in LOSSES
+            ]
     return list(dict.fromkeys(needed))
 
 
@@ -148,7 +176,9 @@ def sizes_of(flags: str) -> dict[str, int]:
         "cp": "--context-parallel-size",
         "etp": "--expert-tensor-parallel-size",
     }
-    return {short: int(words[words.index(name) + 1]) for short, name in names.items() if name in words}
+    return {
+        short: int(words[words.index(name) + 1]) for short, name in names.items() if name in words
+    }
 
 
 def by_sizes(cells: Sequence[Cell]) -> list[tuple[dict[str, int], list[Cell]]]:

@@ -38,7 +38,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.parity.cells import LAYOUTS, LOSSES, PRECISIONS, RECOMPUTE, ROWS, Cell, base_runs_of, by_sizes, matrix  # noqa: E402
+from scripts.parity.cells import (  # noqa: E402
+    LAYOUTS,
+    LOSSES,
+    PRECISIONS,
+    RECOMPUTE,
+    ROWS,
+    Cell,
+    base_runs_of,
+    by_sizes,
+    matrix,
+)
 from scripts.parity.ranks import run_ranks  # noqa: E402
 from scripts.parity.report import summary, table, write_docs  # noqa: E402
 from scripts.parity.results import Folder, Found, code_hash, over_limit  # noqa: E402
@@ -46,14 +56,21 @@ from scripts.parity.results import Folder, Found, code_hash, over_limit  # noqa:
 GIVE_UP = 3  # launches in a row that end in their first cell: it is not the cells
 
 
-def run_matrix(cells: Sequence[Cell], folder: Folder, *, seconds: float = float("inf"), show: bool = False) -> list[Found]:
+def run_matrix(
+    cells: Sequence[Cell], folder: Folder, *, seconds: float = float("inf"), show: bool = False
+) -> list[Found]:
     """The figures of the cells, of earlier calls too; those that are not there are run, one launch for each number of processes, and none is
     begun after `seconds`. A cell that ends its launch with an error has that for its figures, and another launch goes on after it."""
     end = time.perf_counter() + seconds
     done = {f.cell for f in folder.found(cells) if not f.error}
     pending = [cell for cell in cells if cell not in done]
     if pending:
-        arguments = {"models": folder.models(), "base": str(folder.base), "results": str(folder.results), "code": code_hash()}
+        arguments = {
+            "models": folder.models(),
+            "base": str(folder.base),
+            "results": str(folder.results),
+            "code": code_hash(),
+        }
         if runs := [run for run in base_runs_of(pending) if run not in folder.base_runs()]:
             launch("base_runs", 1, {**arguments, "runs": runs}, show=show)
         for ranks in sorted({LAYOUTS[cell.layout].ranks for cell in pending}):
@@ -63,13 +80,26 @@ def run_matrix(cells: Sequence[Cell], folder: Folder, *, seconds: float = float(
     return folder.found(cells)
 
 
-def run_in_turn(cells: Sequence[Cell], ranks: int, folder: Folder, arguments: dict[str, Any], *, end: float, show: bool) -> None:
+def run_in_turn(
+    cells: Sequence[Cell],
+    ranks: int,
+    folder: Folder,
+    arguments: dict[str, Any],
+    *,
+    end: float,
+    show: bool,
+) -> None:
     """Cells of one number of processes. Raises AssertionError when launch after launch gets nowhere."""
     failures = 0
     while cells and (left := end - time.perf_counter()) > 0:
         before = len(folder.lines())
         try:
-            launch("run_cells", ranks, {**arguments, "cells": [asdict(cell) for cell in cells], "seconds": left}, show=show)
+            launch(
+                "run_cells",
+                ranks,
+                {**arguments, "cells": [asdict(cell) for cell in cells], "seconds": left},
+                show=show,
+            )
         except AssertionError as error:
             done = len(folder.lines()) - before
             failures = 1 if done else failures + 1
@@ -84,28 +114,63 @@ def run_in_turn(cells: Sequence[Cell], ranks: int, folder: Folder, arguments: di
 def launch(function: str, ranks: int, arguments: dict[str, Any], *, show: bool) -> None:
     limit_s = 300 + 10 * ranks * len(arguments.get("cells", ()))
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(f"scripts.parity.runs:{function}", ranks, Path(folder), arguments, timeout_s=limit_s, show=show)
+        run_ranks(
+            f"scripts.parity.runs:{function}",
+            ranks,
+            Path(folder),
+            arguments,
+            timeout_s=limit_s,
+            show=show,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, choices in (("layouts", LAYOUTS), ("losses", LOSSES), ("rows", ROWS), ("precisions", PRECISIONS)):
-        parser.add_argument(f"--{name}", nargs="+", choices=list(choices), default=list(choices), metavar="NAME", help=", ".join(choices))
-    parser.add_argument("--recompute", choices=("with", "without", "both"), default="both", help="full recompute (default: both)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, choices in (
+        ("layouts", LAYOUTS),
+        ("losses", LOSSES),
+        ("rows", ROWS),
+        ("precisions", PRECISIONS),
+    ):
+        parser.add_argument(
+            f"--{name}",
+            nargs="+",
+            choices=list(choices),
+            default=list(choices),
+            metavar="NAME",
+            help=", ".join(choices),
+        )
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "outputs" / "parity_matrix", help="figures, kept between calls (default: %(default)s)"
+        "--recompute",
+        choices=("with", "without", "both"),
+        default="both",
+        help="full recompute (default: both)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "outputs" / "parity_matrix",
+        help="figures, kept between calls (default: %(default)s)",
     )
     parser.add_argument("--fresh", action="store_true", help="use nothing of earlier calls")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further cell after these")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no further cell after these"
+    )
     parser.add_argument("--show", action="store_true", help="run nothing; show what there is")
-    parser.add_argument("--docs", action="store_true", help="write the summary into docs/*/parity.md")
+    parser.add_argument(
+        "--docs", action="store_true", help="write the summary into docs/*/parity.md"
+    )
     options = parser.parse_args(argv)
     recompute = {"with": ["recompute"], "without": [""], "both": list(RECOMPUTE)}[options.recompute]
     cells = matrix(options.layouts, options.losses, options.rows, recompute, options.precisions)
     folder = Folder(options.folder, fresh=options.fresh)
     start = time.perf_counter()
     seconds = 0.0 if options.show else 60 * options.minutes
-    found = run_matrix(cells, folder, seconds=seconds, show=True) if seconds else folder.found(cells)
+    found = (
+        run_matrix(cells, folder, seconds=seconds, show=True) if seconds else folder.found(cells)
+    )
     print("\n".join([*table(found), *summary(found)]))
     print(
         f"{time.perf_counter() - start:.0f} s; the cells took {sum(f.seconds for f in found):.0f} s; {len(cells) - len(found)} of {len(cells)} are left"

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 TINY: dict[str, Any] = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
 )
 SIZES: dict[str, Any] = dict(**TINY, vocab_size=61, head_dim=8, initializer_range=0.1)
 
@@ -29,7 +34,12 @@ def make_moe_model(folder: Path) -> None:
 
     torch.manual_seed(5)
     config = Qwen3MoeConfig(
-        **SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, router_aux_loss_coef=0.0
+        **SIZES,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.0,
     )
     model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
@@ -39,4 +49,7 @@ def make_moe_model(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-MODELS: dict[str, Callable[[Path], None]] = {"dense": lambda folder: make_model(folder, seed=3), "experts": make_moe_model}
+MODELS: dict[str, Callable[[Path], None]] = {
+    "dense": lambda folder: make_model(folder, seed=3),
+    "experts": make_moe_model,
+}

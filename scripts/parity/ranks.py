@@ -28,12 +28,31 @@ import psutil
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_ranks(target: str, world_size: int, folder: Path, arguments: dict[str, Any], timeout_s: float, *, show: bool = False) -> list[Any]:
+def run_ranks(
+    target: str,
+    world_size: int,
+    folder: Path,
+    arguments: dict[str, Any],
+    timeout_s: float,
+    *,
+    show: bool = False,
+) -> list[Any]:
     """The results of ranks 0 to world_size - 1. Raises AssertionError with the failing ranks' tracebacks. show: what the ranks print is
     shown as it comes."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "scripts.parity.ranks", target, str(world_size), str(folder), json.dumps(arguments), str(timeout_s)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | ({"PYTHONWARNINGS": "ignore"} if show else {})
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.parity.ranks",
+        target,
+        str(world_size),
+        str(folder),
+        json.dumps(arguments),
+        str(timeout_s),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | (
+        {"PYTHONWARNINGS": "ignore"} if show else {}
+    )
     with subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=None if show else subprocess.PIPE, stderr=None if show else subprocess.STDOUT,
         text=True, start_new_session=True,
@@ -44,7 +63,9 @@ def run_ranks(target: str, world_size: int, folder: Path, arguments: dict[str, A
             output = f"no result within {timeout_s} s"
         finally:
             _end_group(process.pid)
-    errors = "\n".join(f"{path.stem}: {path.read_text()}" for path in sorted(folder.glob("error-*.txt")))
+    errors = "\n".join(
+        f"{path.stem}: {path.read_text()}" for path in sorted(folder.glob("error-*.txt"))
+    )
     assert process.returncode == 0, f"{target} on {world_size} processes failed\n{errors or output}"
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world_size)]
 
@@ -74,7 +95,14 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def _rank_main(target: str, rank: int, world_size: int, folder: Path, arguments: dict[str, Any], timeout_s: float) -> None:
+def _rank_main(
+    target: str,
+    rank: int,
+    world_size: int,
+    folder: Path,
+    arguments: dict[str, Any],
+    timeout_s: float,
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -82,7 +110,11 @@ def _rank_main(target: str, rank: int, world_size: int, folder: Path, arguments:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
         )
         module, _, name = target.partition(":")
         result = getattr(importlib.import_module(module), name)(rank, world_size, arguments)
@@ -101,7 +133,16 @@ def main() -> int:
     context = multiprocessing.get_context("fork")
     ranks = [
         context.Process(
-            target=_rank_main, args=(target, rank, int(world_size), Path(folder), json.loads(arguments), float(timeout_s)), daemon=True
+            target=_rank_main,
+            args=(
+                target,
+                rank,
+                int(world_size),
+                Path(folder),
+                json.loads(arguments),
+                float(timeout_s),
+            ),
+            daemon=True,
         )
         for rank in range(int(world_size))
     ]

@@ -19,7 +19,12 @@ from scripts.parity.models import MODELS
 ROOT = Path(__file__).parents[2]
 WORDS = ("loss", "gradients", "weights", "log_probs")  # what is compared
 # what a cell's figures depend on
-CODE = ("slime_like", "arguments", "megatron_patches", *(f"scripts/parity/{name}.py" for name in ("cells", "models", "runs", "steps")))
+CODE = (
+    "slime_like",
+    "arguments",
+    "megatron_patches",
+    *(f"scripts/parity/{name}.py" for name in ("cells", "models", "runs", "steps")),
+)
 PACKAGES = ("torch", "megatron-core", "transformers")
 
 
@@ -44,13 +49,19 @@ class Found:
 
 def over_limit(found: Iterable[Found]) -> list[Found]:
     """The cells that fail. A figure that is not a number fails."""
-    return [f for f in found if f.error or not all(f.of(word) <= PRECISIONS[f.cell.precision].limit for word in WORDS)]
+    return [
+        f
+        for f in found
+        if f.error or not all(f.of(word) <= PRECISIONS[f.cell.precision].limit for word in WORDS)
+    ]
 
 
 @cache
 def code_hash() -> str:
     """Of all that a figure depends on: this code, the packages below it, the kind of processor."""
-    hashed = hashlib.sha256(" ".join([platform.machine(), *(f"{name} {version(name)}" for name in PACKAGES)]).encode())
+    hashed = hashlib.sha256(
+        " ".join([platform.machine(), *(f"{name} {version(name)}" for name in PACKAGES)]).encode()
+    )
     for path in (ROOT / name for name in CODE):
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             hashed.update(f"{file.relative_to(ROOT)} ".encode() + file.read_bytes())
@@ -68,7 +79,11 @@ class Folder:
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        self.path, self.results, self.base = path, path / "cells.jsonl", path / f"base-{code_hash()}.pt"
+        self.path, self.results, self.base = (
+            path,
+            path / "cells.jsonl",
+            path / f"base-{code_hash()}.pt",
+        )
         if fresh:
             self.results.unlink(missing_ok=True)
         for old in path.glob("base-*"):

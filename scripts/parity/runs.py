@@ -13,7 +13,10 @@ from scripts.parity.results import WORDS, Found, append
 from scripts.parity.steps import differences, parallel, train
 from slime_like.megatron_backend.layout import ParallelLayout
 
-OVERALL = {"gradients": "all_gradients", "weights": "all_weights"}  # in bfloat16, in whose small tensors rounding is a matter of luck
+OVERALL = {
+    "gradients": "all_gradients",
+    "weights": "all_weights",
+}  # in bfloat16, in whose small tensors rounding is a matter of luck
 
 
 def base_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
@@ -24,7 +27,9 @@ def base_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     with parallel() as layout:
         for precision, model, loss in arguments["runs"]:
             flags = f"{LOSSES[loss]} --micro-batch-size 1 {PRECISIONS[precision].flags}"
-            base[precision, model, loss] = train(arguments["models"][model], layout, flags, precision)
+            base[precision, model, loss] = train(
+                arguments["models"][model], layout, flags, precision
+            )
     half_written = path.with_suffix(".tmp")
     torch.save(base, half_written)
     half_written.replace(path)
@@ -32,7 +37,10 @@ def base_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
 
 def rounding(base: dict[Run, Any], precision: str, model: str) -> dict[str, float]:
     """How far one process in `precision` is from one in its base precision, in the worst loss."""
-    seen = [differences(base[precision, model, loss], base[PRECISIONS[precision].base, model, loss]) for loss in LOSSES]
+    seen = [
+        differences(base[precision, model, loss], base[PRECISIONS[precision].base, model, loss])
+        for loss in LOSSES
+    ]
     return {word: max(each[OVERALL.get(word, word)] for each in seen) for word in WORDS}
 
 
@@ -61,14 +69,21 @@ def out_of_time(start: float, seconds: float) -> bool:
     return bool(late)
 
 
-def run_cell(cell: Cell, layout: ParallelLayout, models: dict[str, str], base: dict[Run, Any]) -> Found:
+def run_cell(
+    cell: Cell, layout: ParallelLayout, models: dict[str, str], base: dict[Run, Any]
+) -> Found:
     """Its differences from one process, the largest over the ranks."""
     model, precision = LAYOUTS[cell.layout].model, PRECISIONS[cell.precision]
     start = time.perf_counter()
-    seen = differences(train(models[model], layout, cell.flags, cell.precision), base[precision.base, model, cell.loss])
+    seen = differences(
+        train(models[model], layout, cell.flags, cell.precision),
+        base[precision.base, model, cell.loss],
+    )
     if cell.precision != precision.base:
         off = rounding(base, cell.precision, model)
         seen |= {word: seen[OVERALL.get(word, word)] / off[word] for word in WORDS}
     apart = torch.tensor([seen[word] for word in WORDS], dtype=torch.float64)
     torch.distributed.all_reduce(apart, op=torch.distributed.ReduceOp.MAX)
-    return Found(cell, dict(zip(WORDS, apart.tolist())), seen["worst_gradient"], time.perf_counter() - start)
+    return Found(
+        cell, dict(zip(WORDS, apart.tolist())), seen["worst_gradient"], time.perf_counter() - start
+    )

@@ -36,7 +36,9 @@ STEPS = 3
 
 
 @contextmanager
-def parallel(tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None = None, cp: int = 1) -> Iterator[ParallelLayout]:
+def parallel(
+    tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None = None, cp: int = 1
+) -> Iterator[ParallelLayout]:
     """Model-parallel groups of these sizes, out of all ranks; closed at the end."""
     parallel_state.initialize_model_parallel(
         tp,
@@ -48,7 +50,11 @@ def parallel(tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     yield read_layout()
-    groups = [group for group in parallel_state._global_process_group_list or () if isinstance(group, dist.ProcessGroup)]
+    groups = [
+        group
+        for group in parallel_state._global_process_group_list or ()
+        if isinstance(group, dist.ProcessGroup)
+    ]
     parallel_state.destroy_model_parallel()
     gc.collect()  # models of these groups
     dist.barrier()  # nobody closes what another still uses
@@ -128,7 +134,9 @@ def gradients(built: MegatronBackend) -> dict[str, Tensor]:
     # not `export_weights`, which makes Megatron believe that the next step's parameters are gathered already (--overlap-param-gather)
     assert built.hf is not None
     with gradients_as_parameters(built.policy.chunks):
-        exported = export_hf_weights(built.policy.chunks, hf=built.hf, gpt=built.gpt, layout=built.layout)
+        exported = export_hf_weights(
+            built.policy.chunks, hf=built.hf, gpt=built.gpt, layout=built.layout
+        )
         return {name: _wide(tensor) for name, tensor in exported}
 
 
@@ -136,8 +144,16 @@ def gradients(built: MegatronBackend) -> dict[str, Tensor]:
 def gradients_as_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Put other parameters, the gradients, in place of the parameters. Writing to the data of these would do only in float32: torch forgets
     a parameter's gradient hooks, Megatron's among them, when its data change their type."""
-    places = [(m, name, p) for chunk in chunks for m in chunk.modules() for name, p in m._parameters.items() if p is not None]
-    of_parameter = {p: torch.nn.Parameter(p.main_grad.detach(), requires_grad=False) for _, _, p in places}  # type: ignore[attr-defined]
+    places = [
+        (m, name, p)
+        for chunk in chunks
+        for m in chunk.modules()
+        for name, p in m._parameters.items()
+        if p is not None
+    ]
+    of_parameter = {
+        p: torch.nn.Parameter(p.main_grad.detach(), requires_grad=False) for _, _, p in places
+    }  # type: ignore[attr-defined]
     for module, name, p in places:
         module._parameters[name] = of_parameter[p]
     try:
@@ -166,7 +182,9 @@ def in_float64(run: RunConfig) -> None:
         transformer.moe_router_dtype = "fp64"
 
 
-def train(folder: str, layout: ParallelLayout, flags: str, precision: str = "float32") -> dict[str, Any]:
+def train(
+    folder: str, layout: ParallelLayout, flags: str, precision: str = "float32"
+) -> dict[str, Any]:
     """Losses and gradients of every step, log-probs before and weights after."""
     common = "--lr 3e-4 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 --use-kl-loss --kl-loss-coef 0.3"
     run = settings(folder, f"{common} --ref-load {folder} {flags}")
@@ -199,7 +217,10 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 def overall(found: dict[str, Tensor], base: dict[str, Tensor]) -> float:
     """As `relative`, of all tensors as one."""
-    return float(sum((found[n] - b).norm() ** 2 for n, b in base.items()) ** 0.5 / sum(b.norm() ** 2 for b in base.values()) ** 0.5)
+    return float(
+        sum((found[n] - b).norm() ** 2 for n, b in base.items()) ** 0.5
+        / sum(b.norm() ** 2 for b in base.values()) ** 0.5
+    )
 
 
 def differences(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +229,10 @@ def differences(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     share = len(base["log_probs"]) // ranks
     mine = base["log_probs"][rank * share : (rank + 1) * share]
     gradient = {n: relative(found["gradients"][n], g) for n, g in base["gradients"].items()}
-    assert found["gradients"].keys() == base["gradients"].keys() and found["weights"].keys() == base["weights"].keys()
+    assert (
+        found["gradients"].keys() == base["gradients"].keys()
+        and found["weights"].keys() == base["weights"].keys()
+    )
     return dict(
         loss=largest(abs(a - b) for a, b in zip(found["losses"], base["losses"], strict=True)) / max(map(abs, base["losses"])),
         gradients=largest(gradient.values()),

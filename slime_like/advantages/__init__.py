@@ -15,7 +15,12 @@ from slime_like.advantages import (  # noqa: F401  (each registers its estimator
     rloo,
 )
 from slime_like.advantages.distillation import teacher_gaps
-from slime_like.advantages.estimate import AdvantageSettings, Outcomes, TokenAdvantages, estimate_advantages
+from slime_like.advantages.estimate import (
+    AdvantageSettings,
+    Outcomes,
+    TokenAdvantages,
+    estimate_advantages,
+)
 from slime_like.advantages.kl_reward import KLController, token_kl
 from slime_like.advantages.outcome import AdvantageOutput, compute_advantages
 from slime_like.advantages.registry import (

@@ -15,9 +15,15 @@ import torch
 from torch import Tensor
 
 
-def teacher_gaps(old_log_probs: Sequence[Tensor], teacher_log_probs: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+def teacher_gaps(
+    old_log_probs: Sequence[Tensor], teacher_log_probs: Sequence[Tensor], masks: Sequence[Tensor]
+) -> list[Tensor]:
     """old - teacher [R] float64 by sample, 0 at inactive tokens. All arguments: [R] by sample."""
     return [
-        torch.where(mask, torch.where(mask, old, 0.0).double() - torch.where(mask, teacher, 0.0).double(), 0.0)
+        torch.where(
+            mask,
+            torch.where(mask, old, 0.0).double() - torch.where(mask, teacher, 0.0).double(),
+            0.0,
+        )
         for old, teacher, mask in zip(old_log_probs, teacher_log_probs, masks, strict=True)
     ]

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from slime_like.advantages.kl_reward import sample_kl
 from slime_like.advantages.outcome import Singleton, compute_advantages, finite_rewards, over_groups
-from slime_like.advantages.registry import OutcomeEstimator, TokenEstimator, TokenRewards, advantage_estimators
+from slime_like.advantages.registry import (
+    OutcomeEstimator,
+    TokenEstimator,
+    TokenRewards,
+    advantage_estimators,
+)
 from slime_like.advantages.whitening import whiten
 
 
@@ -75,17 +80,25 @@ def estimate_advantages(
     """
     entry = advantage_estimators.get(settings.estimator)
     rewards, metrics = outcomes.rewards.double(), {}
-    total_kl = torch.zeros_like(rewards) if kl is None else sample_kl(kl, mine, rewards.numel(), group)
+    total_kl = (
+        torch.zeros_like(rewards) if kl is None else sample_kl(kl, mine, rewards.numel(), group)
+    )
     if kl is not None:
         finite = torch.isfinite(total_kl)
-        metrics["rollout/kl_in_reward"] = float(total_kl[finite].sum()) / max(int(outcomes.lengths[finite].sum()), 1)
+        metrics["rollout/kl_in_reward"] = float(total_kl[finite].sum()) / max(
+            int(outcomes.lengths[finite].sum()), 1
+        )
     penalised = rewards - settings.kl_coef * total_kl
     if outcomes.processed is not None:
-        penalised = torch.where(torch.isfinite(penalised), outcomes.processed.double(), float("nan"))
+        penalised = torch.where(
+            torch.isfinite(penalised), outcomes.processed.double(), float("nan")
+        )
         rewards = penalised
     if isinstance(entry, OutcomeEstimator) and outcomes.processed is not None:
         finite = finite_rewards(penalised)
-        values = [torch.where(mask & bool(finite[i]), penalised[i], 0.0) for i, mask in zip(mine, masks)]
+        values = [
+            torch.where(mask & bool(finite[i]), penalised[i], 0.0) for i, mask in zip(mine, masks)
+        ]
         metrics["reward/nonfinite"] = float((~finite).sum())
     elif isinstance(entry, OutcomeEstimator):
         output = compute_advantages(
@@ -104,22 +117,35 @@ def estimate_advantages(
         values, more = _by_token(entry, settings, outcomes, usable, mine, masks, kl, critic_values)
         metrics |= more
         if entry.needs_greedy and outcomes.greedy_rewards is not None:
-            metrics["reward/greedy_nonfinite"] = float((~torch.isfinite(outcomes.greedy_rewards)).sum())
+            metrics["reward/greedy_nonfinite"] = float(
+                (~torch.isfinite(outcomes.greedy_rewards)).sum()
+            )
     sound = _sound(penalised, outcomes, entry)
     returns = None
     if critic_values is not None:
-        returns = [_returns(a, v, mask, bool(sound[i])) for i, a, v, mask in zip(mine, values, critic_values, masks)]
+        returns = [
+            _returns(a, v, mask, bool(sound[i]))
+            for i, a, v, mask in zip(mine, values, critic_values, masks)
+        ]
     if teacher_gap is not None:
         total_gap = sample_kl(teacher_gap, mine, rewards.numel(), group)
         finite = torch.isfinite(total_gap)
-        metrics["rollout/opd_reverse_kl"] = float(total_gap[finite].sum()) / max(int(outcomes.lengths[finite].sum()), 1)
+        metrics["rollout/opd_reverse_kl"] = float(total_gap[finite].sum()) / max(
+            int(outcomes.lengths[finite].sum()), 1
+        )
         metrics["rollout/opd_nonfinite"] = float((~finite).sum())
-        values = [value - settings.distillation_coef * gap for value, gap in zip(values, teacher_gap)]
+        values = [
+            value - settings.distillation_coef * gap for value, gap in zip(values, teacher_gap)
+        ]
         sound = sound & finite
     trained = [mask & bool(sound[i]) for i, mask in zip(mine, masks)]
     if settings.normalize:
         values = whiten(values, trained, group)
-    return TokenAdvantages([torch.where(mask, value, 0.0).float() for value, mask in zip(values, trained)], metrics, returns)
+    return TokenAdvantages(
+        [torch.where(mask, value, 0.0).float() for value, mask in zip(values, trained)],
+        metrics,
+        returns,
+    )
 
 
 def _returns(advantages: Tensor, values: Tensor, mask: Tensor, known: bool) -> Tensor:
@@ -127,10 +153,16 @@ def _returns(advantages: Tensor, values: Tensor, mask: Tensor, known: bool) -> T
     return torch.where(mask, advantages + values.double() if known else float("nan"), 0.0).float()
 
 
-def _sound(penalised: Tensor, outcomes: Outcomes, entry: OutcomeEstimator | TokenEstimator) -> Tensor:
+def _sound(
+    penalised: Tensor, outcomes: Outcomes, entry: OutcomeEstimator | TokenEstimator
+) -> Tensor:
     """[B] bool: samples that have all numbers that their advantage is made of."""
     sound = torch.isfinite(penalised)
-    if isinstance(entry, TokenEstimator) and entry.needs_greedy and outcomes.greedy_rewards is not None:
+    if (
+        isinstance(entry, TokenEstimator)
+        and entry.needs_greedy
+        and outcomes.greedy_rewards is not None
+    ):
         sound = sound & torch.isfinite(outcomes.greedy_rewards)
     return sound
 
@@ -151,14 +183,22 @@ def _by_token(
         numbers: Tensor = torch.where(finite, rewards, 0.0)
         metrics: Mapping[str, float] = {"reward/nonfinite": float((~finite).sum())}
     else:
-        output = over_groups(entry.outcome, rewards, outcomes.group_ids, outcomes.lengths, singleton=settings.singleton)
+        output = over_groups(
+            entry.outcome,
+            rewards,
+            outcomes.group_ids,
+            outcomes.lengths,
+            singleton=settings.singleton,
+        )
         numbers, metrics = output.values, output.metrics
     zero = [torch.zeros(mask.numel(), dtype=torch.float64) for mask in masks]
     batch = TokenRewards(
         outcomes=[float(numbers[i]) for i in mine],
         masks=masks,
         penalties=zero if kl is None else [settings.kl_coef * value for value in kl],
-        greedy_rewards=None if outcomes.greedy_rewards is None else [float(outcomes.greedy_rewards[i]) for i in mine],
+        greedy_rewards=None
+        if outcomes.greedy_rewards is None
+        else [float(outcomes.greedy_rewards[i]) for i in mine],
         gamma=settings.gamma,
         values=critic_values,
         lambd=settings.lambd,

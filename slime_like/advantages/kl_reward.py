@@ -16,16 +16,25 @@ from slime_like.losses.kl import kl_estimate
 ADAPTIVE_STEP = 0.2
 
 
-def token_kl(kind: str, old_log_probs: Sequence[Tensor], ref_log_probs: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+def token_kl(
+    kind: str,
+    old_log_probs: Sequence[Tensor],
+    ref_log_probs: Sequence[Tensor],
+    masks: Sequence[Tensor],
+) -> list[Tensor]:
     """The estimate of `losses/kl.py` [R] float64 by sample, 0 at inactive tokens. All arguments: [R] by sample."""
     result = []
     for old, ref, mask in zip(old_log_probs, ref_log_probs, masks):
-        estimate = kl_estimate(kind, torch.where(mask, old.double(), 0.0), torch.where(mask, ref.double(), 0.0))
+        estimate = kl_estimate(
+            kind, torch.where(mask, old.double(), 0.0), torch.where(mask, ref.double(), 0.0)
+        )
         result.append(torch.where(mask, estimate, 0.0))
     return result
 
 
-def sample_kl(kl: Sequence[Tensor], mine: Sequence[int], num_samples: int, group: dist.ProcessGroup | None) -> Tensor:
+def sample_kl(
+    kl: Sequence[Tensor], mine: Sequence[int], num_samples: int, group: dist.ProcessGroup | None
+) -> Tensor:
     """Sum of each sample's KL [num_samples] float64, equal on all ranks. kl: [R] of this rank's samples, which are `mine` among all; group:
     data-parallel ranks, which share the samples."""
     sums = torch.zeros(num_samples, dtype=torch.float64)

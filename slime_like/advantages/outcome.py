@@ -41,11 +41,19 @@ def compute_advantages(
     """
     entry = advantage_estimators.get(estimator)
     if not isinstance(entry, OutcomeEstimator):
-        raise ValueError(f"{estimator} gives each token its own advantage; see slime_like.advantages.estimate_advantages")
-    output = over_groups(entry.fn, rewards, group_ids, lengths, normalize_std=normalize_std, singleton=singleton)
+        raise ValueError(
+            f"{estimator} gives each token its own advantage; see slime_like.advantages.estimate_advantages"
+        )
+    output = over_groups(
+        entry.fn, rewards, group_ids, lengths, normalize_std=normalize_std, singleton=singleton
+    )
     values = output.values
     if entry.batch_factor is not None:
-        values = torch.where(output.differing, values * entry.batch_factor(rewards.numel(), int(output.differing.sum())), values)
+        values = torch.where(
+            output.differing,
+            values * entry.batch_factor(rewards.numel(), int(output.differing.sum())),
+            values,
+        )
     return AdvantageOutput(values.float(), output.metrics)
 
 
@@ -88,7 +96,10 @@ def over_groups(
             if singleton == "reward":
                 values[members] = group.rewards
     if single and singleton == "zero":
-        warnings.warn("a group with a single usable sample has advantage 0 (--singleton-advantage)", stacklevel=3)
+        warnings.warn(
+            "a group with a single usable sample has advantage 0 (--singleton-advantage)",
+            stacklevel=3,
+        )
     metrics = {
         "reward/nonfinite": float((~finite).sum()),
         "reward/zero_spread_group_frac": flat / groups.numel(),

@@ -11,12 +11,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slime_like.advantages.registry import GroupRewards, TokenEstimator, TokenRewards, advantage_estimators
+from slime_like.advantages.registry import (
+    GroupRewards,
+    TokenEstimator,
+    TokenRewards,
+    advantage_estimators,
+)
 from slime_like.advantages.returns import discounted_returns, token_rewards
 
 
 def reinforce_plus_plus(batch: TokenRewards) -> list[Tensor]:
-    return discounted_returns(token_rewards(batch.outcomes, batch.masks, batch.penalties), batch.masks, batch.gamma)
+    return discounted_returns(
+        token_rewards(batch.outcomes, batch.masks, batch.penalties), batch.masks, batch.gamma
+    )
 
 
 def centred(group: GroupRewards) -> Tensor:
@@ -26,12 +33,17 @@ def centred(group: GroupRewards) -> Tensor:
 def reinforce_plus_plus_baseline(batch: TokenRewards) -> list[Tensor]:
     """batch.outcomes: centred rewards."""
     return [
-        torch.where(mask, outcome - penalty.double(), 0.0) for outcome, mask, penalty in zip(batch.outcomes, batch.masks, batch.penalties)
+        torch.where(mask, outcome - penalty.double(), 0.0)
+        for outcome, mask, penalty in zip(batch.outcomes, batch.masks, batch.penalties)
     ]
 
 
-advantage_estimators.add("reinforce_plus_plus", TokenEstimator("reinforce_plus_plus", reinforce_plus_plus, whitens=True))
+advantage_estimators.add(
+    "reinforce_plus_plus", TokenEstimator("reinforce_plus_plus", reinforce_plus_plus, whitens=True)
+)
 advantage_estimators.add(
     "reinforce_plus_plus_baseline",
-    TokenEstimator("reinforce_plus_plus_baseline", reinforce_plus_plus_baseline, outcome=centred, whitens=True),
+    TokenEstimator(
+        "reinforce_plus_plus_baseline", reinforce_plus_plus_baseline, outcome=centred, whitens=True
+    ),
 )

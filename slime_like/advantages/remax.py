@@ -14,9 +14,16 @@ from slime_like.advantages.returns import discounted_returns, token_rewards
 
 def remax(batch: TokenRewards) -> list[Tensor]:
     if batch.greedy_rewards is None:
-        raise ValueError("--advantage-estimator remax needs the reward of a greedy response to each prompt (greedy_rewards)")
-    returns = discounted_returns(token_rewards(batch.outcomes, batch.masks, batch.penalties), batch.masks, batch.gamma)
-    return [torch.where(mask, value - greedy, 0.0) for value, mask, greedy in zip(returns, batch.masks, batch.greedy_rewards)]
+        raise ValueError(
+            "--advantage-estimator remax needs the reward of a greedy response to each prompt (greedy_rewards)"
+        )
+    returns = discounted_returns(
+        token_rewards(batch.outcomes, batch.masks, batch.penalties), batch.masks, batch.gamma
+    )
+    return [
+        torch.where(mask, value - greedy, 0.0)
+        for value, mask, greedy in zip(returns, batch.masks, batch.greedy_rewards)
+    ]
 
 
 advantage_estimators.add("remax", TokenEstimator("remax", remax, needs_greedy=True))

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 
-def token_rewards(outcomes: Sequence[float], masks: Sequence[Tensor], penalties: Sequence[Tensor]) -> list[Tensor]:
+def token_rewards(
+    outcomes: Sequence[float], masks: Sequence[Tensor], penalties: Sequence[Tensor]
+) -> list[Tensor]:
     """[R] float64 by sample: minus the penalty at every active token, and the outcome at the last of them. masks: [R] bool; penalties: [R]."""
     rewards = []
     for outcome, mask, penalty in zip(outcomes, masks, penalties):
@@ -23,7 +25,9 @@ def token_rewards(outcomes: Sequence[float], masks: Sequence[Tensor], penalties:
     return rewards
 
 
-def discounted_returns(rewards: Sequence[Tensor], masks: Sequence[Tensor], gamma: float) -> list[Tensor]:
+def discounted_returns(
+    rewards: Sequence[Tensor], masks: Sequence[Tensor], gamma: float
+) -> list[Tensor]:
     """G_t = R_t + gamma G_next over active tokens; 0 at the others. rewards: [R] by sample; one at an inactive token belongs to the nearest
     active token before it, and is nobody's when there is none. masks: [R] bool. [R] float64 each."""
     dense = _to_active(rewards, masks)
@@ -36,7 +40,11 @@ def discounted_returns(rewards: Sequence[Tensor], masks: Sequence[Tensor], gamma
 
 
 def gae(
-    rewards: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor], gamma: float, lambd: float
+    rewards: Sequence[Tensor],
+    values: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    gamma: float,
+    lambd: float,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Generalised advantage estimation, Schulman et al., arXiv 1506.02438, equation 16: (advantages, returns), [R] float64 by sample, 0 at
     inactive tokens, not whitened.
@@ -45,7 +53,10 @@ def gae(
 
     rewards, values: [R] by sample; masks: [R] bool. Beyond the last active token V and A are 0.
     """
-    dense, baseline = _to_active(rewards, masks), _to_active([torch.where(m, v, 0.0) for v, m in zip(values, masks)], masks)
+    dense, baseline = (
+        _to_active(rewards, masks),
+        _to_active([torch.where(m, v, 0.0) for v, m in zip(values, masks)], masks),
+    )
     advantage = following = torch.zeros(dense.shape[0], dtype=torch.float64)
     result = torch.zeros_like(dense)
     for t in reversed(range(dense.shape[1])):

@@ -14,7 +14,10 @@ SAME = 1e-6  # a standard deviation that is rounding
 
 
 def value_metrics(
-    values: Sequence[Tensor], returns: Sequence[Tensor], masks: Sequence[Tensor], group: dist.ProcessGroup | None = None
+    values: Sequence[Tensor],
+    returns: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
     """Over the active tokens of all ranks of `group`, each with its own samples. values, returns: [R] by sample; masks: [R] bool. A return
     that is NaN is no target.
@@ -23,7 +26,9 @@ def value_metrics(
     Var(return - value) / Var(return): 1 for perfect values, 0 for a constant, below 0 for worse than a constant. It is left out where all
     returns are the same.
     """
-    value, target, active = (torch.cat([*parts, parts[0][:0]]) for parts in (list(values), list(returns), list(masks)))
+    value, target, active = (
+        torch.cat([*parts, parts[0][:0]]) for parts in (list(values), list(returns), list(masks))
+    )
     finite = torch.isfinite(value)
     known = active & finite & ~target.isnan()
     accumulator = MetricAccumulator()

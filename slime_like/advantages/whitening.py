@@ -11,19 +11,28 @@ from torch import Tensor
 EPS = 1e-8
 
 
-def whiten(values: Sequence[Tensor], masks: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
+def whiten(
+    values: Sequence[Tensor], masks: Sequence[Tensor], group: dist.ProcessGroup | None = None
+) -> list[Tensor]:
     """(x - mean) / sqrt(variance + 1e-8) at active tokens, 0 at the others; variance with Bessel's correction, from a second pass.
 
     values: [R] by sample, masks: [R] bool. group: data-parallel ranks, each with its own samples, each of which calls this, even without
     tokens. A single token is centred only. Raises ValueError, on all ranks alike, when no rank has an active token.
     """
     mine = [torch.where(mask, value.double(), 0.0) for value, mask in zip(values, masks)]
-    first = torch.tensor([sum(float(v.sum()) for v in mine), float(sum(int(m.sum()) for m in masks))], dtype=torch.float64)
+    first = torch.tensor(
+        [sum(float(v.sum()) for v in mine), float(sum(int(m.sum()) for m in masks))],
+        dtype=torch.float64,
+    )
     total, count = _sum(first, group).tolist()
     if count == 0:
-        raise ValueError("--normalize-advantages: no token of this rollout is trained on, so there is nothing to normalise")
+        raise ValueError(
+            "--normalize-advantages: no token of this rollout is trained on, so there is nothing to normalise"
+        )
     mean = total / count
-    squares = sum(float(torch.where(mask, v - mean, 0.0).square().sum()) for v, mask in zip(mine, masks))
+    squares = sum(
+        float(torch.where(mask, v - mean, 0.0).square().sum()) for v, mask in zip(mine, masks)
+    )
     square = float(_sum(torch.tensor([squares], dtype=torch.float64), group))
     scale = (square / (count - 1) + EPS) ** -0.5 if count > 1 else 1.0
     return [torch.where(mask, (v - mean) * scale, 0.0) for v, mask in zip(mine, masks)]

@@ -27,13 +27,19 @@ def writing_folder(root: str | Path, step: int) -> Path:
 
 def complete_steps(root: str | Path) -> list[int]:
     """Steps of the complete checkpoints in `root`, ascending."""
-    return sorted(int(found[1]) for path in Path(root).glob(f"iter_*/{MANIFEST}") if (found := _NAME.match(path.parent.name)))
+    return sorted(
+        int(found[1])
+        for path in Path(root).glob(f"iter_*/{MANIFEST}")
+        if (found := _NAME.match(path.parent.name))
+    )
 
 
 def is_checkpoint_root(root: str | Path) -> bool:
     """Whether `root` holds checkpoints of ours, whole or damaged, rather than a Hugging Face model, nothing, or a first save that was cut
     short."""
-    return (Path(root) / TRACKER).exists() or any(_NAME.match(path.name) for path in Path(root).glob("iter_*"))
+    return (Path(root) / TRACKER).exists() or any(
+        _NAME.match(path.name) for path in Path(root).glob("iter_*")
+    )
 
 
 def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None]:
@@ -53,8 +59,13 @@ def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None
     if problem is None and named is not None:
         return named, None
     if not steps:
-        raise ValueError(f"{flag} {root}: {TRACKER} {problem}, and there is no complete checkpoint beside it; name another folder")
-    return steps[-1], f"{flag} {root}: {TRACKER} {problem}; taking the newest complete checkpoint, step {steps[-1]}"
+        raise ValueError(
+            f"{flag} {root}: {TRACKER} {problem}, and there is no complete checkpoint beside it; name another folder"
+        )
+    return (
+        steps[-1],
+        f"{flag} {root}: {TRACKER} {problem}; taking the newest complete checkpoint, step {steps[-1]}",
+    )
 
 
 def clean_up(root: str | Path) -> list[str]:
@@ -110,14 +121,18 @@ def publish(root: str | Path, step: int) -> Path:
     return final
 
 
-def steps_to_remove(steps: list[int], newest: int, *, keep_last: int | None, keep_every: int | None) -> list[int]:
+def steps_to_remove(
+    steps: list[int], newest: int, *, keep_last: int | None, keep_every: int | None
+) -> list[int]:
     """Which checkpoints may go, now that step `newest` is on the disk. Kept are the last `keep_last` (1 where only keep_every is given) up
     to the newest, and every multiple of `keep_every`. Steps beyond the newest are of a run that went another way: they stay."""
     if keep_last is None and keep_every is None:
         return []
     past = sorted(step for step in steps if step <= newest)
     last = set(past[-(keep_last or 1) :])
-    return [step for step in past if step not in last and not (keep_every and step % keep_every == 0)]
+    return [
+        step for step in past if step not in last and not (keep_every and step % keep_every == 0)
+    ]
 
 
 def remove_checkpoint(root: str | Path, step: int) -> None:

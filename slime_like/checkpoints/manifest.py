@@ -20,7 +20,10 @@ Records = Mapping[str, FileRecord]  # by path inside the checkpoint, with forwar
 
 def write_manifest(folder: Path, records: Records) -> None:
     files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(records.items())}
-    write_file(folder / MANIFEST, json.dumps({"format": FORMAT, "slime_like": __version__, "files": files}, indent=1))
+    write_file(
+        folder / MANIFEST,
+        json.dumps({"format": FORMAT, "slime_like": __version__, "files": files}, indent=1),
+    )
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
@@ -30,15 +33,24 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         content = json.loads(path.read_text())
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}, this version reads {FORMAT}")
-        records = {str(name): FileRecord(int(r["size"]), str(r["sha256"])) for name, r in content["files"].items()}
+        records = {
+            str(name): FileRecord(int(r["size"]), str(r["sha256"]))
+            for name, r in content["files"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"checkpoint {folder}: {path.name} is missing or damaged ({error!r})") from error
+        raise ValueError(
+            f"checkpoint {folder}: {path.name} is missing or damaged ({error!r})"
+        ) from error
     if outside := [name for name in records if os.path.isabs(name) or ".." in Path(name).parts]:
-        raise ValueError(f"checkpoint {folder}: {path.name} names {outside[0]}, outside the checkpoint")
+        raise ValueError(
+            f"checkpoint {folder}: {path.name} names {outside[0]}, outside the checkpoint"
+        )
     return records
 
 
-def damaged_files(folder: Path, records: Records, names: Iterable[str], *, threads: int) -> list[str]:
+def damaged_files(
+    folder: Path, records: Records, names: Iterable[str], *, threads: int
+) -> list[str]:
     """Those of `names` that are not what the manifest says, each with what is wrong. Sizes are looked at before anything is hashed."""
 
     def fault(name: str) -> str | None:
@@ -47,7 +59,11 @@ def damaged_files(folder: Path, records: Records, names: Iterable[str], *, threa
             size = path.stat().st_size
             if size != wanted.size:
                 return f"{name}: {size} bytes, not {wanted.size}"
-            return None if hash_file(path) == wanted else f"{name}: its SHA-256 is not the one it was written with"
+            return (
+                None
+                if hash_file(path) == wanted
+                else f"{name}: its SHA-256 is not the one it was written with"
+            )
         except FileNotFoundError:
             return f"{name}: missing"
         except OSError as error:

@@ -48,7 +48,11 @@ class Blueprint:
         None: of the parameter on the meta device."""
         entry = self._entries[name]
         if data is not None:  # of any dtype; a factory takes that of its data
-            entry = dataclasses.replace(entry, data=data, **({"dtype": data.dtype} if isinstance(entry, ShardedTensor) else {}))
+            entry = dataclasses.replace(
+                entry,
+                data=data,
+                **({"dtype": data.dtype} if isinstance(entry, ShardedTensor) else {}),
+            )
         return list(_built(entry))
 
     def shape(self) -> dict[str, int | bool | None]:
@@ -57,7 +61,12 @@ class Blueprint:
 
 
 def conversion_layout(
-    hf: HfModel, *, tensor: int = 1, pipeline: int = 1, expert: int = 1, expert_tensor: int | None = None
+    hf: HfModel,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
 ) -> ParallelConfig:
     """The layout in which a model is converted; the default is one rank's, which every process has for itself."""
     return ParallelConfig(
@@ -65,28 +74,51 @@ def conversion_layout(
         pipeline_model_parallel_size=pipeline,
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
-        sequence_parallel=tensor > 1 and bool(hf.transformer.get("num_moe_experts")),  # megatron-core wants it; weights do not depend on it
+        sequence_parallel=tensor > 1
+        and bool(
+            hf.transformer.get("num_moe_experts")
+        ),  # megatron-core wants it; weights do not depend on it
         distributed_backend="gloo",
         distributed_timeout_minutes=TIMEOUT_MINUTES,
     )
 
 
-def make_blueprint(hf: HfModel, parallel: ParallelConfig, layout: ParallelLayout, dtype: torch.dtype, *, value_head: bool) -> Blueprint:
+def make_blueprint(
+    hf: HfModel,
+    parallel: ParallelConfig,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    *,
+    value_head: bool,
+) -> Blueprint:
     """Raises ConfigError with what megatron-core has against the model in this layout."""
     core = merge_network({"perform_initialization": False}, hf.transformer, {})
     built, problems = build_megatron_configs(
-        core, model=ModelConfig(transformer_impl="local"), parallel=parallel, virtual_stages=None, machine=NO_ACCELERATOR
+        core,
+        model=ModelConfig(transformer_impl="local"),
+        parallel=parallel,
+        virtual_stages=None,
+        machine=NO_ACCELERATOR,
     )
     if built is None:
         raise ConfigError(problems)
     gpt = GPTModelConfig(**hf.gpt)
     with OnMeta():
-        chunks = [chunk.to(dtype) for chunk in build_chunks(built.transformer, gpt, "local", layout, value_head=value_head)]
+        chunks = [
+            chunk.to(dtype)
+            for chunk in build_chunks(
+                built.transformer, gpt, "local", layout, value_head=value_head
+            )
+        ]
     state = sharded_state(SavedNetwork(chunks, None, None, layout), is_loading=False)
     parameters, entries = {}, {}
     for index, chunk in enumerate(chunks):
-        for (own, _), (name, parameter) in zip(named_weights(chunk), global_parameters([chunk]), strict=True):
-            if own in state[f"model{index}"]:  # the last stage's copy of a tied embedding is not saved
+        for (own, _), (name, parameter) in zip(
+            named_weights(chunk), global_parameters([chunk]), strict=True
+        ):
+            if (
+                own in state[f"model{index}"]
+            ):  # the last stage's copy of a tied embedding is not saved
                 parameters[name], entries[name] = parameter, state[f"model{index}"][own]
     return Blueprint(hf, gpt, layout, value_head, chunks, state, parameters, entries)
 
@@ -94,7 +126,9 @@ def make_blueprint(hf: HfModel, parallel: ParallelConfig, layout: ParallelLayout
 class OnMeta(TorchFunctionMode):
     """New tensors have shapes and no memory, whatever device was asked for."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func in (torch.empty, torch.zeros, torch.ones, torch.arange, torch.tensor, torch.full):
             kwargs["device"] = "meta"

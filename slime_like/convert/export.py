@@ -49,11 +49,18 @@ def export_hf_weights(
     """
     config = unwrap(model_chunks[0]).config
     sizes = model_sizes(config, gpt)
-    family = family_map(hf.architecture, config, tied=not gpt.untie_embeddings_and_output_weights, value_head=value_head)
+    family = family_map(
+        hf.architecture,
+        config,
+        tied=not gpt.untie_embeddings_and_output_weights,
+        value_head=value_head,
+    )
     local = dict(global_parameters(model_chunks))
     if own_head:
         family = {**family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}
-        if layout.is_last_stage and OUTPUT_LAYER not in local:  # the only stage; with several the last has the embedding's twin
+        if (
+            layout.is_last_stage and OUTPUT_LAYER not in local
+        ):  # the only stage; with several the last has the embedding's twin
             local[OUTPUT_LAYER] = local[EMBEDDING]
     device = next(iter(local.values())).device
     owners = _owners(local, layout)
@@ -72,19 +79,34 @@ def export_hf_weights(
             shard = shard.to(dtype or own_dtype).contiguous()
         else:
             shard = torch.empty(shape, dtype=dtype or own_dtype, device=device)
-        shards = shards_of_all_ranks(shard, owner, expert_number(name), mapping.sharded, sizes, layout)
+        shards = shards_of_all_ranks(
+            shard, owner, expert_number(name), mapping.sharded, sizes, layout
+        )
         yield from whole_tensors(mapping, shards, sizes).items()
         done |= mapping.hf_shapes(sizes).keys()
 
 
-def shards_of_all_ranks(shard: Tensor, stage: int, expert: int | None, sharded: bool, sizes: Sizes, layout: ParallelLayout) -> list[Tensor]:
+def shards_of_all_ranks(
+    shard: Tensor,
+    stage: int,
+    expert: int | None,
+    sharded: bool,
+    sizes: Sizes,
+    layout: ParallelLayout,
+) -> list[Tensor]:
     """Fill `shard` from pipeline stage `stage` (and the rank that has `expert`), then gather those of its tensor-parallel group."""
     holder = None if expert is None else expert * layout.ep_size // sizes.experts
     if layout.pp_size > 1 and holder in (None, layout.ep_rank):
-        dist.broadcast(shard, src=dist.get_global_rank(layout.pp_group, stage), group=layout.pp_group)
+        dist.broadcast(
+            shard, src=dist.get_global_rank(layout.pp_group, stage), group=layout.pp_group
+        )
     if layout.ep_size > 1 and holder is not None:
-        dist.broadcast(shard, src=dist.get_global_rank(layout.ep_group, holder), group=layout.ep_group)
-    size, group = (layout.tp_size, layout.tp_group) if expert is None else (layout.etp_size, layout.etp_group)
+        dist.broadcast(
+            shard, src=dist.get_global_rank(layout.ep_group, holder), group=layout.ep_group
+        )
+    size, group = (
+        (layout.tp_size, layout.tp_group) if expert is None else (layout.etp_size, layout.etp_group)
+    )
     if not sharded or size == 1:
         return [shard]
     shards = [torch.empty_like(shard) for _ in range(size)]
@@ -98,7 +120,10 @@ Owner = tuple[int, tuple[int, ...], torch.dtype]
 def _owners(local: dict[str, Tensor], layout: ParallelLayout) -> dict[str, Owner]:
     """Which pipeline stage has each parameter, and its shard's shape and dtype there. The first one where several have it. Experts
     without their numbers: the stages' ranks in one group have the same ones."""
-    mine = {any_expert(name): (layout.pp_rank, tuple(parameter.shape), parameter.dtype) for name, parameter in local.items()}
+    mine = {
+        any_expert(name): (layout.pp_rank, tuple(parameter.shape), parameter.dtype)
+        for name, parameter in local.items()
+    }
     if layout.pp_size == 1:
         return mine
     stages: list[dict[str, Owner]] = [{} for _ in range(layout.pp_size)]

@@ -35,13 +35,21 @@ _MLP = "model.layers.{layer}.mlp"
 
 LLAMA: dict[str, Mapping] = {
     EMBEDDING: VocabParallel("model.embed_tokens.weight"),
-    "decoder.layers.{layer}.input_layernorm.weight": Replicated("model.layers.{layer}.input_layernorm.weight"),
+    "decoder.layers.{layer}.input_layernorm.weight": Replicated(
+        "model.layers.{layer}.input_layernorm.weight"
+    ),
     "decoder.layers.{layer}.self_attention.linear_qkv.weight": QKV(
         f"{_ATTENTION}.q_proj.weight", f"{_ATTENTION}.k_proj.weight", f"{_ATTENTION}.v_proj.weight"
     ),
-    "decoder.layers.{layer}.self_attention.linear_proj.weight": RowParallel(f"{_ATTENTION}.o_proj.weight", "query"),
-    "decoder.layers.{layer}.pre_mlp_layernorm.weight": Replicated("model.layers.{layer}.post_attention_layernorm.weight"),
-    "decoder.layers.{layer}.mlp.linear_fc1.weight": GatedMLP(f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"),
+    "decoder.layers.{layer}.self_attention.linear_proj.weight": RowParallel(
+        f"{_ATTENTION}.o_proj.weight", "query"
+    ),
+    "decoder.layers.{layer}.pre_mlp_layernorm.weight": Replicated(
+        "model.layers.{layer}.post_attention_layernorm.weight"
+    ),
+    "decoder.layers.{layer}.mlp.linear_fc1.weight": GatedMLP(
+        f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"
+    ),
     "decoder.layers.{layer}.mlp.linear_fc2.weight": RowParallel(f"{_MLP}.down_proj.weight", "ffn"),
     "decoder.final_layernorm.weight": Replicated("model.norm.weight"),
     OUTPUT_LAYER: VocabParallel(LM_HEAD),
@@ -50,14 +58,21 @@ LLAMA: dict[str, Mapping] = {
 QWEN2: dict[str, Mapping] = {
     **LLAMA,
     "decoder.layers.{layer}.self_attention.linear_qkv.bias": QKV(
-        f"{_ATTENTION}.q_proj.bias", f"{_ATTENTION}.k_proj.bias", f"{_ATTENTION}.v_proj.bias", bias=True
+        f"{_ATTENTION}.q_proj.bias",
+        f"{_ATTENTION}.k_proj.bias",
+        f"{_ATTENTION}.v_proj.bias",
+        bias=True,
     ),
 }
 
 QWEN3: dict[str, Mapping] = {
     **LLAMA,
-    "decoder.layers.{layer}.self_attention.q_layernorm.weight": Replicated(f"{_ATTENTION}.q_norm.weight", "head_dim"),
-    "decoder.layers.{layer}.self_attention.k_layernorm.weight": Replicated(f"{_ATTENTION}.k_norm.weight", "head_dim"),
+    "decoder.layers.{layer}.self_attention.q_layernorm.weight": Replicated(
+        f"{_ATTENTION}.q_norm.weight", "head_dim"
+    ),
+    "decoder.layers.{layer}.self_attention.k_layernorm.weight": Replicated(
+        f"{_ATTENTION}.k_norm.weight", "head_dim"
+    ),
 }
 
 _MEGATRON_MLP = "decoder.layers.{layer}.mlp"
@@ -69,7 +84,9 @@ def _experts(block: str, gate: str, up: str, down: str) -> dict[str, Mapping]:
     expert = f"{block}.experts.{{expert}}"
     return {
         f"{_MEGATRON_MLP}.router.weight": ReplicatedRows(f"{block}.gate.weight", "experts"),
-        f"{_EXPERT}.linear_fc1.weight": GatedMLP(f"{expert}.{gate}.weight", f"{expert}.{up}.weight", "expert_ffn"),
+        f"{_EXPERT}.linear_fc1.weight": GatedMLP(
+            f"{expert}.{gate}.weight", f"{expert}.{up}.weight", "expert_ffn"
+        ),
         f"{_EXPERT}.linear_fc2.weight": RowParallel(f"{expert}.{down}.weight", "expert_ffn"),
     }
 
@@ -80,39 +97,70 @@ QWEN2_MOE: dict[str, Mapping] = {
     **QWEN2,
     **_experts(_MLP, "gate_proj", "up_proj", "down_proj"),
     f"{_MEGATRON_MLP}.shared_experts.linear_fc1.weight": GatedMLP(
-        f"{_MLP}.shared_expert.gate_proj.weight", f"{_MLP}.shared_expert.up_proj.weight", "shared_ffn"
+        f"{_MLP}.shared_expert.gate_proj.weight",
+        f"{_MLP}.shared_expert.up_proj.weight",
+        "shared_ffn",
     ),
-    f"{_MEGATRON_MLP}.shared_experts.linear_fc2.weight": RowParallel(f"{_MLP}.shared_expert.down_proj.weight", "shared_ffn"),
-    f"{_MEGATRON_MLP}.shared_experts.gate_weight": ReplicatedRows(f"{_MLP}.shared_expert_gate.weight", "one"),
+    f"{_MEGATRON_MLP}.shared_experts.linear_fc2.weight": RowParallel(
+        f"{_MLP}.shared_expert.down_proj.weight", "shared_ffn"
+    ),
+    f"{_MEGATRON_MLP}.shared_experts.gate_weight": ReplicatedRows(
+        f"{_MLP}.shared_expert_gate.weight", "one"
+    ),
 }
 
 _LATENT = "decoder.layers.{layer}.self_attention"
 # megatron-core turns the rotated part of queries and keys from pairs into halves itself, as the file's architecture does
 DEEPSEEK_V3: dict[str, Mapping] = {
     **{name: mapping for name, mapping in LLAMA.items() if ".self_attention." not in name},
-    f"{_LATENT}.linear_q_proj.weight": ColumnParallel(f"{_ATTENTION}.q_proj.weight", "latent_query"),
-    f"{_LATENT}.linear_q_down_proj.weight": ColumnParallel(f"{_ATTENTION}.q_a_proj.weight", "q_latent"),
+    f"{_LATENT}.linear_q_proj.weight": ColumnParallel(
+        f"{_ATTENTION}.q_proj.weight", "latent_query"
+    ),
+    f"{_LATENT}.linear_q_down_proj.weight": ColumnParallel(
+        f"{_ATTENTION}.q_a_proj.weight", "q_latent"
+    ),
     f"{_LATENT}.q_layernorm.weight": Replicated(f"{_ATTENTION}.q_a_layernorm.weight", "q_latent"),
-    f"{_LATENT}.linear_q_up_proj.weight": ColumnParallel(f"{_ATTENTION}.q_b_proj.weight", "latent_query", "q_latent"),
-    f"{_LATENT}.linear_kv_down_proj.weight": ColumnParallel(f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_latent_and_rotary"),
-    f"{_LATENT}.kv_layernorm.weight": Replicated(f"{_ATTENTION}.kv_a_layernorm.weight", "kv_latent"),
-    f"{_LATENT}.linear_kv_up_proj.weight": ColumnParallel(f"{_ATTENTION}.kv_b_proj.weight", "latent_key_value", "kv_latent"),
+    f"{_LATENT}.linear_q_up_proj.weight": ColumnParallel(
+        f"{_ATTENTION}.q_b_proj.weight", "latent_query", "q_latent"
+    ),
+    f"{_LATENT}.linear_kv_down_proj.weight": ColumnParallel(
+        f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_latent_and_rotary"
+    ),
+    f"{_LATENT}.kv_layernorm.weight": Replicated(
+        f"{_ATTENTION}.kv_a_layernorm.weight", "kv_latent"
+    ),
+    f"{_LATENT}.linear_kv_up_proj.weight": ColumnParallel(
+        f"{_ATTENTION}.kv_b_proj.weight", "latent_key_value", "kv_latent"
+    ),
     f"{_LATENT}.linear_proj.weight": RowParallel(f"{_ATTENTION}.o_proj.weight", "latent_value"),
     **_experts(_MLP, "gate_proj", "up_proj", "down_proj"),
-    f"{_MEGATRON_MLP}.router.expert_bias": Replicated(f"{_MLP}.gate.e_score_correction_bias", "experts"),
-    f"{_MEGATRON_MLP}.shared_experts.linear_fc1.weight": GatedMLP(
-        f"{_MLP}.shared_experts.gate_proj.weight", f"{_MLP}.shared_experts.up_proj.weight", "shared_ffn"
+    f"{_MEGATRON_MLP}.router.expert_bias": Replicated(
+        f"{_MLP}.gate.e_score_correction_bias", "experts"
     ),
-    f"{_MEGATRON_MLP}.shared_experts.linear_fc2.weight": RowParallel(f"{_MLP}.shared_experts.down_proj.weight", "shared_ffn"),
+    f"{_MEGATRON_MLP}.shared_experts.linear_fc1.weight": GatedMLP(
+        f"{_MLP}.shared_experts.gate_proj.weight",
+        f"{_MLP}.shared_experts.up_proj.weight",
+        "shared_ffn",
+    ),
+    f"{_MEGATRON_MLP}.shared_experts.linear_fc2.weight": RowParallel(
+        f"{_MLP}.shared_experts.down_proj.weight", "shared_ffn"
+    ),
 }
 
 # Transformer Engine's layers have the down-projections whole on every tensor-parallel rank
 _WHOLE_DOWN_PROJECTIONS: dict[str, Mapping] = {
-    f"{_LATENT}.linear_q_down_proj.weight": ReplicatedRows(f"{_ATTENTION}.q_a_proj.weight", "q_latent"),
-    f"{_LATENT}.linear_kv_down_proj.weight": ReplicatedRows(f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_latent_and_rotary"),
+    f"{_LATENT}.linear_q_down_proj.weight": ReplicatedRows(
+        f"{_ATTENTION}.q_a_proj.weight", "q_latent"
+    ),
+    f"{_LATENT}.linear_kv_down_proj.weight": ReplicatedRows(
+        f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_latent_and_rotary"
+    ),
 }
 
-MIXTRAL: dict[str, Mapping] = {**LLAMA, **_experts("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2")}
+MIXTRAL: dict[str, Mapping] = {
+    **LLAMA,
+    **_experts("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"),
+}
 
 FAMILIES = {
     "LlamaForCausalLM": LLAMA,
@@ -143,10 +191,14 @@ _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 
 
 _OF_WHOLE_QUERIES = (f"{_LATENT}.linear_q_proj.weight",)
-_OF_COMPRESSED_QUERIES = tuple(f"{_LATENT}.{name}.weight" for name in ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj"))
+_OF_COMPRESSED_QUERIES = tuple(
+    f"{_LATENT}.{name}.weight" for name in ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj")
+)
 
 
-def family_map(architecture: str, config: Any, *, tied: bool, value_head: bool = False) -> dict[str, Mapping]:
+def family_map(
+    architecture: str, config: Any, *, tied: bool, value_head: bool = False
+) -> dict[str, Mapping]:
     """Every parameter of the whole model, in the order of the network. Layer numbers are global, from 0.
 
     config: the model's TransformerConfig. tied: the output layer is the embedding. (Where they are on different pipeline stages megatron-core
@@ -154,7 +206,9 @@ def family_map(architecture: str, config: Any, *, tied: bool, value_head: bool =
     output layer. Raises ValueError for an architecture without a map.
     """
     if architecture not in FAMILIES:
-        raise ValueError(f"architecture {architecture!r} has no conversion map; legal values: {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"architecture {architecture!r} has no conversion map; legal values: {', '.join(FAMILIES)}"
+        )
     family = dict(FAMILIES[architecture])
     if tied:
         family[OUTPUT_LAYER] = family[EMBEDDING]
@@ -165,14 +219,35 @@ def family_map(architecture: str, config: Any, *, tied: bool, value_head: bool =
             family.pop(name)
     per_layer = {name: mapping for name, mapping in family.items() if "{layer}" in name}
     ends = ("decoder.final_layernorm.weight", OUTPUT_LAYER)
-    whole = {name: mapping for name, mapping in family.items() if name not in per_layer and name not in ends}
+    whole = {
+        name: mapping
+        for name, mapping in family.items()
+        if name not in per_layer and name not in ends
+    }
     experts = config.num_moe_experts or 0
-    for layer, sparse in enumerate(moe_layers(config.moe_layer_freq if experts else None, config.num_layers)):
-        own = {name: mapping for name, mapping in per_layer.items() if _of_sparse_layers(name) in (None, sparse)}
+    for layer, sparse in enumerate(
+        moe_layers(config.moe_layer_freq if experts else None, config.num_layers)
+    ):
+        own = {
+            name: mapping
+            for name, mapping in per_layer.items()
+            if _of_sparse_layers(name) in (None, sparse)
+        }
         each = {name: mapping for name, mapping in own.items() if "{expert}" in name}
-        whole.update({name.format(layer=layer): mapping.at(layer) for name, mapping in own.items() if name not in each})
+        whole.update(
+            {
+                name.format(layer=layer): mapping.at(layer)
+                for name, mapping in own.items()
+                if name not in each
+            }
+        )
         for e in range(experts if each else 0):
-            whole.update({name.format(layer=layer, expert=e): mapping.at(layer, e) for name, mapping in each.items()})
+            whole.update(
+                {
+                    name.format(layer=layer, expert=e): mapping.at(layer, e)
+                    for name, mapping in each.items()
+                }
+            )
     whole.update({name: family[name] for name in ends})
     return {**whole, **VALUE_HEAD} if value_head else whole
 
@@ -199,7 +274,9 @@ def any_expert(name: str) -> str:
 
 def model_sizes(config: Any, gpt: GPTModelConfig) -> Sizes:
     """Sizes of the whole model. config: the model's TransformerConfig."""
-    assert gpt.vocab_size is not None, "the vocabulary size is known once the command line is parsed"
+    assert gpt.vocab_size is not None, (
+        "the vocabulary size is known once the command line is parsed"
+    )
     return Sizes(
         hidden=config.hidden_size,
         ffn=config.ffn_hidden_size,
@@ -244,7 +321,11 @@ def unwrap(chunk: Any) -> Any:
 def named_weights(chunk: Any) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the routers' biases, which are buffers."""
     yield from chunk.named_parameters()
-    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".router.expert_bias"))
+    yield from (
+        (name, buffer)
+        for name, buffer in chunk.named_buffers()
+        if name.endswith(".router.expert_bias")
+    )
 
 
 def global_parameters(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -258,5 +339,7 @@ def global_parameters(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor
                 full = f"{prefix}{layer.layer_number - 1}.{rest}"  # megatron-core counts from 1
                 if expert_number(full) is not None:
                     own = layer.mlp.local_expert_indices
-                    full = _LOCAL_EXPERT.sub(lambda found, own=own: f"{found[1]}{own[int(found[2])]}{found[3]}", full)  # type: ignore[misc]
+                    full = _LOCAL_EXPERT.sub(
+                        lambda found, own=own: f"{found[1]}{own[int(found[2])]}{found[3]}", full
+                    )  # type: ignore[misc]
             yield full, parameter

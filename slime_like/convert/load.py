@@ -11,14 +11,27 @@ from torch import Tensor
 
 from arguments.groups import GPTModelConfig
 from arguments.hf_model import HfModel
-from slime_like.convert.families import VALUE_HEAD, expert_number, family_map, global_parameters, model_sizes, unwrap
+from slime_like.convert.families import (
+    VALUE_HEAD,
+    expert_number,
+    family_map,
+    global_parameters,
+    model_sizes,
+    unwrap,
+)
 from slime_like.convert.mappings import Mapping, Part, Sizes
 from slime_like.convert.weight_files import DTYPES, MAX_NAMED, WeightFiles, listed
 from slime_like.megatron_backend.layout import ParallelLayout
 
 
 def load_hf_weights(
-    model_chunks: Sequence[Any], folder: str, *, hf: HfModel, gpt: GPTModelConfig, layout: ParallelLayout, value_head: bool = False
+    model_chunks: Sequence[Any],
+    folder: str,
+    *,
+    hf: HfModel,
+    gpt: GPTModelConfig,
+    layout: ParallelLayout,
+    value_head: bool = False,
 ) -> None:
     """Fill every parameter of this rank's model chunks from the safetensors files in `folder`, cast to its dtype.
 
@@ -30,7 +43,16 @@ def load_hf_weights(
     """
     local = dict(global_parameters(model_chunks))
     with WeightFiles(folder) as files:
-        plan = plan_loading(local, files, folder, model_chunks[0], hf=hf, gpt=gpt, layout=layout, value_head=value_head)
+        plan = plan_loading(
+            local,
+            files,
+            folder,
+            model_chunks[0],
+            hf=hf,
+            gpt=gpt,
+            layout=layout,
+            value_head=value_head,
+        )
         for name, parameter in local.items():
             plan.fill(name, parameter.detach(), files)
 
@@ -67,10 +89,22 @@ def plan_loading(
     `load_hf_weights`."""
     config = unwrap(chunk).config
     sizes = model_sizes(config, gpt)
-    family = family_map(hf.architecture, config, tied=not gpt.untie_embeddings_and_output_weights, value_head=value_head)
+    family = family_map(
+        hf.architecture,
+        config,
+        tied=not gpt.untie_embeddings_and_output_weights,
+        value_head=value_head,
+    )
     _check_model(dict(local), family, hf.architecture, own_experts(sizes, layout))
-    parts = {name: _parts(name, parameter, family[name], sizes, layout) for name, parameter in local.items()}
-    absent = [name for name, mapping in VALUE_HEAD.items() if value_head and not mapping.hf_shapes(sizes).keys() <= files.names]
+    parts = {
+        name: _parts(name, parameter, family[name], sizes, layout)
+        for name, parameter in local.items()
+    }
+    absent = [
+        name
+        for name, mapping in VALUE_HEAD.items()
+        if value_head and not mapping.hf_shapes(sizes).keys() <= files.names
+    ]
     there = {name: mapping for name, mapping in family.items() if name not in absent}
     _check_names(files, there, folder, sizes)
     _check_tensors(files, there, folder, sizes)
@@ -88,15 +122,23 @@ def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) ->
         position += len(part)
 
 
-def _parts(name: str, parameter: Tensor, mapping: Mapping, sizes: Sizes, layout: ParallelLayout) -> list[Part]:
+def _parts(
+    name: str, parameter: Tensor, mapping: Mapping, sizes: Sizes, layout: ParallelLayout
+) -> list[Part]:
     """What this rank's shard consists of; ValueError when that does not give the parameter's shape."""
-    rank, size = (layout.tp_rank, layout.tp_size) if expert_number(name) is None else (layout.etp_rank, layout.etp_size)
+    rank, size = (
+        (layout.tp_rank, layout.tp_size)
+        if expert_number(name) is None
+        else (layout.etp_rank, layout.etp_size)
+    )
     parts = mapping.parts(sizes, rank, size, rows=parameter.shape[mapping.dim])
     hf_name, hf_shape = next(iter(mapping.hf_shapes(sizes).items()))
     expected = list(hf_shape)
     expected[mapping.dim] = sum(map(len, parts))
     if tuple(parameter.shape) != tuple(expected):
-        raise ValueError(f"the model's parameter {name} has shape {tuple(parameter.shape)}, but {hf_name} calls for {tuple(expected)}")
+        raise ValueError(
+            f"the model's parameter {name} has shape {tuple(parameter.shape)}, but {hf_name} calls for {tuple(expected)}"
+        )
     return parts
 
 
@@ -106,19 +148,27 @@ def own_experts(sizes: Sizes, layout: ParallelLayout) -> range:
     return range(layout.ep_rank * share, (layout.ep_rank + 1) * share)
 
 
-def _check_model(local: dict[str, Tensor], family: dict[str, Mapping], architecture: str, experts: range) -> None:
+def _check_model(
+    local: dict[str, Tensor], family: dict[str, Mapping], architecture: str, experts: range
+) -> None:
     """The model's layers have exactly the parameters of the family, of the experts those in `experts`."""
     layers = {name.split(".")[2] for name in local if name.startswith("decoder.layers.")}
 
     def belongs_here(name: str) -> bool:
         number = expert_number(name)
-        return name.startswith("decoder.layers.") and name.split(".")[2] in layers and (number is None or number in experts)
+        return (
+            name.startswith("decoder.layers.")
+            and name.split(".")[2] in layers
+            and (number is None or number in experts)
+        )
 
     absent = [name for name in family if name not in local and belongs_here(name)]
     strange = local.keys() - family.keys()
     for words, names in (("lacks", absent), ("has, beyond those of the architecture,", strange)):
         if names:
-            raise ValueError(f"the model was not built as {architecture}: it {words} the parameters {listed(names)}")
+            raise ValueError(
+                f"the model was not built as {architecture}: it {words} the parameters {listed(names)}"
+            )
 
 
 def _check_names(files: WeightFiles, family: dict[str, Mapping], folder: str, sizes: Sizes) -> None:
@@ -127,21 +177,31 @@ def _check_names(files: WeightFiles, family: dict[str, Mapping], folder: str, si
     if missing := wanted - files.names:
         problems.append(f"missing tensors: {listed(missing)}")
     # A tied model's file may repeat the embedding as lm_head, and old files hold rotary tables: transformers ignores both.
-    surplus = {name for name in files.names - wanted if name != "lm_head.weight" and not name.endswith(".rotary_emb.inv_freq")}
+    surplus = {
+        name
+        for name in files.names - wanted
+        if name != "lm_head.weight" and not name.endswith(".rotary_emb.inv_freq")
+    }
     if surplus:
         problems.append(f"tensors that the model has no place for: {listed(surplus)}")
     if problems:
         raise ValueError(f"weights in {folder}: " + "; ".join(problems))
 
 
-def _check_tensors(files: WeightFiles, family: dict[str, Mapping], folder: str, sizes: Sizes) -> None:
+def _check_tensors(
+    files: WeightFiles, family: dict[str, Mapping], folder: str, sizes: Sizes
+) -> None:
     problems = []
     for mapping in family.values():
         for name, shape in mapping.hf_shapes(sizes).items():
             if files.shape(name) != shape:
-                problems.append(f"{name} has shape {files.shape(name)} in the file, the model needs {shape}")
+                problems.append(
+                    f"{name} has shape {files.shape(name)} in the file, the model needs {shape}"
+                )
             if files.dtype(name) not in DTYPES:
-                problems.append(f"{name} has dtype {files.dtype(name)}; legal values: {', '.join(DTYPES)}")
+                problems.append(
+                    f"{name} has dtype {files.dtype(name)}; legal values: {', '.join(DTYPES)}"
+                )
     if problems:
         problems = list(dict.fromkeys(problems))
         more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""

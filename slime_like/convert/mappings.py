@@ -97,7 +97,12 @@ class Mapping(ABC):
         """The mapping with its names filled in for the global layer number `layer` and, in expert layers, `expert` (both from 0)."""
         names = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return dataclasses.replace(
-            self, **{key: name.format(layer=layer, expert=expert) for key, name in names.items() if isinstance(name, str)}
+            self,
+            **{
+                key: name.format(layer=layer, expert=expert)
+                for key, name in names.items()
+                if isinstance(name, str)
+            },
         )
 
 

@@ -34,7 +34,10 @@ DEFAULT_SHARD_BYTES = 5 * 2**30
 
 
 def save_hf(
-    folder: str, stream: Iterator[tuple[str, Tensor]], config_source_folder: str, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    folder: str,
+    stream: Iterator[tuple[str, Tensor]],
+    config_source_folder: str,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write `stream` as safetensors (in shards, with an index, when over `max_shard_bytes`), with config.json and the
     tokenizer files of `config_source_folder`.
@@ -58,7 +61,12 @@ def save_hf(
     share(None, error)
 
 
-def write_hf(folder: Path, stream: Iterator[tuple[str, Tensor]], source: Path, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+def write_hf(
+    folder: Path,
+    stream: Iterator[tuple[str, Tensor]],
+    source: Path,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
     """Rank 0's part of `save_hf`, which raises its errors here: the other ranks take their tensors of the stream meanwhile."""
     check_folders(folder, source)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
@@ -66,12 +74,22 @@ def write_hf(folder: Path, stream: Iterator[tuple[str, Tensor]], source: Path, m
     try:
         shards = _write_weights(temporary, stream, max_shard_bytes)
         names = {tensor.name for shard in shards for tensor in shard.tensors}
-        finish_folder(temporary, folder, source, dtype=main_dtype(shards), own_head=LM_HEAD in names)
+        finish_folder(
+            temporary, folder, source, dtype=main_dtype(shards), own_head=LM_HEAD in names
+        )
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def finish_folder(temporary: Path, folder: Path, source: Path, *, dtype: str, value_head: bool = False, own_head: bool = False) -> None:
+def finish_folder(
+    temporary: Path,
+    folder: Path,
+    source: Path,
+    *,
+    dtype: str,
+    value_head: bool = False,
+    own_head: bool = False,
+) -> None:
     """Give a folder that has the weights all the rest, config.json last, and then its name. dtype: of most weights. value_head: they are a
     critic's, which transformers loads as a model that classifies tokens. own_head: the output layer's weight is among them, and so is not the
     embedding, whatever the source says."""
@@ -80,11 +98,16 @@ def finish_folder(temporary: Path, folder: Path, source: Path, *, dtype: str, va
             if path.is_file():
                 shutil.copyfile(path, temporary / path.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype  # transformers 4, transformers 5
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = (
+        dtype  # transformers 4, transformers 5
+    )
     if own_head and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False
     if value_head:
-        config["architectures"] = [name.replace("ForCausalLM", "ForTokenClassification") for name in config["architectures"]]
+        config["architectures"] = [
+            name.replace("ForCausalLM", "ForTokenClassification")
+            for name in config["architectures"]
+        ]
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in [*temporary.iterdir(), temporary]:
@@ -97,11 +120,17 @@ def check_folders(folder: Path, source: Path) -> None:
         raise ValueError(f"{source} has no config.json to go with the weights")
     if folder.exists() and folder.samefile(source):
         raise ValueError(f"{folder} is the folder that the model came from; save elsewhere")
-    if folder.exists() and not (folder.is_dir() and ((folder / "config.json").is_file() or not any(folder.iterdir()))):
-        raise ValueError(f"{folder} exists and holds no Hugging Face model; it is not replaced. Remove it or save elsewhere")
+    if folder.exists() and not (
+        folder.is_dir() and ((folder / "config.json").is_file() or not any(folder.iterdir()))
+    ):
+        raise ValueError(
+            f"{folder} exists and holds no Hugging Face model; it is not replaced. Remove it or save elsewhere"
+        )
 
 
-def _write_weights(folder: Path, stream: Iterator[tuple[str, Tensor]], max_shard_bytes: int) -> list[ShardPlan]:
+def _write_weights(
+    folder: Path, stream: Iterator[tuple[str, Tensor]], max_shard_bytes: int
+) -> list[ShardPlan]:
     """Write all tensors and the index. How many files there will be, and so their names, is known at the end."""
     groups: list[tuple[TensorPlan, ...]] = []
     pending: dict[str, Tensor] = {}
@@ -116,7 +145,9 @@ def _write_weights(folder: Path, stream: Iterator[tuple[str, Tensor]], max_shard
             flush()
         pending[name] = tensor.detach().cpu().contiguous()
     flush()
-    shards = [ShardPlan(name, group) for name, group in zip(file_names(len(groups)), groups, strict=True)]
+    shards = [
+        ShardPlan(name, group) for name, group in zip(file_names(len(groups)), groups, strict=True)
+    ]
     for number, shard in enumerate(shards, start=1):
         (folder / f"{number}.part").rename(folder / shard.file_name)
     write_index(folder, shards)

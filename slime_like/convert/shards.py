@@ -58,7 +58,10 @@ def plan_shards(tensors: Iterable[TensorPlan], max_shard_bytes: int) -> list[Sha
             size = 0
         groups[-1].append(tensor)
         size += tensor.nbytes
-    return [ShardPlan(name, tuple(group)) for name, group in zip(file_names(len(groups)), groups, strict=True)]
+    return [
+        ShardPlan(name, tuple(group))
+        for name, group in zip(file_names(len(groups)), groups, strict=True)
+    ]
 
 
 def main_dtype(shards: Sequence[ShardPlan]) -> str:
@@ -74,25 +77,38 @@ def write_index(folder: Path, shards: Sequence[ShardPlan]) -> None:
     """Which file has which tensor; nothing for a single file."""
     if len(shards) > 1:
         weight_map = {tensor.name: shard.file_name for shard in shards for tensor in shard.tensors}
-        index = {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
+            "weight_map": weight_map,
+        }
         replace_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def write_shard(
-    folder: Path, plan: ShardPlan, tensors: Iterator[tuple[str, Tensor]], identity: str, advance: Callable[[int], None]
+    folder: Path,
+    plan: ShardPlan,
+    tensors: Iterator[tuple[str, Tensor]],
+    identity: str,
+    advance: Callable[[int], None],
 ) -> FileRecord:
     """Write the file under another name, sync, rename, and leave a note that it is whole. `tensors` gives the plan's, in its order."""
     part = folder / (plan.file_name + ".part")
     with hashed_file(part) as file:
         file.write(header(plan.tensors))
         for planned, (name, tensor) in zip(plan.tensors, tensors, strict=True):
-            assert (name, tuple(tensor.shape), tensor.dtype) == (planned.name, planned.shape, planned.dtype), name
+            assert (name, tuple(tensor.shape), tensor.dtype) == (
+                planned.name,
+                planned.shape,
+                planned.dtype,
+            ), name
             if tensor.numel():
                 file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
             advance(planned.nbytes)
     record = file.record()
     os.replace(part, folder / plan.file_name)
-    replace_file(folder / (plan.file_name + NOTE), json.dumps({"identity": identity, **asdict(record)}))
+    replace_file(
+        folder / (plan.file_name + NOTE), json.dumps({"identity": identity, **asdict(record)})
+    )
     return record
 
 
@@ -101,7 +117,11 @@ def kept_shard(folder: Path, plan: ShardPlan, identity: str) -> FileRecord | Non
     try:
         note = json.loads((folder / (plan.file_name + NOTE)).read_text())
         record = FileRecord(note["size"], note["sha256"])
-        return record if note["identity"] == identity and hash_file(folder / plan.file_name) == record else None
+        return (
+            record
+            if note["identity"] == identity and hash_file(folder / plan.file_name) == record
+            else None
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -112,7 +132,11 @@ def header(tensors: Sequence[TensorPlan]) -> bytes:
     position = 0
     for tensor in tensors:
         end = position + tensor.nbytes
-        entries[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        entries[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
         position = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -29,7 +29,16 @@ from slime_like.convert.export import whole_tensors
 from slime_like.convert.families import family_map, model_sizes
 from slime_like.convert.mappings import Mapping
 from slime_like.convert.save import check_folders, finish_folder
-from slime_like.convert.shards import NOTE, ShardPlan, TensorPlan, kept_shard, main_dtype, plan_shards, write_index, write_shard
+from slime_like.convert.shards import (
+    NOTE,
+    ShardPlan,
+    TensorPlan,
+    kept_shard,
+    main_dtype,
+    plan_shards,
+    write_index,
+    write_shard,
+)
 from slime_like.megatron_backend.checkpoint.networks import available_name
 from slime_like.megatron_backend.checkpoint.tensors import CheckpointTensors
 
@@ -50,7 +59,9 @@ class Exported:
 class NetworkSource:
     """The Hugging Face tensors of a network in a checkpoint. blueprint: of the template, in a layout of one rank."""
 
-    def __init__(self, blueprint: Blueprint, folder: Path, template: str, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, blueprint: Blueprint, folder: Path, template: str, dtype: torch.dtype | None
+    ) -> None:
         """dtype: None: as stored. Raises ConfigError when the template is of another model, ValueError when the checkpoint is damaged."""
         self.blueprint = blueprint
         self.stored = CheckpointTensors(folder)
@@ -58,15 +69,17 @@ class NetworkSource:
         config = blueprint.chunks[0].config
         self.sizes = model_sizes(config, blueprint.gpt)
         tied = not blueprint.gpt.untie_embeddings_and_output_weights
-        self.family = family_map(blueprint.hf.architecture, config, tied=tied, value_head=blueprint.value_head)
+        self.family = family_map(
+            blueprint.hf.architecture, config, tied=tied, value_head=blueprint.value_head
+        )
         self._keys = {
-            piece.key: available_name(piece.key, self.stored.entries) for name in blueprint.parameters for piece in blueprint.pieces(name)
+            piece.key: available_name(piece.key, self.stored.entries)
+            for name in blueprint.parameters
+            for piece in blueprint.pieces(name)
         }
         if problems := self._differences():
             more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-            words = (
-                f"is not the model of checkpoint {folder}: {'; '.join(problems[:3])}{more}; give the folder that the run was started from"
-            )
+            words = f"is not the model of checkpoint {folder}: {'; '.join(problems[:3])}{more}; give the folder that the run was started from"
             raise ConfigError([Problem("--hf-checkpoint", template, words)])
         self.tensors = {
             hf_name: (name, TensorPlan(hf_name, shape, self.dtype_of(name)))
@@ -92,10 +105,18 @@ class NetworkSource:
                 key = self._keys[piece.key]
                 if key not in stored.entries:
                     problems.append(f"{key} is not in it")
-                elif not piece.allow_shape_mismatch and stored.shape(key) != tuple(piece.global_shape):
-                    problems.append(f"{key} is {list(stored.shape(key))} there and {list(piece.global_shape)} here")
+                elif not piece.allow_shape_mismatch and stored.shape(key) != tuple(
+                    piece.global_shape
+                ):
+                    problems.append(
+                        f"{key} is {list(stored.shape(key))} there and {list(piece.global_shape)} here"
+                    )
         surplus = set(stored.tensor_names()) - set(self._keys.values())
-        problems += [f"{key} is in it and has no place here" for key in sorted(surplus) if not any(word in key for word in NOT_WEIGHTS)]
+        problems += [
+            f"{key} is in it and has no place here"
+            for key in sorted(surplus)
+            if not any(word in key for word in NOT_WEIGHTS)
+        ]
         return list(dict.fromkeys(problems))
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -121,7 +142,10 @@ class NetworkSource:
             name, _ = self.tensors[planned.name]
             if name != at:
                 made = {}  # before the next one is read
-                at, made = name, whole_tensors(self.family[name], [self.parameter(name)], self.sizes)
+                at, made = (
+                    name,
+                    whole_tensors(self.family[name], [self.parameter(name)], self.sizes),
+                )
             yield planned.name, made.pop(planned.name)
 
 
@@ -161,7 +185,9 @@ def convert_to_hf(
         write_index(partial, shards)
         for shard in shards:
             (partial / (shard.file_name + NOTE)).unlink()
-        finish_folder(partial, folder, Path(template), dtype=main_dtype(shards), value_head=value_head)
+        finish_folder(
+            partial, folder, Path(template), dtype=main_dtype(shards), value_head=value_head
+        )
 
     from_rank_zero(complete)
     return Exported(sum(shard.nbytes for shard in shards), len(shards), len(kept))
@@ -169,20 +195,31 @@ def convert_to_hf(
 
 def _identity(checkpoint: Path, shards: list[ShardPlan]) -> str:
     """What the bytes of the output depend on."""
-    plan = [(shard.file_name, [(t.name, t.shape, str(t.dtype)) for t in shard.tensors]) for shard in shards]
-    return hashlib.sha256((hash_file(checkpoint / MANIFEST).sha256 + json.dumps(plan)).encode()).hexdigest()
+    plan = [
+        (shard.file_name, [(t.name, t.shape, str(t.dtype)) for t in shard.tensors])
+        for shard in shards
+    ]
+    return hashlib.sha256(
+        (hash_file(checkpoint / MANIFEST).sha256 + json.dumps(plan)).encode()
+    ).hexdigest()
 
 
 def _prepare(partial: Path, shards: list[ShardPlan], identity: str) -> dict[str, FileRecord]:
     """The folder to write in, with nothing in it but whole files of the same conversion. Returns these."""
     partial.mkdir(parents=True, exist_ok=True)
-    kept = {shard.file_name: record for shard in shards if (record := kept_shard(partial, shard, identity)) is not None}
+    kept = {
+        shard.file_name: record
+        for shard in shards
+        if (record := kept_shard(partial, shard, identity)) is not None
+    }
     for path in partial.iterdir():
         if path.name.removesuffix(NOTE) not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     needed = sum(shard.nbytes for shard in shards if shard.file_name not in kept)
     if (free := free_bytes(partial)) < needed + 2**20:
-        raise OSError(f"--output: needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; name a folder on another disk")
+        raise OSError(
+            f"--output: needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; name a folder on another disk"
+        )
     return kept
 
 
@@ -190,5 +227,13 @@ def model_differences(saved: dict[str, Any], blueprint: Blueprint) -> list[str]:
     """Settings of the checkpoint's model that the template's has otherwise. saved: "model" of the trainer's state. A critic has no output
     weights, and a tied policy is told by its tensors."""
     here = blueprint.shape()
-    names = [name for name in here if name in saved and not (blueprint.value_head and name == "untied_embeddings")]
-    return [f"{name} {saved[name]} (template: {here[name]})" for name in names if saved[name] != here[name]]
+    names = [
+        name
+        for name in here
+        if name in saved and not (blueprint.value_head and name == "untied_embeddings")
+    ]
+    return [
+        f"{name} {saved[name]} (template: {here[name]})"
+        for name in names
+        if saved[name] != here[name]
+    ]

@@ -24,8 +24,21 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_like import __version__
 from slime_like.agreement import from_rank_zero, gather, together
-from slime_like.checkpoints.files import FileRecord, hash_file, remove_folder, replace_file, sync_path, write_file
-from slime_like.checkpoints.folders import checkpoint_folder, complete_steps, free_bytes, publish, writing_folder
+from slime_like.checkpoints.files import (
+    FileRecord,
+    hash_file,
+    remove_folder,
+    replace_file,
+    sync_path,
+    write_file,
+)
+from slime_like.checkpoints.folders import (
+    checkpoint_folder,
+    complete_steps,
+    free_bytes,
+    publish,
+    writing_folder,
+)
 from slime_like.checkpoints.manifest import total_bytes, write_manifest
 from slime_like.config import ConfigError, Problem
 from slime_like.convert.blueprint import Blueprint
@@ -85,14 +98,25 @@ def convert_to_megatron(
         plan_folder = folder / network
         together(lambda: plan_folder.mkdir(parents=True, exist_ok=True))
         plan = plan_network(blueprint.state, plan_folder, rank=dist.get_rank(), detached=False)
-        job = _Job(blueprint, files, loading, plan_folder, _identity(blueprint, source, file_bytes), advance)
+        job = _Job(
+            blueprint,
+            files,
+            loading,
+            plan_folder,
+            _identity(blueprint, source, file_bytes),
+            advance,
+        )
         plans = job.split([item for file in plan.files for item in file.items], file_bytes)
-        needed = sum(gather(sum(p.estimated_bytes() for p in plans if not (plan_folder / p.name).exists())))
+        needed = sum(
+            gather(sum(p.estimated_bytes() for p in plans if not (plan_folder / p.name).exists()))
+        )
         from_rank_zero(lambda: _check_space(root, needed))
         try:
             written = together(lambda: job.write_all(plans, workers))
         except OSError as error:
-            raise RunError(f"{folder} could not be written: {error}; what is whole is kept, run the same command again") from error
+            raise RunError(
+                f"{folder} could not be written: {error}; what is whole is kept, run the same command again"
+            ) from error
     parts = gather(written)
 
     def complete() -> int:
@@ -103,9 +127,13 @@ def convert_to_megatron(
         more = write_network_metadata(plan_folder, plan.metadata, results)
         records |= {f"{network}/{name}": record for name, record in more.items()}
         state = _trainer_state(blueprint, source, network)
-        records[TRAINER_FILE] = write_file(folder / TRAINER_FILE, json.dumps(state, indent=1, allow_nan=False))
+        records[TRAINER_FILE] = write_file(
+            folder / TRAINER_FILE, json.dumps(state, indent=1, allow_nan=False)
+        )
         for path in plan_folder.iterdir():
-            if f"{network}/{path.name}" not in records:  # notes, and files of an interrupted conversion of something else
+            if (
+                f"{network}/{path.name}" not in records
+            ):  # notes, and files of an interrupted conversion of something else
                 path.unlink()
         sync_path(plan_folder)
         write_manifest(folder, records)
@@ -114,7 +142,12 @@ def convert_to_megatron(
         return total_bytes(records)
 
     size = from_rank_zero(complete)
-    return Converted(checkpoint_folder(root, STEP), size, sum(map(len, parts)), sum(kept for part in parts for *_, kept in part))
+    return Converted(
+        checkpoint_folder(root, STEP),
+        size,
+        sum(map(len, parts)),
+        sum(kept for part in parts for *_, kept in part),
+    )
 
 
 Written = tuple[str, FileRecord, list[WriteResult], bool]  # the last: kept from before
@@ -158,13 +191,29 @@ class _Job:
         with no_crc32(), ThreadPoolExecutor(workers) as pool:
             return list(pool.map(lambda plan: self._write(plan, places), plans))
 
-    def _write(self, plan: FilePlan, places: dict[tuple[str, tuple[int, ...]], tuple[str, int]]) -> Written:
+    def _write(
+        self, plan: FilePlan, places: dict[tuple[str, tuple[int, ...]], tuple[str, int]]
+    ) -> Written:
         if (kept := self._kept(plan)) is not None:
-            self.advance(sum(data.numel() * data.element_size() for _, data in plan.items if isinstance(data, Tensor)))
+            self.advance(
+                sum(
+                    data.numel() * data.element_size()
+                    for _, data in plan.items
+                    if isinstance(data, Tensor)
+                )
+            )
             return kept
-        record, results = write_file_plan(self.folder, FilePlan(plan.name, _Filled(self._filled(plan, places))))  # type: ignore[arg-type]
+        record, results = write_file_plan(
+            self.folder, FilePlan(plan.name, _Filled(self._filled(plan, places)))
+        )  # type: ignore[arg-type]
         entries = [
-            (r.index.fqn, None if r.index.offset is None else list(r.index.offset), r.index.index, r.storage_data.offset, r.size_in_bytes)
+            (
+                r.index.fqn,
+                None if r.index.offset is None else list(r.index.offset),
+                r.index.index,
+                r.storage_data.offset,
+                r.size_in_bytes,
+            )
             for r in results
         ]
         note = {"identity": self.identity, **asdict(record), "items": entries}
@@ -188,9 +237,15 @@ class _Job:
             ]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return (plan.name, record, results, True) if [r.index for r in results] == [item.index for item, _ in plan.items] else None
+        return (
+            (plan.name, record, results, True)
+            if [r.index for r in results] == [item.index for item, _ in plan.items]
+            else None
+        )
 
-    def _filled(self, plan: FilePlan, places: dict[tuple[str, tuple[int, ...]], tuple[str, int]]) -> Iterator[tuple[Any, Any]]:
+    def _filled(
+        self, plan: FilePlan, places: dict[tuple[str, tuple[int, ...]], tuple[str, int]]
+    ) -> Iterator[tuple[Any, Any]]:
         """The items with their data: objects as they are, tensors read from the model's files one parameter at a time."""
         at: str | None = None
         pieces: list[Tensor] = []
@@ -227,7 +282,15 @@ def _place(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
 
 def _check_root(root: Path) -> None:
     if steps := complete_steps(root):
-        raise ConfigError([Problem("--save", root, f"has checkpoints already (steps {', '.join(map(str, steps))}); name another folder")])
+        raise ConfigError(
+            [
+                Problem(
+                    "--save",
+                    root,
+                    f"has checkpoints already (steps {', '.join(map(str, steps))}); name another folder",
+                )
+            ]
+        )
     if root.exists() and not root.is_dir():
         raise ConfigError([Problem("--save", root, "is a file; name a folder")])
 
@@ -241,9 +304,20 @@ def _check_space(root: str, needed: int) -> None:
 
 def _identity(blueprint: Blueprint, source: str, file_bytes: int) -> str:
     """What the bytes of a file depend on beside its name."""
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(Path(source))]
+    stats = [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in weight_files(Path(source))
+    ]
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in blueprint.parameters.items()]
-    parts = [stats, dataclasses.astuple(blueprint.hf), shapes, blueprint.layout.describe(), blueprint.layout.rank, file_bytes, __version__]
+    parts = [
+        stats,
+        dataclasses.astuple(blueprint.hf),
+        shapes,
+        blueprint.layout.describe(),
+        blueprint.layout.rank,
+        file_bytes,
+        __version__,
+    ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -259,7 +333,9 @@ def _trainer_state(blueprint: Blueprint, source: str, network: str) -> dict[str,
         "model": blueprint.shape(),
         "has_rng": False,
         "networks": {network: {"optimizer": [], "optimizer_step": 0.0, "scheduler": None}},
-        "fingerprints": [{network: {}} for _ in range(layout.world_size)],  # the manifest vouches for the files
+        "fingerprints": [
+            {network: {}} for _ in range(layout.world_size)
+        ],  # the manifest vouches for the files
     }
 
 

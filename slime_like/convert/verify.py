@@ -24,7 +24,9 @@ TOKENS = 64  # of the sequence whose logits are compared
 TOLERANCE = 1e-3  # of the largest difference, over the standard deviation of all logits; two networks that differ are near 1
 
 
-def compare_bits(source: NetworkSource, folder: str, advance: Callable[[int], None] = lambda size: None) -> int:
+def compare_bits(
+    source: NetworkSource, folder: str, advance: Callable[[int], None] = lambda size: None
+) -> int:
     """Read the folder as a run would, and compare every parameter with the checkpoint's, bit by bit in the source's dtype. Collective; the
     ranks share the parameters out. Returns their number. Raises ValueError naming those that differ."""
     blueprint, rank, world = source.blueprint, dist.get_rank(), dist.get_world_size()
@@ -73,7 +75,10 @@ def compare_logits(source: NetworkSource, folder: str) -> float:
     def compare() -> float:
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, source.sizes.vocab, (TOKENS,), generator=generator)
-        theirs, ours = transformers_logits(folder, tokens, value_head=source.blueprint.value_head), megatron_logits(source, tokens)
+        theirs, ours = (
+            transformers_logits(folder, tokens, value_head=source.blueprint.value_head),
+            megatron_logits(source, tokens),
+        )
         spread = float(theirs.std())
         difference = float((ours - theirs).abs().max())
         if not difference <= TOLERANCE * spread:
@@ -90,12 +95,20 @@ def compare_logits(source: NetworkSource, folder: str) -> float:
 def megatron_logits(source: NetworkSource, tokens: Tensor) -> Tensor:
     """[T, vocabulary] float32 of the sequence `tokens` [T]; of a critic its values [T, 1]."""
     blueprint = source.blueprint
-    (chunk,) = build_chunks(blueprint.chunks[0].config, blueprint.gpt, "local", blueprint.layout, value_head=blueprint.value_head)
+    (chunk,) = build_chunks(
+        blueprint.chunks[0].config,
+        blueprint.gpt,
+        "local",
+        blueprint.layout,
+        value_head=blueprint.value_head,
+    )
     chunk = chunk.to(torch.float32).eval()
     for (_, parameter), name in zip(chunk.named_parameters(), blueprint.parameters, strict=True):
         parameter.copy_(source.parameter(name))
     rows = packed_rows(torch.tensor([0, tokens.numel()], dtype=torch.int32))
-    out: Tensor = chunk(tokens[None], torch.arange(tokens.numel())[None], None, packed_seq_params=rows)[0]
+    out: Tensor = chunk(
+        tokens[None], torch.arange(tokens.numel())[None], None, packed_seq_params=rows
+    )[0]
     return out if blueprint.value_head else (out @ head_weight(chunk).t())[:, : source.sizes.vocab]
 
 
@@ -105,9 +118,15 @@ def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Ten
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    kind = transformers.AutoModelForTokenClassification if value_head else transformers.AutoModelForCausalLM
+    kind = (
+        transformers.AutoModelForTokenClassification
+        if value_head
+        else transformers.AutoModelForCausalLM
+    )
     more = {"num_labels": 1} if value_head else {}
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, **more).eval()
+    model = kind.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, **more
+    ).eval()
     if value_head:
         with WeightFiles(folder) as files:
             for name, parameter in model.score.named_parameters():

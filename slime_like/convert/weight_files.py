@@ -16,7 +16,12 @@ from torch import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}  # by safetensors' names
+TORCH_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+}  # by safetensors' names
 DTYPES = tuple(TORCH_DTYPES)
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 END_BYTES = 4096  # of a tensor, for `weights_digest`
@@ -26,7 +31,11 @@ MAX_NAMED = 8  # names in one error message
 
 def file_names(number: int) -> list[str]:
     """What transformers calls the files of a model that is in so many of them."""
-    return [SINGLE] if number == 1 else [f"model-{n:05d}-of-{number:05d}.safetensors" for n in range(1, number + 1)]
+    return (
+        [SINGLE]
+        if number == 1
+        else [f"model-{n:05d}-of-{number:05d}.safetensors" for n in range(1, number + 1)]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +59,16 @@ class WeightFiles:
         self._where: dict[str, StoredTensor] = {}
         for path in weight_files(Path(folder)):
             try:
-                with safe_open(path, framework="pt", device="cpu"):  # checks the header against the file's size
+                with safe_open(
+                    path, framework="pt", device="cpu"
+                ):  # checks the header against the file's size
                     pass
                 self._files.append(os.open(path, os.O_RDONLY))
             except (SafetensorError, OSError) as error:
                 self.close()
-                raise ValueError(f"{path} cannot be read, it may be truncated or no safetensors file: {error}") from error
+                raise ValueError(
+                    f"{path} cannot be read, it may be truncated or no safetensors file: {error}"
+                ) from error
             self._where |= _stored_tensors(self._files[-1])
 
     def __enter__(self) -> WeightFiles:
@@ -83,7 +96,9 @@ class WeightFiles:
         stored = self._where[name]
         size = math.prod(stored.shape) * TORCH_DTYPES[stored.dtype].itemsize
         count = min(size, END_BYTES)
-        return os.pread(stored.file, count, stored.start) + os.pread(stored.file, count, stored.start + size - count)
+        return os.pread(stored.file, count, stored.start) + os.pread(
+            stored.file, count, stored.start + size - count
+        )
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """Rows [start, stop) along `dim` (0 or 1), in the file's dtype. Along dimension 1 whole rows are read, some at a time."""
@@ -119,7 +134,9 @@ def _stored_tensors(file: int) -> dict[str, StoredTensor]:
     length = int.from_bytes(os.pread(file, 8, 0), "little")
     header = json.loads(os.pread(file, length, 8))
     return {
-        name: StoredTensor(file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        name: StoredTensor(
+            file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"]
+        )
         for name, entry in header.items()
         if name != "__metadata__"
     }
@@ -153,7 +170,9 @@ def weight_files(folder: Path) -> list[Path]:
         return paths
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    raise ValueError(f"{folder}: no {SINGLE} and no {INDEX} in this folder; other formats are not read (save the model with safetensors)")
+    raise ValueError(
+        f"{folder}: no {SINGLE} and no {INDEX} in this folder; other formats are not read (save the model with safetensors)"
+    )
 
 
 def listed(names: Iterable[str]) -> str:

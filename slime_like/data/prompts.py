@@ -32,12 +32,22 @@ class RowKeys:
 
     @classmethod
     def of(
-        cls, spec: str, config: DataConfig, *, input_key: str | None = None, label_key: str | None = None, metadata_key: str | None = None
+        cls,
+        spec: str,
+        config: DataConfig,
+        *,
+        input_key: str | None = None,
+        label_key: str | None = None,
+        metadata_key: str | None = None,
     ) -> RowKeys:
         """Those that the settings name for a file; rows of a reasoning_gym source have keys of their own."""
         if spec.startswith(TASK_PREFIX):
             return cls("question", "answer", "metadata")
-        return cls(input_key or config.input_key, label_key or config.label_key, metadata_key or config.metadata_key)
+        return cls(
+            input_key or config.input_key,
+            label_key or config.label_key,
+            metadata_key or config.metadata_key,
+        )
 
 
 class PromptFormat:
@@ -63,11 +73,15 @@ class PromptFormat:
         self._chat = config.apply_chat_template
         self._chat_arguments = {"add_generation_prompt": True, **config.apply_chat_template_kwargs}
         if self._chat and not getattr(tokenizer, "chat_template", None):
-            raise ValueError("--apply-chat-template: the tokenizer has no chat template; leave the flag out or use another tokenizer")
+            raise ValueError(
+                "--apply-chat-template: the tokenizer has no chat template; leave the flag out or use another tokenizer"
+            )
 
     @property
     def columns(self) -> list[str]:
-        return [key for key in (self.keys.input, self.keys.label, self.keys.metadata) if key is not None]
+        return [
+            key for key in (self.keys.input, self.keys.label, self.keys.metadata) if key is not None
+        ]
 
     def check(self, row: Row) -> str | None:
         """What is wrong with a row, or None."""
@@ -86,7 +100,11 @@ class PromptFormat:
 
     def _check_messages(self, messages: Any) -> str | None:
         name = f"{self.keys.input!r} (--input-key)"
-        is_chat = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
+        is_chat = (
+            isinstance(messages, list)
+            and messages
+            and all(isinstance(m, dict) and "role" in m for m in messages)
+        )
         if not is_chat:
             return f"{name} must be a string or a list of messages with a role, not {type(messages).__name__}"
         if not self._chat:
@@ -106,18 +124,24 @@ class PromptFormat:
 
     def _text(self, prompt: str | list[dict[str, Any]]) -> str:
         if not self._chat:
-            assert isinstance(prompt, str), "check() lets messages through only with a chat template"
+            assert isinstance(prompt, str), (
+                "check() lets messages through only with a chat template"
+            )
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._chat_arguments)
 
     def tokenise(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        encoded = self._tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
+        encoded = self._tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False
+        )
         return [tuple(ids) for ids in encoded["input_ids"]]
 
     def prompt(self, group_id: int, row: Row, text: str, tokens: tuple[int, ...]) -> Prompt:
         metadata = {**(row.get(self.keys.metadata) or {}), **self._metadata}
-        return Prompt(group_id=group_id, text=text, tokens=tokens, label=self._label(row), metadata=metadata)
+        return Prompt(
+            group_id=group_id, text=text, tokens=tokens, label=self._label(row), metadata=metadata
+        )
 
 
 def _content_problem(message: Mapping[str, Any]) -> str | None:
@@ -137,7 +161,9 @@ def _content_problem(message: Mapping[str, Any]) -> str | None:
     return None
 
 
-def short_enough(source: RowSource, form: PromptFormat, max_prompt_len: int | None, flag: str) -> range | np.ndarray:
+def short_enough(
+    source: RowSource, form: PromptFormat, max_prompt_len: int | None, flag: str
+) -> range | np.ndarray:
     """Indices of the rows whose prompt has at most `max_prompt_len` tokens, all of them where no limit is set.
 
     Raises ValueError when none is left. The number left out becomes a note of the source.
@@ -171,14 +197,28 @@ class PromptSource:
     its file and line, or with the chat template.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, *, answer_check: AnswerCheck | None = None) -> None:
+    def __init__(
+        self, config: DataConfig, tokenizer: Any, *, answer_check: AnswerCheck | None = None
+    ) -> None:
         if config.prompt_data is None:
-            raise ValueError("--prompt-data is missing: name a .jsonl or .parquet file, or reasoning_gym:<task>")
-        self._form = PromptFormat(config, tokenizer, keys=RowKeys.of(config.prompt_data, config), answer_check=answer_check)
-        self._source = open_source(
-            config.prompt_data, check=self._form.check, columns=self._form.columns, skip_bad_rows=config.skip_bad_rows
+            raise ValueError(
+                "--prompt-data is missing: name a .jsonl or .parquet file, or reasoning_gym:<task>"
+            )
+        self._form = PromptFormat(
+            config,
+            tokenizer,
+            keys=RowKeys.of(config.prompt_data, config),
+            answer_check=answer_check,
         )
-        self._kept = short_enough(self._source, self._form, config.rollout_max_prompt_len, "--prompt-data")
+        self._source = open_source(
+            config.prompt_data,
+            check=self._form.check,
+            columns=self._form.columns,
+            skip_bad_rows=config.skip_bad_rows,
+        )
+        self._kept = short_enough(
+            self._source, self._form, config.rollout_max_prompt_len, "--prompt-data"
+        )
         self.num_left_out = len(self._source) - len(self._kept)
         self.notes = self._source.notes
         self._shuffle, self._seed = config.rollout_shuffle, config.rollout_seed
@@ -223,30 +263,46 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain JSON."""
-        return {"epoch": self.epoch, "offset": self._offset, "next_group_id": self._next_group_id, "source": self._fingerprint()}
+        return {
+            "epoch": self.epoch,
+            "offset": self._offset,
+            "next_group_id": self._next_group_id,
+            "source": self._fingerprint(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Raises ValueError when the data is not the same; a moved file with the same content is."""
         saved, ours = dict(state["source"]), self._fingerprint()
         different = [key for key in ours if key != "path" and saved.get(key) != ours[key]]
         if different:
-            words = "; ".join(f"{key}: saved {saved.get(key)!r}, now {ours[key]!r}" for key in different)
+            words = "; ".join(
+                f"{key}: saved {saved.get(key)!r}, now {ours[key]!r}" for key in different
+            )
             raise ValueError(
                 f"--prompt-data {ours['path']}: differs from the data of the saved run ({saved.get('path')}), so its position cannot be resumed: "
                 f"{words}. Give the same data, --rollout-seed, --rollout-shuffle and --rollout-max-prompt-len, or start a new run"
             )
-        self.epoch, self._offset, self._next_group_id = int(state["epoch"]), int(state["offset"]), int(state["next_group_id"])
+        self.epoch, self._offset, self._next_group_id = (
+            int(state["epoch"]),
+            int(state["offset"]),
+            int(state["next_group_id"]),
+        )
         self._order = self._epoch_order()
 
 
-def _make_prompts(source: RowSource, form: PromptFormat, indices: Sequence[int], first_group_id: int) -> list[Prompt]:
+def _make_prompts(
+    source: RowSource, form: PromptFormat, indices: Sequence[int], first_group_id: int
+) -> list[Prompt]:
     rows = source.rows(indices)
     texts = form.texts(rows)
     tokens = form.tokenise(texts)
     for index, ids in zip(indices, tokens):
         if not ids:
             raise ValueError(f"{source.where(index)}: the prompt has no tokens")
-    return [form.prompt(group_id, *parts) for group_id, parts in zip(itertools.count(first_group_id), zip(rows, texts, tokens))]
+    return [
+        form.prompt(group_id, *parts)
+        for group_id, parts in zip(itertools.count(first_group_id), zip(rows, texts, tokens))
+    ]
 
 
 def load_eval_sets(
@@ -266,10 +322,22 @@ def load_eval_sets(
     notes: list[str] = []
     first = 0
     for each in eval_sets:
-        keys = RowKeys.of(each.path, data, input_key=each.input_key, label_key=each.label_key, metadata_key=each.metadata_key)
+        keys = RowKeys.of(
+            each.path,
+            data,
+            input_key=each.input_key,
+            label_key=each.label_key,
+            metadata_key=each.metadata_key,
+        )
         check = None if each.custom_rm_path is not None else answer_check
         form = PromptFormat(data, tokenizer, keys=keys, answer_check=check, metadata=each.metadata)
-        source = open_source(each.path, check=form.check, columns=form.columns, skip_bad_rows=data.skip_bad_rows, flag=flag)
+        source = open_source(
+            each.path,
+            check=form.check,
+            columns=form.columns,
+            skip_bad_rows=data.skip_bad_rows,
+            flag=flag,
+        )
         kept = short_enough(source, form, data.rollout_max_prompt_len, flag)
         sets[each.name] = _make_prompts(source, form, [int(i) for i in kept], first)
         first += len(kept)

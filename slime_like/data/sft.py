@@ -14,11 +14,19 @@ def answer_problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
     """Why a row cannot be learnt from, or None; the check of `data.prompts` for supervised runs."""
     if isinstance(label, str) and label:
         return None
-    found = "an empty string" if label == "" else "null or missing" if label is None else type(label).__name__
+    found = (
+        "an empty string"
+        if label == ""
+        else "null or missing"
+        if label is None
+        else type(label).__name__
+    )
     return f"--loss-type sft_loss: the answer (--label-key) must be a non-empty string, not {found}"
 
 
-def sft_samples(prompts: Sequence[Prompt], tokenizer: Any, *, max_response_len: int | None = None) -> list[Sample]:
+def sft_samples(
+    prompts: Sequence[Prompt], tokenizer: Any, *, max_response_len: int | None = None
+) -> list[Sample]:
     """Prompt and label as a sample whose loss mask covers every token of the answer and the end-of-sequence token.
 
     The answer is tokenised by itself, as it would be when the model writes it after the prompt. One longer than
@@ -26,14 +34,19 @@ def sft_samples(prompts: Sequence[Prompt], tokenizer: Any, *, max_response_len: 
     Raises ValueError when a label is not a non-empty string, or the tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError("--loss-type sft_loss: the tokenizer has no end-of-sequence token, so an answer would have no end")
+        raise ValueError(
+            "--loss-type sft_loss: the tokenizer has no end-of-sequence token, so an answer would have no end"
+        )
     for prompt in prompts:
         if words := answer_problem(prompt.label, prompt.metadata):
             raise ValueError(f"prompt {prompt.group_id}: {words}: {prompt.text[:80]!r}")
     if not prompts:
         return []
     answers = tokenizer([prompt.label for prompt in prompts], add_special_tokens=False)["input_ids"]
-    return [_sample(prompt, list(ids), tokenizer.eos_token_id, max_response_len) for prompt, ids in zip(prompts, answers)]
+    return [
+        _sample(prompt, list(ids), tokenizer.eos_token_id, max_response_len)
+        for prompt, ids in zip(prompts, answers)
+    ]
 
 
 def _sample(prompt: Prompt, answer: list[int], eos: int, limit: int | None) -> Sample:

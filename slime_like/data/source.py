@@ -41,7 +41,14 @@ class RowSource(Protocol):
         ...
 
 
-def open_source(spec: str, *, check: RowCheck, columns: Sequence[str], skip_bad_rows: int = 0, flag: str = "--prompt-data") -> RowSource:
+def open_source(
+    spec: str,
+    *,
+    check: RowCheck,
+    columns: Sequence[str],
+    skip_bad_rows: int = 0,
+    flag: str = "--prompt-data",
+) -> RowSource:
     """Open what a user named: ``file.jsonl``, ``file.parquet``, either with ``@[start:end]``, or ``reasoning_gym:<task>?...``.
 
     check: called once on every row. columns: the keys that may be read (Parquet reads no others). skip_bad_rows: how many bad
@@ -60,7 +67,11 @@ def open_source(spec: str, *, check: RowCheck, columns: Sequence[str], skip_bad_
     else:
         path = _existing_file(path_text, flag)
         bad = _BadRows(path_text, skip_bad_rows)
-        source = JsonlSource(path, check, bad) if path.suffix == ".jsonl" else ParquetSource(path, check, bad, columns, flag)
+        source = (
+            JsonlSource(path, check, bad)
+            if path.suffix == ".jsonl"
+            else ParquetSource(path, check, bad, columns, flag)
+        )
         source.notes = bad.notes()
         if len(source) == 0:
             raise ValueError(f"{flag} {path_text}: the file holds no rows")
@@ -78,9 +89,13 @@ def _split_range(spec: str) -> tuple[str, slice | None]:
 def _existing_file(text: str, flag: str) -> Path:
     path = Path(text)
     if path.is_dir():
-        raise ValueError(f"{flag} {text}: is a directory; name a {' or '.join(SUFFIXES)} file in it")
+        raise ValueError(
+            f"{flag} {text}: is a directory; name a {' or '.join(SUFFIXES)} file in it"
+        )
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{flag} {text}: unknown kind of data; legal: {', '.join(SUFFIXES)} files, reasoning_gym:<task>")
+        raise ValueError(
+            f"{flag} {text}: unknown kind of data; legal: {', '.join(SUFFIXES)} files, reasoning_gym:<task>"
+        )
     if not path.is_file():
         raise ValueError(f"{flag} {text}: no such file")
     return path
@@ -97,8 +112,16 @@ class _BadRows:
         """Raises ValueError when this row is one too many."""
         self.count += 1
         if self.count > self.allowed:
-            remedy = "correct the file" if self.allowed else "correct the file, or leave such rows out with --skip-bad-rows N"
-            over = f" (more than the {self.allowed} bad rows that --skip-bad-rows allows)" if self.allowed else ""
+            remedy = (
+                "correct the file"
+                if self.allowed
+                else "correct the file, or leave such rows out with --skip-bad-rows N"
+            )
+            over = (
+                f" (more than the {self.allowed} bad rows that --skip-bad-rows allows)"
+                if self.allowed
+                else ""
+            )
             raise ValueError(f"{problem}{over}; {remedy}")
         self._first = self._first or problem
 
@@ -143,7 +166,10 @@ class JsonlSource:
             if not line.endswith(b"\n"):
                 return f"{place}: truncated last line, which starts at byte offset {offset} ({error.msg})"
             return f"{place}: bad JSON at byte offset {offset + len(error.doc[: error.pos].encode())}: {error.msg}"
-        except (ValueError, RecursionError) as error:  # an integer of thousands of digits; nesting beyond the stack
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # an integer of thousands of digits; nesting beyond the stack
             return f"{place}: bad JSON in the line at byte offset {offset}: {error}"
         if not isinstance(row, dict):
             return f"{place}: the row is a JSON {_json_kind(row)}, not an object (byte offset {offset})"
@@ -162,7 +188,9 @@ class JsonlSource:
         try:
             row = json.loads(file.readline())
         except ValueError as error:
-            raise ValueError(f"{self.where(index)}: the file has changed since it was opened ({error})") from error
+            raise ValueError(
+                f"{self.where(index)}: the file has changed since it was opened ({error})"
+            ) from error
         return row
 
     def where(self, index: int) -> str:
@@ -174,12 +202,16 @@ class ParquetSource:
 
     notes: list[str]
 
-    def __init__(self, path: Path, check: RowCheck, bad: _BadRows, columns: Sequence[str], flag: str) -> None:
+    def __init__(
+        self, path: Path, check: RowCheck, bad: _BadRows, columns: Sequence[str], flag: str
+    ) -> None:
         try:
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError as error:
-            raise ValueError(f"{flag} {path}: Parquet needs pyarrow; install it with: pip install 'slime_like[tasks]'") from error
+            raise ValueError(
+                f"{flag} {path}: Parquet needs pyarrow; install it with: pip install 'slime_like[tasks]'"
+            ) from error
         self.name = str(path)
         try:
             self._file = pq.ParquetFile(path)
@@ -187,7 +219,9 @@ class ParquetSource:
             raise ValueError(f"{flag} {path}: not a readable Parquet file: {error}") from error
         there = self._file.schema_arrow.names
         # A column that is missing altogether is reported by the check of the first row, which sees `there` as its keys.
-        self._columns = [name for name in columns if name in there] if set(columns) & set(there) else there
+        self._columns = (
+            [name for name in columns if name in there] if set(columns) & set(there) else there
+        )
         self._starts = [0]
         for group in range(self._file.num_row_groups):
             self._starts.append(self._starts[-1] + self._file.metadata.row_group(group).num_rows)
@@ -203,7 +237,9 @@ class ParquetSource:
                 else:
                     self._numbers.append(number)
                 number += 1
-        self.content = f"parquet bytes={path.stat().st_size} rows={number} columns={','.join(there)}"
+        self.content = (
+            f"parquet bytes={path.stat().st_size} rows={number} columns={','.join(there)}"
+        )
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -233,7 +269,9 @@ class SlicedSource:
         self.name, self.notes = spec, source.notes
         self.content = f"{source.content} rows {self._range.start}:{self._range.stop}"
         if not self._range:
-            raise ValueError(f"{flag} {spec}: the range is empty; {source.name} holds {len(source)} rows")
+            raise ValueError(
+                f"{flag} {spec}: the range is empty; {source.name} holds {len(source)} rows"
+            )
 
     def __len__(self) -> int:
         return len(self._range)

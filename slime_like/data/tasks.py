@@ -20,7 +20,9 @@ from urllib.parse import parse_qsl
 
 from slime_like.data.source import TASK_PREFIX, Row
 
-DEFAULT_SEED = 0  # reasoning-gym itself draws a new seed in every process, which no run could resume from
+DEFAULT_SEED = (
+    0  # reasoning-gym itself draws a new seed in every process, which no run could resume from
+)
 
 
 class TaskSource:
@@ -31,7 +33,9 @@ class TaskSource:
             from reasoning_gym import create_dataset
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
-            raise ValueError(f"{flag} {spec}: needs reasoning-gym; install it with: pip install 'slime_like[tasks]'") from error
+            raise ValueError(
+                f"{flag} {spec}: needs reasoning-gym; install it with: pip install 'slime_like[tasks]'"
+            ) from error
         place = f"{flag} {spec}"
         task, _, query = spec.removeprefix(TASK_PREFIX).partition("?")
         if task not in DATASETS:
@@ -44,7 +48,9 @@ class TaskSource:
             raise ValueError(f"{place}: the task refuses these options: {error}") from error
         self.name = spec
         self.notes: list[str] = []
-        self.content = f"reasoning_gym {task} {json.dumps(self.options, sort_keys=True, default=str)}"
+        self.content = (
+            f"reasoning_gym {task} {json.dumps(self.options, sort_keys=True, default=str)}"
+        )
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -67,13 +73,17 @@ def parse_options(task: str, query: str, config_type: type, place: str) -> dict[
     options: dict[str, Any] = {}
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name not in names:
-            raise ValueError(f"{place}: task {task!r} has no option {name!r}{_nearest(name, names)}")
+            raise ValueError(
+                f"{place}: task {task!r} has no option {name!r}{_nearest(name, names)}"
+            )
         if name in options:
             raise ValueError(f"{place}: option {name!r} is given twice")
         try:
             options[name] = convert(text, hints[name])
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{place}: option {name}={text!r}: expected {_words(hints[name])} ({error})") from error
+            raise ValueError(
+                f"{place}: option {name}={text!r}: expected {_words(hints[name])} ({error})"
+            ) from error
     if "seed" in names:
         options.setdefault("seed", DEFAULT_SEED)
     if options.get("size", 1) < 1:
@@ -96,7 +106,10 @@ def convert(text: str, annotation: Any) -> Any:
     if container in (list, tuple, typing.get_origin(Sequence[str])):
         items = json.loads(text) if text.startswith("[") else text.split(",")
         item_type = arguments[0] if arguments else str
-        values = [convert(item, item_type) if isinstance(item, str) else _tupled(item, item_type) for item in items]
+        values = [
+            convert(item, item_type) if isinstance(item, str) else _tupled(item, item_type)
+            for item in items
+        ]
         return tuple(values) if container is tuple else values
     return _convert_plain(text, annotation)
 
@@ -117,11 +130,17 @@ def _convert_plain(text: str, annotation: Any) -> Any:
 
 def _tupled(item: Any, annotation: Any) -> Any:
     """A decoded JSON value in the place of an item: inner lists become tuples where the task expects tuples."""
-    return tuple(item) if isinstance(item, list) and typing.get_origin(annotation) is tuple else item
+    return (
+        tuple(item) if isinstance(item, list) and typing.get_origin(annotation) is tuple else item
+    )
 
 
 def _words(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+    return (
+        annotation.__name__
+        if isinstance(annotation, type)
+        else str(annotation).replace("typing.", "")
+    )
 
 
 def _nearest(name: str, names: typing.Iterable[str]) -> str:

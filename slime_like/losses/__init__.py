@@ -23,7 +23,12 @@ from slime_like.losses import (  # noqa: F401  (each registers its loss)
     topr,
     vespo,
 )
-from slime_like.losses.functional import ShapedCorrection, compute_off_policy_correction, compute_policy_loss, token_weights
+from slime_like.losses.functional import (
+    ShapedCorrection,
+    compute_off_policy_correction,
+    compute_policy_loss,
+    token_weights,
+)
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, from_packed, from_padded
 from slime_like.losses.kl import KL_ESTIMATORS, kl_estimate
 from slime_like.losses.off_policy import Correction, OffPolicyConfig, off_policy_correction

@@ -20,9 +20,17 @@ from slime_like.metrics.typed import masked_max, masked_mean, masked_min
 
 @dataclass(frozen=True, slots=True)
 class CISPOConfig:
-    cispo_eps_clip_low: float = arg(1.0, "CISPO: the weight is bounded below by 1 - this.", legal=NON_NEGATIVE)
-    cispo_eps_clip_high: float = arg(4.0, "CISPO: the weight is bounded above by 1 + this.", legal=NON_NEGATIVE)
-    cispo_anchor: str = arg("old", "CISPO: the ratio is to the old policy, or to the sampler.", choices=("old", "rollout"))
+    cispo_eps_clip_low: float = arg(
+        1.0, "CISPO: the weight is bounded below by 1 - this.", legal=NON_NEGATIVE
+    )
+    cispo_eps_clip_high: float = arg(
+        4.0, "CISPO: the weight is bounded above by 1 + this.", legal=NON_NEGATIVE
+    )
+    cispo_anchor: str = arg(
+        "old",
+        "CISPO: the ratio is to the old policy, or to the sampler.",
+        choices=("old", "rollout"),
+    )
 
     @property
     def anchor(self) -> str:

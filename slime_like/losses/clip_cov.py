@@ -20,7 +20,9 @@ from slime_like.metrics.typed import masked_mean
 
 @dataclass(frozen=True, slots=True)
 class ClipCovConfig(ClipConfig):
-    clip_cov_ratio: float = arg(2e-4, "Clip-Cov: share of tokens whose gradient is cut; one at least.", legal=UNIT)
+    clip_cov_ratio: float = arg(
+        2e-4, "Clip-Cov: share of tokens whose gradient is cut; one at least.", legal=UNIT
+    )
     clip_cov_lb: float = arg(1.0, "Clip-Cov: candidates have a covariance above this.")
     clip_cov_ub: float = arg(5.0, "Clip-Cov: candidates have a covariance below this.")
 
@@ -30,9 +32,15 @@ def clip_cov(inputs: LossInputs, config: ClipCovConfig) -> PolicyLossOutput:
     ratio = inputs.log_ratio().exp()
     surrogate = clipped_surrogate(inputs, ratio, config)
     cov = covariances(inputs)
-    candidates = inputs.kept & ~surrogate.clipped & (cov > config.clip_cov_lb) & (cov < config.clip_cov_ub)
+    candidates = (
+        inputs.kept & ~surrogate.clipped & (cov > config.clip_cov_lb) & (cov < config.clip_cov_ub)
+    )
     chosen = pick(candidates, random_order(inputs), config.clip_cov_ratio, inputs)
-    metrics = {**ratio_metrics(inputs, ratio), **surrogate.metrics, "clip_cov_frac": masked_mean(chosen, inputs.loss_mask)}
+    metrics = {
+        **ratio_metrics(inputs, ratio),
+        **surrogate.metrics,
+        "clip_cov_frac": masked_mean(chosen, inputs.loss_mask),
+    }
     return PolicyLossOutput(torch.where(chosen, 0.0, surrogate.token_losses), metrics)
 
 

@@ -15,17 +15,25 @@ from slime_like.metrics.typed import Metric, masked_mean
 @dataclass(frozen=True, slots=True)
 class RangeConfig:
     eps_clip: float = arg(0.2, "The ratio is bounded below by 1 - this.", legal=NON_NEGATIVE)
-    eps_clip_high: float | None = arg(None, "The ratio is bounded above by 1 + this; default: --eps-clip.", legal=NON_NEGATIVE)
+    eps_clip_high: float | None = arg(
+        None, "The ratio is bounded above by 1 + this; default: --eps-clip.", legal=NON_NEGATIVE
+    )
 
     @property
     def bounds(self) -> tuple[float, float]:
         """Least and largest ratio."""
-        return 1 - self.eps_clip, 1 + (self.eps_clip if self.eps_clip_high is None else self.eps_clip_high)
+        return 1 - self.eps_clip, 1 + (
+            self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ClipConfig(RangeConfig):
-    eps_clip_c: float | None = arg(None, "Dual clip: bound on the loss of negative advantages, as a ratio; default: off.", legal=ABOVE_ONE)
+    eps_clip_c: float | None = arg(
+        None,
+        "Dual clip: bound on the loss of negative advantages, as a ratio; default: off.",
+        legal=ABOVE_ONE,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,13 @@ from slime_like.losses.ranks import gather_over_ranks, sum_over_ranks
 def covariances(inputs: LossInputs) -> Tensor:
     """[T] float64, constant; 0 at inactive tokens. In float64, so that an advantage that all tokens share has a covariance of exactly 0, and not
     of rounding, which would choose other tokens in another layout."""
-    advantages, log_probs = inputs.required("advantages").double(), inputs.masked(inputs.log_probs.detach()).double()
-    own = torch.stack([advantages.sum(), log_probs.sum(), inputs.loss_mask.sum().to(log_probs.dtype)])
+    advantages, log_probs = (
+        inputs.required("advantages").double(),
+        inputs.masked(inputs.log_probs.detach()).double(),
+    )
+    own = torch.stack(
+        [advantages.sum(), log_probs.sum(), inputs.loss_mask.sum().to(log_probs.dtype)]
+    )
     advantage_sum, log_prob_sum, count = sum_over_ranks(own, inputs.cp_group)
     count = count.clamp(min=1)
     return inputs.masked((advantages - advantage_sum / count) * (log_probs - log_prob_sum / count))
@@ -28,7 +33,9 @@ def random_order(inputs: LossInputs) -> Tensor:
     """[T] uniform draws, the same for a token in every layout: on the host, by the selection seed and its place in the micro-batch."""
     generator = torch.Generator().manual_seed(inputs.selection_seed)
     ranks = 1 if inputs.cp_group is None else inputs.cp_group.size()
-    draws = torch.rand(ranks * inputs.loss_mask.numel(), generator=generator).to(inputs.loss_mask.device)
+    draws = torch.rand(ranks * inputs.loss_mask.numel(), generator=generator).to(
+        inputs.loss_mask.device
+    )
     return draws[_places(inputs)]
 
 
@@ -37,14 +44,20 @@ def pick(candidates: Tensor, order: Tensor, share: float, inputs: LossInputs) ->
 
     candidates: [T] bool. order: [T]; the earlier of two equal tokens comes first. Returns [T] bool. Nothing is read from the device.
     """
-    wanted = (sum_over_ranks(inputs.loss_mask.sum(), inputs.cp_group).double() * share).floor().clamp(min=1)
+    wanted = (
+        (sum_over_ranks(inputs.loss_mask.sum(), inputs.cp_group).double() * share)
+        .floor()
+        .clamp(min=1)
+    )
     order = gather_over_ranks(order.masked_fill(~candidates, float("-inf")), inputs.cp_group)
     if inputs.places is None:
         best_first = order.argsort(descending=True, stable=True)
     else:
         by_place = gather_over_ranks(inputs.places, inputs.cp_group).argsort(stable=True)
         best_first = by_place[order[by_place].argsort(descending=True, stable=True)]
-    rank = torch.empty_like(best_first).scatter_(0, best_first, torch.arange(best_first.numel(), device=best_first.device))
+    rank = torch.empty_like(best_first).scatter_(
+        0, best_first, torch.arange(best_first.numel(), device=best_first.device)
+    )
     if inputs.cp_group is not None:
         own = inputs.loss_mask.numel()
         rank = rank[inputs.cp_group.rank() * own :][:own]

@@ -30,15 +30,23 @@ def custom_loss(path: str) -> PolicyLoss:
     )
 
 
-def _checked(path: str, function: Callable[..., Any]) -> Callable[[LossInputs, Any], PolicyLossOutput]:
+def _checked(
+    path: str, function: Callable[..., Any]
+) -> Callable[[LossInputs, Any], PolicyLossOutput]:
     def fn(inputs: LossInputs, config: Any) -> PolicyLossOutput:
         output = function(inputs, config)
         if not isinstance(output, PolicyLossOutput):
-            raise ValueError(f"{FLAG} {path!r}: returned a {type(output).__name__}, not a PolicyLossOutput")
+            raise ValueError(
+                f"{FLAG} {path!r}: returned a {type(output).__name__}, not a PolicyLossOutput"
+            )
         losses = output.token_losses
         if not isinstance(losses, torch.Tensor) or losses.shape != inputs.log_probs.shape:
-            shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-            raise ValueError(f"{FLAG} {path!r}: token_losses must be [T] = {tuple(inputs.log_probs.shape)}, got {shape}")
+            shape = (
+                tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            )
+            raise ValueError(
+                f"{FLAG} {path!r}: token_losses must be [T] = {tuple(inputs.log_probs.shape)}, got {shape}"
+            )
         return output
 
     return fn

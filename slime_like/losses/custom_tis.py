@@ -61,16 +61,24 @@ def custom_correction(
     sound = torch.split(base.keep_mask & mask, lengths)
     with torch.no_grad():
         weights, masks, metrics = function(
-            args=CustomTISArgs(config.token_tis_ratio_clip_high, config.token_tis_ratio_clip_low, path),
+            args=CustomTISArgs(
+                config.token_tis_ratio_clip_high, config.token_tis_ratio_clip_low, path
+            ),
             pg_loss=torch.ones(mask.numel()),
             train_log_probs=[o.float() for o in old_log_probs],
             # dropped sequences, and tokens that are not trained on, look as if both agreed
-            rollout_log_probs=[torch.where(good, m.float(), o.float()) for good, o, m in zip(sound, old_log_probs, rollout_log_probs)],
+            rollout_log_probs=[
+                torch.where(good, m.float(), o.float())
+                for good, o, m in zip(sound, old_log_probs, rollout_log_probs)
+            ],
             loss_masks=[part.float() for part in loss_masks],
             total_lengths=list(total_lengths),
             response_lengths=lengths,
         )
-    weights, kept = torch.as_tensor(weights), torch.cat([torch.as_tensor(part).bool() for part in masks])
+    weights, kept = (
+        torch.as_tensor(weights),
+        torch.cat([torch.as_tensor(part).bool() for part in masks]),
+    )
     if weights.shape != mask.shape or kept.shape != mask.shape:
         raise ValueError(
             f"--custom-tis-function-path {path}: returned a loss of shape {tuple(weights.shape)} and masks of {tuple(kept.shape)}; "
@@ -79,8 +87,14 @@ def custom_correction(
     keep = base.keep_mask & ((kept & (weights != 0)) | ~mask)
     used = weights[keep & mask]
     if not (torch.isfinite(used) & (used > 0)).all():
-        raise ValueError(f"--custom-tis-function-path {path}: made a weight that is negative or not finite; reject such tokens in the mask")
-    return Correction(keep, torch.where(keep & mask, weights, 1.0).float(), {**base.metrics, **_typed(metrics, mask)})
+        raise ValueError(
+            f"--custom-tis-function-path {path}: made a weight that is negative or not finite; reject such tokens in the mask"
+        )
+    return Correction(
+        keep,
+        torch.where(keep & mask, weights, 1.0).float(),
+        {**base.metrics, **_typed(metrics, mask)},
+    )
 
 
 def _typed(metrics: dict[str, Any], mask: Tensor) -> dict[str, Metric]:
@@ -88,5 +102,9 @@ def _typed(metrics: dict[str, Any], mask: Tensor) -> dict[str, Metric]:
     typed = {}
     for name, value in metrics.items():
         value = torch.as_tensor(value).detach().float()
-        typed[name] = masked_mean(value, mask) if value.shape == mask.shape else Metric("mean", value.mean(), torch.ones(()))
+        typed[name] = (
+            masked_mean(value, mask)
+            if value.shape == mask.shape
+            else Metric("mean", value.mean(), torch.ones(()))
+        )
     return typed

@@ -27,12 +27,18 @@ LEAST_COMPLEMENT = 1e-8  # of 1 - p and 1 - q
 
 @dataclass(frozen=True, slots=True)
 class DPPOConfig:
-    dppo_type: str = arg("binary_tv", "DPPO: divergence that bounds the update.", choices=("binary_tv", "binary_kl"))
+    dppo_type: str = arg(
+        "binary_tv", "DPPO: divergence that bounds the update.", choices=("binary_tv", "binary_kl")
+    )
     dppo_delta_low: float | None = arg(
-        None, "DPPO: largest divergence where the advantage is negative; default 0.2, with binary_kl 0.05.", legal=NON_NEGATIVE
+        None,
+        "DPPO: largest divergence where the advantage is negative; default 0.2, with binary_kl 0.05.",
+        legal=NON_NEGATIVE,
     )
     dppo_delta_high: float | None = arg(
-        None, "DPPO: largest divergence where the advantage is positive; default 0.2, with binary_kl 0.05.", legal=NON_NEGATIVE
+        None,
+        "DPPO: largest divergence where the advantage is positive; default 0.2, with binary_kl 0.05.",
+        legal=NON_NEGATIVE,
     )
 
     @property
@@ -48,7 +54,10 @@ def dppo(inputs: LossInputs, config: DPPOConfig) -> PolicyLossOutput:
     anchor = "rollout_log_probs"
     if inputs.rollout_log_probs is None:
         anchor = "old_log_probs"
-        warnings.warn("dppo: the batch has no rollout_log_probs; the trust region is around old_log_probs", stacklevel=2)
+        warnings.warn(
+            "dppo: the batch has no rollout_log_probs; the trust region is around old_log_probs",
+            stacklevel=2,
+        )
     advantages = inputs.required("advantages")
     ratio = inputs.log_ratio(anchor).exp()
     up, down = _outside(inputs.masked(inputs.log_probs.detach()), inputs.required(anchor), config)
@@ -77,7 +86,10 @@ policy_losses.add(
         fn=dppo,
         needs=frozenset({"advantages"}),  # and an anchor
         correction="masks",
-        alias_defaults={"dppo_tv": {"dppo_type": "binary_tv"}, "dppo_kl": {"dppo_type": "binary_kl"}},
+        alias_defaults={
+            "dppo_tv": {"dppo_type": "binary_tv"},
+            "dppo_kl": {"dppo_type": "binary_kl"},
+        },
     ),
     aliases=("dppo_tv", "dppo_kl"),
 )

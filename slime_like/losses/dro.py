@@ -15,13 +15,18 @@ from slime_like.metrics.typed import masked_mean
 
 @dataclass(frozen=True, slots=True)
 class DROConfig:
-    dro_beta: float | None = arg(None, "DRO: weight of the squared log-ratio; has no default.", legal=POSITIVE)
+    dro_beta: float | None = arg(
+        None, "DRO: weight of the squared log-ratio; has no default.", legal=POSITIVE
+    )
 
 
 def quadratic(inputs: LossInputs, coef: float, name: str) -> PolicyLossOutput:
     """-A log_prob + coef / 2 d^2 [T], and the mean of each part over active tokens as name/policy and name/penalty."""
     log_ratio = inputs.log_ratio()
-    policy, penalty = inputs.policy_gradient(inputs.required("advantages")), coef / 2 * log_ratio * log_ratio
+    policy, penalty = (
+        inputs.policy_gradient(inputs.required("advantages")),
+        coef / 2 * log_ratio * log_ratio,
+    )
     metrics = ratio_metrics(inputs, log_ratio.exp())
     metrics[f"{name}/policy"] = masked_mean(policy, inputs.loss_mask)
     metrics[f"{name}/penalty"] = masked_mean(penalty, inputs.loss_mask)

@@ -54,17 +54,23 @@ def compute_policy_loss(
     return total_loss(inputs, loss, config, terms or LossTerms())
 
 
-def token_weights(reduction: str, loss_mask: Tensor, *, seq_ids: Tensor | None = None, **of_samples: Any) -> Tensor:
+def token_weights(
+    reduction: str, loss_mask: Tensor, *, seq_ids: Tensor | None = None, **of_samples: Any
+) -> Tensor:
     """u of each token, float64, shaped as loss_mask: [B, T], or [T] with seq_ids [T]. The batch is the whole optimizer step.
 
     of_samples: rollout_ids, prompt_ids [B], loss_norm_length, micro_batch_size of `reduction_weights`; rollout_mean without rollout_ids takes
     every sequence for a rollout of its own. Raises ValueError as that does.
     """
     rows, count = _rows(loss_mask, seq_ids)
-    active = torch.zeros(count, dtype=torch.int64, device=loss_mask.device).index_add(0, rows, loss_mask.bool().flatten().long())
+    active = torch.zeros(count, dtype=torch.int64, device=loss_mask.device).index_add(
+        0, rows, loss_mask.bool().flatten().long()
+    )
     if reduction == "rollout_mean":
         of_samples.setdefault("rollout_ids", torch.arange(count, device=loss_mask.device))
-    return reduction_weights(reduction, active_tokens=active, **of_samples)[rows].view(loss_mask.shape)
+    return reduction_weights(reduction, active_tokens=active, **of_samples)[rows].view(
+        loss_mask.shape
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,12 @@ class ShapedCorrection:
 
 
 def compute_off_policy_correction(
-    config: OffPolicyConfig, old_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, *, seq_ids: Tensor | None = None
+    config: OffPolicyConfig,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    *,
+    seq_ids: Tensor | None = None,
 ) -> ShapedCorrection:
     """`off_policy_correction` of padded [B, T] tensors, or of packed [T] ones with seq_ids [T]."""
     rows, count = _rows(loss_mask, seq_ids)
@@ -99,7 +110,10 @@ def compute_off_policy_correction(
         seq_ids=rows,
         num_seqs=count,
     )
-    keep, weights = (None if x is None else x.view(loss_mask.shape) for x in (correction.keep_mask, correction.importance_weights))
+    keep, weights = (
+        None if x is None else x.view(loss_mask.shape)
+        for x in (correction.keep_mask, correction.importance_weights)
+    )
     return ShapedCorrection(keep, weights, config.tis_ratio_type or "token", correction.metrics)
 
 
@@ -107,9 +121,13 @@ def _rows(loss_mask: Tensor, seq_ids: Tensor | None) -> tuple[Tensor, int]:
     """(the sequence of each token, flat; their number)."""
     if seq_ids is not None:
         if seq_ids.shape != loss_mask.shape or loss_mask.dim() != 1:
-            raise ValueError(f"seq_ids has shape {tuple(seq_ids.shape)}, loss_mask {tuple(loss_mask.shape)}; both must be [T]")
+            raise ValueError(
+                f"seq_ids has shape {tuple(seq_ids.shape)}, loss_mask {tuple(loss_mask.shape)}; both must be [T]"
+            )
         return seq_ids, int(seq_ids.max()) + 1
     if loss_mask.dim() != 2:
-        raise ValueError(f"loss_mask has shape {tuple(loss_mask.shape)}; it must be [B, T], or [T] with seq_ids")
+        raise ValueError(
+            f"loss_mask has shape {tuple(loss_mask.shape)}; it must be [B, T], or [T] with seq_ids"
+        )
     batch, length = loss_mask.shape
     return torch.arange(batch, device=loss_mask.device).repeat_interleave(length), batch

@@ -24,8 +24,16 @@ from slime_like.metrics.typed import masked_mean
 
 @dataclass(frozen=True, slots=True)
 class GMPOConfig:
-    gmpo_eps_low: float = arg(0.4, "GMPO: the log-ratio of a negative advantage is clipped below at minus this.", legal=NON_NEGATIVE)
-    gmpo_eps_high: float = arg(0.4, "GMPO: the log-ratio of a positive advantage is clipped above at this.", legal=NON_NEGATIVE)
+    gmpo_eps_low: float = arg(
+        0.4,
+        "GMPO: the log-ratio of a negative advantage is clipped below at minus this.",
+        legal=NON_NEGATIVE,
+    )
+    gmpo_eps_high: float = arg(
+        0.4,
+        "GMPO: the log-ratio of a positive advantage is clipped above at this.",
+        legal=NON_NEGATIVE,
+    )
 
 
 def gmpo(inputs: LossInputs, config: GMPOConfig) -> PolicyLossOutput:
@@ -34,15 +42,26 @@ def gmpo(inputs: LossInputs, config: GMPOConfig) -> PolicyLossOutput:
     log_ratio = inputs.log_ratio()
     kept = inputs.kept
     positive, negative = advantages > 0, advantages < 0
-    clipped = torch.where(positive, log_ratio.clamp(max=config.gmpo_eps_high), log_ratio.clamp(min=-config.gmpo_eps_low))
+    clipped = torch.where(
+        positive,
+        log_ratio.clamp(max=config.gmpo_eps_high),
+        log_ratio.clamp(min=-config.gmpo_eps_low),
+    )
     exponent = torch.where(kept & (positive | negative), clipped, 0.0)
     if inputs.importance_weights is not None:
         exponent = exponent + torch.where(kept, inputs.required("importance_weights"), 1.0).log()
     count = inputs.seq_sum(kept.to(exponent.dtype)).clamp(min=1)
     ratio = (inputs.seq_sum(exponent) / count).exp()
     metrics = ratio_metrics(inputs, log_ratio.detach().exp())
-    high, low = positive & (log_ratio > config.gmpo_eps_high), negative & (log_ratio < -config.gmpo_eps_low)
-    for name, flags in (("pg_clipfrac", high | low), ("pg_clipfrac_high", high), ("pg_clipfrac_low", low)):
+    high, low = (
+        positive & (log_ratio > config.gmpo_eps_high),
+        negative & (log_ratio < -config.gmpo_eps_low),
+    )
+    for name, flags in (
+        ("pg_clipfrac", high | low),
+        ("pg_clipfrac_high", high),
+        ("pg_clipfrac_low", low),
+    ):
         metrics[name] = masked_mean(flags, inputs.loss_mask)
     return PolicyLossOutput(torch.where(kept, -advantages * ratio, 0.0), metrics)
 

@@ -19,4 +19,6 @@ def gpg(inputs: LossInputs, config: GPGConfig) -> PolicyLossOutput:
     return PolicyLossOutput(inputs.policy_gradient(inputs.required("advantages")), {})
 
 
-policy_losses.add("gpg", PolicyLoss(name="gpg", config_type=GPGConfig, fn=gpg, needs=frozenset({"advantages"})))
+policy_losses.add(
+    "gpg", PolicyLoss(name="gpg", config_type=GPGConfig, fn=gpg, needs=frozenset({"advantages"}))
+)

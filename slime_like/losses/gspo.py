@@ -27,7 +27,9 @@ def gspo(inputs: LossInputs, config: GSPOConfig) -> PolicyLossOutput:
     """Token losses [T]; the ratio of the metrics is s."""
     ratio = inputs.sequence_log_ratio().exp()
     surrogate = clipped_surrogate(inputs, ratio, config)
-    return PolicyLossOutput(surrogate.token_losses, {**ratio_metrics(inputs, ratio), **surrogate.metrics})
+    return PolicyLossOutput(
+        surrogate.token_losses, {**ratio_metrics(inputs, ratio), **surrogate.metrics}
+    )
 
 
 policy_losses.add(

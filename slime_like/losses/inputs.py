@@ -42,10 +42,18 @@ class LossInputs:
     importance_weights: Tensor | None = None  # [T], of the off-policy correction; None: 1
     importance_level: str = "token"  # "sequence": importance_weights holds one weight of the whole sequence on each of its tokens
     rewards: Tensor | None = None  # [T] the sample's raw reward on every token
-    nll_weights: Tensor | None = None  # [T] 1 / (tokens of the optimizer step in samples with a reward above 0) on those tokens, else 0
-    selection_seed: int = 0  # of losses that choose tokens at random: from (seed, step, micro-batch)
-    places: Tensor | None = None  # [T] int64: row of the micro-batch where one process packs it; None: the row itself
-    cp_group: dist.ProcessGroup | None = None  # ranks that hold other rows of the same sequences; None: this one holds all
+    nll_weights: Tensor | None = (
+        None  # [T] 1 / (tokens of the optimizer step in samples with a reward above 0) on those tokens, else 0
+    )
+    selection_seed: int = (
+        0  # of losses that choose tokens at random: from (seed, step, micro-batch)
+    )
+    places: Tensor | None = (
+        None  # [T] int64: row of the micro-batch where one process packs it; None: the row itself
+    )
+    cp_group: dist.ProcessGroup | None = (
+        None  # ranks that hold other rows of the same sequences; None: this one holds all
+    )
 
     def masked(self, x: Tensor) -> Tensor:
         """x in fp32 (fp64 stays), 0 at inactive rows. Selection comes before any product, so that NaN never meets a 0; in backward an
@@ -57,7 +65,9 @@ class LossInputs:
         """The constant field `name`, masked and without gradient. Raises ValueError when the batch has none."""
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"the loss needs {name}, and the batch has none{_REMEDIES.get(name, '')}")
+            raise ValueError(
+                f"the loss needs {name}, and the batch has none{_REMEDIES.get(name, '')}"
+            )
         return self.masked(value.detach())
 
     @property
@@ -72,7 +82,9 @@ class LossInputs:
 
     def log_ratio(self, anchor: str = "old_log_probs") -> Tensor:
         """d = clamp(log_probs - anchor, +-20) [T], 0 at inactive rows; the clamp also stops the gradient."""
-        return (self.masked(self.log_probs) - self.required(anchor)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+        return (self.masked(self.log_probs) - self.required(anchor)).clamp(
+            -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP
+        )
 
     def sequence_log_ratio(self) -> Tensor:
         """log s_t of GSPO-token (arXiv 2507.18071, equation 14) [T], at most 10: its value is the mean log-ratio of the sequence over the
@@ -88,13 +100,17 @@ class LossInputs:
     def seq_mean(self, x: Tensor) -> Tensor:
         """Mean of x over the active tokens of each sequence, on every row of it: [T] -> [T]; 0 in a sequence without any."""
         own = self._own_sums(x)
-        sums, counts = sum_over_ranks(torch.stack([own, self._own_sums(torch.ones_like(x))]), self.cp_group)
+        sums, counts = sum_over_ranks(
+            torch.stack([own, self._own_sums(torch.ones_like(x))]), self.cp_group
+        )
         return (sums / counts.clamp(min=1)).index_select(0, self.seq_ids)
 
     def _own_sums(self, x: Tensor) -> Tensor:
         """[T] -> [S], over this rank's rows."""
         x = self.masked(x)
-        return torch.zeros(self.num_seqs, dtype=x.dtype, device=x.device).index_add(0, self.seq_ids, x)
+        return torch.zeros(self.num_seqs, dtype=x.dtype, device=x.device).index_add(
+            0, self.seq_ids, x
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +121,9 @@ class PolicyLossOutput:
     metrics: Mapping[str, Metric]
 
 
-def ratio_metrics(inputs: LossInputs, ratio: Tensor, anchor: str = "old_log_probs") -> dict[str, Metric]:
+def ratio_metrics(
+    inputs: LossInputs, ratio: Tensor, anchor: str = "old_log_probs"
+) -> dict[str, Metric]:
     """Metrics that every loss with a ratio reports. ratio: [T]."""
     mask = inputs.loss_mask
     log_ratio = inputs.masked(inputs.log_probs.detach()) - inputs.required(anchor)
@@ -120,7 +138,9 @@ def ratio_metrics(inputs: LossInputs, ratio: Tensor, anchor: str = "old_log_prob
 
 def sequence_mean_metric(inputs: LossInputs, x: Tensor) -> Metric:
     """Mean over sequences with active tokens of the mean of x [T] over a sequence's active tokens."""
-    share = 1.0 / inputs.seq_sum(torch.ones_like(inputs.loss_mask, dtype=torch.float32)).clamp(min=1)
+    share = 1.0 / inputs.seq_sum(torch.ones_like(inputs.loss_mask, dtype=torch.float32)).clamp(
+        min=1
+    )
     share = torch.where(inputs.loss_mask, share, 0.0)
     return Metric("mean", (share * inputs.masked(x.detach()).float()).sum(), share.sum())
 
@@ -156,19 +176,30 @@ def from_packed(
     """LossInputs from packed [T] tensors; seq_ids [T] int64 in [0, S). Raises ValueError for a tensor of another shape."""
     tensors = {"loss_mask": loss_mask, "loss_weights": loss_weights, **tensors}
     _check_shapes(log_probs, {"seq_ids": seq_ids, **tensors}, 1, "[T]")
-    return _inputs(log_probs, tensors, seq_ids, int(seq_ids.max()) + 1, importance_level, selection_seed)
+    return _inputs(
+        log_probs, tensors, seq_ids, int(seq_ids.max()) + 1, importance_level, selection_seed
+    )
 
 
-def _check_shapes(log_probs: Tensor, tensors: Mapping[str, Tensor | None], dims: int, wanted: str) -> None:
+def _check_shapes(
+    log_probs: Tensor, tensors: Mapping[str, Tensor | None], dims: int, wanted: str
+) -> None:
     if log_probs.dim() != dims:
         raise ValueError(f"log_probs has shape {tuple(log_probs.shape)}; it must be {wanted}")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != log_probs.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, log_probs has {tuple(log_probs.shape)}; both must be {wanted}")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, log_probs has {tuple(log_probs.shape)}; both must be {wanted}"
+            )
 
 
 def _inputs(
-    log_probs: Tensor, tensors: Mapping[str, Any], seq_ids: Tensor, num_seqs: int, importance_level: str, selection_seed: int
+    log_probs: Tensor,
+    tensors: Mapping[str, Any],
+    seq_ids: Tensor,
+    num_seqs: int,
+    importance_level: str,
+    selection_seed: int,
 ) -> LossInputs:
     return LossInputs(
         log_probs=log_probs,

@@ -36,7 +36,9 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 KL_ESTIMATORS: tuple[str, ...] = (*_VALUES, "k1+", "k3+")
 
 
-def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor, *, log_ratio: Tensor | None = None) -> Tensor:
+def kl_estimate(
+    kind: str, log_probs: Tensor, ref_log_probs: Tensor, *, log_ratio: Tensor | None = None
+) -> Tensor:
     """Per-token estimate, same shape as log_probs. Masked values must be selected away before.
 
     log_ratio: log of current over old policy, with grad: weight by its ratio (see `unbiased` above). Raises ValueError for an unknown
@@ -49,7 +51,9 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor, *, log_rati
     value = _VALUES[base](d)
     if kind.endswith("+"):
         k2 = d * d / 2
-        value = value.detach() + (k2 - k2.detach())  # the bracket is exactly 0: a large k2 does not round the value
+        value = value.detach() + (
+            k2 - k2.detach()
+        )  # the bracket is exactly 0: a large k2 does not round the value
     if log_ratio is None:
         return value
     ratio = log_ratio.exp()

@@ -20,7 +20,11 @@ from slime_like.metrics.typed import masked_mean
 
 @dataclass(frozen=True, slots=True)
 class KLCovConfig:
-    kl_cov_frac: float = arg(0.2, "KL-Cov: share of tokens that get the penalty; one at least. verl's default is 2e-4.", legal=UNIT)
+    kl_cov_frac: float = arg(
+        0.2,
+        "KL-Cov: share of tokens that get the penalty; one at least. verl's default is 2e-4.",
+        legal=UNIT,
+    )
     kl_cov_coef: float = arg(1.0, "KL-Cov: weight of the penalty.", legal=NON_NEGATIVE)
 
 
@@ -30,7 +34,10 @@ def kl_cov(inputs: LossInputs, config: KLCovConfig) -> PolicyLossOutput:
     ratio = log_ratio.exp()
     chosen = pick(inputs.kept, covariances(inputs), config.kl_cov_frac, inputs)
     penalty = torch.where(chosen, config.kl_cov_coef * log_ratio.abs(), 0.0)
-    metrics = {**ratio_metrics(inputs, ratio), "kl_cov_sel_frac": masked_mean(chosen, inputs.loss_mask)}
+    metrics = {
+        **ratio_metrics(inputs, ratio),
+        "kl_cov_sel_frac": masked_mean(chosen, inputs.loss_mask),
+    }
     return PolicyLossOutput(-inputs.required("advantages") * ratio + penalty, metrics)
 
 

@@ -36,28 +36,50 @@ class OffPolicyConfig:
         "Truncated importance sampling: weight the policy loss of each token, or of each sequence, by trainer over sampler.",
         choices=("token", "sequence"),
     )
-    token_tis_ratio_clip_high: float = arg(2.0, "Cap of the weight with --tis-ratio-type token.", legal=POSITIVE)
-    token_tis_ratio_clip_low: float = arg(0.0, "Least weight with --tis-ratio-type token.", legal=NON_NEGATIVE)
-    sequence_tis_ratio_clip_high: float = arg(5.0, "Cap of the weight with --tis-ratio-type sequence.", legal=POSITIVE)
+    token_tis_ratio_clip_high: float = arg(
+        2.0, "Cap of the weight with --tis-ratio-type token.", legal=POSITIVE
+    )
+    token_tis_ratio_clip_low: float = arg(
+        0.0, "Least weight with --tis-ratio-type token.", legal=NON_NEGATIVE
+    )
+    sequence_tis_ratio_clip_high: float = arg(
+        5.0, "Cap of the weight with --tis-ratio-type sequence.", legal=POSITIVE
+    )
     sequence_mask_metric: str | None = arg(
         None,
         "Drop whole sequences by their ratio of trainer to sampler: geometric mean over tokens, or product.",
         choices=("geometric", "product"),
     )
-    geo_mask_low: float = arg(0.99, "Least geometric mean that is kept; lower it for mixtures of experts.", legal=NON_NEGATIVE)
-    geo_mask_high: float = arg(1.01, "Largest geometric mean that is kept; raise it for mixtures of experts.", legal=POSITIVE)
+    geo_mask_low: float = arg(
+        0.99,
+        "Least geometric mean that is kept; lower it for mixtures of experts.",
+        legal=NON_NEGATIVE,
+    )
+    geo_mask_high: float = arg(
+        1.01,
+        "Largest geometric mean that is kept; raise it for mixtures of experts.",
+        legal=POSITIVE,
+    )
     product_mask_low: float = arg(0.5, "Least product that is kept.", legal=NON_NEGATIVE)
     product_mask_high: float = arg(2.0, "Largest product that is kept.", legal=POSITIVE)
     outlier_token_is_threshold_low: float | None = arg(
-        None, "Drop a sequence with a token whose ratio is below this; try 1e-4.", legal=NON_NEGATIVE
+        None,
+        "Drop a sequence with a token whose ratio is below this; try 1e-4.",
+        legal=NON_NEGATIVE,
     )
     outlier_token_is_threshold_high: float | None = arg(
         None, "Drop a sequence with a token whose ratio is above this; try 100.", legal=POSITIVE
     )
-    token_mask_is_threshold_low: float | None = arg(None, "Drop tokens whose ratio is below this; try 0.5.", legal=NON_NEGATIVE)
-    token_mask_is_threshold_high: float | None = arg(None, "Drop tokens whose ratio is above this; try 2.", legal=POSITIVE)
+    token_mask_is_threshold_low: float | None = arg(
+        None, "Drop tokens whose ratio is below this; try 0.5.", legal=NON_NEGATIVE
+    )
+    token_mask_is_threshold_high: float | None = arg(
+        None, "Drop tokens whose ratio is above this; try 2.", legal=POSITIVE
+    )
     m2po_threshold: float | None = arg(
-        None, "M2PO: drop the tokens furthest off until the mean squared log-ratio of the rest is below this; try 0.04.", legal=POSITIVE
+        None,
+        "M2PO: drop the tokens furthest off until the mean squared log-ratio of the rest is below this; try 0.04.",
+        legal=POSITIVE,
     )
     custom_tis_function_path: str | None = arg(
         None,
@@ -67,11 +89,17 @@ class OffPolicyConfig:
 
     @property
     def outliers(self) -> bool:
-        return self.outlier_token_is_threshold_low is not None or self.outlier_token_is_threshold_high is not None
+        return (
+            self.outlier_token_is_threshold_low is not None
+            or self.outlier_token_is_threshold_high is not None
+        )
 
     @property
     def token_mask(self) -> bool:
-        return self.token_mask_is_threshold_low is not None or self.token_mask_is_threshold_high is not None
+        return (
+            self.token_mask_is_threshold_low is not None
+            or self.token_mask_is_threshold_high is not None
+        )
 
     @property
     def weights(self) -> bool:
@@ -81,7 +109,13 @@ class OffPolicyConfig:
     @property
     def enabled(self) -> bool:
         """Whether anything is corrected: then the sampler must return log-probs."""
-        return self.weights or self.outliers or self.token_mask or self.sequence_mask_metric is not None or self.m2po_threshold is not None
+        return (
+            self.weights
+            or self.outliers
+            or self.token_mask
+            or self.sequence_mask_metric is not None
+            or self.m2po_threshold is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +181,9 @@ def off_policy_correction(
     with torch.no_grad():
         difference = _wide(old_log_probs) - _wide(rollout_log_probs)
         finite = torch.isfinite(difference) | ~loss_mask
-        tokens = _Tokens(torch.where(loss_mask & finite, difference, 0.0), loss_mask, finite, seq_ids, num_seqs)
+        tokens = _Tokens(
+            torch.where(loss_mask & finite, difference, 0.0), loss_mask, finite, seq_ids, num_seqs
+        )
         metrics = mismatch_metrics(tokens)
         if not config.enabled:
             return Correction(None, None, metrics)
@@ -186,31 +222,45 @@ def mismatch_metrics(tokens: _Tokens) -> dict[str, Metric]:
     return metrics
 
 
-def _outliers(config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]) -> Tensor:
+def _outliers(
+    config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]
+) -> Tensor:
     if not config.outliers:
         return keep
     low, high = config.outlier_token_is_threshold_low, config.outlier_token_is_threshold_high
     x = tokens.ratios
     active = tokens.mask & tokens.finite
-    over = tokens.any(active & ~(x <= high)) if high is not None else torch.zeros_like(tokens.has_tokens)
-    under = tokens.any(active & ~(x >= low)) if low is not None else torch.zeros_like(tokens.has_tokens)
+    over = (
+        tokens.any(active & ~(x <= high))
+        if high is not None
+        else torch.zeros_like(tokens.has_tokens)
+    )
+    under = (
+        tokens.any(active & ~(x >= low)) if low is not None else torch.zeros_like(tokens.has_tokens)
+    )
     _report_sequences("outlier_seq", tokens, over, under, metrics)
     return keep & ~(over | under)[tokens.seq_ids]
 
 
-def _token_mask(config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]) -> Tensor:
+def _token_mask(
+    config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]
+) -> Tensor:
     if not config.token_mask:
         return keep
     low, high = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
     if low is None or high is None:
-        raise ValueError(f"token_mask_is_threshold_low and _high go together (given: {low} and {high})")
+        raise ValueError(
+            f"token_mask_is_threshold_low and _high go together (given: {low} and {high})"
+        )
     x = tokens.ratios
     inside = ((x >= low) & (x <= high) & tokens.finite) | ~tokens.mask
     metrics["token_mask_ratio"] = masked_mean(~inside, tokens.mask)
     return keep & inside
 
 
-def _importance_weights(config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]) -> Tensor | None:
+def _importance_weights(
+    config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]
+) -> Tensor | None:
     """[T], from the tokens that `keep` leaves."""
     if config.tis_ratio_type is None:
         return None
@@ -227,7 +277,9 @@ def _importance_weights(config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, 
     return product.clamp(max=cap)[tokens.seq_ids]
 
 
-def _sequence_mask(config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]) -> Tensor:
+def _sequence_mask(
+    config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]
+) -> Tensor:
     if config.sequence_mask_metric is None:
         return keep
     geometric = config.sequence_mask_metric == "geometric"
@@ -235,20 +287,37 @@ def _sequence_mask(config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metri
     total = tokens.sum(tokens.differences, left)
     if geometric:
         total = total / tokens.sum(torch.ones_like(tokens.differences), left).clamp(min=1)
-    low, high = (config.geo_mask_low, config.geo_mask_high) if geometric else (config.product_mask_low, config.product_mask_high)
-    ratio, judged = clamped_exp(total), tokens.any(left)  # a sequence of which nothing is left is gone already
+    low, high = (
+        (config.geo_mask_low, config.geo_mask_high)
+        if geometric
+        else (config.product_mask_low, config.product_mask_high)
+    )
+    ratio, judged = (
+        clamped_exp(total),
+        tokens.any(left),
+    )  # a sequence of which nothing is left is gone already
     over, under = judged & ~(ratio <= high), judged & ~(ratio >= low)
-    _report_sequences("geo_sequence_mask" if geometric else "product_sequence_mask", tokens, over, under, metrics)
+    _report_sequences(
+        "geo_sequence_mask" if geometric else "product_sequence_mask", tokens, over, under, metrics
+    )
     return keep & ~(over | under)[tokens.seq_ids]
 
 
-def _report_sequences(name: str, tokens: _Tokens, over: Tensor, under: Tensor, metrics: dict[str, Metric]) -> None:
+def _report_sequences(
+    name: str, tokens: _Tokens, over: Tensor, under: Tensor, metrics: dict[str, Metric]
+) -> None:
     """over, under: [S] bool. Shares of the sequences with active tokens."""
     for words, flags in (("masked", over | under), ("over_high", over), ("under_low", under)):
         metrics[f"{name}_{words}_ratio"] = masked_mean(flags, tokens.has_tokens)
 
 
-def _m2po(threshold: float, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric], group: dist.ProcessGroup | None) -> Tensor:
+def _m2po(
+    threshold: float,
+    tokens: _Tokens,
+    keep: Tensor,
+    metrics: dict[str, Metric],
+    group: dist.ProcessGroup | None,
+) -> Tensor:
     """The largest set of tokens, taken in ascending (o - m)^2 over all ranks of the step, whose mean stays within the threshold; the
     closest at least. Tokens that are equally far off share their fate, so that neither their order nor the ranks matter."""
     left = tokens.mask & keep
@@ -256,7 +325,11 @@ def _m2po(threshold: float, tokens: _Tokens, keep: Tensor, metrics: dict[str, Me
     values, counts = _gather(squares[left], group).unique(return_counts=True)  # ascending
     means = (values * counts).cumsum(0) / counts.cumsum(0)  # ascending too
     fitting = torch.where(means <= threshold, values, 0.0)
-    kept = squares <= torch.cat([values[:1], fitting]).amax() if values.numel() else torch.ones_like(left)
+    kept = (
+        squares <= torch.cat([values[:1], fitting]).amax()
+        if values.numel()
+        else torch.ones_like(left)
+    )
     metrics["m2po_mask_ratio"] = masked_mean(left & ~kept, tokens.mask)
     return keep & (kept | ~tokens.mask)
 

@@ -24,7 +24,9 @@ def ppo(inputs: LossInputs, config: PPOConfig) -> PolicyLossOutput:
     """Token losses [T]. pg_clipfrac: share of active tokens whose clipped branch is strictly above the unclipped one."""
     ratio = inputs.log_ratio().exp()
     surrogate = clipped_surrogate(inputs, ratio, config)
-    return PolicyLossOutput(surrogate.token_losses, {**ratio_metrics(inputs, ratio), **surrogate.metrics})
+    return PolicyLossOutput(
+        surrogate.token_losses, {**ratio_metrics(inputs, ratio), **surrogate.metrics}
+    )
 
 
 policy_losses.add(

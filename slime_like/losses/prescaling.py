@@ -37,7 +37,12 @@ class PrescaledAdvantages:
 
 
 def prescale_advantages(
-    reduction: str, advantages: Tensor, loss_mask: Tensor, *, seq_ids: Tensor | None = None, **of_samples: Any
+    reduction: str,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    *,
+    seq_ids: Tensor | None = None,
+    **of_samples: Any,
 ) -> PrescaledAdvantages:
     """Raw advantages of a whole optimizer step, divided by the denominators of `reduction`.
 
@@ -45,6 +50,10 @@ def prescale_advantages(
     it is missing, or a wrong shape.
     """
     if advantages.shape != loss_mask.shape:
-        raise ValueError(f"advantages has shape {tuple(advantages.shape)}, loss_mask {tuple(loss_mask.shape)}; they must be equal")
+        raise ValueError(
+            f"advantages has shape {tuple(advantages.shape)}, loss_mask {tuple(loss_mask.shape)}; they must be equal"
+        )
     u = token_weights(reduction, loss_mask, seq_ids=seq_ids, **of_samples).to(advantages.dtype)
-    return PrescaledAdvantages(torch.where(loss_mask.bool(), u * advantages, 0.0), torch.ones_like(advantages), u)
+    return PrescaledAdvantages(
+        torch.where(loss_mask.bool(), u * advantages, 0.0), torch.ones_like(advantages), u
+    )

@@ -43,7 +43,9 @@ def reduction_weights(
     seq_mean_token_sum_norm. micro_batch_size: consecutive samples in a micro-batch, needed by token_mean_legacy. Raises ValueError for an unknown reduction or a missing input.
     """
     if kind not in LOSS_REDUCTIONS:
-        raise ValueError(f"unknown loss reduction {kind!r}; legal values: {', '.join(LOSS_REDUCTIONS)}")
+        raise ValueError(
+            f"unknown loss reduction {kind!r}; legal values: {', '.join(LOSS_REDUCTIONS)}"
+        )
     lengths = active_tokens.double()
     count = lengths.numel()
     if kind == "token_mean":
@@ -52,7 +54,9 @@ def reduction_weights(
         return 1.0 / (count * lengths.clamp(min=1))
     if kind == "seq_mean_token_sum_norm":
         if loss_norm_length is None or loss_norm_length < 1:
-            raise ValueError(f"--loss-reduction seq_mean_token_sum_norm needs --loss-norm-length >= 1 (given: {loss_norm_length})")
+            raise ValueError(
+                f"--loss-reduction seq_mean_token_sum_norm needs --loss-norm-length >= 1 (given: {loss_norm_length})"
+            )
         return torch.full_like(lengths, 1.0 / (count * loss_norm_length))
     if kind == "token_mean_legacy":
         if micro_batch_size is None or micro_batch_size < 1 or count % micro_batch_size:
@@ -61,10 +65,16 @@ def reduction_weights(
                 f"{micro_batch_size}); use token_mean"
             )
         per_batch = lengths.view(-1, micro_batch_size).sum(1)
-        return (1.0 / (per_batch.numel() * per_batch.clamp(min=1))).repeat_interleave(micro_batch_size)
-    ids, name = (rollout_ids, "rollout_ids") if kind == "rollout_mean" else (prompt_ids, "prompt_ids")
+        return (1.0 / (per_batch.numel() * per_batch.clamp(min=1))).repeat_interleave(
+            micro_batch_size
+        )
+    ids, name = (
+        (rollout_ids, "rollout_ids") if kind == "rollout_mean" else (prompt_ids, "prompt_ids")
+    )
     if ids is None:
         raise ValueError(f"--loss-reduction {kind} needs {name}")
     unique, place = ids.unique(return_inverse=True)
-    totals = torch.zeros(unique.numel(), dtype=torch.float64, device=ids.device).index_add(0, place, lengths)
+    totals = torch.zeros(unique.numel(), dtype=torch.float64, device=ids.device).index_add(
+        0, place, lengths
+    )
     return 1.0 / (unique.numel() * totals.clamp(min=1)[place])

@@ -29,7 +29,10 @@ def rollout_is(inputs: LossInputs, config: RolloutISConfig) -> PolicyLossOutput:
     inside = (ratio > low) & (ratio < high)
     metrics = ratio_metrics(inputs, ratio, "rollout_log_probs")
     metrics["pg_clipfrac"] = masked_mean(~inside, inputs.loss_mask)
-    return PolicyLossOutput(inputs.policy_gradient(torch.where(inside, ratio, 0.0) * inputs.required("advantages")), metrics)
+    return PolicyLossOutput(
+        inputs.policy_gradient(torch.where(inside, ratio, 0.0) * inputs.required("advantages")),
+        metrics,
+    )
 
 
 policy_losses.add(

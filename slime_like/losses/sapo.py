@@ -21,18 +21,30 @@ from slime_like.metrics.typed import masked_mean
 
 @dataclass(frozen=True, slots=True)
 class SAPOConfig:
-    sapo_tau_pos: float = arg(1.0, "SAPO: temperature of the gate where the advantage is positive.", legal=POSITIVE)
-    sapo_tau_neg: float = arg(1.05, "SAPO: temperature of the gate elsewhere; larger decays faster.", legal=POSITIVE)
-    sapo_ratio_level: str = arg("token", "SAPO: ratio of each token, or GSPO's ratio of the whole sequence.", choices=("token", "sequence"))
+    sapo_tau_pos: float = arg(
+        1.0, "SAPO: temperature of the gate where the advantage is positive.", legal=POSITIVE
+    )
+    sapo_tau_neg: float = arg(
+        1.05, "SAPO: temperature of the gate elsewhere; larger decays faster.", legal=POSITIVE
+    )
+    sapo_ratio_level: str = arg(
+        "token",
+        "SAPO: ratio of each token, or GSPO's ratio of the whole sequence.",
+        choices=("token", "sequence"),
+    )
 
 
 def sapo(inputs: LossInputs, config: SAPOConfig) -> PolicyLossOutput:
     """Token losses [T]."""
     advantages = inputs.required("advantages")
-    log_ratio = inputs.log_ratio() if config.sapo_ratio_level == "token" else inputs.sequence_log_ratio()
+    log_ratio = (
+        inputs.log_ratio() if config.sapo_ratio_level == "token" else inputs.sequence_log_ratio()
+    )
     ratio = log_ratio.exp()
     # not where() over two numbers, which rounds them to float32
-    tau = torch.full_like(ratio, config.sapo_tau_neg).masked_fill(advantages > 0, config.sapo_tau_pos)
+    tau = torch.full_like(ratio, config.sapo_tau_neg).masked_fill(
+        advantages > 0, config.sapo_tau_pos
+    )
     gate = torch.sigmoid(tau * (ratio - 1))
     metrics = ratio_metrics(inputs, ratio)
     # sech^2(x / 2) = 4 sigmoid(x) (1 - sigmoid(x)); beyond the clamp there is no gradient

@@ -13,14 +13,21 @@ from dataclasses import dataclass
 import torch
 
 from slime_like.config import NON_NEGATIVE, arg
-from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics, sequence_mean_metric
+from slime_like.losses.inputs import (
+    LossInputs,
+    PolicyLossOutput,
+    ratio_metrics,
+    sequence_mean_metric,
+)
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_mean
 
 
 @dataclass(frozen=True, slots=True)
 class TOPRConfig:
-    topr_positive_weight: float = arg(1.0, "TOPR: weight of samples with a reward above 0.", legal=NON_NEGATIVE)
+    topr_positive_weight: float = arg(
+        1.0, "TOPR: weight of samples with a reward above 0.", legal=NON_NEGATIVE
+    )
     topr_negative_weight: float = arg(1.0, "TOPR: weight of the other samples.", legal=NON_NEGATIVE)
 
 
@@ -29,7 +36,9 @@ def topr(inputs: LossInputs, config: TOPRConfig) -> PolicyLossOutput:
     tokens of the others, whose ratio is cut."""
     positive = inputs.required("rewards") > 0
     ratio = inputs.log_ratio().detach().exp()
-    weight = torch.where(positive, config.topr_positive_weight, config.topr_negative_weight * ratio.clamp(0, 1))
+    weight = torch.where(
+        positive, config.topr_positive_weight, config.topr_negative_weight * ratio.clamp(0, 1)
+    )
     metrics = ratio_metrics(inputs, ratio)
     metrics["topr/positive_frac"] = sequence_mean_metric(inputs, positive.float())
     metrics["topr/negative_ratio_above_one"] = masked_mean(ratio > 1, inputs.loss_mask & ~positive)

@@ -46,7 +46,9 @@ class LossOutput:
     metrics: Mapping[str, Metric]
 
 
-def total_loss(inputs: LossInputs, policy_loss: PolicyLoss, policy_config: Any, terms: LossTerms) -> LossOutput:
+def total_loss(
+    inputs: LossInputs, policy_loss: PolicyLoss, policy_config: Any, terms: LossTerms
+) -> LossOutput:
     """The partial loss of these tokens, and its metrics.
 
     Metrics beside the policy loss's own: loss, policy_loss, kl_loss, entropy_loss and positive_nll (without their coefficients) are sums
@@ -66,7 +68,9 @@ def total_loss(inputs: LossInputs, policy_loss: PolicyLoss, policy_config: Any, 
     losses = output.token_losses
     if policy_loss.correction in ("outer", "masks"):
         losses = _corrected(inputs, losses)
-    policy_weights = weights if inputs.policy_weights is None else inputs.masked(inputs.policy_weights)
+    policy_weights = (
+        weights if inputs.policy_weights is None else inputs.masked(inputs.policy_weights)
+    )
     policy = (policy_weights * inputs.masked(losses)).sum()
     loss = policy
     metrics = {**output.metrics, **orthogonal}
@@ -76,7 +80,12 @@ def total_loss(inputs: LossInputs, policy_loss: PolicyLoss, policy_config: Any, 
 
     if inputs.ref_log_probs is not None:
         ratio = inputs.log_ratio() if terms.use_unbiased_kl else None
-        kl = kl_estimate(terms.kl_loss_type, inputs.masked(inputs.log_probs), inputs.required("ref_log_probs"), log_ratio=ratio)
+        kl = kl_estimate(
+            terms.kl_loss_type,
+            inputs.masked(inputs.log_probs),
+            inputs.required("ref_log_probs"),
+            log_ratio=ratio,
+        )
         kl_loss = (weights * inputs.masked(kl)).sum()
         metrics["kl"] = masked_mean(kl, mask)
         metrics["kl_loss"] = Metric("sum", kl_loss.detach().clone())
@@ -110,11 +119,17 @@ def _corrected(inputs: LossInputs, losses: Tensor) -> Tensor:
 def _check(inputs: LossInputs, policy_loss: PolicyLoss, terms: LossTerms) -> None:
     corrected = inputs.keep_mask is not None or inputs.importance_weights is not None
     if corrected and policy_loss.correction == "forbidden":
-        raise ValueError(f"policy loss {policy_loss.name} takes no off-policy correction: it has no old policy")
+        raise ValueError(
+            f"policy loss {policy_loss.name} takes no off-policy correction: it has no old policy"
+        )
     if inputs.importance_weights is not None and policy_loss.correction == "masks":
-        raise ValueError(f"policy loss {policy_loss.name} takes no importance weights: its ratio is against the sampler already")
+        raise ValueError(
+            f"policy loss {policy_loss.name} takes no importance weights: its ratio is against the sampler already"
+        )
     if terms.opsm_delta is not None and policy_loss.correction == "forbidden":
-        raise ValueError(f"policy loss {policy_loss.name} takes no off-policy sequence mask: it has no old policy")
+        raise ValueError(
+            f"policy loss {policy_loss.name} takes no off-policy sequence mask: it has no old policy"
+        )
     if inputs.policy_weights is not None and not policy_loss.homogeneous:
         warnings.warn(
             f"policy loss {policy_loss.name} with advantages that are already normalised: its thresholds and coefficients act on the "
@@ -122,8 +137,14 @@ def _check(inputs: LossInputs, policy_loss: PolicyLoss, terms: LossTerms) -> Non
             stacklevel=3,
         )
     if terms.kl_loss_coef and inputs.ref_log_probs is None:
-        raise ValueError(f"kl_loss_coef {terms.kl_loss_coef:g} needs ref_log_probs, and the batch has none")
+        raise ValueError(
+            f"kl_loss_coef {terms.kl_loss_coef:g} needs ref_log_probs, and the batch has none"
+        )
     if terms.positive_nll_coef and inputs.nll_weights is None:
-        raise ValueError(f"positive_nll_coef {terms.positive_nll_coef:g} needs nll_weights, and the batch has none")
+        raise ValueError(
+            f"positive_nll_coef {terms.positive_nll_coef:g} needs nll_weights, and the batch has none"
+        )
     if terms.entropy_coef and inputs.entropy is None:
-        raise ValueError(f"entropy_coef {terms.entropy_coef:g} needs entropy, and the batch has none")
+        raise ValueError(
+            f"entropy_coef {terms.entropy_coef:g} needs entropy, and the batch has none"
+        )

@@ -28,7 +28,9 @@ class ValueLossConfig:
         "How far a value may move from that of the rollout, towards its return, before its gradient ends; a large number: no clipping.",
         legal=POSITIVE,
     )
-    value_loss_scale: float = arg(0.5, "Factor of the critic's squared error (slime's is 1.0).", legal=POSITIVE)
+    value_loss_scale: float = arg(
+        0.5, "Factor of the critic's squared error (slime's is 1.0).", legal=POSITIVE
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,15 @@ def value_loss(inputs: ValueInputs, config: ValueLossConfig) -> LossOutput:
     token_losses, metrics = token_value_losses(inputs, config)
     weights = inputs.loss_weights.detach()
     weights = weights if weights.dtype == torch.float64 else weights.float()
-    loss = (torch.where(inputs.loss_mask & ~inputs.returns.isnan(), weights, 0.0) * token_losses).sum()
+    loss = (
+        torch.where(inputs.loss_mask & ~inputs.returns.isnan(), weights, 0.0) * token_losses
+    ).sum()
     return LossOutput(loss, {"value_loss": Metric("sum", loss.detach().clone()), **metrics})
 
 
-def token_value_losses(inputs: ValueInputs, config: ValueLossConfig) -> tuple[Tensor, dict[str, Metric]]:
+def token_value_losses(
+    inputs: ValueInputs, config: ValueLossConfig
+) -> tuple[Tensor, dict[str, Metric]]:
     """Losses of one shape with the inputs, not weighted, 0 where there is no target; and metrics.
 
     Means over tokens with a target: value_clipfrac, values that moved further than value_clip;
@@ -65,7 +71,11 @@ def token_value_losses(inputs: ValueInputs, config: ValueLossConfig) -> tuple[Te
         """Selection comes before any product, so that NaN never meets a 0."""
         return torch.where(mask, x if x.dtype == torch.float64 else x.float(), 0.0)
 
-    values, old, returns = masked(inputs.values), masked(inputs.old_values.detach()), masked(inputs.returns.detach())
+    values, old, returns = (
+        masked(inputs.values),
+        masked(inputs.old_values.detach()),
+        masked(inputs.returns.detach()),
+    )
     moved = values - old
     beyond = moved.detach().abs() > config.value_clip
     error = (values - returns).square()

@@ -17,7 +17,12 @@ from dataclasses import dataclass
 import torch
 
 from slime_like.config import POSITIVE, arg
-from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics, sequence_mean_metric
+from slime_like.losses.inputs import (
+    LossInputs,
+    PolicyLossOutput,
+    ratio_metrics,
+    sequence_mean_metric,
+)
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 LOG_WEIGHT_RANGE = (math.log(1e-8), 20.0)
@@ -25,10 +30,22 @@ LOG_WEIGHT_RANGE = (math.log(1e-8), 20.0)
 
 @dataclass(frozen=True, slots=True)
 class VESPOConfig:
-    vespo_k_pos: float = arg(2.0, "VESPO: power of the sequence ratio where the advantage is not negative.", legal=POSITIVE)
-    vespo_lambda_pos: float = arg(3.0, "VESPO: decay in the sequence ratio where the advantage is not negative.", legal=POSITIVE)
-    vespo_k_neg: float = arg(3.0, "VESPO: power of the sequence ratio where the advantage is negative.", legal=POSITIVE)
-    vespo_lambda_neg: float = arg(2.0, "VESPO: decay in the sequence ratio where the advantage is negative.", legal=POSITIVE)
+    vespo_k_pos: float = arg(
+        2.0,
+        "VESPO: power of the sequence ratio where the advantage is not negative.",
+        legal=POSITIVE,
+    )
+    vespo_lambda_pos: float = arg(
+        3.0,
+        "VESPO: decay in the sequence ratio where the advantage is not negative.",
+        legal=POSITIVE,
+    )
+    vespo_k_neg: float = arg(
+        3.0, "VESPO: power of the sequence ratio where the advantage is negative.", legal=POSITIVE
+    )
+    vespo_lambda_neg: float = arg(
+        2.0, "VESPO: decay in the sequence ratio where the advantage is negative.", legal=POSITIVE
+    )
 
 
 def vespo(inputs: LossInputs, config: VESPOConfig) -> PolicyLossOutput:
@@ -45,9 +62,14 @@ def vespo(inputs: LossInputs, config: VESPOConfig) -> PolicyLossOutput:
     log_weight = log_weight.clamp(*LOG_WEIGHT_RANGE)
     negative = advantages < 0
     k = torch.full_like(log_weight, config.vespo_k_pos).masked_fill(negative, config.vespo_k_neg)
-    decay = torch.full_like(log_weight, config.vespo_lambda_pos).masked_fill(negative, config.vespo_lambda_neg)
+    decay = torch.full_like(log_weight, config.vespo_lambda_pos).masked_fill(
+        negative, config.vespo_lambda_neg
+    )
     phi = (decay + k * log_weight - decay * log_weight.exp()).exp()
-    metrics = {**ratio_metrics(inputs, log_ratio.exp()), "vespo/phi_seq_mean": sequence_mean_metric(inputs, phi)}
+    metrics = {
+        **ratio_metrics(inputs, log_ratio.exp()),
+        "vespo/phi_seq_mean": sequence_mean_metric(inputs, phi),
+    }
     return PolicyLossOutput(inputs.policy_gradient(phi * advantages), metrics)
 
 

@@ -17,9 +17,23 @@ from arguments.run_config import RunConfig
 from slime_like.agreement import from_rank_zero
 from slime_like.convert.save import save_hf
 from slime_like.convert.weight_files import weights_digest
-from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SaveReport, load_checkpoint
-from slime_like.megatron_backend.critic import make_critic, start_from_policy, value_step, value_training_step
-from slime_like.megatron_backend.experts import replay_disagreement, routes_of_stage, routing_metrics
+from slime_like.megatron_backend.checkpoint import (
+    CheckpointSaver,
+    SavedNetwork,
+    SaveReport,
+    load_checkpoint,
+)
+from slime_like.megatron_backend.critic import (
+    make_critic,
+    start_from_policy,
+    value_step,
+    value_training_step,
+)
+from slime_like.megatron_backend.experts import (
+    replay_disagreement,
+    routes_of_stage,
+    routing_metrics,
+)
 from slime_like.megatron_backend.from_settings import (
     FrozenModel,
     load_network,
@@ -33,7 +47,12 @@ from slime_like.megatron_backend.init import device_of_this_process
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.lora import LoraNetwork, load_adapter, save_adapter
 from slime_like.megatron_backend.loss_closure import gradient_scale, log_prob_step, training_step
-from slime_like.megatron_backend.micro_batches import cut, micro_batch_size, pack_groups, packing_metrics
+from slime_like.megatron_backend.micro_batches import (
+    cut,
+    micro_batch_size,
+    pack_groups,
+    packing_metrics,
+)
 from slime_like.megatron_backend.model import model_shape
 from slime_like.megatron_backend.network import Network, TrainedNetwork
 from slime_like.megatron_backend.optimizer import limits_kept, resume_schedule
@@ -48,7 +67,9 @@ class TokenStatistics:
 
     log_probs: Tensor  # [R] float32
     entropy: Tensor  # [R] float32
-    routes: Tensor | None = None  # [L, expert layers of this pipeline stage, topk] int16: where its tokens went, if it was recorded
+    routes: Tensor | None = (
+        None  # [L, expert layers of this pipeline stage, topk] int16: where its tokens went, if it was recorded
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +85,12 @@ class MegatronBackend:
     the estimator needs one."""
 
     def __init__(
-        self, run: RunConfig, layout: ParallelLayout, *, total_steps: int, tell: Callable[[str], None] = lambda text: None
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        *,
+        total_steps: int,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         """total_steps: optimizer steps of the whole run, for the learning-rate schedules; in the first rollouts they may be the critic's
         alone. tell: shows a line to the user."""
@@ -73,7 +99,9 @@ class MegatronBackend:
         self.gpt = run.gpt
         self.transformer = run.megatron.transformer
         self.device = device_of_this_process()
-        self.hf: HfModel | None = read_hf_model(run.model.hf_checkpoint) if run.model.hf_checkpoint else None
+        self.hf: HfModel | None = (
+            read_hf_model(run.model.hf_checkpoint) if run.model.hf_checkpoint else None
+        )
         self.head = make_head(run, layout)
         self.objective = make_objective(run)
         self._hf_checkpoint = run.model.hf_checkpoint
@@ -94,10 +122,14 @@ class MegatronBackend:
     @property
     def trained(self) -> TrainedNetwork:
         """The policy, in a run that trains it."""
-        assert isinstance(self.policy, TrainedNetwork), "nothing is trained with --debug-rollout-only"
+        assert isinstance(self.policy, TrainedNetwork), (
+            "nothing is trained with --debug-rollout-only"
+        )
         return self.policy
 
-    def compute_log_probs(self, samples: Sequence[TrainSample], network: FrozenModel | None = None) -> list[TokenStatistics]:
+    def compute_log_probs(
+        self, samples: Sequence[TrainSample], network: FrozenModel | None = None
+    ) -> list[TokenStatistics]:
         """Log-probs of the response tokens and entropies, at the sampling temperature, for this data-parallel rank's samples.
 
         network: whose; None: the policy's, whose tokens go to the experts of the samples' routes, where they have them. All pipeline stages
@@ -105,17 +137,31 @@ class MegatronBackend:
         """
         network = self.policy if network is None else network
         if network is not self.policy:
-            samples = [dataclasses.replace(sample, routes=None) for sample in samples]  # another network's routers choose themselves
-        parts = cut(samples, micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True), self.layout)
+            samples = [
+                dataclasses.replace(sample, routes=None) for sample in samples
+            ]  # another network's routers choose themselves
+        parts = cut(
+            samples,
+            micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True),
+            self.layout,
+        )
         head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
         batches = self._pack(parts.groups)
-        if self.algorithm.use_routing_replay and network is self.policy and not self._replays_rollout:
-            log_probs, entropy = self.policy.evaluate(log_prob_step(head), parts.groups, batches, record_routes=True)
+        if (
+            self.algorithm.use_routing_replay
+            and network is self.policy
+            and not self._replays_rollout
+        ):
+            log_probs, entropy = self.policy.evaluate(
+                log_prob_step(head), parts.groups, batches, record_routes=True
+            )
             routes: list[Any] = list(self.policy.recorded_routes(parts.groups, batches))
         else:
             log_probs, entropy = network.evaluate(log_prob_step(head), parts.groups, batches)
             routes = [None] * len(log_probs)
-        return parts.in_order([TokenStatistics(lp, h, r) for lp, h, r in zip(log_probs, entropy, routes, strict=True)])
+        return parts.in_order(
+            [TokenStatistics(lp, h, r) for lp, h, r in zip(log_probs, entropy, routes, strict=True)]
+        )
 
     def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Samples whose routes are those of the sampler, over all expert layers, with those of this pipeline stage in their place."""
@@ -138,7 +184,9 @@ class MegatronBackend:
         size = micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=False)
         parts = cut(batch.samples, size, self.layout)
         batches = self._pack(parts.groups)
-        batches = with_selection_seeds(batches, self._seed, self.trained.scheduler.num_steps, self.layout.dp_rank)
+        batches = with_selection_seeds(
+            batches, self._seed, self.trained.scheduler.num_steps, self.layout.dp_rank
+        )
         step = training_step(self.head, self.objective, gradient_scale(self.layout, len(batches)))
         packing = packing_metrics(parts, batches, size)
         metrics = self._reduced(self.trained.accumulate(step, batches), self.layout, packing)
@@ -148,7 +196,12 @@ class MegatronBackend:
     def apply_gradients(self, pending: PendingStep) -> StepResult:
         """The optimizer step of `accumulate` or `accumulate_critic`; skipped on all ranks when the gradient norm is not finite."""
         stepped, grad_norm, learning_rate = pending.network.apply_gradients()
-        return StepResult(metrics=pending.metrics, grad_norm=grad_norm, learning_rate=learning_rate, skipped=not stepped)
+        return StepResult(
+            metrics=pending.metrics,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            skipped=not stepped,
+        )
 
     def update(self, batch: TrainBatch) -> StepResult:
         """One optimizer step of the policy."""
@@ -159,8 +212,14 @@ class MegatronBackend:
         the critic's layout. All its pipeline stages get the result."""
         assert self.critic is not None
         layout = self.critic.layout
-        parts = cut(not_of_the_policy(samples), micro_batch_size(self.algorithm, layout.cp_size, forward_only=True), layout)
-        (values,) = self.critic.evaluate(value_step(layout), parts.groups, self._pack(parts.groups, self.critic))
+        parts = cut(
+            not_of_the_policy(samples),
+            micro_batch_size(self.algorithm, layout.cp_size, forward_only=True),
+            layout,
+        )
+        (values,) = self.critic.evaluate(
+            value_step(layout), parts.groups, self._pack(parts.groups, self.critic)
+        )
         return parts.in_order(values)
 
     def accumulate_critic(self, batch: TrainBatch) -> PendingStep:
@@ -171,13 +230,20 @@ class MegatronBackend:
         own = not_of_the_policy(batch.samples)
         batches = self._pack(cut(own, size, layout).groups, self.critic)
         step = value_training_step(layout, self._value_loss, gradient_scale(layout, len(batches)))
-        return PendingStep(self._reduced(self.critic.accumulate(step, batches), layout), self.critic)
+        return PendingStep(
+            self._reduced(self.critic.accumulate(step, batches), layout), self.critic
+        )
 
     def update_critic(self, batch: TrainBatch) -> StepResult:
         """One optimizer step of the critic."""
         return self.apply_gradients(self.accumulate_critic(batch))
 
-    def _reduced(self, outputs: Sequence[Any], layout: ParallelLayout, more: Mapping[str, Metric] | None = None) -> dict[str, float]:
+    def _reduced(
+        self,
+        outputs: Sequence[Any],
+        layout: ParallelLayout,
+        more: Mapping[str, Metric] | None = None,
+    ) -> dict[str, float]:
         """Metrics of a whole step out of what the loss closures reported, and `more` of this rank, on all ranks. layout: the network's."""
         metrics: dict[str, float] = {}
         if layout.is_last_stage:
@@ -202,7 +268,10 @@ class MegatronBackend:
         base = self._hf_checkpoint
         if path is not None:
             load_adapter(path, self.policy, base)
-        return {**self.policy.spec.describe(), "base_model_digest": from_rank_zero(lambda: weights_digest(base))}
+        return {
+            **self.policy.spec.describe(),
+            "base_model_digest": from_rank_zero(lambda: weights_digest(base)),
+        }
 
     def save_adapter(self, folder: str) -> str:
         """Write the policy's adapter in PEFT's format."""
@@ -217,22 +286,50 @@ class MegatronBackend:
         return folder
 
     def save(
-        self, saver: CheckpointSaver, step: int, trainer_state: dict[str, Any], *, with_optimizer: bool, with_rng: bool
+        self,
+        saver: CheckpointSaver,
+        step: int,
+        trainer_state: dict[str, Any],
+        *,
+        with_optimizer: bool,
+        with_rng: bool,
     ) -> SaveReport | None:
         """Write a checkpoint; see `CheckpointSaver.save`. The shape of the model joins `trainer_state`."""
         for network in self.trained_networks.values():
             network.finish_updates()
-        networks = {name: saved_network(network, with_optimizer=with_optimizer) for name, network in self.trained_networks.items()}
-        return saver.save(step, networks, {**trainer_state, "model": self._model_shape(networks)}, with_rng=with_rng)
+        networks = {
+            name: saved_network(network, with_optimizer=with_optimizer)
+            for name, network in self.trained_networks.items()
+        }
+        return saver.save(
+            step,
+            networks,
+            {**trainer_state, "model": self._model_shape(networks)},
+            with_rng=with_rng,
+        )
 
     def load(
-        self, folder: Path, *, with_optimizer: bool, with_rng: bool, verify: bool, tell: Callable[[str], None], with_critic: bool = True
+        self,
+        folder: Path,
+        *,
+        with_optimizer: bool,
+        with_rng: bool,
+        verify: bool,
+        tell: Callable[[str], None],
+        with_critic: bool = True,
     ) -> tuple[dict[str, Any], list[str]]:
         """Restore a checkpoint; returns the trainer's state and words about each setting of a schedule that the checkpoint has otherwise.
         Without the optimizer its fp32 copies start from the loaded weights and the schedule at its first step. with_critic: False leaves the
         critic as it is."""
-        trained = {name: network for name, network in self.trained_networks.items() if with_critic or name != "critic"}
-        networks = {name: saved_network(network, with_optimizer=with_optimizer) for name, network in trained.items()}
+        trained = {
+            name: network
+            for name, network in self.trained_networks.items()
+            if with_critic or name != "critic"
+        }
+        networks = {
+            name: saved_network(network, with_optimizer=with_optimizer)
+            for name, network in trained.items()
+        }
         if not trained:  # --debug-rollout-only
             networks = {"policy": SavedNetwork(self.policy.chunks, None, None, self.layout)}
         with ExitStack() as limits:
@@ -257,13 +354,23 @@ class MegatronBackend:
                 network.weights_changed()
         return state, changed
 
-    def start_critic(self, source: str | None, *, verify: bool, tell: Callable[[str], None]) -> None:
+    def start_critic(
+        self, source: str | None, *, verify: bool, tell: Callable[[str], None]
+    ) -> None:
         """The critic of a run that does not go on with one. source: as --critic-load; None: see `start_from_policy`."""
         assert self.critic is not None
         if source is None:
             start_from_policy(self.critic, self.policy)
         else:
-            load_network(self.critic, source, flag="--critic-load", step=None, verify=verify, tell=tell, name="critic")
+            load_network(
+                self.critic,
+                source,
+                flag="--critic-load",
+                step=None,
+                verify=verify,
+                tell=tell,
+                name="critic",
+            )
             self.critic.weights_changed()
 
     @property
@@ -277,11 +384,15 @@ class MegatronBackend:
         critic = {"critic_lora_rank": self._critic_rank} if "critic" in networks else {}
         return {**model_shape(self.transformer, self.gpt), **self._adapter_shape, **critic}
 
-    def _pack(self, groups: Sequence[Sequence[TrainSample]], network: Network | None = None) -> list[MicroBatch]:
+    def _pack(
+        self, groups: Sequence[Sequence[TrainSample]], network: Network | None = None
+    ) -> list[MicroBatch]:
         """For a network in its layout; None: the policy's."""
         network = self.policy if network is None else network
         equal = self.algorithm.qkv_format == "bshd"
-        return pack_groups(groups, transformer=network.config, layout=network.layout, equal_sequences=equal)
+        return pack_groups(
+            groups, transformer=network.config, layout=network.layout, equal_sequences=equal
+        )
 
 
 def object_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> dict[str, float]:
@@ -299,4 +410,9 @@ def not_of_the_policy(samples: Sequence[TrainSample]) -> list[TrainSample]:
 
 
 def saved_network(network: TrainedNetwork, *, with_optimizer: bool) -> SavedNetwork:
-    return SavedNetwork(network.saved_chunks, network.optimizer if with_optimizer else None, network.scheduler, network.layout)
+    return SavedNetwork(
+        network.saved_chunks,
+        network.optimizer if with_optimizer else None,
+        network.scheduler,
+        network.layout,
+    )

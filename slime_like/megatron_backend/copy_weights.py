@@ -10,7 +10,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from torch import Tensor
 
 from slime_like.agreement import gather
-from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, sharded_state, sharded_tensors
+from slime_like.megatron_backend.checkpoint.networks import (
+    SavedNetwork,
+    sharded_state,
+    sharded_tensors,
+)
 from slime_like.megatron_backend.network import Network
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes within the whole tensor
@@ -23,7 +27,11 @@ def copy_weights(source: Network, target: Network, wanted: Callable[[str], bool]
     Each piece is sent once, by the rank that would save it, to all; a rank holds one piece at a time. What the source has not, padding of the
     vocabulary, becomes zero.
     """
-    mine = {(t.key, region_of(t), t.dtype): t.data for t in _tensors(source) if is_main_replica(t.replica_id)}
+    mine = {
+        (t.key, region_of(t), t.dtype): t.data
+        for t in _tensors(source)
+        if is_main_replica(t.replica_id)
+    }
     targets: dict[str, list[ShardedTensor]] = {}
     for tensor in _tensors(target):
         if wanted(tensor.key):
@@ -45,12 +53,18 @@ def copy_weights(source: Network, target: Network, wanted: Callable[[str], bool]
 
 
 def region_of(tensor: ShardedTensor) -> Region:
-    sizes = (1,) * (len(tensor.global_offset) - len(tensor.local_shape)) + tuple(tensor.local_shape)  # layers may be stacked in one tensor
+    sizes = (1,) * (len(tensor.global_offset) - len(tensor.local_shape)) + tuple(
+        tensor.local_shape
+    )  # layers may be stacked in one tensor
     return tuple(tensor.global_offset), sizes
 
 
 def _tensors(network: Network) -> list[ShardedTensor]:
-    return list(sharded_tensors(sharded_state(SavedNetwork(network.chunks, None, None, network.layout), is_loading=True)))
+    return list(
+        sharded_tensors(
+            sharded_state(SavedNetwork(network.chunks, None, None, network.layout), is_loading=True)
+        )
+    )
 
 
 def _paste(piece: Tensor, region: Region, tensor: ShardedTensor) -> None:
@@ -59,6 +73,10 @@ def _paste(piece: Tensor, region: Region, tensor: ShardedTensor) -> None:
     low = [max(a, b) for a, b in zip(region[0], offsets, strict=True)]
     high = [min(a + n, b + m) for a, n, b, m in zip(*region, offsets, sizes, strict=True)]
     if all(a < b for a, b in zip(low, high, strict=True)):
-        there = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, region[0], strict=True))
-        here = tuple(slice(a - start, b - start) for a, b, start in zip(low, high, offsets, strict=True))
+        there = tuple(
+            slice(a - start, b - start) for a, b, start in zip(low, high, region[0], strict=True)
+        )
+        here = tuple(
+            slice(a - start, b - start) for a, b, start in zip(low, high, offsets, strict=True)
+        )
         tensor.data.view(sizes)[here] = piece[there]

@@ -39,8 +39,17 @@ def make_critic(run: RunConfig, policy: Network, *, total_steps: int) -> Trained
     )
     if run.critic.critic_lora_rank:
         assert isinstance(policy, LoraNetwork), "checked on the command line"
-        return LoraNetwork(policy.base, critic_lora_spec(run.lora, run.critic.critic_lora_rank, run.model.seed), **training)
-    shape = (model.megatron.transformer, run.gpt, run.model.transformer_impl, critic_layout(run, policy.layout))
+        return LoraNetwork(
+            policy.base,
+            critic_lora_spec(run.lora, run.critic.critic_lora_rank, run.model.seed),
+            **training,
+        )
+    shape = (
+        model.megatron.transformer,
+        run.gpt,
+        run.model.transformer_impl,
+        critic_layout(run, policy.layout),
+    )
     return TrainedNetwork(*shape, **training, value_head=True)
 
 
@@ -50,7 +59,9 @@ def critic_layout(run: RunConfig, policy: ParallelLayout) -> ParallelLayout:
     parallel = run.critic_model.parallel
     if parallel.grid == run.parallel.grid:
         return policy
-    return make_further_layout(parallel, virtual_stages=parallel.num_virtual_stages_per_pipeline_rank, seed=run.model.seed)
+    return make_further_layout(
+        parallel, virtual_stages=parallel.num_virtual_stages_per_pipeline_rank, seed=run.model.seed
+    )
 
 
 def start_from_policy(critic: TrainedNetwork, policy: Network) -> None:
@@ -91,7 +102,12 @@ def critic_optimizer(policy: OptimizerConfig, critic: CriticConfig) -> Optimizer
 
 def critic_schedule(policy: ScheduleConfig, critic: CriticConfig) -> ScheduleConfig:
     """The policy's schedule with a warm-up of the critic's own, from 0."""
-    return dataclasses.replace(policy, lr_warmup_iters=critic.critic_lr_warmup_iters, lr_warmup_fraction=None, lr_warmup_init=0.0)
+    return dataclasses.replace(
+        policy,
+        lr_warmup_iters=critic.critic_lr_warmup_iters,
+        lr_warmup_fraction=None,
+        lr_warmup_init=0.0,
+    )
 
 
 def value_step(layout: ParallelLayout) -> ForwardStep:
@@ -108,7 +124,9 @@ def value_step(layout: ParallelLayout) -> ForwardStep:
     return step
 
 
-def value_training_step(layout: ParallelLayout, config: ValueLossConfig, scale: float) -> ForwardStep:
+def value_training_step(
+    layout: ParallelLayout, config: ValueLossConfig, scale: float
+) -> ForwardStep:
     """Forward and loss of one micro-batch of an optimizer step. scale: see `gradient_scale`."""
 
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
@@ -118,10 +136,18 @@ def value_training_step(layout: ParallelLayout, config: ValueLossConfig, scale: 
     return step
 
 
-def value_loss_func(batch: MicroBatch, config: ValueLossConfig, scale: float, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def value_loss_func(
+    batch: MicroBatch, config: ValueLossConfig, scale: float, output: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules. output: values [1, T, 1]."""
     assert batch.values is not None and batch.returns is not None
-    inputs = ValueInputs(output[0, :, 0], batch.values, batch.returns, batch.loss_mask, batch.loss_weights)
+    inputs = ValueInputs(
+        output[0, :, 0], batch.values, batch.returns, batch.loss_mask, batch.loss_weights
+    )
     result = value_loss(inputs, config)
     # the schedule divides in place, so the loss it gets is a tensor of its own
-    return result.loss * scale, torch.ones((), dtype=torch.int, device=output.device), {"metrics": dict(result.metrics)}
+    return (
+        result.loss * scale,
+        torch.ones((), dtype=torch.int, device=output.device),
+        {"metrics": dict(result.metrics)},
+    )

@@ -24,13 +24,19 @@ AUX_LOSSES = {
 }
 
 
-def agreed_lengths(config: Any, layout: ParallelLayout, device: torch.device) -> Callable[[list[int]], list[int]] | None:
+def agreed_lengths(
+    config: Any, layout: ParallelLayout, device: torch.device
+) -> Callable[[list[int]], list[int]] | None:
     """How ranks that share experts agree on the lengths of their micro-batches; None where these may differ.
 
     config: TransformerConfig. The allgather dispatcher gathers equally many tokens of every rank; alltoall sends how many there are.
     """
     shared = layout.ep_size * layout.etp_size > 1
-    if config.num_moe_experts is None or config.moe_token_dispatcher_type != "allgather" or not shared:
+    if (
+        config.num_moe_experts is None
+        or config.moe_token_dispatcher_type != "allgather"
+        or not shared
+    ):
         return None
 
     def longest(totals: list[int]) -> list[int]:
@@ -42,7 +48,13 @@ def agreed_lengths(config: Any, layout: ParallelLayout, device: torch.device) ->
     return longest
 
 
-def begin_routing(chunks: Sequence[Any], batches: Sequence[MicroBatch], layout: ParallelLayout, *, record: bool = False) -> None:
+def begin_routing(
+    chunks: Sequence[Any],
+    batches: Sequence[MicroBatch],
+    layout: ParallelLayout,
+    *,
+    record: bool = False,
+) -> None:
     """Tell the routers of `chunks` which micro-batches come next, and their routes, where the micro-batches have them. record: keep what
     they choose, for `recorded_routes`."""
     get_moe_layer_wise_logging_tracker().clear()  # megatron-core's, one for the whole process: another network has other layers
@@ -67,7 +79,9 @@ def recorded_routes(routers: Sequence[PackedRouter], layout: ParallelLayout) -> 
     """What the routers chose in a pass, [expert layers of this stage * topk, rows of all its micro-batches] int32; with sequence parallelism
     the rows of all tensor-parallel ranks are put together."""
     parts = []
-    for chosen in zip(*(router.recorded for router in routers), strict=True):  # one micro-batch: (t, topk) of each router
+    for chosen in zip(
+        *(router.recorded for router in routers), strict=True
+    ):  # one micro-batch: (t, topk) of each router
         rows = torch.stack(chosen, dim=1).flatten(1).to(torch.int32)  # (t, layers * topk)
         if routers[0].config.sequence_parallel and layout.tp_size > 1:
             whole = rows.new_empty(layout.tp_size * rows.size(0), rows.size(1))
@@ -77,14 +91,22 @@ def recorded_routes(routers: Sequence[PackedRouter], layout: ParallelLayout) -> 
     return torch.cat(parts).T
 
 
-def routes_of_samples(table: Tensor, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch], *, topk: int) -> list[Tensor]:
+def routes_of_samples(
+    table: Tensor,
+    groups: Sequence[Sequence[TrainSample]],
+    batches: Sequence[MicroBatch],
+    *,
+    topk: int,
+) -> list[Tensor]:
     """[L, expert layers of this stage, topk] int16 of every sample, on the host. table: `recorded_routes`, of whole micro-batches."""
     routes = []
     wholes = table.T.cpu().to(torch.int16).split([int(batch.cu_seqlens[-1]) for batch in batches])
     for group, batch, rows in zip(groups, batches, wholes, strict=True):
         for sample, start in zip(group, batch.cu_seqlens.tolist()):
             length = int(sample.tokens.numel())
-            routes.append(rows[start : start + length].reshape(length, rows.size(1) // topk, topk).clone())
+            routes.append(
+                rows[start : start + length].reshape(length, rows.size(1) // topk, topk).clone()
+            )
     return routes
 
 
@@ -105,7 +127,9 @@ def replay_disagreement(chunks: Sequence[Any]) -> float:
     return differing / compared if compared else float("nan")
 
 
-def routing_metrics(chunks: Sequence[Any], config: Any, layout: ParallelLayout, num_microbatches: int) -> dict[str, float]:
+def routing_metrics(
+    chunks: Sequence[Any], config: Any, layout: ParallelLayout, num_microbatches: int
+) -> dict[str, float]:
     """Of the training pass that has ended, equal on all ranks; every rank of the world calls it.
 
     Each auxiliary loss without its coefficient, averaged over expert layers, micro-batches and data-parallel ranks. `moe_load_max`: tokens
@@ -117,27 +141,42 @@ def routing_metrics(chunks: Sequence[Any], config: Any, layout: ParallelLayout, 
     routers = routers_of(chunks)
     sparse = moe_layers(config.moe_layer_freq, config.num_layers)
     device = next(chunks[0].parameters()).device
-    table = torch.zeros(config.num_layers, len(AUX_LOSSES) + 2 + config.num_moe_experts, dtype=torch.float64, device=device)
+    table = torch.zeros(
+        config.num_layers,
+        len(AUX_LOSSES) + 2 + config.num_moe_experts,
+        dtype=torch.float64,
+        device=device,
+    )
     tracker = get_moe_layer_wise_logging_tracker()
     for column, name in enumerate(AUX_LOSSES):
         if name in tracker:
             table[:, column] = tracker[name]["values"]
     for router in routers:
         row = table[router.layer_number - 1]
-        row[len(AUX_LOSSES) : len(AUX_LOSSES) + 2] = torch.tensor(router.disagreement, dtype=torch.float64)
+        row[len(AUX_LOSSES) : len(AUX_LOSSES) + 2] = torch.tensor(
+            router.disagreement, dtype=torch.float64
+        )
         row[len(AUX_LOSSES) + 2 :] = router.load
     dist.all_reduce(table)
     used = [name for name in AUX_LOSSES if name in _asked_for(config)]
     # of the losses each rank has a part, or (z-loss) a mean over its own rows; a part of the global loss is one of all data-parallel ranks
-    parts = {"global_load_balancing_loss": 1, "z_loss": layout.tp_size * layout.cp_size * layout.dp_size}
+    parts = {
+        "global_load_balancing_loss": 1,
+        "z_loss": layout.tp_size * layout.cp_size * layout.dp_size,
+    }
     sums = table[:, : len(AUX_LOSSES)].sum(dim=0)
     metrics = {
-        AUX_LOSSES[name]: float(sums[list(AUX_LOSSES).index(name)]) / parts.get(name, layout.dp_size) / sum(sparse) / num_microbatches
+        AUX_LOSSES[name]: float(sums[list(AUX_LOSSES).index(name)])
+        / parts.get(name, layout.dp_size)
+        / sum(sparse)
+        / num_microbatches
         for name in used
     }
     loads = table[torch.tensor(sparse), len(AUX_LOSSES) + 2 :]  # (expert layers, experts)
     metrics["moe_load_max"] = float((loads.amax(dim=1) / loads.mean(dim=1)).mean())
-    differing, compared = (float(x) for x in table[:, len(AUX_LOSSES) : len(AUX_LOSSES) + 2].sum(dim=0))
+    differing, compared = (
+        float(x) for x in table[:, len(AUX_LOSSES) : len(AUX_LOSSES) + 2].sum(dim=0)
+    )
     if compared:
         metrics["moe_replay_disagreement"] = differing / compared
     return metrics
@@ -148,8 +187,16 @@ def _asked_for(config: Any) -> set[str]:
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     kinds = kinds if isinstance(kinds, list) else [kinds]
     coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-    names = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss", "global_aux_loss": "global_load_balancing_loss"}
-    found = {names[kind] for kind, coefficient in zip(kinds, coefficients) if coefficient and kind in names}
+    names = {
+        "aux_loss": "load_balancing_loss",
+        "seq_aux_loss": "seq_load_balancing_loss",
+        "global_aux_loss": "global_load_balancing_loss",
+    }
+    found = {
+        names[kind]
+        for kind, coefficient in zip(kinds, coefficients)
+        if coefficient and kind in names
+    }
     return found | ({"z_loss"} if config.moe_z_loss_coeff else set())
 
 
@@ -158,7 +205,11 @@ def expert_biases(chunks: Sequence[Any]) -> list[Tensor]:
 
     megatron-core moves them when gradients are finalised, before it is known whether the step will be taken.
     """
-    return [router.expert_bias.clone() for router in routers_of(chunks) if router.expert_bias is not None]
+    return [
+        router.expert_bias.clone()
+        for router in routers_of(chunks)
+        if router.expert_bias is not None
+    ]
 
 
 def restore_expert_biases(chunks: Sequence[Any], biases: Sequence[Tensor]) -> None:

@@ -23,19 +23,31 @@ from slime_like.megatron_backend.offload import OffloadedWeights
 FrozenModel = Network | OffloadedWeights  # what computes log-probs
 
 
-def make_policy(run: RunConfig, layout: ParallelLayout, hf: HfModel | None, *, total_steps: int) -> Network:
+def make_policy(
+    run: RunConfig, layout: ParallelLayout, hf: HfModel | None, *, total_steps: int
+) -> Network:
     """With the weights of --hf-checkpoint, where there is one. hf: what that says. total_steps: optimizer steps of the whole run; the first may
     be the critic's alone."""
-    policy_steps = max(1, total_steps - run.critic.num_critic_only_steps * (run.algorithm.num_steps_per_rollout or 1))
+    policy_steps = max(
+        1,
+        total_steps - run.critic.num_critic_only_steps * (run.algorithm.num_steps_per_rollout or 1),
+    )
     megatron = run.megatron
     shape = (megatron.transformer, run.gpt, run.model.transformer_impl, layout)
-    training: dict[str, Any] = dict(ddp=megatron.ddp, optimizer=megatron.optimizer, schedule=run.schedule, total_steps=policy_steps)
+    training: dict[str, Any] = dict(
+        ddp=megatron.ddp,
+        optimizer=megatron.optimizer,
+        schedule=run.schedule,
+        total_steps=policy_steps,
+    )
     policy: Network
     if run.debug.debug_rollout_only:
         policy = Network(*shape)
     elif run.lora.lora_rank:
         assert hf is not None, "checked on the command line"
-        policy = LoraNetwork(LoraBase(*shape, hf=hf), lora_spec(run.lora, run.model.seed), **training)
+        policy = LoraNetwork(
+            LoraBase(*shape, hf=hf), lora_spec(run.lora, run.model.seed), **training
+        )
     else:
         policy = TrainedNetwork(*shape, **training)
     if run.model.hf_checkpoint:
@@ -43,7 +55,9 @@ def make_policy(run: RunConfig, layout: ParallelLayout, hf: HfModel | None, *, t
     return policy
 
 
-def make_reference(run: RunConfig, policy: Network, tell: Callable[[str], None]) -> FrozenModel | None:
+def make_reference(
+    run: RunConfig, policy: Network, tell: Callable[[str], None]
+) -> FrozenModel | None:
     """Where a KL term uses it: the base of the policy's adapter, or a network of its own, in the policy's layout."""
     if not needs_reference(run.algorithm):
         return None
@@ -51,10 +65,19 @@ def make_reference(run: RunConfig, policy: Network, tell: Callable[[str], None])
         return policy.base
     assert run.model.ref_load is not None, "checked on the command line"
     verify = not run.checkpoint.no_verify_checkpoint
-    load = partial(load_network, root=run.model.ref_load, flag="--ref-load", step=run.model.ref_ckpt_step, verify=verify, tell=tell)
+    load = partial(
+        load_network,
+        root=run.model.ref_load,
+        flag="--ref-load",
+        step=run.model.ref_ckpt_step,
+        verify=verify,
+        tell=tell,
+    )
     if run.model.ref_offload:
         return OffloadedWeights(policy.base if isinstance(policy, LoraNetwork) else policy, load)
-    return frozen(Network(run.megatron.transformer, run.gpt, run.model.transformer_impl, policy.layout), load)
+    return frozen(
+        Network(run.megatron.transformer, run.gpt, run.model.transformer_impl, policy.layout), load
+    )
 
 
 def make_teacher(run: RunConfig, layout: ParallelLayout) -> FrozenModel | None:
@@ -67,7 +90,14 @@ def make_teacher(run: RunConfig, layout: ParallelLayout) -> FrozenModel | None:
 
 
 def load_network(
-    network: Network, root: str, *, flag: str, step: int | None, verify: bool, tell: Callable[[str], None], name: str = "policy"
+    network: Network,
+    root: str,
+    *,
+    flag: str,
+    step: int | None,
+    verify: bool,
+    tell: Callable[[str], None],
+    name: str = "policy",
 ) -> None:
     """Weights for a network, from a Hugging Face model or from the network `name` in a folder of checkpoints (step: None is the newest). Raises
     ValueError when they are shaped otherwise, or damaged."""
@@ -78,7 +108,13 @@ def load_network(
     if warning is not None:
         tell(f"warning: {warning}")
     there = checkpoint_folder(root, found)
-    load_weights(there, name, SavedNetwork(network.chunks, None, None, network.layout), verify=verify, tell=tell)
+    load_weights(
+        there,
+        name,
+        SavedNetwork(network.chunks, None, None, network.layout),
+        verify=verify,
+        tell=tell,
+    )
 
 
 def frozen(network: Network, load: Callable[[Network], None]) -> Network:

@@ -29,7 +29,9 @@ def check_old_log_probs(log_ratio_abs: float, *, same_packing: bool, half_precis
         )
 
 
-def check_old_values(diff_abs: float, *, values_abs: float, same_packing: bool, half_precision: bool) -> None:
+def check_old_values(
+    diff_abs: float, *, values_abs: float, same_packing: bool, half_precision: bool
+) -> None:
     """Before the first optimizer step on a rollout, the critic is that of the rollout: mean |V - V_old| must vanish, with the limits of
     `check_old_log_probs`, relative to the mean |V_old| where that is above 1. Raises GateError."""
     limit = (1e-8 if same_packing else (1e-3 if half_precision else 1e-5)) * max(1.0, values_abs)
@@ -44,7 +46,9 @@ def check_values(metrics: Mapping[str, float]) -> Mapping[str, float]:
     """The metrics of a rollout's values as they are. Raises GateError when some value is not finite: advantages and targets are made of them."""
     bad = metrics["rollout/values_nonfinite"]
     if bad:
-        raise GateError(f"the critic gives values that are not finite ({bad:g} of them in this rollout)")
+        raise GateError(
+            f"the critic gives values that are not finite ({bad:g} of them in this rollout)"
+        )
     return metrics
 
 
@@ -80,7 +84,9 @@ class TrainRolloutGate:
             f"{self.limit:g}, weight version {weight_version}, breach {self.breaches} of {self.patience})"
         )
         if self.breaches >= self.patience:
-            raise GateError(text + "; see --max-train-rollout-diff and --train-rollout-diff-patience")
+            raise GateError(
+                text + "; see --max-train-rollout-diff and --train-rollout-diff-patience"
+            )
         return text
 
 

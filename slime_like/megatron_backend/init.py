@@ -23,9 +23,14 @@ def device_of_this_process() -> torch.device:
 
 
 @contextmanager
-def process_groups(parallel: ParallelConfig, *, virtual_stages: int | None, seed: int) -> Iterator[ParallelLayout]:
+def process_groups(
+    parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
+) -> Iterator[ParallelLayout]:
     """Make the world and megatron-core's groups, and take both down at the end. Raises as `world_of_processes`."""
-    with world_of_processes(parallel), model_parallel_groups(parallel, virtual_stages=virtual_stages, seed=seed) as layout:
+    with (
+        world_of_processes(parallel),
+        model_parallel_groups(parallel, virtual_stages=virtual_stages, seed=seed) as layout,
+    ):
         yield layout
 
 
@@ -44,12 +49,23 @@ def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     meeting = environment_meeting()
     if meeting is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
     else:
         store = meet(meeting, timeout)
         try:
-            dist.init_process_group(backend, store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=timeout)
-        except (RuntimeError, ValueError) as error:  # the ranks know each other, and cannot connect to each other
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=meeting.rank,
+                world_size=meeting.world_size,
+                timeout=timeout,
+            )
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # the ranks know each other, and cannot connect to each other
             raise meeting.failed(f"{backend}: {str(error).splitlines()[0]}") from error
     try:
         yield
@@ -58,7 +74,9 @@ def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
 
 
 @contextmanager
-def model_parallel_groups(parallel: ParallelConfig, *, virtual_stages: int | None, seed: int) -> Iterator[ParallelLayout]:
+def model_parallel_groups(
+    parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
+) -> Iterator[ParallelLayout]:
     """megatron-core's groups out of all processes, and its random states."""
     from megatron.core import parallel_state
 
@@ -68,7 +86,9 @@ def model_parallel_groups(parallel: ParallelConfig, *, virtual_stages: int | Non
         parallel_state.destroy_model_parallel()
 
 
-def make_layout(parallel: ParallelConfig, *, virtual_stages: int | None, seed: int) -> ParallelLayout:
+def make_layout(
+    parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
+) -> ParallelLayout:
     """megatron-core's groups, and random states, on processes that have met. The layout is in force."""
     from megatron.core import parallel_state
 
@@ -87,7 +107,9 @@ def make_layout(parallel: ParallelConfig, *, virtual_stages: int | None, seed: i
     return read_layout()
 
 
-def make_further_layout(parallel: ParallelConfig, *, virtual_stages: int | None, seed: int) -> ParallelLayout:
+def make_further_layout(
+    parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
+) -> ParallelLayout:
     """Another layout of the same processes, beside the one that is in force and stays so. Its groups close with the process group."""
     with without_layout():
         return make_layout(parallel, virtual_stages=virtual_stages, seed=seed)

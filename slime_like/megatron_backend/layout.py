@@ -119,7 +119,11 @@ class ParallelLayout:
 
     def describe(self) -> str:
         vp = f" VP{self.vp_size}" if self.vp_size > 1 else ""
-        experts = f" EP{self.ep_size} ETP{self.etp_size}" if self.ep_size > 1 or self.etp_size != self.tp_size else ""
+        experts = (
+            f" EP{self.ep_size} ETP{self.etp_size}"
+            if self.ep_size > 1 or self.etp_size != self.tp_size
+            else ""
+        )
         return f"TP{self.tp_size} PP{self.pp_size}{vp} CP{self.cp_size} DP{self.dp_size}{experts}"
 
 
@@ -148,7 +152,9 @@ def without_layout() -> Iterator[None]:
     from megatron.core import parallel_state
 
     others = MegatronState()
-    vars(parallel_state).update({name: {} if isinstance(value, dict) else None for name, value in others.globals.items()})
+    vars(parallel_state).update(
+        {name: {} if isinstance(value, dict) else None for name, value in others.globals.items()}
+    )
     try:
         yield
     finally:

@@ -57,7 +57,9 @@ def schedule_context_parallel_factor() -> float:
     for known in (1.0, float(cp)):
         if abs(factor - known) < 1e-5:
             return known
-    raise RuntimeError(f"the installed megatron-core scales losses by an unknown factor {factor}; supported: 0.16.x")
+    raise RuntimeError(
+        f"the installed megatron-core scales losses by an unknown factor {factor}; supported: 0.16.x"
+    )
 
 
 def gradient_scale(layout: ParallelLayout, num_microbatches: int) -> float:
@@ -86,9 +88,13 @@ class Head:
     sequence_parallel: bool = False
     chunk_size: int = DEFAULT_CHUNK_SIZE
 
-    def log_probs_and_entropy(self, hidden: Tensor, weight: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def log_probs_and_entropy(
+        self, hidden: Tensor, weight: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
         """[T] each, zero at inactive rows, which never reach the projection. hidden, weight: of the last stage, see `PolicyModel`."""
-        rows = batch.loss_mask.nonzero().squeeze(1) if batch.active_rows is None else batch.active_rows
+        rows = (
+            batch.loss_mask.nonzero().squeeze(1) if batch.active_rows is None else batch.active_rows
+        )
         log_probs, entropy = lean_log_probs(
             hidden[0],
             weight,
@@ -135,32 +141,57 @@ def training_step(head: Head, objective: Objective, scale: float) -> ForwardStep
 
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
         batch = next(batches)
-        return forward(model, batch, head.layout), partial(loss_func, model, batch, head, objective, scale)
+        return forward(model, batch, head.layout), partial(
+            loss_func, model, batch, head, objective, scale
+        )
 
     return step
 
 
 def loss_func(
-    model: torch.nn.Module, batch: MicroBatch, head: Head, objective: Objective, scale: float, hidden: Tensor
+    model: torch.nn.Module,
+    batch: MicroBatch,
+    head: Head,
+    objective: Objective,
+    scale: float,
+    hidden: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules. hidden: what `model` gave."""
     log_probs, entropy = head.log_probs_and_entropy(hidden, head_weight(model), batch)
     if objective.terms.entropy_coef == 0:
         entropy = entropy.detach()  # only reported: no gradient is computed for it
-    inputs = loss_inputs(batch, log_probs, entropy, objective.importance_level, head.layout.cp_group)
+    inputs = loss_inputs(
+        batch, log_probs, entropy, objective.importance_level, head.layout.cp_group
+    )
     output = total_loss(inputs, objective.policy_loss, objective.policy_config, objective.terms)
     metrics = dict(output.metrics)
     if batch.old_log_probs is not None:
-        metrics["log_ratio_abs"] = masked_mean((log_probs - batch.old_log_probs).abs(), batch.loss_mask)
+        metrics["log_ratio_abs"] = masked_mean(
+            (log_probs - batch.old_log_probs).abs(), batch.loss_mask
+        )
     if batch.ref_log_probs is not None:
-        metrics["kl_k3"] = masked_mean(kl_estimate("k3", log_probs, batch.ref_log_probs), batch.loss_mask)
+        metrics["kl_k3"] = masked_mean(
+            kl_estimate("k3", log_probs, batch.ref_log_probs), batch.loss_mask
+        )
     if batch.keep_mask is not None and batch.old_log_probs is not None:
-        metrics["ois"] = masked_mean(inputs.log_ratio().exp(), batch.loss_mask)  # slime's name, beside those of the correction
+        metrics["ois"] = masked_mean(
+            inputs.log_ratio().exp(), batch.loss_mask
+        )  # slime's name, beside those of the correction
     # the schedule divides in place, so the loss it gets is a tensor of its own
-    return output.loss * scale, torch.ones((), dtype=torch.int, device=hidden.device), {"metrics": metrics}
+    return (
+        output.loss * scale,
+        torch.ones((), dtype=torch.int, device=hidden.device),
+        {"metrics": metrics},
+    )
 
 
-def loss_inputs(batch: MicroBatch, log_probs: Tensor, entropy: Tensor, importance_level: str, cp_group: dist.ProcessGroup) -> LossInputs:
+def loss_inputs(
+    batch: MicroBatch,
+    log_probs: Tensor,
+    entropy: Tensor,
+    importance_level: str,
+    cp_group: dist.ProcessGroup,
+) -> LossInputs:
     """The view of a micro-batch that losses get. log_probs, entropy: [T]."""
     shared = {f.name for f in fields(LossInputs)} & {f.name for f in fields(MicroBatch)}
     constants = {name: getattr(batch, name) for name in shared}

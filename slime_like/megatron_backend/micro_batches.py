@@ -27,7 +27,9 @@ def work_per_token(config: TransformerConfig, vocab_size: int) -> float:
     """The model's `a` of `balance.linear_cost`. Of a mixture of experts the layers count as if all had experts."""
     ffn = config.ffn_hidden_size
     if config.num_moe_experts:
-        ffn = (config.moe_ffn_hidden_size or ffn) * config.moe_router_topk + (config.moe_shared_expert_intermediate_size or 0)
+        ffn = (config.moe_ffn_hidden_size or ffn) * config.moe_router_topk + (
+            config.moe_shared_expert_intermediate_size or 0
+        )
     return linear_cost(
         hidden_size=config.hidden_size,
         ffn_hidden_size=ffn,
@@ -47,11 +49,19 @@ class MicroBatchSize:
     tokens: int | None
 
 
-def micro_batch_size(algorithm: AlgorithmConfig, cp_size: int, *, forward_only: bool) -> MicroBatchSize:
+def micro_batch_size(
+    algorithm: AlgorithmConfig, cp_size: int, *, forward_only: bool
+) -> MicroBatchSize:
     samples, tokens = algorithm.micro_batch_size, algorithm.max_tokens_per_gpu
     if forward_only:
-        samples, tokens = algorithm.log_probs_micro_batch_size or samples, algorithm.log_probs_max_tokens_per_gpu or tokens
-    return MicroBatchSize(samples, tokens * cp_size if algorithm.use_dynamic_batch_size and tokens is not None else None)
+        samples, tokens = (
+            algorithm.log_probs_micro_batch_size or samples,
+            algorithm.log_probs_max_tokens_per_gpu or tokens,
+        )
+    return MicroBatchSize(
+        samples,
+        tokens * cp_size if algorithm.use_dynamic_batch_size and tokens is not None else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +73,15 @@ class MicroBatches:
 
     def in_order(self, values: Sequence[T]) -> list[T]:
         """Values of the samples of all groups, one after another, in the order in which the samples were given."""
-        places = [place for row in self.rows for place in row]  # empty rows come last, so their values do too
+        places = [
+            place for row in self.rows for place in row
+        ]  # empty rows come last, so their values do too
         return [value for _, value in sorted(zip(places, values), key=lambda pair: pair[0])]
 
 
-def cut(samples: Sequence[TrainSample], size: MicroBatchSize, layout: ParallelLayout) -> MicroBatches:
+def cut(
+    samples: Sequence[TrainSample], size: MicroBatchSize, layout: ParallelLayout
+) -> MicroBatches:
     """The micro-batches of one pass over this rank's samples; at least one sample. Data-parallel ranks call it together.
 
     By tokens, ranks agree on the number that the fullest of them needs, up to a multiple of the pipeline's size under the interleaved
@@ -100,12 +114,20 @@ def _most_of_any_rank(number: int, layout: ParallelLayout) -> int:
 
 def without_tokens(like: TrainSample) -> TrainSample:
     """A sample of no tokens, with the fields that `like` has: it becomes a micro-batch of padding, which weighs nothing."""
-    empty = {f.name: value[:0] for f in fields(like) if isinstance(value := getattr(like, f.name), Tensor)}
+    empty = {
+        f.name: value[:0]
+        for f in fields(like)
+        if isinstance(value := getattr(like, f.name), Tensor)
+    }
     return replace(like, response_length=0, **empty)
 
 
 def pack_groups(
-    groups: Sequence[Sequence[TrainSample]], *, transformer: TransformerConfig, layout: ParallelLayout, equal_sequences: bool = False
+    groups: Sequence[Sequence[TrainSample]],
+    *,
+    transformer: TransformerConfig,
+    layout: ParallelLayout,
+    equal_sequences: bool = False,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of one pass, as its layout needs them.
 
@@ -125,17 +147,24 @@ def pack_groups(
     return with_active_rows(packed)
 
 
-def packing_metrics(parts: MicroBatches, batches: Sequence[MicroBatch], size: MicroBatchSize) -> dict[str, Metric]:
+def packing_metrics(
+    parts: MicroBatches, batches: Sequence[MicroBatch], size: MicroBatchSize
+) -> dict[str, Metric]:
     """How one optimizer step was packed: micro-batches of each rank, the share of computed rows that hold no token, and the share of the
     token budget that is used."""
     device = batches[0].tokens.device
 
     def mean(value: float, count: float) -> Metric:
-        return Metric("mean", *(torch.tensor(x, dtype=torch.float64, device=device) for x in (value, count)))
+        return Metric(
+            "mean", *(torch.tensor(x, dtype=torch.float64, device=device) for x in (value, count))
+        )
 
     tokens = sum(int(sample.tokens.numel()) for group in parts.groups for sample in group)
     rows = sum(int(batch.cu_seqlens[-1]) for batch in batches)  # over all context-parallel ranks
-    metrics = {"perf/micro_batches": mean(len(batches), 1), "perf/padding_frac": mean(rows - tokens, rows)}
+    metrics = {
+        "perf/micro_batches": mean(len(batches), 1),
+        "perf/padding_frac": mean(rows - tokens, rows),
+    }
     if size.tokens is not None:
         metrics["perf/token_budget_used"] = mean(tokens, len(batches) * size.tokens)
     return metrics

@@ -26,18 +26,32 @@ from slime_like.megatron_backend.value_model import ValueModel
 from slime_like.ops.attention import PackedAttention
 from slime_like.ops.router import PackedRouter
 
-MODEL_SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "num_moe_experts")
+MODEL_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_moe_experts",
+)
 
 
 def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, int | bool | None]:
     """Settings that tell one model from another, to say how a checkpoint's differs."""
     shape = {name: getattr(config, name) for name in MODEL_SHAPE}
-    return {**shape, "vocab_size": gpt.vocab_size, "untied_embeddings": gpt.untie_embeddings_and_output_weights}
+    return {
+        **shape,
+        "vocab_size": gpt.vocab_size,
+        "untied_embeddings": gpt.untie_embeddings_and_output_weights,
+    }
 
 
 def padded_vocab_size(gpt: GPTModelConfig, tp_size: int) -> int:
     """The vocabulary size, rounded up so that every tensor-parallel rank gets an equal share."""
-    assert gpt.vocab_size is not None, "the vocabulary size is known once the command line is parsed"
+    assert gpt.vocab_size is not None, (
+        "the vocabulary size is known once the command line is parsed"
+    )
     multiple = gpt.make_vocab_size_divisible_by * tp_size
     return -(-gpt.vocab_size // multiple) * multiple
 
@@ -46,17 +60,24 @@ def layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
     """Which modules make up a layer: "transformer_engine", or "local" with our core attention, which knows packed rows."""
     if transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     return spec
 
 
-def decoder_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+def decoder_spec(
+    config: TransformerConfig, transformer_impl: str, vp_stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
     """The layers of one model chunk: all alike, or, with experts, each as `moe_layer_freq` has it."""
     if config.num_moe_experts is None:
         return layer_spec(config, transformer_impl)
     block = get_gpt_decoder_block_spec(
-        config, transformer_impl == "transformer_engine", normalization=config.normalization, vp_stage=vp_stage
+        config,
+        transformer_impl == "transformer_engine",
+        normalization=config.normalization,
+        vp_stage=vp_stage,
     )
     for layer in block.layer_specs:
         if transformer_impl != "transformer_engine":
@@ -67,7 +88,12 @@ def decoder_spec(config: TransformerConfig, transformer_impl: str, vp_stage: int
 
 
 def build_chunks(
-    config: TransformerConfig, gpt: GPTModelConfig, transformer_impl: str, layout: ParallelLayout, *, value_head: bool = False
+    config: TransformerConfig,
+    gpt: GPTModelConfig,
+    transformer_impl: str,
+    layout: ParallelLayout,
+    *,
+    value_head: bool = False,
 ) -> list[GPTModel]:
     """This rank's model chunks, in parameter precision of fp32; see `to_model_precision` and `wrap_for_training`. value_head: of a critic."""
     position: dict[str, Any] = {
@@ -94,11 +120,17 @@ def build_chunks(
             **position,
         )
         on_meta = next(chunk.parameters()).is_meta
-        chunks.append(chunk.to(torch.cuda.current_device()) if torch.cuda.is_available() and not on_meta else chunk)
+        chunks.append(
+            chunk.to(torch.cuda.current_device())
+            if torch.cuda.is_available() and not on_meta
+            else chunk
+        )
     return chunks
 
 
-def to_model_precision(chunks: Sequence[GPTModel], config: TransformerConfig) -> list[MegatronModule]:
+def to_model_precision(
+    chunks: Sequence[GPTModel], config: TransformerConfig
+) -> list[MegatronModule]:
     """bf16 modules; in fp32 the chunks themselves, and in fp64, which only the parity matrix asks for."""
     if config.bf16:
         return [HalfPrecisionModule(config, chunk) for chunk in chunks]
@@ -112,6 +144,8 @@ def wrap_for_training(
 ) -> list[DistributedDataParallel]:
     """Gradient buffers and data-parallel reduction. Only the first chunk overlaps in buckets, as in Megatron-LM."""
     return [
-        DistributedDataParallel(config=config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0)
+        DistributedDataParallel(
+            config=config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0
+        )
         for index, chunk in enumerate(chunks)
     ]

@@ -57,19 +57,25 @@ class Network:
     ) -> None:
         """value_head: a critic, which gives a value for each token in place of logits."""
         self.value_head = value_head
-        self.config = copy.copy(transformer)  # training hangs a network's own functions on its config
+        self.config = copy.copy(
+            transformer
+        )  # training hangs a network's own functions on its config
         self.gpt = gpt
         self.layout = layout
         self.device = device_of_this_process()
         with layout.in_force():
-            self.chunks = build_chunks(self.config, gpt, transformer_impl, layout, value_head=value_head)
+            self.chunks = build_chunks(
+                self.config, gpt, transformer_impl, layout, value_head=value_head
+            )
             self.modules: list[Any] = to_model_precision(self.chunks, self.config)
 
     @in_own_layout
     def load_hf(self, folder: str) -> None:
         """Take the weights of a Hugging Face checkpoint. Raises ValueError when it is shaped otherwise."""
         hf = read_hf_model(folder, value_head=self.value_head)
-        load_hf_weights(self.chunks, folder, hf=hf, gpt=self.gpt, layout=self.layout, value_head=self.value_head)
+        load_hf_weights(
+            self.chunks, folder, hf=hf, gpt=self.gpt, layout=self.layout, value_head=self.value_head
+        )
 
     def freeze(self) -> None:
         """No dropout, no gradients."""
@@ -86,13 +92,27 @@ class Network:
         """Around every pass through the modules."""
         return nullcontext()
 
-    def export_hf(self, hf: HfModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export_hf(
+        self, hf: HfModel, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """See `export_hf_weights`."""
-        return export_hf_weights(self.chunks, hf=hf, gpt=self.gpt, layout=self.layout, dtype=dtype, value_head=self.value_head)
+        return export_hf_weights(
+            self.chunks,
+            hf=hf,
+            gpt=self.gpt,
+            layout=self.layout,
+            dtype=dtype,
+            value_head=self.value_head,
+        )
 
     @in_own_layout
     def evaluate(
-        self, step: ForwardStep, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch], *, record_routes: bool = False
+        self,
+        step: ForwardStep,
+        groups: Sequence[Sequence[TrainSample]],
+        batches: Sequence[MicroBatch],
+        *,
+        record_routes: bool = False,
     ) -> list[list[Tensor]]:
         """Forward-only over `batches`, which hold the samples of `groups`. `step`'s closure gives a tuple of columns [T]; returns for each
         column the response values [R] of every sample, on the host of every pipeline stage and context-parallel rank. record_routes: keep
@@ -108,24 +128,39 @@ class Network:
         return self.columns_of_samples(outputs, groups, batches)
 
     def columns_of_samples(
-        self, outputs: Sequence[tuple[Tensor, ...]], groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]
+        self,
+        outputs: Sequence[tuple[Tensor, ...]],
+        groups: Sequence[Sequence[TrainSample]],
+        batches: Sequence[MicroBatch],
     ) -> list[list[Tensor]]:
         """The columns [T] that the last pipeline stage computed for each of `batches`, as `evaluate` returns them."""
-        table = torch.cat([torch.stack(output) for output in outputs], dim=1).detach() if outputs else None
+        table = (
+            torch.cat([torch.stack(output) for output in outputs], dim=1).detach()
+            if outputs
+            else None
+        )
         table = self._from_last_stage(table, tokens=sum(int(b.tokens.numel()) for b in batches))
         table = self._from_context_ranks(table, batches).cpu()
         columns: list[list[Tensor]] = [[] for _ in table]
-        for group, batch, values in zip(groups, batches, table.split([int(b.cu_seqlens[-1]) for b in batches], dim=1)):
+        for group, batch, values in zip(
+            groups, batches, table.split([int(b.cu_seqlens[-1]) for b in batches], dim=1)
+        ):
             for column, row in zip(columns, values):
                 column += [value.clone() for value in unpack(row, group, batch.cu_seqlens)]
         return columns
 
     @in_own_layout
-    def recorded_routes(self, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]) -> list[Tensor]:
+    def recorded_routes(
+        self, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]
+    ) -> list[Tensor]:
         """Of the last `evaluate`: the experts that each sample's tokens went to in this stage's layers, [L, expert layers, topk] int16."""
         routers = routers_of(self.chunks)
         if not routers:  # of this stage
-            return [torch.zeros(sample.tokens.numel(), 0, 1, dtype=torch.int16) for group in groups for sample in group]
+            return [
+                torch.zeros(sample.tokens.numel(), 0, 1, dtype=torch.int16)
+                for group in groups
+                for sample in group
+            ]
         table = self._from_context_ranks(recorded_routes(routers, self.layout), batches)
         return routes_of_samples(table, groups, batches, topk=self.config.moe_router_topk)
 
@@ -147,7 +182,9 @@ class Network:
         size = torch.tensor([0 if table is None else table.size(0)], device=self.device)
         dist.broadcast(size, source, group=self.layout.pp_group)
         if table is None:
-            wide = torch.promote_types(torch.float32, self.config.params_dtype)  # as the head's results
+            wide = torch.promote_types(
+                torch.float32, self.config.params_dtype
+            )  # as the head's results
             table = torch.zeros(int(size), tokens, dtype=wide, device=self.device)
         dist.broadcast(table, source, group=self.layout.pp_group)
         return table
@@ -171,7 +208,9 @@ class TrainedNetwork(Network):
     ) -> None:
         """total_steps: optimizer steps of the whole run."""
         super().__init__(transformer, gpt, transformer_impl, layout, value_head=value_head)
-        self.modules = self._train(self.modules, ddp=ddp, optimizer=optimizer, schedule=schedule, total_steps=total_steps)
+        self.modules = self._train(
+            self.modules, ddp=ddp, optimizer=optimizer, schedule=schedule, total_steps=total_steps
+        )
         # what Megatron's schedules and gradient finalisation expect to find
         self.config.finalize_model_grads_func = self.finalize_gradients
         if ddp.overlap_grad_reduce:
@@ -191,12 +230,16 @@ class TrainedNetwork(Network):
         with self.layout.in_force():
             self.trained_modules: list[Any] = list(wrap_for_training(modules, self.config, ddp))
             self.optimizer = build_optimizer(optimizer, self.trained_modules)
-            self.scheduler = build_scheduler(self.optimizer, optimizer, schedule, total_steps=total_steps)
+            self.scheduler = build_scheduler(
+                self.optimizer, optimizer, schedule, total_steps=total_steps
+            )
         self._gathers_late = ddp.overlap_param_gather
         self._expert_biases: list[Tensor] = []  # of before the gradients that are accumulated
         return self.trained_modules
 
-    def finalize_gradients(self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any) -> None:
+    def finalize_gradients(
+        self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any
+    ) -> None:
         """Reduce what this rank has accumulated with what the others have; Megatron's schedules call it after the last micro-batch."""
         finalize_model_grads(list(model), num_tokens, **others)
 

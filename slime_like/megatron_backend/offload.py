@@ -31,7 +31,12 @@ class OffloadedWeights:
         self._exchange()
         host.weights_changed()
 
-    def evaluate(self, step: ForwardStep, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]) -> list[list[Tensor]]:
+    def evaluate(
+        self,
+        step: ForwardStep,
+        groups: Sequence[Sequence[TrainSample]],
+        batches: Sequence[MicroBatch],
+    ) -> list[list[Tensor]]:
         """As `Network.evaluate`."""
         with self._in_place():
             return self._host.evaluate(step, groups, batches)

@@ -17,13 +17,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from arguments.groups import ScheduleConfig
 
 
-def build_optimizer(config: OptimizerConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+def build_optimizer(
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel]
+) -> MegatronOptimizer:
     """megatron-core's optimizer over the wrapped chunks."""
     return get_megatron_optimizer(config, list(chunks))
 
 
 def build_scheduler(
-    optimizer: MegatronOptimizer, config: OptimizerConfig, schedule: ScheduleConfig, *, total_steps: int
+    optimizer: MegatronOptimizer,
+    config: OptimizerConfig,
+    schedule: ScheduleConfig,
+    *,
+    total_steps: int,
 ) -> OptimizerParamScheduler:
     """Learning rate and weight decay in units of optimizer steps. total_steps: optimizer steps of the whole run."""
     decay_steps = schedule.lr_decay_iters or total_steps
@@ -40,7 +46,9 @@ def build_scheduler(
         lr_warmup_steps=warmup_steps,
         lr_decay_steps=max(decay_steps, warmup_steps + 1),
         lr_decay_style=schedule.lr_decay_style,
-        start_wd=weight_decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
+        start_wd=weight_decay
+        if schedule.start_weight_decay is None
+        else schedule.start_weight_decay,
         end_wd=weight_decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
         wd_incr_steps=decay_steps,
         wd_incr_style=schedule.weight_decay_incr_style,
@@ -55,7 +63,11 @@ def resume_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -
     """Go on at the saved step under this run's settings; returns words about each setting that the checkpoint has otherwise."""
     ours = scheduler.state_dict()
     scheduler.load_state_dict(saved)
-    return [f"{name} {ours[name]} (checkpoint: {saved[name]})" for name in ours if name != "num_steps" and ours[name] != saved.get(name)]
+    return [
+        f"{name} {ours[name]} (checkpoint: {saved[name]})"
+        for name in ours
+        if name != "num_steps" and ours[name] != saved.get(name)
+    ]
 
 
 LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
@@ -64,7 +76,9 @@ LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
 @contextmanager
 def limits_kept(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Loading an optimizer's state brings the checkpoint's learning-rate limits into its parameter groups; this keeps the run's own."""
-    ours = [{name: group[name] for name in LIMITS if name in group} for group in optimizer.param_groups]
+    ours = [
+        {name: group[name] for name in LIMITS if name in group} for group in optimizer.param_groups
+    ]
     yield
     for group, limits in zip(optimizer.param_groups, ours, strict=True):
         group.update(limits)

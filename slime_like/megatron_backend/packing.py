@@ -39,13 +39,26 @@ def pack_all(
     if agree is not None:
         totals = agree(totals)
     packed = [
-        pack(group, multiple=multiple, at_least=total, device=device, cp_size=cp_size, equal_sequences=equal_sequences)
+        pack(
+            group,
+            multiple=multiple,
+            at_least=total,
+            device=device,
+            cp_size=cp_size,
+            equal_sequences=equal_sequences,
+        )
         for group, total in zip(groups, totals, strict=True)
     ]
-    return packed if cp_size == 1 else [rows_of_context_rank(batch, cp_size, cp_rank) for batch in packed]
+    return (
+        packed
+        if cp_size == 1
+        else [rows_of_context_rank(batch, cp_size, cp_rank) for batch in packed]
+    )
 
 
-def padded_lengths(samples: Sequence[TrainSample], cp_size: int, *, equal: bool = False) -> list[int]:
+def padded_lengths(
+    samples: Sequence[TrainSample], cp_size: int, *, equal: bool = False
+) -> list[int]:
     """Rows that each sample takes: its length, or with `equal` that of the longest, up to a multiple of 2 * cp where context-parallel
     ranks share them. A sample without tokens takes none, and no place in the list."""
     lengths = [int(s.tokens.numel()) for s in samples if s.tokens.numel()]
@@ -125,7 +138,9 @@ def pack(
         nll_weights=per_token(lambda s: s.nll_weights, torch.float32),
         values=per_token(lambda s: s.values, torch.float32),
         returns=per_token(lambda s: s.returns, torch.float32),
-        places=_places(samples, seq_ids, positions).to(device) if cp_size > 1 or equal_sequences else None,
+        places=_places(samples, seq_ids, positions).to(device)
+        if cp_size > 1 or equal_sequences
+        else None,
         is_padding=(positions >= real_lengths[seq_ids]).to(device),
         routes=_routes(samples, starts, total, device),
         token_sets=_sets(samples, starts, total, device, lambda s: s.token_sets, -1),
@@ -134,7 +149,9 @@ def pack(
     )
 
 
-def _routes(samples: Sequence[TrainSample], starts: Sequence[int], total: int, device: torch.device) -> Tensor | None:
+def _routes(
+    samples: Sequence[TrainSample], starts: Sequence[int], total: int, device: torch.device
+) -> Tensor | None:
     """[T, layers, topk] of the samples' rows, -1 at padding; None when a sample has no routes."""
     given = [s.routes for s in samples if s.routes is not None]
     if len(given) < len(samples):
@@ -188,17 +205,25 @@ def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: i
     values: [cp_size, n, T / cp_size], each rank's rows of `batches` one micro-batch after another.
     """
     parts = values.split([batch.tokens.numel() for batch in batches], dim=2)
-    whole = [part.transpose(0, 1).flatten(1)[:, places_over_ranks(b.cu_seqlens, cp_size)] for part, b in zip(parts, batches)]
+    whole = [
+        part.transpose(0, 1).flatten(1)[:, places_over_ranks(b.cu_seqlens, cp_size)]
+        for part, b in zip(parts, batches)
+    ]
     return torch.cat(whole, dim=1)
 
 
-def with_selection_seeds(batches: Sequence[MicroBatch], seed: int, step: int, dp_rank: int) -> list[MicroBatch]:
+def with_selection_seeds(
+    batches: Sequence[MicroBatch], seed: int, step: int, dp_rank: int
+) -> list[MicroBatch]:
     """Give each micro-batch of an optimizer step a seed of its own, of 32 bits, which is all that torch's generator on the host reads.
 
     All data-parallel ranks have as many micro-batches, so that their place in the step does not depend on the layout.
     """
     first = dp_rank * len(batches)
-    seeds = [int(np.random.SeedSequence((seed, step, first + i)).generate_state(1)[0]) for i in range(len(batches))]
+    seeds = [
+        int(np.random.SeedSequence((seed, step, first + i)).generate_state(1)[0])
+        for i in range(len(batches))
+    ]
     return [replace(batch, selection_seed=s) for batch, s in zip(batches, seeds)]
 
 

@@ -44,7 +44,12 @@ class HeadWeight(ColumnParallelLinear):
         self.weight = layer.weight  # None where the embedding on the same stage has it
         self.value_slot = Slot()
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, None]:
         return hidden if self.value_slot.active is None else self.value_slot.active(hidden), None
 
 
@@ -61,7 +66,11 @@ class PolicyModel(GPTModel):
 
     def own_head_weight(self) -> Tensor:
         """[V_padded / tp, H], on the last stage; with tied embeddings the embedding's, or its twin there."""
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
         assert isinstance(weight, Tensor), "the head's weight is on the last pipeline stage"
         return weight
 

@@ -54,7 +54,10 @@ class Served(TrainedNetwork):
         self._expert_biases = expert_biases(self.chunks)
 
     def add_gradients(
-        self, step: ForwardStep, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]
+        self,
+        step: ForwardStep,
+        groups: Sequence[Sequence[TrainSample]],
+        batches: Sequence[MicroBatch],
     ) -> list[list[Tensor]]:
         """Forward and backward over `batches`, which hold the samples of `groups`; their gradients are added to this rank's. Returns the
         columns that `step`'s loss function reports under "columns", as `evaluate` does."""
@@ -93,16 +96,37 @@ class Served(TrainedNetwork):
     def tensors(self) -> list[Tensor]:
         """Everything that makes this network what it is: weights, gradients, the optimizer's copies, moments and steps. Each is written in
         place to make another network of the same shape of this one."""
-        found = [t.data for chunk in self.saved_chunks for t in (*chunk.parameters(), *chunk.buffers())]
-        found += [buffer.grad_data for module in self.trained_modules for buffer in (*module.buffers, *module.expert_parallel_buffers)]
-        found += [p.data for adam in plain_optimizers(self.optimizer) for group in adam.param_groups for p in group["params"]]
+        found = [
+            t.data for chunk in self.saved_chunks for t in (*chunk.parameters(), *chunk.buffers())
+        ]
+        found += [
+            buffer.grad_data
+            for module in self.trained_modules
+            for buffer in (*module.buffers, *module.expert_parallel_buffers)
+        ]
+        found += [
+            p.data
+            for adam in plain_optimizers(self.optimizer)
+            for group in adam.param_groups
+            for p in group["params"]
+        ]
         found += self._optimizer_state()
         return list({(t.data_ptr(), t.numel()): t for t in found}.values())
 
     def _optimizer_state(self) -> list[Tensor]:
-        states = [adam.state[p] for adam in plain_optimizers(self.optimizer) for group in adam.param_groups for p in group["params"]]
+        states = [
+            adam.state[p]
+            for adam in plain_optimizers(self.optimizer)
+            for group in adam.param_groups
+            for p in group["params"]
+        ]
         # by name: an optimizer that was loaded has them in another order
-        return [value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+        return [
+            value
+            for state in states
+            for _, value in sorted(state.items())
+            if isinstance(value, Tensor)
+        ]
 
 
 class ServedNetwork(Served):
@@ -135,7 +159,9 @@ class OffloadedNetwork:
             if not storage.resizable():
                 assert storage.device.type == "cpu"
                 continue
-            outside = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            outside = torch.empty(
+                storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+            )
             self._stored.append((storage, outside.copy_(bytes_of(storage))))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -166,7 +192,10 @@ class StoredState:
     def __init__(self, network: Served) -> None:
         network.finish_updates()
         on_device = torch.cuda.is_available()
-        self._stored = [torch.empty_like(t, device="cpu", pin_memory=on_device).copy_(t) for t in network.tensors()]
+        self._stored = [
+            torch.empty_like(t, device="cpu", pin_memory=on_device).copy_(t)
+            for t in network.tensors()
+        ]
 
     @torch.no_grad()
     def restore(self, network: Served) -> None:

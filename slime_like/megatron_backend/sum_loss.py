@@ -15,7 +15,13 @@ from torch import Tensor
 from slime_like.losses.registry import PolicyLoss
 from slime_like.losses.value_loss import ValueInputs, ValueLossConfig, token_value_losses
 from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.megatron_backend.loss_closure import ForwardStep, Head, LossFunc, forward, loss_inputs
+from slime_like.megatron_backend.loss_closure import (
+    ForwardStep,
+    Head,
+    LossFunc,
+    forward,
+    loss_inputs,
+)
 from slime_like.megatron_backend.policy_model import head_weight
 from slime_like.metrics.typed import Metric, MetricAccumulator, masked_mean
 from slime_like.types import MicroBatch
@@ -65,10 +71,14 @@ def soft_targets(head: Head, weight: Tensor, batch: MicroBatch, hidden: Tensor) 
     scores = []
     losses = torch.zeros_like(batch.loss_weights)
     for labels, label_weights in zip(batch.label_sets.unbind(1), batch.label_weights.unbind(1)):
-        log_probs, entropy = head.log_probs_and_entropy(hidden, weight, replace(batch, labels=labels.unsqueeze(0)))
+        log_probs, entropy = head.log_probs_and_entropy(
+            hidden, weight, replace(batch, labels=labels.unsqueeze(0))
+        )
         scores.append(log_probs)
         losses = losses + weigh(-log_probs, torch.where(batch.loss_mask, label_weights, 0.0))
-    return TokenResults(tuple(scores), losses, {"entropy": masked_mean(entropy.detach(), batch.loss_mask)})
+    return TokenResults(
+        tuple(scores), losses, {"entropy": masked_mean(entropy.detach(), batch.loss_mask)}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +91,14 @@ class SumValueLoss:
     def results(self, model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenResults:
         values = torch.where(batch.loss_mask, output[0, :, 0].float(), 0.0)
         assert batch.values is not None and batch.returns is not None
-        inputs = ValueInputs(values, batch.values, batch.returns, batch.loss_mask, batch.loss_weights)
+        inputs = ValueInputs(
+            values, batch.values, batch.returns, batch.loss_mask, batch.loss_weights
+        )
         losses, metrics = token_value_losses(inputs, self.config)
         mean = masked_mean(values.detach(), batch.loss_mask)
-        return TokenResults((values,), weigh(losses, batch.loss_weights), {**metrics, "values_mean": mean})
+        return TokenResults(
+            (values,), weigh(losses, batch.loss_weights), {**metrics, "values_mean": mean}
+        )
 
 
 def weigh(losses: Tensor, weights: Tensor) -> Tensor:
@@ -92,7 +106,9 @@ def weigh(losses: Tensor, weights: Tensor) -> Tensor:
     return torch.where(weights != 0, weights * losses, 0.0)
 
 
-def results_step(loss: SumLoss | SumValueLoss, layout: ParallelLayout, metrics: MetricAccumulator) -> ForwardStep:
+def results_step(
+    loss: SumLoss | SumValueLoss, layout: ParallelLayout, metrics: MetricAccumulator
+) -> ForwardStep:
     """Forward-only pass: the closure returns the columns of `TokenResults`."""
 
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
@@ -108,7 +124,9 @@ def results_step(loss: SumLoss | SumValueLoss, layout: ParallelLayout, metrics: 
     return step
 
 
-def sum_training_step(loss: SumLoss | SumValueLoss, layout: ParallelLayout, scale: float, metrics: MetricAccumulator) -> ForwardStep:
+def sum_training_step(
+    loss: SumLoss | SumValueLoss, layout: ParallelLayout, scale: float, metrics: MetricAccumulator
+) -> ForwardStep:
     """Forward and loss of one micro-batch. scale: see `gradient_scale`."""
 
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
@@ -119,7 +137,11 @@ def sum_training_step(loss: SumLoss | SumValueLoss, layout: ParallelLayout, scal
             metrics.add(results.metrics)
             # the schedule divides in place, so the loss it gets is a tensor of its own
             scaled = results.losses.sum() * scale
-            return scaled, torch.ones((), dtype=torch.int, device=output.device), {"columns": results.columns}
+            return (
+                scaled,
+                torch.ones((), dtype=torch.int, device=output.device),
+                {"columns": results.columns},
+            )
 
         return forward(model, batch, layout), loss_func
 

@@ -25,13 +25,20 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        )
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
         for parameter in self.parameters():
             # each rank sees its part of the sequence there, and megatron-core adds the gradients of parameters with this mark
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, None]:
         """Called as megatron-core calls its output layer; weight and runtime_gather_output are that layer's."""
         return self.values(hidden), None
 
@@ -47,7 +54,9 @@ class ValueModel(GPTModel):
     """A chunk of the critic. The last pipeline stage gives values [1, T, 1], on every tensor-parallel rank."""
 
     def __init__(self, config: TransformerConfig, **settings: Any) -> None:
-        settings["share_embeddings_and_output_weights"] = False  # the embedding has no twin on the last stage
+        settings["share_embeddings_and_output_weights"] = (
+            False  # the embedding has no twin on the last stage
+        )
         super().__init__(config=config, **settings)
         if self.post_process:
             self.output_layer = ValueHead(config)

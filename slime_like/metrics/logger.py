@@ -50,7 +50,9 @@ class MetricsLogger:
 
             self._board = SummaryWriter(str(tensorboard_dir), purge_step=start_step)
         if last is not None and kept is not None and start_step - 1 not in kept:
-            self.log(start_step - 1, {name: _from_json(name, value) for name, value in last.items()})
+            self.log(
+                start_step - 1, {name: _from_json(name, value) for name, value in last.items()}
+            )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line, and have it on disk when this returns (not synced: a power cut may lose it)."""
@@ -72,7 +74,12 @@ class MetricsLogger:
     def __enter__(self) -> MetricsLogger:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -97,7 +104,9 @@ def _rows(path: Path) -> list[tuple[str, dict[str, float]]]:
         except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
                 break
-            raise ValueError(f"{path}:{number}: not a line of metrics ({error}); repair or remove the file") from error
+            raise ValueError(
+                f"{path}:{number}: not a line of metrics ({error}); repair or remove the file"
+            ) from error
     return rows
 
 
@@ -107,7 +116,9 @@ def _parse(line: str) -> dict[str, float]:
         raise ValueError('expected an object with an integer "step"')
     if not line.endswith("\n"):
         raise ValueError("the line is cut off")
-    return {name: value if name == "step" else _from_json(name, value) for name, value in row.items()}
+    return {
+        name: value if name == "step" else _from_json(name, value) for name, value in row.items()
+    }
 
 
 def _to_json(value: float) -> float | str:

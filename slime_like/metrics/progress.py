@@ -65,14 +65,21 @@ class Progress:
         self._show = show
         self._done = 0
         self._latest: dict[str, float] = {}
-        self._rewards: tuple[float, ...] = ()  # replaced, not changed: the display's thread reads it
+        self._rewards: tuple[
+            float, ...
+        ] = ()  # replaced, not changed: the display's thread reads it
         self._durations: deque[float] = deque(maxlen=ETA_WINDOW)
         self._started = self._step_started = time.monotonic()
         self._spinner = Spinner("dots")
         self._live: Live | None = None
         if show and not plain and self._console.is_terminal:
             # Live calls _render from a thread of its own, which only reads.
-            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4, transient=False)
+            self._live = Live(
+                get_renderable=self._render,
+                console=self._console,
+                refresh_per_second=4,
+                transient=False,
+            )
 
     def start_at(self, rollout: int) -> None:
         """The first rollout, above 0 for a resumed run."""
@@ -85,7 +92,12 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -112,7 +124,9 @@ class Progress:
             self._rewards = (*self._rewards, metrics["rollout/reward_mean"])[-SPARK_WIDTH:]
         due = self._done % self._log_interval == 0 or self._done == self._num_rollouts
         if self._show and self._live is None and due:
-            self._console.print(self._plain_line(metrics), soft_wrap=True, highlight=False, markup=False)
+            self._console.print(
+                self._plain_line(metrics), soft_wrap=True, highlight=False, markup=False
+            )
 
     def message(self, text: str) -> None:
         """A line of its own, above the live display."""
@@ -126,9 +140,17 @@ class Progress:
 
     def _numbers(self) -> list[tuple[str, str]]:
         """(label, value) of the columns seen so far, then the mean of every evaluation set."""
-        shown = [(label, form.format(self._latest[name])) for label, name, form in _COLUMNS if name in self._latest]
-        evals = [name for name in self._latest if name.startswith("eval/") and name.endswith("/mean")]
-        return shown + [(name.removesuffix("/mean"), f"{self._latest[name]:.4f}") for name in sorted(evals)]
+        shown = [
+            (label, form.format(self._latest[name]))
+            for label, name, form in _COLUMNS
+            if name in self._latest
+        ]
+        evals = [
+            name for name in self._latest if name.startswith("eval/") and name.endswith("/mean")
+        ]
+        return shown + [
+            (name.removesuffix("/mean"), f"{self._latest[name]:.4f}") for name in sorted(evals)
+        ]
 
     def _plain_line(self, metrics: Mapping[str, float]) -> str:
         width = len(str(self._num_rollouts))
@@ -151,12 +173,17 @@ class Progress:
             self._spinner,
             ProgressBar(total=max(self._num_rollouts, 1), completed=self._done, width=16),
             Text(f"rollout {self._done}/{self._num_rollouts}"),
-            Text(f"{_clock(time.monotonic() - self._started)} eta {_clock(self._remaining_s())}", style="dim"),
+            Text(
+                f"{_clock(time.monotonic() - self._started)} eta {_clock(self._remaining_s())}",
+                style="dim",
+            ),
         )
         body = Text("  ")
         for label, value in self._numbers():
             body.append(f"{label} ", style="dim")
-            body.append(value, style="bold green" if label == "reward" or label.startswith("eval/") else "")
+            body.append(
+                value, style="bold green" if label == "reward" or label.startswith("eval/") else ""
+            )
             if label == "reward":
                 body.append(f" {sparkline(self._rewards)}", style="green")
             body.append("   ")
@@ -168,7 +195,9 @@ def sparkline(values: Sequence[float]) -> str:
     finite = [v for v in values if abs(v) < float("inf")]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SPARKS[round((v - low) * scale)] if abs(v) < float("inf") else "?" for v in values)
+    return "".join(
+        SPARKS[round((v - low) * scale)] if abs(v) < float("inf") else "?" for v in values
+    )
 
 
 def _clock(seconds: float | None) -> str:

@@ -50,8 +50,18 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward", (("mean, ± std of the samples", "rollout/reward_mean", BLUE),), band="rollout/reward_std"),
-    Panel("KL", (("to the reference (train/kl)", "train/kl", BLUE), ("old to new policy (train/ppo_kl)", "train/ppo_kl", ORANGE))),
+    Panel(
+        "Reward",
+        (("mean, ± std of the samples", "rollout/reward_mean", BLUE),),
+        band="rollout/reward_std",
+    ),
+    Panel(
+        "KL",
+        (
+            ("to the reference (train/kl)", "train/kl", BLUE),
+            ("old to new policy (train/ppo_kl)", "train/ppo_kl", ORANGE),
+        ),
+    ),
     Panel("Entropy", (("per token", "train/entropy", GREEN),)),
     Panel(
         "Log-prob difference, trainer and sampler",
@@ -95,14 +105,18 @@ def smoothed(values: Sequence[float]) -> list[float]:
     half = max(len(values) // 20, 1)
     result = []
     for i in range(len(values)):
-        window = [value for value in values[max(i - half, 0) : i + half + 1] if math.isfinite(value)]
+        window = [
+            value for value in values[max(i - half, 0) : i + half + 1] if math.isfinite(value)
+        ]
         result.append(sum(window) / len(window) if window else math.nan)
     return result
 
 
 def summary_table(rows: Rows) -> Table:
     """First, last and best value of the metrics that matter; the number of non-finite values where there were any."""
-    rollouts = sum(any(name.startswith(("rollout/", "train/")) for name in row) for row in rows)  # a row may be of an evaluation alone
+    rollouts = sum(
+        any(name.startswith(("rollout/", "train/")) for name in row) for row in rows
+    )  # a row may be of an evaluation alone
     table = Table(
         title="1 rollout" if rollouts == 1 else f"{rollouts} rollouts",
         title_justify="left",
@@ -111,7 +125,9 @@ def summary_table(rows: Rows) -> Table:
         padding=(0, 0, 0, 1),
         pad_edge=False,
     )
-    table.add_column("metric", overflow="fold")  # in a narrow terminal the names give way, not the numbers
+    table.add_column(
+        "metric", overflow="fold"
+    )  # in a narrow terminal the names give way, not the numbers
     for name in ("first", "last", "best"):
         table.add_column(name, justify="right", no_wrap=True, min_width=9)
     table.add_column("rollout", justify="right", no_wrap=True, min_width=7)
@@ -127,7 +143,14 @@ def summary_table(rows: Rows) -> Table:
             best_value, best_step = _number(value), str(step)
         bad = len(points) - len(finite)
         label = metric + (f"  ({bad} not finite)" if bad else "")
-        table.add_row(label, _number(points[0][1]), _number(points[-1][1]), best_value, best_step, style="red" if bad else None)
+        table.add_row(
+            label,
+            _number(points[0][1]),
+            _number(points[-1][1]),
+            best_value,
+            best_step,
+            style="red" if bad else None,
+        )
     return table
 
 
@@ -141,9 +164,14 @@ def write_plot(rows: Rows, path: str | Path, title: str = "") -> Path:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(NO_MATPLOTLIB) from error
     evals = [name for name in eval_metrics(rows) if name.endswith("/mean")]
-    eval_curves = tuple((name.split("/", 1)[1].removesuffix("/mean"), name, CYCLE[i % len(CYCLE)]) for i, name in enumerate(evals))
+    eval_curves = tuple(
+        (name.split("/", 1)[1].removesuffix("/mean"), name, CYCLE[i % len(CYCLE)])
+        for i, name in enumerate(evals)
+    )
     panels = [PANELS[0], Panel("Evaluation score", eval_curves), *PANELS[1:]]
-    panels = [panel for panel in panels if any(series(rows, metric) for _, metric, _ in panel.curves)]
+    panels = [
+        panel for panel in panels if any(series(rows, metric) for _, metric, _ in panel.curves)
+    ]
     has_phases = any(STEP_SECONDS in row or phase_seconds(row) for row in rows)
     count = len(panels) + has_phases
     columns = min(3, max(count, 1))
@@ -165,7 +193,9 @@ def write_plot(rows: Rows, path: str | Path, title: str = "") -> Path:
     return path
 
 
-def write_report(metrics_path: str | Path, png_path: str | Path | None = None, console: Console | None = None) -> Path | None:
+def write_report(
+    metrics_path: str | Path, png_path: str | Path | None = None, console: Console | None = None
+) -> Path | None:
     """Print the table and write the plot (default ``report.png`` beside the metrics). Returns the plot's path; None, with a line saying
     why, where there is no matplotlib or nothing was logged."""
     metrics_path, console = Path(metrics_path), console or Console()
@@ -175,7 +205,11 @@ def write_report(metrics_path: str | Path, png_path: str | Path | None = None, c
         return None
     console.print(summary_table(rows))
     try:
-        path = write_plot(rows, png_path or metrics_path.with_name("report.png"), title=metrics_path.resolve().parent.name)
+        path = write_plot(
+            rows,
+            png_path or metrics_path.with_name("report.png"),
+            title=metrics_path.resolve().parent.name,
+        )
     except ModuleNotFoundError as error:
         console.print(str(error), soft_wrap=True, highlight=False, markup=False)
         return None
@@ -184,7 +218,9 @@ def write_report(metrics_path: str | Path, png_path: str | Path | None = None, c
 
 
 def _draw_panel(axis: Any, panel: Panel, rows: Rows) -> None:
-    drawn = [(label, metric, colour) for label, metric, colour in panel.curves if series(rows, metric)]
+    drawn = [
+        (label, metric, colour) for label, metric, colour in panel.curves if series(rows, metric)
+    ]
     bad = 0
     for label, metric, colour in drawn:
         steps, values = (list(column) for column in zip(*series(rows, metric), strict=True))
@@ -197,10 +233,19 @@ def _draw_panel(axis: Any, panel: Panel, rows: Rows) -> None:
         if len(values) == 1:
             axis.set_xlim(steps[0] - 1, steps[0] + 1)
     if panel.band is not None and (band := dict(series(rows, panel.band))):
-        points = [(step, value, band[step]) for step, value in series(rows, drawn[0][1]) if step in band]
+        points = [
+            (step, value, band[step]) for step, value in series(rows, drawn[0][1]) if step in band
+        ]
         low, high = [v - s for _, v, s in points], [v + s for _, v, s in points]
-        axis.fill_between([step for step, _, _ in points], low, high, color=drawn[0][2], alpha=0.12, lw=0)
-    positive = all(value > 0 for _, metric, _ in drawn for _, value in series(rows, metric) if math.isfinite(value))
+        axis.fill_between(
+            [step for step, _, _ in points], low, high, color=drawn[0][2], alpha=0.12, lw=0
+        )
+    positive = all(
+        value > 0
+        for _, metric, _ in drawn
+        for _, value in series(rows, metric)
+        if math.isfinite(value)
+    )
     if panel.log_scale and positive:
         axis.set_yscale("log")
     _finish(axis, panel.title + (f" ({bad} not finite)" if bad else ""))
@@ -214,16 +259,32 @@ def _draw_phases(axis: Any, rows: Rows) -> None:
     steps = [int(row["step"]) for row in rows]
     layers = [[row.get(phase_metric(name), 0.0) for row in rows] for name in names]
     totals = [row.get(STEP_SECONDS, sum(phase_seconds(row).values())) for row in rows]
-    layers.append([max(total - sum(column), 0.0) for total, *column in zip(totals, *layers, strict=True)])
+    layers.append(
+        [max(total - sum(column), 0.0) for total, *column in zip(totals, *layers, strict=True)]
+    )
     edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
     colours = [CYCLE[i % (len(CYCLE) - 1)] for i in range(len(names))] + [GREY]
     labels = [name.replace("_", "-") for name in names] + ["other"]
-    axis.stackplot(edges, *([*layer, layer[-1]] for layer in layers), labels=labels, colors=colours, step="post", lw=0)
+    axis.stackplot(
+        edges,
+        *([*layer, layer[-1]] for layer in layers),
+        labels=labels,
+        colors=colours,
+        step="post",
+        lw=0,
+    )
     _finish(axis, "Seconds per rollout, by phase")
     axis.set_xlim(edges[0], edges[-1])
     axis.set_ylim(bottom=0)
     handles, shown = axis.get_legend_handles_labels()
-    axis.legend(handles[::-1], shown[::-1], frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axis.legend(
+        handles[::-1],
+        shown[::-1],
+        frameon=False,
+        fontsize=9,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+    )
 
 
 def _finish(axis: Any, title: str) -> None:
@@ -245,9 +306,14 @@ def _number(value: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m slime_like.metrics.report", description="Plot and table of a finished or running run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m slime_like.metrics.report",
+        description="Plot and table of a finished or running run.",
+    )
     parser.add_argument("metrics", type=Path, help="metrics.jsonl of the run")
-    parser.add_argument("--output", type=Path, help="PNG to write; default report.png beside the metrics")
+    parser.add_argument(
+        "--output", type=Path, help="PNG to write; default report.png beside the metrics"
+    )
     args = parser.parse_args(argv)
     try:
         return 0 if write_report(args.metrics, args.output) else 1

@@ -30,7 +30,10 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     found = {
         name.removeprefix("perf/").removesuffix("_s"): value
         for name, value in metrics.items()
-        if name.startswith("perf/") and name.endswith("_s") and name not in (STEP_SECONDS, SAMPLING_SECONDS) and not name.endswith("_per_s")
+        if name.startswith("perf/")
+        and name.endswith("_s")
+        and name not in (STEP_SECONDS, SAMPLING_SECONDS)
+        and not name.endswith("_per_s")
     }
     order = {phase: i for i, phase in enumerate(PHASES)}
     return dict(sorted(found.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
@@ -53,7 +56,9 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - self.current_since
+            self._seconds[name] = (
+                self._seconds.get(name, 0.0) + time.perf_counter() - self.current_since
+            )
             self.current = None
 
     def take(self) -> dict[str, float]:

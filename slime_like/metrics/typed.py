@@ -40,7 +40,12 @@ class Metric:
         assert self.count is not None and other.count is not None
         if self.kind == "std":
             assert self.square is not None and other.square is not None
-            return Metric("std", self.value + other.value, self.count + other.count, self.square + other.square)
+            return Metric(
+                "std",
+                self.value + other.value,
+                self.count + other.count,
+                self.square + other.square,
+            )
         return Metric("mean", self.value + other.value, self.count + other.count)
 
 
@@ -114,7 +119,9 @@ class MetricAccumulator:
             if metric.kind in ("min", "max"):
                 extremes[metric.kind].append(metric.value)
             else:
-                additive += [part for part in (metric.value, metric.count, metric.square) if part is not None]
+                additive += [
+                    part for part in (metric.value, metric.count, metric.square) if part is not None
+                ]
         parts = [
             self._reduce(additive, dist.ReduceOp.SUM, group),
             self._reduce(extremes["min"], dist.ReduceOp.MIN, group),
@@ -141,7 +148,9 @@ class MetricAccumulator:
         return result
 
     @staticmethod
-    def _reduce(values: list[Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor | None:
+    def _reduce(
+        values: list[Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
+    ) -> Tensor | None:
         """[n] float64 on the device; None where there are no values, on any rank."""
         if not values:
             return None

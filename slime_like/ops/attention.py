@@ -35,8 +35,12 @@ class PackedRows(PackedSeqParams):
     parallelism lengths are those of the whole sequences, which Transformer Engine and the rotary embedding expect too."""
 
     lengths: tuple[int, ...] = ()  # S sequence lengths; they sum to T
-    gather_index: Tensor | None = None  # [S, max L]: row of each padded position; None: compute each sequence alone
-    scatter_index: Tensor | None = None  # [T]: padded position of each row, into the flattened [S * max L]
+    gather_index: Tensor | None = (
+        None  # [S, max L]: row of each padded position; None: compute each sequence alone
+    )
+    scatter_index: Tensor | None = (
+        None  # [T]: padded position of each row, into the flattened [S * max L]
+    )
     equal: bool = False  # all sequences have one length: the rows are a batch as they are
     context: ContextRows | None = None  # under context parallelism, in place of the two indices
 
@@ -91,7 +95,9 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
         self.cp_group = None if pg_collection is None else pg_collection.cp
-        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.softmax_scale = (
+            softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        )
         if config.apply_query_key_layer_scaling:
             self.softmax_scale /= max(1, layer_number)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -106,28 +112,42 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:  # (T, heads * dv)
-        assert isinstance(packed_seq_params, PackedRows), "rows are packed by slime_like.ops.attention.packed_rows"
+        assert isinstance(packed_seq_params, PackedRows), (
+            "rows are packed by slime_like.ops.attention.packed_rows"
+        )
         assert attention_bias is None and attention_mask is None, "packed rows carry no mask tensor"
         with self._dropout_rng():
             if packed_seq_params.context is not None:
-                assert self.cp_group is not None, "a layer spec hands its process groups to the core attention"
-                out = context_parallel_attention(query, key, value, packed_seq_params.context, self.cp_group, self._sdpa)
+                assert self.cp_group is not None, (
+                    "a layer spec hands its process groups to the core attention"
+                )
+                out = context_parallel_attention(
+                    query, key, value, packed_seq_params.context, self.cp_group, self._sdpa
+                )
             elif packed_seq_params.equal:
                 batch = (len(packed_seq_params.lengths), packed_seq_params.lengths[0])
-                out = self._sdpa(*(x.unflatten(0, batch) for x in (query, key, value))).flatten(0, 1)
+                out = self._sdpa(*(x.unflatten(0, batch) for x in (query, key, value))).flatten(
+                    0, 1
+                )
             elif packed_seq_params.gather_index is not None:
                 out = self._padded(query, key, value, packed_seq_params)
             else:
                 parts = [x.split(packed_seq_params.lengths) for x in (query, key, value)]
-                out = torch.cat([self._sdpa(q[None], k[None], v[None])[0] for q, k, v in zip(*parts)])
+                out = torch.cat(
+                    [self._sdpa(q[None], k[None], v[None])[0] for q, k, v in zip(*parts)]
+                )
         return out.reshape(out.size(0), -1)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
         assert rows.gather_index is not None and rows.scatter_index is not None
-        out = self._sdpa(query[rows.gather_index], key[rows.gather_index], value[rows.gather_index])  # (S, max L, heads, d)
+        out = self._sdpa(
+            query[rows.gather_index], key[rows.gather_index], value[rows.gather_index]
+        )  # (S, max L, heads, d)
         return out.flatten(0, 1)[rows.scatter_index]
 
-    def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _sdpa(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """Attention of (batch, length, heads, d), causal or with a mask that broadcasts to (batch, heads, queries, keys)."""
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2),
@@ -148,7 +168,10 @@ class PackedAttention(MegatronModule):
         return nullcontext()
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Nothing to save."""
         return {}

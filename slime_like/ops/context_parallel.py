@@ -19,7 +19,9 @@ from torch.nn.attention.bias import causal_lower_right
 
 # Above this many (query, key) pairs in the mask of a padded batch, each sequence is computed alone, without such a mask.
 MAX_MASK_ELEMENTS = 1 << 24
-Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # query, key, value (batch, length, heads, d), mask -> like query
+Attend = Callable[
+    [Tensor, Tensor, Tensor, Any], Tensor
+]  # query, key, value (batch, length, heads, d), mask -> like query
 
 
 def places_over_ranks(cu_seqlens: Tensor, cp_size: int) -> Tensor:
@@ -29,14 +31,21 @@ def places_over_ranks(cu_seqlens: Tensor, cp_size: int) -> Tensor:
     """
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
-    assert not bool((lengths % (2 * cp_size)).any()), f"sequence lengths {lengths.tolist()} are not multiples of 2 * {cp_size}"
+    assert not bool((lengths % (2 * cp_size)).any()), (
+        f"sequence lengths {lengths.tolist()} are not multiples of 2 * {cp_size}"
+    )
     rows = torch.arange(int(bounds[-1]), device=cu_seqlens.device)
     start = bounds[:-1].repeat_interleave(lengths)
     chunk_length = (lengths // (2 * cp_size)).repeat_interleave(lengths)
     chunk, offset = (rows - start) // chunk_length, (rows - start) % chunk_length
     second = chunk >= cp_size
     rank = torch.where(second, 2 * cp_size - 1 - chunk, chunk)
-    return rank * (rows.numel() // cp_size) + start // cp_size + offset + torch.where(second, chunk_length, 0)
+    return (
+        rank * (rows.numel() // cp_size)
+        + start // cp_size
+        + offset
+        + torch.where(second, chunk_length, 0)
+    )
 
 
 def rows_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
@@ -80,9 +89,13 @@ class ContextRows:
     """Which rows attend to which, for one rank. Derived once per micro-batch."""
 
     natural: Tensor  # [T]: `places_over_ranks`
-    spans: tuple[tuple[int, int, int, int], ...]  # of each chunk: own rows [a, b), natural rows of the keys it sees [c, d)
+    spans: tuple[
+        tuple[int, int, int, int], ...
+    ]  # of each chunk: own rows [a, b), natural rows of the keys it sees [c, d)
     padded: tuple[PaddedChunk, ...] = ()  # the two chunks; empty: compute each span alone
-    scatter: Tensor | None = None  # [T / cp]: place of each own row in the flattened outputs of the padded chunks
+    scatter: Tensor | None = (
+        None  # [T / cp]: place of each own row in the flattened outputs of the padded chunks
+    )
 
 
 def context_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, *, batched: bool) -> ContextRows:
@@ -98,8 +111,12 @@ def context_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, *, batched: boo
     queries, keys = max(b - a for a, b, _, _ in spans), max(d - c for _, _, c, d in spans)
     if not batched or num_seqs == 1 or num_seqs * queries * keys > MAX_MASK_ELEMENTS:
         return ContextRows(natural, tuple(spans))
-    padded = tuple(_padded_chunk(torch.tensor(spans[i::2], device=cu_seqlens.device)) for i in (0, 1))
-    return ContextRows(natural, tuple(spans), padded, _scatter_index(padded, natural.numel() // cp_size))
+    padded = tuple(
+        _padded_chunk(torch.tensor(spans[i::2], device=cu_seqlens.device)) for i in (0, 1)
+    )
+    return ContextRows(
+        natural, tuple(spans), padded, _scatter_index(padded, natural.numel() // cp_size)
+    )
 
 
 def _padded_chunk(spans: Tensor) -> PaddedChunk:
@@ -108,7 +125,9 @@ def _padded_chunk(spans: Tensor) -> PaddedChunk:
     query_columns = torch.arange(int((last - first).max()), device=spans.device)
     key_columns = torch.arange(int((key_last - key_first).max()), device=spans.device)
     # the chunk ends where its keys do, so that query j of n sees all keys but the last n - 1 - j
-    seen = (key_last - key_first) - (last - first) + query_columns  # [S, H]: the last key that it sees
+    seen = (
+        (key_last - key_first) - (last - first) + query_columns
+    )  # [S, H]: the last key that it sees
     mask = key_columns <= torch.minimum(seen, key_last - key_first - 1).unsqueeze(2)
     return PaddedChunk(
         queries=torch.minimum(first + query_columns, last - 1),
@@ -121,11 +140,18 @@ def _scatter_index(padded: tuple[PaddedChunk, ...], own_rows: int) -> Tensor:
     """The first of the padded places that hold each own row."""
     held = torch.cat([chunk.queries.flatten() for chunk in padded])
     places = torch.arange(held.numel(), device=held.device)
-    return torch.full((own_rows,), held.numel(), device=held.device).scatter_reduce(0, held, places, "amin")
+    return torch.full((own_rows,), held.numel(), device=held.device).scatter_reduce(
+        0, held, places, "amin"
+    )
 
 
 def context_parallel_attention(
-    query: Tensor, key: Tensor, value: Tensor, rows: ContextRows, group: dist.ProcessGroup, attend: Attend
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: ContextRows,
+    group: dist.ProcessGroup,
+    attend: Attend,
 ) -> Tensor:
     """Causal attention of this rank's queries to the keys of their sequences on all ranks of `group`.
 
@@ -139,14 +165,23 @@ def context_parallel_attention(
     return attend_chunks(query, keys, values, rows, attend)
 
 
-def attend_chunks(query: Tensor, keys: Tensor, values: Tensor, rows: ContextRows, attend: Attend) -> Tensor:
+def attend_chunks(
+    query: Tensor, keys: Tensor, values: Tensor, rows: ContextRows, attend: Attend
+) -> Tensor:
     """Attention of a rank's queries (T / cp, heads, d) to natural rows of keys (T, groups, d) and values (T, groups, dv)."""
     if rows.scatter is not None:
-        outputs = [attend(query[c.queries], keys[c.keys], values[c.keys], c.mask) for c in rows.padded]
+        outputs = [
+            attend(query[c.queries], keys[c.keys], values[c.keys], c.mask) for c in rows.padded
+        ]
         return torch.cat([out.flatten(0, 1) for out in outputs])[rows.scatter]
     outputs = []
     for first, last, key_first, key_last in rows.spans:
         mask = causal_lower_right(last - first, key_last - key_first)
-        span = attend(query[None, first:last], keys[None, key_first:key_last], values[None, key_first:key_last], mask)
+        span = attend(
+            query[None, first:last],
+            keys[None, key_first:key_last],
+            values[None, key_first:key_last],
+            mask,
+        )
         outputs.append(span[0])
     return torch.cat(outputs)

@@ -21,7 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 DEFAULT_CHUNK_SIZE = 1024  # rows of a block; scripts/bench_head.py --block-sizes compares
@@ -47,7 +50,11 @@ class Projection:
     @property
     def dtype(self) -> torch.dtype:
         """Of everything but the matrix products, which are in the weight's."""
-        return torch.float32 if self.weight.dtype in (torch.bfloat16, torch.float16) else self.weight.dtype
+        return (
+            torch.float32
+            if self.weight.dtype in (torch.bfloat16, torch.float16)
+            else self.weight.dtype
+        )
 
     @property
     def block_shape(self) -> tuple[int, int]:
@@ -87,14 +94,20 @@ class Projection:
         """Whether a logit may be -inf."""
         return not (self.bias is None and self.token_sets is None)
 
-    def restrict(self, logits: Tensor, rows: slice, columns: slice, column: Tensor, here: Tensor) -> None:
+    def restrict(
+        self, logits: Tensor, rows: slice, columns: slice, column: Tensor, here: Tensor
+    ) -> None:
         """Ban, in place, what lies outside the token sets; not the label, which is at `column` where `here`."""
         if self.token_sets is not None:
             width = logits.size(1)
             place = self.token_sets[rows] - columns.start
             place = torch.where((place >= 0) & (place < width), place, width)
-            kept = torch.zeros((logits.size(0), width + 1), dtype=torch.bool, device=logits.device).scatter_(1, place, True)[:, :width]
-            logits.masked_fill_(~kept.scatter(1, column, kept.gather(1, column) | here), float("-inf"))
+            kept = torch.zeros(
+                (logits.size(0), width + 1), dtype=torch.bool, device=logits.device
+            ).scatter_(1, place, True)[:, :width]
+            logits.masked_fill_(
+                ~kept.scatter(1, column, kept.gather(1, column) | here), float("-inf")
+            )
 
     def shifted(self, logits: Tensor, by: Tensor) -> Tensor:
         """logits - by, in place and finite from below."""
@@ -102,7 +115,9 @@ class Projection:
         return logits.clamp_(min=LOWEST) if self.bans else logits
 
 
-def columns_of_rank(weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
+def columns_of_rank(
+    weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None
+) -> tuple[int, int]:
     """(first, number) of the tokens whose rows of the weight this rank has, without padding."""
     start = 0 if group is None else group.rank() * weight.size(0)
     return start, max(0, min(weight.size(0), vocab_size - start))
@@ -119,7 +134,9 @@ def _in_block(local_labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
-def _softmax_statistics(head: Projection, local_labels: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax_statistics(
+    head: Projection, local_labels: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(logit of the label, log normaliser, entropy), [N] each, over the whole vocabulary. No host waits for the device."""
     size = head.hidden.size(0)
     top = head.hidden.new_full((size,), LOWEST, dtype=head.dtype)
@@ -175,18 +192,24 @@ class _LeanLogProbs(torch.autograd.Function):
         head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
         local_labels = labels - vocab_start
         label_logit, log_normaliser, entropy = _softmax_statistics(head, local_labels, group)
-        ctx.save_for_backward(hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets)
+        ctx.save_for_backward(
+            hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets
+        )
         ctx.settings = temperature, num_columns, chunk_size
         ctx.set_materialize_grads(False)
         return label_logit - log_normaliser, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets = ctx.saved_tensors
         temperature, num_columns, chunk_size = ctx.settings
         head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
         # grad z = p (slope (z - log normaliser) + offset), and at the label the gradient of its log-prob
-        of_label = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / temperature
+        of_label = (
+            torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / temperature
+        )
         slope = None if grad_entropy is None else -grad_entropy / temperature
         offset = -of_label if slope is None else slope * entropy - of_label
 
@@ -200,7 +223,11 @@ class _LeanLogProbs(torch.autograd.Function):
                 z = head.shifted(z, log_normaliser[rows])
                 torch.exp(z, out=p)
                 row_offset = offset[rows].unsqueeze(1)
-                p.mul_(row_offset if slope is None else z.mul_(slope[rows].unsqueeze(1)).add_(row_offset))
+                p.mul_(
+                    row_offset
+                    if slope is None
+                    else z.mul_(slope[rows].unsqueeze(1)).add_(row_offset)
+                )
                 p.scatter_add_(1, column, torch.where(here, of_label[rows].unsqueeze(1), 0.0))
                 grads.add(p, rows, columns)
         return (*grads.results(), None, None, None, None, None, None)
@@ -212,19 +239,37 @@ class _Gradients:
 
     head: Projection
     hidden: Tensor | None  # [N, H]
-    weight: Tensor | None  # [V/tp, H] in the weight's own dtype: the sum over rows is taken beside it
+    weight: (
+        Tensor | None
+    )  # [V/tp, H] in the weight's own dtype: the sum over rows is taken beside it
     bias: Tensor | None  # [V/tp]
-    weight_sum: Tensor | None  # [columns of a block, H], only where weight's dtype is narrower and there are several blocks of rows
+    weight_sum: (
+        Tensor | None
+    )  # [columns of a block, H], only where weight's dtype is narrower and there are several blocks of rows
 
     @classmethod
     def like(cls, head: Projection, wanted: tuple[bool, ...]) -> _Gradients:
         hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if wanted[0] else None
         weight = torch.empty_like(head.weight) if wanted[1] else None
         if weight is not None:
-            weight[head.num_columns if head.hidden.size(0) else 0 :] = 0  # padding; everything where there is no row
-        bias = torch.zeros_like(head.bias, dtype=head.dtype) if wanted[2] and head.bias is not None else None
-        narrow = weight is not None and weight.dtype != head.dtype and head.hidden.size(0) > head.block_shape[0]
-        weight_sum = head.weight.new_empty((head.block_shape[1], head.weight.size(1)), dtype=head.dtype) if narrow else None
+            weight[head.num_columns if head.hidden.size(0) else 0 :] = (
+                0  # padding; everything where there is no row
+            )
+        bias = (
+            torch.zeros_like(head.bias, dtype=head.dtype)
+            if wanted[2] and head.bias is not None
+            else None
+        )
+        narrow = (
+            weight is not None
+            and weight.dtype != head.dtype
+            and head.hidden.size(0) > head.block_shape[0]
+        )
+        weight_sum = (
+            head.weight.new_empty((head.block_shape[1], head.weight.size(1)), dtype=head.dtype)
+            if narrow
+            else None
+        )
         return cls(head, hidden, weight, bias, weight_sum)
 
     def add(self, of_logits: Tensor, rows: slice, columns: slice) -> None:
@@ -242,7 +287,13 @@ class _Gradients:
             return
         if self.weight_sum is None:
             first = rows.start == 0
-            torch.addmm(self.weight[columns], of_logits.t(), head.hidden[rows], beta=0 if first else 1, out=self.weight[columns])
+            torch.addmm(
+                self.weight[columns],
+                of_logits.t(),
+                head.hidden[rows],
+                beta=0 if first else 1,
+                out=self.weight[columns],
+            )
             return
         total = self.weight_sum[: columns.stop - columns.start]
         product = of_logits.t() @ head.hidden[rows]
@@ -252,7 +303,11 @@ class _Gradients:
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         hidden = None if self.hidden is None else self.hidden.to(self.head.hidden.dtype)
-        bias = None if self.bias is None or self.head.bias is None else self.bias.to(self.head.bias.dtype)
+        bias = (
+            None
+            if self.bias is None or self.head.bias is None
+            else self.bias.to(self.head.bias.dtype)
+        )
         return hidden, self.weight, bias
 
 
@@ -284,7 +339,9 @@ def lean_log_probs(
     """
     parallel = tp_group is not None and tp_group.size() > 1
     if parallel and sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=tp_group)
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=tp_group
+        )
     if rows is not None:
         hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
         token_sets = None if token_sets is None else token_sets.index_select(0, rows)

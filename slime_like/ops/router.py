@@ -29,7 +29,9 @@ class RoutedRows:
     seq_ids: Tensor  # [t] int64
     num_seqs: int
     padding: Tensor  # [t] bool, True at rows of no sample
-    routes: Tensor | None = None  # [t, expert layers of this rank, topk]: experts to choose, negative where the router's own choice counts
+    routes: Tensor | None = (
+        None  # [t, expert layers of this rank, topk]: experts to choose, negative where the router's own choice counts
+    )
 
 
 @dataclass(slots=True)
@@ -42,7 +44,9 @@ class _Pass:
     started: int = 0  # micro-batches whose forward has begun
     to_recompute: deque[int] = field(default_factory=deque)
     recorded: list[Tensor] = field(default_factory=list)  # [t, topk] for each micro-batch
-    differing: int = 0  # tokens whose own choice of experts would have been another than the replayed one
+    differing: int = (
+        0  # tokens whose own choice of experts would have been another than the replayed one
+    )
     compared: int = 0
 
 
@@ -55,7 +59,9 @@ class PackedRouter(TopKRouter):
         self._rows: RoutedRows | None = None  # of the call that is going on
         self._first_call = True  # not a recomputation
         self.router_replay = _Choice(self)  # what TopKRouter asks for the top k
-        self.register_buffer("load", torch.zeros(self.num_experts, device=self.weight.device), persistent=False)
+        self.register_buffer(
+            "load", torch.zeros(self.num_experts, device=self.weight.device), persistent=False
+        )
 
     def begin(self, rows: Sequence[RoutedRows], *, slot: int, record: bool) -> None:
         """A pass over micro-batches starts; it goes on until the next one. slot: this router's place in `RoutedRows.routes`."""
@@ -77,7 +83,9 @@ class PackedRouter(TopKRouter):
         if self._pass is None:
             return super().forward(input, padding_mask)
         self._rows = self._rows_of_this_call(self._pass)
-        assert self._rows.padding.numel() == input.size(0) * input.size(1), "a router was called out of turn"
+        assert self._rows.padding.numel() == input.size(0) * input.size(1), (
+            "a router was called out of turn"
+        )
         return super().forward(input, padding_mask=self._rows.padding)
 
     def _rows_of_this_call(self, current: _Pass) -> RoutedRows:
@@ -97,26 +105,46 @@ class PackedRouter(TopKRouter):
             self.load += (routing_map & ~padding_mask.view(-1, 1)).sum(dim=0)
         return probs, routing_map
 
-    def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:
+    def _apply_aux_loss(
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
         """Switch Transformer's balance loss (2101.03961) over the micro-batch; 0 where that is padding only, which megatron-core divides by."""
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient == 0:
             return probs
         together = torch.zeros(routing_map.size(0), dtype=torch.int64, device=routing_map.device)
         loss = coefficient * self._imbalance(scores_for_aux_loss, routing_map, together, 1)
-        return self.attach_and_log_load_balancing_loss(probs, coefficient, loss, "load_balancing_loss", self.tp_cp_group)
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, "load_balancing_loss", self.tp_cp_group
+        )
 
     def _apply_seq_aux_loss(
-        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, seq_length: int, bsz: int, with_padding_mask: bool = False
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
     ) -> Tensor:
         """DeepSeek-V2's sequence-wise balance loss (2405.04434, section 2.2.3), averaged over the micro-batch's sequences."""
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if coefficient == 0:
             return probs
         if self._rows is None:
-            return super()._apply_seq_aux_loss(probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask)
-        loss = coefficient * self._imbalance(scores_for_aux_loss, routing_map, self._rows.seq_ids, self._rows.num_seqs)
-        return self.attach_and_log_load_balancing_loss(probs, coefficient, loss, "seq_load_balancing_loss", self.tp_cp_group)
+            return super()._apply_seq_aux_loss(
+                probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask
+            )
+        loss = coefficient * self._imbalance(
+            scores_for_aux_loss, routing_map, self._rows.seq_ids, self._rows.num_seqs
+        )
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, "seq_load_balancing_loss", self.tp_cp_group
+        )
 
     def _imbalance(self, scores: Tensor, routing_map: Tensor, ids: Tensor, num: int) -> Tensor:
         """E * sum of f_e * P_e over experts, averaged over the parts of the micro-batch that have tokens.
@@ -125,30 +153,48 @@ class PackedRouter(TopKRouter):
         context-parallel ranks: counts are those of the whole, each rank adds its own scores' share.
         """
         empty = scores.new_zeros(num, self.num_experts)
-        counts = reduce_from_tensor_model_parallel_region(empty.index_add(0, ids, routing_map.to(empty.dtype)), self.tp_cp_group)
+        counts = reduce_from_tensor_model_parallel_region(
+            empty.index_add(0, ids, routing_map.to(empty.dtype)), self.tp_cp_group
+        )
         sums = empty.index_add(0, ids, scores)
         lengths = counts.sum(dim=1) / self.topk
-        of_part = (sums * counts).sum(dim=1) * self.num_experts / (self.topk * lengths.clamp(min=1) ** 2)
+        of_part = (
+            (sums * counts).sum(dim=1) * self.num_experts / (self.topk * lengths.clamp(min=1) ** 2)
+        )
         return of_part.sum() / (lengths > 0).sum().clamp(min=1)
 
     def _apply_global_aux_loss(
-        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
     ) -> Tensor:
         """megatron-core's, where any rank has tokens: it would divide by their number."""
         if self.get_aux_loss_coeff("global_aux_loss") == 0:
             return probs
         tokens = reduce_from_tensor_model_parallel_region(routing_map.sum(), self.tp_dp_cp_group)
-        return super()._apply_global_aux_loss(probs, scores_for_aux_loss, routing_map, with_padding_mask) if tokens else probs
+        return (
+            super()._apply_global_aux_loss(
+                probs, scores_for_aux_loss, routing_map, with_padding_mask
+            )
+            if tokens
+            else probs
+        )
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert for the update of its bias: once for each token that is trained on."""
         if not (self.enable_expert_bias and self.training and torch.is_grad_enabled()):
             return
         with torch.no_grad():
-            counted = routing_map if padding_mask is None else routing_map & ~padding_mask.view(-1, 1)
+            counted = (
+                routing_map if padding_mask is None else routing_map & ~padding_mask.view(-1, 1)
+            )
             self.local_tokens_per_expert += counted.sum(dim=0)
 
-    def choose(self, scores: Tensor, default: Callable[..., tuple[Tensor, Tensor]], *arguments: Any) -> tuple[Tensor, Tensor]:
+    def choose(
+        self, scores: Tensor, default: Callable[..., tuple[Tensor, Tensor]], *arguments: Any
+    ) -> tuple[Tensor, Tensor]:
         """(scores, experts) [t, topk] of the chosen experts. default: megatron-core's choice."""
         current, rows = self._pass, self._rows
         values, own = default(scores, *arguments)
@@ -188,4 +234,6 @@ class _Choice:
 
 def routers_of(chunks: Iterable[torch.nn.Module]) -> list[PackedRouter]:
     """The routers of a rank's model chunks, in the order of its layers."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter)]
+    return [
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, PackedRouter)
+    ]

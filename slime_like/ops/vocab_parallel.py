@@ -18,7 +18,13 @@ from torch import Tensor
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocab_start: int, vocab_size: int, group: dist.ProcessGroup | None, temperature: float
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_start: int,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         z = logits.float() / temperature  # (T, V/tp)
         local_columns = z.size(1)
@@ -53,10 +59,14 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, ...]:
         p, local_label, is_local, entropy = ctx.saved_tensors
         grad = p * -grad_log_probs.unsqueeze(1)
-        grad.scatter_add_(1, local_label.unsqueeze(1), torch.where(is_local, grad_log_probs, 0.0).unsqueeze(1))
+        grad.scatter_add_(
+            1, local_label.unsqueeze(1), torch.where(is_local, grad_log_probs, 0.0).unsqueeze(1)
+        )
         if bool(grad_entropy.any()):
             log_p = torch.where(p > 0, p, 1.0).log_()
             grad -= p * (log_p + entropy.unsqueeze(1)) * grad_entropy.unsqueeze(1)
@@ -78,5 +88,7 @@ def vocab_parallel_log_probs(
     columns.
     """
     rank = 0 if tp_group is None else tp_group.rank()
-    log_probs, entropy = _VocabParallelLogProbs.apply(logits, labels, rank * logits.size(1), vocab_size, tp_group, temperature)
+    log_probs, entropy = _VocabParallelLogProbs.apply(
+        logits, labels, rank * logits.size(1), vocab_size, tp_group, temperature
+    )
     return log_probs, entropy

@@ -17,7 +17,9 @@ from typing import Any
 
 from slime_like.rewards import sandbox
 
-_FENCED = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(
+    r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE
+)
 MOST_SECONDS, MOST_MEMORY_MB = 600.0, 4096  # a worker that grades has no more memory itself
 DEFAULT = sandbox.Limits()
 
@@ -29,7 +31,11 @@ def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
         return "the reward code needs 'tests' in the row's metadata (--metadata-key): a list of {stdin, stdout} or {code}"
     for number, test in enumerate(tests):
         kinds = ({"stdin", "stdout"}, {"code"})
-        if not isinstance(test, Mapping) or set(test) not in kinds or not all(isinstance(text, str) for text in test.values()):
+        if (
+            not isinstance(test, Mapping)
+            or set(test) not in kinds
+            or not all(isinstance(text, str) for text in test.values())
+        ):
             return f"test {number} of the row's metadata must hold strings under 'stdin' and 'stdout', or under 'code'"
     for name, most in (("timeout_s", MOST_SECONDS), ("memory_mb", MOST_MEMORY_MB)):
         value = metadata.get(name, 1)
@@ -49,7 +55,11 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     if words := problem(label, metadata):
         raise ValueError(words)
     timeout = float(metadata.get("timeout_s", DEFAULT.wall_s))
-    limits = sandbox.Limits(wall_s=timeout, cpu_s=int(timeout) + 1, memory_mb=int(metadata.get("memory_mb", DEFAULT.memory_mb)))
+    limits = sandbox.Limits(
+        wall_s=timeout,
+        cpu_s=int(timeout) + 1,
+        memory_mb=int(metadata.get("memory_mb", DEFAULT.memory_mb)),
+    )
     program = program_of(response)
     return float(all(passes(program, test, limits) for test in metadata["tests"]))
 

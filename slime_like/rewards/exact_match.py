@@ -8,7 +8,9 @@ from typing import Any
 
 def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
     """Why no response to this row can be scored, or None."""
-    return "the label is missing or null; name its field with --label-key" if label is None else None
+    return (
+        "the label is missing or null; name its field with --label-key" if label is None else None
+    )
 
 
 def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:

@@ -49,7 +49,9 @@ class Grader:
         group_rm: bool = False,
         rm_url: str | None = None,
     ) -> None:
-        self.args = RewardArgs(rm_type, custom_rm_path, reward_key, rm_timeout_s, max_abs_reward, group_rm, rm_url)
+        self.args = RewardArgs(
+            rm_type, custom_rm_path, reward_key, rm_timeout_s, max_abs_reward, group_rm, rm_url
+        )
         self.last_counts: dict[str, int] = {}
         self.last_failure: str | None = None
         self.last_nonfinite: str | None = None
@@ -67,19 +69,30 @@ class Grader:
         """
         counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
         self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
-        types = {i: self._type_of(s) for i, s in enumerate(samples) if s.status not in _UNGRADED and s.reward is None}
+        types = {
+            i: self._type_of(s)
+            for i, s in enumerate(samples)
+            if s.status not in _UNGRADED and s.reward is None
+        }
         for name in {name for name in types.values() if name is not None}:
             require_library(name)
         counts["skipped"] = len(samples) - len(types)
         answers = self._answers(samples, types)
-        return [self._graded(sample, answers[i], counts) if i in answers else sample for i, sample in enumerate(samples)]
+        return [
+            self._graded(sample, answers[i], counts) if i in answers else sample
+            for i, sample in enumerate(samples)
+        ]
 
     def grade_groups(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
         """As `grade`, with --group-rm: the custom function gets all samples of a group, also those that failed before, and returns a reward
         for each. Groups that have their rewards are passed on."""
         counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
         self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
-        wanted = [i for i, group in enumerate(groups) if any(s.status not in _UNGRADED and s.reward is None for s in group)]
+        wanted = [
+            i
+            for i, group in enumerate(groups)
+            if any(s.status not in _UNGRADED and s.reward is None for s in group)
+        ]
         jobs = [Job(id=i, rm_type=None, sample=[_for_reward(s) for s in groups[i]]) for i in wanted]
         answers = self._pool_for(set()).run(jobs) if jobs else []
         graded = [list(group) for group in groups]
@@ -88,7 +101,10 @@ class Grader:
             if "wrong_type" in answer:
                 raise ValueError(self._wrong_type(group[0], answer["wrong_type"]))
             rows = answer.get("group") or [answer] * len(group)
-            graded[i] = [s if s.status in _UNGRADED else self._graded(s, row, counts) for s, row in zip(group, rows, strict=True)]
+            graded[i] = [
+                s if s.status in _UNGRADED else self._graded(s, row, counts)
+                for s, row in zip(group, rows, strict=True)
+            ]
             counts["skipped"] += sum(s.status in _UNGRADED for s in group)
         return graded
 
@@ -102,7 +118,12 @@ class Grader:
     def __enter__(self) -> Grader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _type_of(self, sample: Sample) -> str | None:
@@ -114,7 +135,9 @@ class Grader:
         except ValueError as error:
             raise ValueError(f"sample {sample.sample_id}: {error}") from error
 
-    def _answers(self, samples: Sequence[Sample], types: Mapping[int, str | None]) -> dict[int, Answer]:
+    def _answers(
+        self, samples: Sequence[Sample], types: Mapping[int, str | None]
+    ) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
         local: dict[int, Job] = {}
         remote: dict[int, Job] = {}
@@ -126,7 +149,9 @@ class Grader:
                     id=i, rm_type=None if name == REMOTE else name, sample=_for_reward(samples[i])
                 )
         if local:
-            pool = self._pool_for({job.rm_type for job in local.values() if job.rm_type is not None})
+            pool = self._pool_for(
+                {job.rm_type for job in local.values() if job.rm_type is not None}
+            )
             answers.update(zip(local, pool.run(list(local.values()))))
         if remote:
             if self._remote_pool is None:
@@ -140,7 +165,9 @@ class Grader:
         if self._pool is None or not names <= ready:
             if self._pool is not None:
                 self._pool.close()
-            self._pool = WorkerPool(Setup(self.args, tuple(sorted(names | ready))), self._num_workers)
+            self._pool = WorkerPool(
+                Setup(self.args, tuple(sorted(names | ready))), self._num_workers
+            )
         return self._pool
 
     def _graded(self, sample: Sample, answer: Answer, counts: Counter[str]) -> Sample:
@@ -149,21 +176,32 @@ class Grader:
             kind, reason = failure
             counts[kind] += 1
             self.last_failure = self.last_failure or f"sample {sample.sample_id}: {reason}"
-            return dataclasses.replace(sample, status=SampleStatus.FAILED, reward=None, metadata={**sample.metadata, "failure": reason})
+            return dataclasses.replace(
+                sample,
+                status=SampleStatus.FAILED,
+                reward=None,
+                metadata={**sample.metadata, "failure": reason},
+            )
         if "wrong_type" in answer:
             raise ValueError(self._wrong_type(sample, answer["wrong_type"]))
         value = answer["value"]
         counts["graded"] += 1
         if value is None or not math.isfinite(value):
             counts["nonfinite"] += 1
-            self.last_nonfinite = self.last_nonfinite or f"sample {sample.sample_id}: the reward is {value}"
+            self.last_nonfinite = (
+                self.last_nonfinite or f"sample {sample.sample_id}: the reward is {value}"
+            )
             value = math.nan
         elif abs(value) > self.args.max_abs_reward:
             raise ValueError(
                 f"sample {sample.sample_id}: the reward {value:g} is beyond --max-abs-reward {self.args.max_abs_reward:g}; "
                 "correct the reward, or raise the limit"
             )
-        metadata = {**sample.metadata, "reward_details": answer["details"]} if "details" in answer else sample.metadata
+        metadata = (
+            {**sample.metadata, "reward_details": answer["details"]}
+            if "details" in answer
+            else sample.metadata
+        )
         return dataclasses.replace(sample, reward=float(value), metadata=metadata)
 
     def _failure(self, answer: Answer) -> tuple[str, str] | None:
@@ -171,16 +209,27 @@ class Grader:
         if "raised" in answer:
             return "raised", f"the reward raised {answer['raised']}"
         if "timeout" in answer:
-            return "timeout", f"the reward took longer than --rm-timeout-s {self.args.rm_timeout_s:g}"
+            return (
+                "timeout",
+                f"the reward took longer than --rm-timeout-s {self.args.rm_timeout_s:g}",
+            )
         if "died" in answer:
             return "died", f"the reward process died ({answer['died']})"
         return None
 
     def _wrong_type(self, sample: Sample, found: str) -> str:
-        option = f"--custom-rm-path {self.args.custom_rm_path}" if self.args.custom_rm_path else "--rm-type"
+        option = (
+            f"--custom-rm-path {self.args.custom_rm_path}"
+            if self.args.custom_rm_path
+            else "--rm-type"
+        )
         if found.startswith("a dict"):
             key = self.args.reward_key
-            remedy = f"--reward-key {key} is not among them" if key else "name the one to train on with --reward-key"
+            remedy = (
+                f"--reward-key {key} is not among them"
+                if key
+                else "name the one to train on with --reward-key"
+            )
         else:
             remedy = "return a number, or a dict of numbers with --reward-key"
         return f"sample {sample.sample_id}: {option} returned {found}; {remedy}"
@@ -188,13 +237,17 @@ class Grader:
 
 def _default_workers() -> int:
     """This process's share of the cores that the job may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(_MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _grade_here(name: str, sample: Sample) -> Answer:
     try:
-        return to_answer(rewards.get(name).score(sample.response, sample.label, sample.metadata), None)
+        return to_answer(
+            rewards.get(name).score(sample.response, sample.label, sample.metadata), None
+        )
     except Exception as error:
         return raised(error)
 

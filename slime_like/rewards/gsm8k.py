@@ -11,7 +11,9 @@ from decimal import Decimal
 from typing import Any
 
 # A sign belongs to a number only where no operand stands before it ("7-4" holds 7 and 4). Thousands: groups of three.
-_NUMBER = re.compile(r"((?<![\w.)])[-\u2212])?\$?(\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)")
+_NUMBER = re.compile(
+    r"((?<![\w.)])[-\u2212])?\$?(\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+)
 _MARKED = re.compile(r"####([^\n]*)")
 _BOXED = "\\boxed{"
 

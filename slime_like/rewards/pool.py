@@ -26,7 +26,9 @@ from slime_like.errors import RunError
 from slime_like.rewards.worker import HEADER, Answer, Job, Setup
 
 START_LIMIT_S = 120.0  # imports of a user's module on a slow file system
-GRACE_S = 1.0  # an asynchronous function's own deadline comes first; past this its event loop is blocked
+GRACE_S = (
+    1.0  # an asynchronous function's own deadline comes first; past this its event loop is blocked
+)
 _MAX_ANSWER = 2**20  # bytes
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from slime_like.rewards.worker import main; main()"
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
@@ -38,7 +40,9 @@ class Worker:
     def __init__(self, setup: Setup) -> None:
         environment = dict(os.environ)
         if setup.args.custom_rm_path is None:
-            environment = {key: os.environ[key] for key in _KEPT_ENVIRONMENT if key in os.environ} | {"OMP_NUM_THREADS": "1"}
+            environment = {
+                key: os.environ[key] for key in _KEPT_ENVIRONMENT if key in os.environ
+            } | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -52,7 +56,9 @@ class Worker:
         os.set_blocking(self.stdin, False)
         os.set_blocking(self.stdout, False)
         self.slots = 0
-        self.deadlines: dict[int, float] = {-1: time.monotonic() + START_LIMIT_S}  # by job; -1 is the start
+        self.deadlines: dict[int, float] = {
+            -1: time.monotonic() + START_LIMIT_S
+        }  # by job; -1 is the start
         self.outgoing = bytearray()
         self.incoming = bytearray()
         self.send(setup)
@@ -129,7 +135,9 @@ class WorkerPool:
 
     def staff(self, wanted: int) -> None:
         """Have as many workers as `wanted`, within the limit; those that ended while idle are replaced."""
-        for worker in [w for w in self._workers if w.process.poll() is not None and not w.deadlines]:
+        for worker in [
+            w for w in self._workers if w.process.poll() is not None and not w.deadlines
+        ]:
             self.discard(worker)
         while len(self._workers) < min(wanted, self.num_workers):
             self._workers.append(Worker(self.setup))
@@ -166,12 +174,16 @@ class _Round:
     def _assign(self) -> None:
         for worker in self.pool.workers:
             while worker.ready and self.waiting and len(worker.deadlines) < worker.slots:
-                alone = self.waiting[0] in self.alone or any(job in self.alone for job in worker.deadlines)
+                alone = self.waiting[0] in self.alone or any(
+                    job in self.alone for job in worker.deadlines
+                )
                 if alone and worker.deadlines:
                     break
                 number = self.waiting.popleft()
                 grace = GRACE_S if worker.slots > 1 else 0.0
-                worker.deadlines[number] = time.monotonic() + self.pool.setup.args.rm_timeout_s + grace
+                worker.deadlines[number] = (
+                    time.monotonic() + self.pool.setup.args.rm_timeout_s + grace
+                )
                 worker.send(self.jobs[number])
 
     def _exchange(self) -> None:
@@ -215,7 +227,9 @@ class _Round:
         how = self.pool.discard(worker)
         if not worker.ready:
             reason = f"not ready after {START_LIMIT_S:g} s" if answer else how
-            raise RunError(f"a reward worker ended before it was ready ({reason}); its standard error says why")
+            raise RunError(
+                f"a reward worker ended before it was ready ({reason}); its standard error says why"
+            )
         held = list(worker.deadlines)
         if len(held) == 1:
             self.answers[held[0]] = answer or {"died": how}

@@ -36,16 +36,38 @@ class Reward:
 
 
 rewards: Registry[Reward] = Registry("reward (--rm-type)")
-rewards.add("zero", Reward(lambda response, label, metadata: 0.0, lambda label, metadata: None, bounded=True))
+rewards.add(
+    "zero",
+    Reward(lambda response, label, metadata: 0.0, lambda label, metadata: None, bounded=True),
+)
 rewards.add("exact_match", Reward(exact_match.score, exact_match.problem, bounded=True))
 rewards.add("gsm8k", Reward(gsm8k.score, gsm8k.problem, bounded=True))
-rewards.add("math", Reward(math.score, math.problem, prepare=math.prepare, library=("math_verify", "math-verify")))
+rewards.add(
+    "math",
+    Reward(math.score, math.problem, prepare=math.prepare, library=("math_verify", "math-verify")),
+)
 rewards.add("code", Reward(code.score, code.problem, prepare=code.prepare))
-rewards.add("remote_rm", Reward(remote.only_remote, remote.problem, prepare=remote.prepare, library=("httpx", "httpx"), extra="sglang"))
-rewards.add("task", Reward(task.score, task.problem, prepare=task.prepare, library=("reasoning_gym", "reasoning-gym")))
+rewards.add(
+    "remote_rm",
+    Reward(
+        remote.only_remote,
+        remote.problem,
+        prepare=remote.prepare,
+        library=("httpx", "httpx"),
+        extra="sglang",
+    ),
+)
+rewards.add(
+    "task",
+    Reward(
+        task.score, task.problem, prepare=task.prepare, library=("reasoning_gym", "reasoning-gym")
+    ),
+)
 
 
-AnswerCheck = Callable[[Any, Mapping[str, Any]], str | None]  # (label, metadata) -> what is wrong with them, or None
+AnswerCheck = Callable[
+    [Any, Mapping[str, Any]], str | None
+]  # (label, metadata) -> what is wrong with them, or None
 
 
 def reward_of(rm_type: str | None, metadata: Mapping[str, Any]) -> str:
@@ -92,5 +114,7 @@ def answer_check(rm_type: str | None, custom_rm_path: str | None) -> AnswerCheck
 
 def _known(name: Any, source: str) -> str:
     if not isinstance(name, str) or name not in rewards.names():
-        raise ValueError(f"{source} {name!r}: unknown reward; legal values: {', '.join(rewards.names())}")
+        raise ValueError(
+            f"{source} {name!r}: unknown reward; legal values: {', '.join(rewards.names())}"
+        )
     return name

@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import Literal
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-_START_S = 5.0  # for the interpreter to be there, on a loaded machine; the deadline counts from then on
+_START_S = (
+    5.0  # for the interpreter to be there, on a loaded machine; the deadline counts from then on
+)
 
 Status = Literal["ok", "error", "timeout", "output", "killed"]
 
@@ -68,12 +70,21 @@ def problem() -> str | None:
     return f"the sandbox cannot be set up here ({outcome.status}): {outcome.stderr.strip()[-300:]}"
 
 
-def run(program: str, *, stdin: str = "", check: str | None = None, limits: Limits | None = None) -> Outcome:
+def run(
+    program: str, *, stdin: str = "", check: str | None = None, limits: Limits | None = None
+) -> Outcome:
     """Run `program` as a script, then `check` in the same names; both must end without an exception. check None: the program alone, which may
     also leave by sys.exit(0)."""
     limits = limits or Limits()
     proof = secrets.token_hex(16)
-    request = {"program": program, "stdin": stdin, "check": check, "proof": proof, "limits": asdict(limits), "parent": os.getpid()}
+    request = {
+        "program": program,
+        "stdin": stdin,
+        "check": check,
+        "proof": proof,
+        "limits": asdict(limits),
+        "parent": os.getpid(),
+    }
     start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD)],
@@ -98,11 +109,15 @@ def run(program: str, *, stdin: str = "", check: str | None = None, limits: Limi
     if status is None:
         proven = out.endswith(proof)
         out = out.removesuffix(proof)
-        status = "killed" if code < 0 else "ok" if code == 0 and (proven or check is None) else "error"
+        status = (
+            "killed" if code < 0 else "ok" if code == 0 and (proven or check is None) else "error"
+        )
     return Outcome(status, out, err, time.monotonic() - start)
 
 
-def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: Limits) -> tuple[dict[str, bytearray], Status | None]:
+def _exchange(
+    process: subprocess.Popen[bytes], request: bytes, limits: Limits
+) -> tuple[dict[str, bytearray], Status | None]:
     """Send the request and read both streams to their ends. A status where the program has to be killed: too long, or too much written."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     streams = {"stdout": bytearray(), "stderr": bytearray()}
@@ -126,7 +141,9 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes, limits: Limits) 
                 data = os.read(key.fd, 2**16)
                 if not data:
                     selector.unregister(key.fileobj)
-                if key.data == "stderr" and not started and data.startswith(b"\0"):  # the child is ready
+                if (
+                    key.data == "stderr" and not started and data.startswith(b"\0")
+                ):  # the child is ready
                     started, data, deadline = True, data[1:], time.monotonic() + limits.wall_s
                 streams[key.data] += data
                 if sum(map(len, streams.values())) > limits.output_bytes:

@@ -114,15 +114,23 @@ def _forbid_files() -> None:
     """Nothing can be written, executed or read, but for what the interpreter itself may import."""
     abi = _LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
     if abi < 1:
-        _give_up("this kernel has no Landlock (it needs Linux 5.13, with landlock among its security modules)")
+        _give_up(
+            "this kernel has no Landlock (it needs Linux 5.13, with landlock among its security modules)"
+        )
     handled = (1 << _RIGHTS_BY_ABI.get(abi, 16)) - 1
-    rules = _checked("landlock_create_ruleset", _LIBC.syscall(_LANDLOCK_CREATE, struct.pack("Q", handled), ctypes.c_size_t(8), 0))
+    rules = _checked(
+        "landlock_create_ruleset",
+        _LIBC.syscall(_LANDLOCK_CREATE, struct.pack("Q", handled), ctypes.c_size_t(8), 0),
+    )
     for path in {*_READABLE, *_installation()}:
         if not os.path.exists(path):
             continue
         file = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rights = _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0)
-        _checked(f"landlock_add_rule {path}", _LIBC.syscall(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, file), 0))
+        _checked(
+            f"landlock_add_rule {path}",
+            _LIBC.syscall(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, file), 0),
+        )
         os.close(file)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _checked("landlock_restrict_self", _LIBC.syscall(_LANDLOCK_RESTRICT, rules, 0))
@@ -133,27 +141,49 @@ def _installation() -> list[str]:
     """Folders of the standard library, without those of a user or of a virtual environment."""
     import sysconfig
 
-    return [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_exec_prefix, "lib")]
+    return [
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        os.path.join(sys.base_exec_prefix, "lib"),
+    ]
 
 
 def _forbid_system_calls() -> None:
     machine = platform.machine()
     refuse = _ERRNO | errno.EPERM
-    program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _ARCH[machine]), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
+    program = [
+        (_LOAD, 0, 0, 4),
+        (_EQUAL, 1, 0, _ARCH[machine]),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0),
+    ]
     if machine == "x86_64":  # numbers of the x32 convention
         program += [(0x35, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL)]
     program += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)]
     for number in _REFUSED[machine].values():
         program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refuse)]
     # clone makes threads, and nothing else
-    program += [(_EQUAL, 0, 3, _CLONE[machine]), (_LOAD, 0, 0, 16), (_ANY_BIT, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, refuse)]
+    program += [
+        (_EQUAL, 0, 3, _CLONE[machine]),
+        (_LOAD, 0, 0, 16),
+        (_ANY_BIT, 1, 0, _CLONE_THREAD),
+        (_RETURN, 0, 0, refuse),
+    ]
     # limits are read (the third argument is null), not set
-    program += [(_LOAD, 0, 0, 0), (_EQUAL, 0, 5, _PRLIMIT[machine]), (_LOAD, 0, 0, 32), (_EQUAL, 0, 2, 0), (_LOAD, 0, 0, 36)]
+    program += [
+        (_LOAD, 0, 0, 0),
+        (_EQUAL, 0, 5, _PRLIMIT[machine]),
+        (_LOAD, 0, 0, 32),
+        (_EQUAL, 0, 2, 0),
+        (_LOAD, 0, 0, 36),
+    ]
     program += [(_EQUAL, 1, 0, 0), (_RETURN, 0, 0, refuse)]
     program += [(_RETURN, 0, 0, _ALLOW)]
     code = b"".join(struct.pack("HBBI", *line) for line in program)
     buffer = ctypes.create_string_buffer(code)
-    header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer)))
+    header = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
+    )
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_DUMPABLE, 0)
     _prctl(_PR_SET_SECCOMP, 2, ctypes.addressof(header))

@@ -17,7 +17,11 @@ def prepare() -> None:
 def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
     """Why no response to this row can be scored, or None: ``task`` (name, options) and ``entry`` must be in its metadata."""
     task, entry = metadata.get("task"), metadata.get("entry")
-    if isinstance(task, Mapping) and {"name", "options"} <= task.keys() and isinstance(entry, Mapping):
+    if (
+        isinstance(task, Mapping)
+        and {"name", "options"} <= task.keys()
+        and isinstance(entry, Mapping)
+    ):
         return None
     return (
         "the reward task needs 'task' (name, options) and 'entry' in the row's metadata (--metadata-key), which rows of a "

@@ -30,7 +30,9 @@ from slime_like.rewards.registry import rewards
 
 HEADER = struct.Struct("<Q")
 ASYNC_SLOTS = 64  # samples that an asynchronous function is given at once
-BUILTIN_MEMORY = 4 * 2**30  # bytes of address space: a power tower in an answer must not take the machine's memory
+BUILTIN_MEMORY = (
+    4 * 2**30
+)  # bytes of address space: a power tower in an answer must not take the machine's memory
 REMOTE = "remote_rm"  # asked for in an event loop, in workers of its own
 _PR_SET_PDEATHSIG = 1
 
@@ -49,7 +51,9 @@ class Setup:
 class Job:
     id: int
     rm_type: str | None  # None: the custom function
-    sample: RewardSample | list[RewardSample]  # a list: all samples of a group, for a custom function of groups (--group-rm)
+    sample: (
+        RewardSample | list[RewardSample]
+    )  # a list: all samples of a group, for a custom function of groups (--group-rm)
 
 
 def main() -> None:
@@ -140,7 +144,9 @@ async def _finish(awaitable: Any) -> Any:
     return await awaitable
 
 
-async def _serve_async(requests: BinaryIO, replies: BinaryIO, function: Callable[..., Any], args: RewardArgs) -> None:
+async def _serve_async(
+    requests: BinaryIO, replies: BinaryIO, function: Callable[..., Any], args: RewardArgs
+) -> None:
     """Every job is a task of its own; each ends at its deadline unless the function blocks the loop, when the parent kills us."""
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[Job | None] = asyncio.Queue()
@@ -154,7 +160,11 @@ async def _serve_async(requests: BinaryIO, replies: BinaryIO, function: Callable
 
     async def serve(job: Job) -> None:
         try:
-            answer = answer_to(job, await asyncio.wait_for(function(args, job.sample), args.rm_timeout_s), args.reward_key)
+            answer = answer_to(
+                job,
+                await asyncio.wait_for(function(args, job.sample), args.rm_timeout_s),
+                args.reward_key,
+            )
         except TimeoutError:
             answer = {"timeout": True}
         except (Exception, SystemExit) as error:
@@ -174,7 +184,9 @@ def answer_to(job: Job, value: Any, reward_key: str | None) -> Answer:
     if not isinstance(job.sample, list):
         return to_answer(value, reward_key)
     if isinstance(value, dict | str) or not hasattr(value, "__len__"):
-        return {"wrong_type": f"{type(value).__name__} for a group of {len(job.sample)} samples, not a list of rewards"}
+        return {
+            "wrong_type": f"{type(value).__name__} for a group of {len(job.sample)} samples, not a list of rewards"
+        }
     if len(value) != len(job.sample):
         return {"wrong_type": f"{len(value)} rewards for a group of {len(job.sample)} samples"}
     return {"group": [to_answer(item, reward_key) for item in value]}
@@ -186,7 +198,11 @@ def to_answer(value: Any, reward_key: str | None) -> Answer:
     if isinstance(value, dict):
         if reward_key is None or reward_key not in value:
             return {"wrong_type": f"a dict with the keys {', '.join(map(repr, value)) or '(none)'}"}
-        details = {str(key): float(item) for key, item in value.items() if key != reward_key and isinstance(item, numbers.Real)}
+        details = {
+            str(key): float(item)
+            for key, item in value.items()
+            if key != reward_key and isinstance(item, numbers.Real)
+        }
         value = value[reward_key]
     if not isinstance(value, numbers.Real) and callable(getattr(value, "item", None)):
         try:

@@ -23,14 +23,21 @@ class RolloutsAhead:
     sampling goes on, as plain JSON. threaded False: `take` samples in the calling thread."""
 
     def __init__(
-        self, make: Callable[[int], Groups], position: Callable[[], dict[str, Any]], *, max_staleness: int, threaded: bool
+        self,
+        make: Callable[[int], Groups],
+        position: Callable[[], dict[str, Any]],
+        *,
+        max_staleness: int,
+        threaded: bool,
     ) -> None:
         self.max_staleness = max_staleness
         self._make = make
         self._position = position
         self._threaded = threaded
         self._done: dict[int, Groups] = {}
-        self._positions: dict[int, dict[str, Any]] = {}  # before each rollout that was sampled and not taken
+        self._positions: dict[
+            int, dict[str, Any]
+        ] = {}  # before each rollout that was sampled and not taken
         self._next: int | None = None
         self._allowed = -1
         self._error: BaseException | None = None
@@ -65,7 +72,9 @@ class RolloutsAhead:
         if self._thread is None:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or (self._next or 0) > self._allowed)
+            self._changed.wait_for(
+                lambda: self._error is not None or (self._next or 0) > self._allowed
+            )
 
     def state(self) -> dict[str, Any]:
         """Where a resumed run goes on: before the first rollout that was not taken."""

@@ -43,25 +43,45 @@ class StepPlan:
     def share(self, samples: Sequence[Sample]) -> Shares:
         """Who trains on what. Equal on all ranks, which need not talk for it."""
         lengths = [[s.total_length for s in step] for step in self.steps(samples)]
-        shares = Shares(tuple(tuple(self._share_step(step)) for step in lengths), self.dp_rank, self.global_batch_size, {})
-        return replace(shares, metrics=self._metrics(lengths, shares.positions)) if self.linear_cost is not None else shares
+        shares = Shares(
+            tuple(tuple(self._share_step(step)) for step in lengths),
+            self.dp_rank,
+            self.global_batch_size,
+            {},
+        )
+        return (
+            replace(shares, metrics=self._metrics(lengths, shares.positions))
+            if self.linear_cost is not None
+            else shares
+        )
 
     def _share_step(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
         if self.linear_cost is None:
             bounds = [self.global_batch_size * d // self.dp_size for d in range(self.dp_size + 1)]
             return [tuple(range(a, b)) for a, b in pairwise(bounds)]
         costs = sequence_costs(lengths, self.linear_cost)
-        return [tuple(part.tolist()) for part in partition(costs, self.dp_size, equal_counts=self.equal_counts)]
+        return [
+            tuple(part.tolist())
+            for part in partition(costs, self.dp_size, equal_counts=self.equal_counts)
+        ]
 
-    def _metrics(self, lengths: Sequence[Sequence[int]], positions: Sequence[Sequence[Sequence[int]]]) -> dict[str, float]:
+    def _metrics(
+        self, lengths: Sequence[Sequence[int]], positions: Sequence[Sequence[Sequence[int]]]
+    ) -> dict[str, float]:
         """Means over the optimizer steps of the heaviest rank over the mean rank: by work, and by tokens."""
         assert self.linear_cost is not None
         work, tokens = [], []
         for step, parts in zip(lengths, positions):
-            costs, counts = sequence_costs(step, self.linear_cost), np.asarray(step, dtype=np.float64)
+            costs, counts = (
+                sequence_costs(step, self.linear_cost),
+                np.asarray(step, dtype=np.float64),
+            )
             work.append(imbalance(np.array([costs[list(part)].sum() for part in parts])))
             tokens.append(imbalance(np.array([counts[list(part)].sum() for part in parts])))
-        return {"perf/rank_work_max_over_mean": float(np.mean(work)), "perf/rank_tokens_max_over_mean": float(np.mean(tokens))}
+        return {
+            "perf/rank_work_max_over_mean": float(np.mean(work)),
+            "perf/rank_tokens_max_over_mean": float(np.mean(tokens)),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +100,11 @@ class Shares:
 
     def indices_of(self, rank: int) -> list[int]:
         """Places of a data-parallel rank's samples among all samples of the rollout."""
-        return [k * self.global_batch_size + i for k, of_ranks in enumerate(self.positions) for i in of_ranks[rank]]
+        return [
+            k * self.global_batch_size + i
+            for k, of_ranks in enumerate(self.positions)
+            for i in of_ranks[rank]
+        ]
 
     @property
     def local_indices(self) -> list[int]:
@@ -143,7 +167,10 @@ def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Ten
 
 
 def step_weights(
-    step: Sequence[Sample], reduction: str, loss_norm_length: int | None = None, micro_batch_size: int | None = None
+    step: Sequence[Sample],
+    reduction: str,
+    loss_norm_length: int | None = None,
+    micro_batch_size: int | None = None,
 ) -> list[float]:
     """The token weight `u` of each sample of one optimizer step."""
     active = torch.tensor([int(s.loss_mask.sum()) for s in step])
@@ -170,7 +197,9 @@ def outcomes_of(samples: Sequence[Sample]) -> Outcomes:
     Rewards of greedy responses are there when every sample has one."""
     greedy = [s.metadata.get(GREEDY_REWARD) for s in samples]
     return Outcomes(
-        rewards=torch.tensor([math.nan if s.reward is None else s.reward for s in samples], dtype=torch.float64),
+        rewards=torch.tensor(
+            [math.nan if s.reward is None else s.reward for s in samples], dtype=torch.float64
+        ),
         group_ids=torch.tensor([s.group_id for s in samples]),
         lengths=torch.tensor([int(s.loss_mask.sum()) for s in samples]),
         greedy_rewards=None if None in greedy else torch.tensor(greedy, dtype=torch.float64),
@@ -199,15 +228,21 @@ def train_samples(
     for k, step in enumerate(plan.steps(samples)):
         weights = step_weights(step, reduction, loss_norm_length, micro_batch_size)
         nll = nll_weights(step) if positive_nll else [None] * len(weights)
-        result.append([_train_sample(step[i], weights[i], nll[i], told=told) for i in shares.mine(k)])
+        result.append(
+            [_train_sample(step[i], weights[i], nll[i], told=told) for i in shares.mine(k)]
+        )
     return result
 
 
-def _train_sample(sample: Sample, weight: float, nll_weight: float | None, *, told: bool) -> TrainSample:
+def _train_sample(
+    sample: Sample, weight: float, nll_weight: float | None, *, told: bool
+) -> TrainSample:
     def per_token(value: float) -> Tensor:
         return torch.full((sample.response_length,), value, dtype=torch.float32)
 
-    rollout_log_probs = per_token(0.0) if sample.rollout_log_probs is None else sample.rollout_log_probs
+    rollout_log_probs = (
+        per_token(0.0) if sample.rollout_log_probs is None else sample.rollout_log_probs
+    )
     return TrainSample(
         tokens=sample.tokens,
         response_length=sample.response_length,
@@ -221,7 +256,9 @@ def _train_sample(sample: Sample, weight: float, nll_weight: float | None, *, to
     )
 
 
-def map_steps(steps: Sequence[Sequence[TrainSample]], change: Callable[[int, TrainSample], TrainSample]) -> list[TrainBatch]:
+def map_steps(
+    steps: Sequence[Sequence[TrainSample]], change: Callable[[int, TrainSample], TrainSample]
+) -> list[TrainBatch]:
     """Apply `change(i, sample)` to every sample, i counting over all steps."""
     batches, i = [], 0
     for step in steps:

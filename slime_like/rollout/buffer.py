@@ -45,10 +45,14 @@ class OpenGroup:
         return any(v < oldest_version for sample in self.samples for v in sample.weight_versions)
 
     def restarted(self) -> OpenGroup:
-        return OpenGroup(self.prompt, tuple(unwritten(self.prompt, s.sample_id) for s in self.samples))
+        return OpenGroup(
+            self.prompt, tuple(unwritten(self.prompt, s.sample_id) for s in self.samples)
+        )
 
 
-Choose = Callable[[list[OpenGroup], int], tuple[list[int], list[int]]]  # (waiting, count) -> group ids to go on with, and to throw away
+Choose = Callable[
+    [list[OpenGroup], int], tuple[list[int], list[int]]
+]  # (waiting, count) -> group ids to go on with, and to throw away
 
 
 class GroupBuffer:
@@ -63,27 +67,43 @@ class GroupBuffer:
         """`count` groups to sample, and the waiting ones that were thrown away."""
         chosen, discarded = choose(self.waiting, count) if self.waiting else ([], [])
         by_id = {group.group_id: group for group in self.waiting}
-        self.waiting = [group for group in self.waiting if group.group_id not in {*chosen, *discarded}]
+        self.waiting = [
+            group for group in self.waiting if group.group_id not in {*chosen, *discarded}
+        ]
         groups = [by_id[i] for i in chosen]
         new = self.source.next_prompts(count - len(groups)) if len(groups) < count else []
         groups += [self.unwritten_group(prompt) for prompt in new]
         return groups, [by_id[i] for i in discarded]
 
     def unwritten_group(self, prompt: Prompt) -> OpenGroup:
-        return OpenGroup(prompt, tuple(unwritten(prompt, prompt.group_id * self.n_samples + j) for j in range(self.n_samples)))
+        return OpenGroup(
+            prompt,
+            tuple(
+                unwritten(prompt, prompt.group_id * self.n_samples + j)
+                for j in range(self.n_samples)
+            ),
+        )
 
     def give_back(self, groups: Sequence[OpenGroup]) -> None:
         self.waiting += groups
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Plain JSON; every number comes back bit by bit."""
-        return [{"prompt": _prompt_row(group.prompt), "samples": [_sample_row(s) for s in group.samples]} for group in self.waiting]
+        return [
+            {
+                "prompt": _prompt_row(group.prompt),
+                "samples": [_sample_row(s) for s in group.samples],
+            }
+            for group in self.waiting
+        ]
 
     def load_state_dict(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self.waiting = []
         for row in rows:
             prompt = _prompt(row["prompt"])
-            self.waiting.append(OpenGroup(prompt, tuple(_sample(prompt, sample) for sample in row["samples"])))
+            self.waiting.append(
+                OpenGroup(prompt, tuple(_sample(prompt, sample) for sample in row["samples"]))
+            )
 
 
 def _prompt_row(prompt: Prompt) -> dict[str, Any]:
@@ -97,11 +117,19 @@ def _prompt_row(prompt: Prompt) -> dict[str, Any]:
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:
-    return Prompt(row["group_id"], row["text"], tuple(row["tokens"]), _value(row["label"]), _value(row["metadata"]))
+    return Prompt(
+        row["group_id"],
+        row["text"],
+        tuple(row["tokens"]),
+        _value(row["label"]),
+        _value(row["metadata"]),
+    )
 
 
 def _sample_row(sample: Sample) -> dict[str, Any]:
-    row = {name: getattr(sample, name) for name in _PLAIN} | {name: _pack(getattr(sample, name)) for name in _ARRAYS}
+    row = {name: getattr(sample, name) for name in _PLAIN} | {
+        name: _pack(getattr(sample, name)) for name in _ARRAYS
+    }
     return row | {
         "status": str(sample.status),
         "weight_versions": list(sample.weight_versions),
@@ -126,7 +154,12 @@ def _sample(prompt: Prompt, row: Mapping[str, Any]) -> Sample:
         metadata=_value(row["metadata"]),
         **{name: row[name] for name in _PLAIN},
     )
-    return replace(sample, rollout_log_probs=arrays["rollout_log_probs"], token_sets=arrays["token_sets"], routes=arrays["routes"])
+    return replace(
+        sample,
+        rollout_log_probs=arrays["rollout_log_probs"],
+        token_sets=arrays["token_sets"],
+        routes=arrays["routes"],
+    )
 
 
 def _text(value: Any, where: str) -> str:
@@ -142,7 +175,11 @@ def _pack(tensor: Tensor | None) -> dict[str, Any] | None:
     if tensor is None:
         return None
     array = tensor.numpy()
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "bytes": base64.b64encode(array.tobytes()).decode()}
+    return {
+        "dtype": str(array.dtype),
+        "shape": list(array.shape),
+        "bytes": base64.b64encode(array.tobytes()).decode(),
+    }
 
 
 def _unpack(row: Mapping[str, Any] | None) -> Tensor | None:

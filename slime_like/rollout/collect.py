@@ -44,7 +44,9 @@ class _Tally(Tally):
 class Collector:
     """Collects rollouts of a run. All ranks hold the same buffer and make the same calls; functions of the user's run on rank 0 alone."""
 
-    def __init__(self, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer, sampling: SamplingParams) -> None:
+    def __init__(
+        self, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer, sampling: SamplingParams
+    ) -> None:
         self.config = run.scheduling
         self.target = run.rollout.rollout_batch_size
         self.draw_size = run.scheduling.over_sampling_batch_size or self.target
@@ -64,14 +66,25 @@ class Collector:
         while len(kept) < self.target:
             while under_way < self.target:
                 if tally.draws == self.config.max_num_gen_batches:
-                    raise RunError(tally.too_few(rollout_id, chosen, kept=len(kept), wanted=self.target, draw_size=self.draw_size))
+                    raise RunError(
+                        tally.too_few(
+                            rollout_id,
+                            chosen,
+                            kept=len(kept),
+                            wanted=self.target,
+                            draw_size=self.draw_size,
+                        )
+                    )
                 open_groups += self._draw(rollout_id, tally)
                 under_way += self.draw_size
             open_groups = self._grow(open_groups)
             ended = sorted((g for g in open_groups if g.ended), key=lambda g: g.group_id)
             open_groups = [g for g in open_groups if not g.ended]
             graded = self.rollouter.grade_groups([g.samples for g in ended])
-            ended = [OpenGroup(g.prompt, tuple(samples)) for g, samples in zip(ended, graded, strict=True)]
+            ended = [
+                OpenGroup(g.prompt, tuple(samples))
+                for g, samples in zip(ended, graded, strict=True)
+            ]
             for group, keep in zip(ended, self._verdicts(chosen, ended, under_way), strict=True):
                 if not keep:
                     under_way -= 1
@@ -90,7 +103,10 @@ class Collector:
 
         def choose(waiting: list[OpenGroup], count: int) -> tuple[list[int], list[int]]:
             return from_rank_zero(
-                lambda: choose_waiting(self.config.buffer_filter_path, self.args, rollout_id, waiting, count), self.rollouter.group
+                lambda: choose_waiting(
+                    self.config.buffer_filter_path, self.args, rollout_id, waiting, count
+                ),
+                self.rollouter.group,
             )
 
         groups, discarded = self.buffer.take(self.draw_size, choose)
@@ -101,7 +117,13 @@ class Collector:
         tally.wasted_tokens += sum(g.response_tokens for g in discarded)
         if self.config.mask_offpolicy_in_partial_rollout:
             tally.masked_tokens += sum(int(s.loss_mask.sum()) for g in groups for s in g.samples)
-            groups = [OpenGroup(g.prompt, tuple(replace(s, loss_mask=torch.zeros_like(s.loss_mask)) for s in g.samples)) for g in groups]
+            groups = [
+                OpenGroup(
+                    g.prompt,
+                    tuple(replace(s, loss_mask=torch.zeros_like(s.loss_mask)) for s in g.samples),
+                )
+                for g in groups
+            ]
         return groups
 
     def _grow(self, groups: Sequence[OpenGroup]) -> list[OpenGroup]:
@@ -109,10 +131,17 @@ class Collector:
         unfinished = [sample for group in groups for sample in group.samples if not sample.ended]
         if not unfinished:
             return list(groups)
-        grown = {s.sample_id: s for s in self.rollouter.extend(unfinished, self.sampling, limit=self.slice_len)}
-        return [OpenGroup(g.prompt, tuple(grown.get(s.sample_id, s) for s in g.samples)) for g in groups]
+        grown = {
+            s.sample_id: s
+            for s in self.rollouter.extend(unfinished, self.sampling, limit=self.slice_len)
+        }
+        return [
+            OpenGroup(g.prompt, tuple(grown.get(s.sample_id, s) for s in g.samples)) for g in groups
+        ]
 
-    def _verdicts(self, chosen: DynamicFilter, ended: Sequence[OpenGroup], under_way: int) -> list[bool]:
+    def _verdicts(
+        self, chosen: DynamicFilter, ended: Sequence[OpenGroup], under_way: int
+    ) -> list[bool]:
         """What the dynamic filter says of each group, decided on rank 0."""
         if self.config.dynamic_sampling_filter_path is None:
             return [True] * len(ended)
@@ -156,11 +185,20 @@ class Collector:
         if path is None:
             return groups
         removed = set(
-            from_rank_zero(lambda: samples_to_remove(path, self.args, to_slime_groups(g.samples for g in groups)), self.rollouter.group)
+            from_rank_zero(
+                lambda: samples_to_remove(
+                    path, self.args, to_slime_groups(g.samples for g in groups)
+                ),
+                self.rollouter.group,
+            )
         )
 
         def masked(sample: Sample) -> Sample:
-            return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask)) if sample.sample_id in removed else sample
+            return (
+                replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
+                if sample.sample_id in removed
+                else sample
+            )
 
         return [SampleGroup(g.group_id, tuple(map(masked, g.samples))) for g in groups]
 
@@ -175,7 +213,11 @@ class Collector:
 
 def schedules(config: Any) -> bool:
     """Whether a drawn group may end otherwise than in its rollout."""
-    return config.over_sampling_batch_size is not None or config.dynamic_sampling_filter_path is not None or config.partial_rollout
+    return (
+        config.over_sampling_batch_size is not None
+        or config.dynamic_sampling_filter_path is not None
+        or config.partial_rollout
+    )
 
 
 def slice_length(run: RunConfig) -> int | None:

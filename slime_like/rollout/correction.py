@@ -37,7 +37,9 @@ def correct_steps(
     which calls this with as many steps. Raises ValueError when active tokens have no log-probs of the sampler: see `sampler_told`.
     """
     function = (
-        None if config.custom_tis_function_path is None else load_function(config.custom_tis_function_path, "--custom-tis-function-path")
+        None
+        if config.custom_tis_function_path is None
+        else load_function(config.custom_tis_function_path, "--custom-tis-function-path")
     )
     accumulator = MetricAccumulator()
     corrections: list[SampleCorrection] = []
@@ -64,7 +66,14 @@ def _correct(
     masks = [s.loss_mask for s in step]
     if function is not None:
         totals = [int(s.tokens.numel()) for s in step]
-        return custom_correction(function, config, old_log_probs=old, rollout_log_probs=rollout, loss_masks=masks, total_lengths=totals)
+        return custom_correction(
+            function,
+            config,
+            old_log_probs=old,
+            rollout_log_probs=rollout,
+            loss_masks=masks,
+            total_lengths=totals,
+        )
     lengths = torch.tensor([s.response_length for s in step])
     return off_policy_correction(
         config,
@@ -82,7 +91,9 @@ def _rollout_log_probs(sample: TrainSample, old: Tensor) -> Tensor:
     if sample.rollout_log_probs is not None:
         return sample.rollout_log_probs
     if sample.loss_mask.any():
-        raise ValueError("a sample has no log-probs of the sampler, which the off-policy correction needs")
+        raise ValueError(
+            "a sample has no log-probs of the sampler, which the off-policy correction needs"
+        )
     return old
 
 

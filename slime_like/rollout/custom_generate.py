@@ -52,24 +52,39 @@ class CustomGenerate:
         model = Model(engine, tokenizer, sampling, seed_of)
 
         async def every() -> list[Sample]:
-            return list(await asyncio.gather(*(self.make(s, model, engine, seed_of, evaluation=evaluation) for s in samples)))
+            return list(
+                await asyncio.gather(
+                    *(self.make(s, model, engine, seed_of, evaluation=evaluation) for s in samples)
+                )
+            )
 
         return asyncio.run(every())
 
-    async def make(self, sample: Sample, model: Model, engine: Asked, seed_of: SeedOf, *, evaluation: bool) -> Sample:
+    async def make(
+        self, sample: Sample, model: Model, engine: Asked, seed_of: SeedOf, *, evaluation: bool
+    ) -> Sample:
         """One sample with its response."""
         try:
-            return await asyncio.wait_for(self._one(sample, model, engine, seed_of, evaluation=evaluation), self.timeout_s)
+            return await asyncio.wait_for(
+                self._one(sample, model, engine, seed_of, evaluation=evaluation), self.timeout_s
+            )
         except TimeoutError:
-            return lost(sample, f"{FLAG} {self.path} took longer than --custom-generate-timeout-s {self.timeout_s:g}")
+            return lost(
+                sample,
+                f"{FLAG} {self.path} took longer than --custom-generate-timeout-s {self.timeout_s:g}",
+            )
         except Exception as error:
             if isinstance(error, ValueError) and raised_by_us(error):
                 raise
             return lost(sample, f"{FLAG} {self.path} raised {type(error).__name__}: {error}"[:500])
 
-    async def _one(self, sample: Sample, model: Model, engine: Asked, seed_of: SeedOf, *, evaluation: bool) -> Sample:
+    async def _one(
+        self, sample: Sample, model: Model, engine: Asked, seed_of: SeedOf, *, evaluation: bool
+    ) -> Sample:
         if self.is_slime:
-            return await call_slime_function(self.function, self.args, sample, model, engine, seed_of, evaluation=evaluation)
+            return await call_slime_function(
+                self.function, self.args, sample, model, engine, seed_of, evaluation=evaluation
+            )
         episode = episode_of(sample, model.sampling, model.tokenizer, evaluation=evaluation)
         with contextlib.suppress(Aborted):
             await self.function(model, episode)
@@ -92,4 +107,6 @@ def raised_by_us(error: Exception) -> bool:
 
 
 def lost(sample: Sample, reason: str) -> Sample:
-    return replace(sample, status=SampleStatus.ABORTED, metadata={**sample.metadata, "failure": reason})
+    return replace(
+        sample, status=SampleStatus.ABORTED, metadata={**sample.metadata, "failure": reason}
+    )

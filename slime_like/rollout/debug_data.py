@@ -23,13 +23,29 @@ from slime_like.types import Sample, SampleGroup, SampleStatus
 FORMAT = "slime_like rollout 1"
 _TENSORS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
 # Fields that JSON holds. Rewards, labels and metadata may hold NaN: Python's JSON writes and reads it.
-_PLAIN = ("group_id", "sample_id", "response_length", "reward", "text", "response", "label", "metadata")
-_TUPLE, _ITEMS = "__tuple__", "__items__"  # how JSON spells a tuple, and a dict whose keys are not all text
+_PLAIN = (
+    "group_id",
+    "sample_id",
+    "response_length",
+    "reward",
+    "text",
+    "response",
+    "label",
+    "metadata",
+)
+_TUPLE, _ITEMS = (
+    "__tuple__",
+    "__items__",
+)  # how JSON spells a tuple, and a dict whose keys are not all text
 
 
 def debug_data_paths(template: str, rollout_id: int) -> tuple[Path, Path]:
     """(JSON, safetensors) paths of a rollout. ``{rollout_id}`` in the template is replaced; an extension of either file is dropped."""
-    stem = template.replace("{rollout_id}", str(rollout_id)).removesuffix(".json").removesuffix(".safetensors")
+    stem = (
+        template.replace("{rollout_id}", str(rollout_id))
+        .removesuffix(".json")
+        .removesuffix(".safetensors")
+    )
     return Path(stem + ".json"), Path(stem + ".safetensors")
 
 
@@ -40,12 +56,25 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     tensors: dict[str, Tensor] = {}
     sample_ids = [sample.sample_id for group in groups for sample in group.samples]
     assert len(set(sample_ids)) == len(sample_ids), "sample ids are unique"
-    rows = [{"group_id": group.group_id, "samples": [_to_row(sample, tensors) for sample in group.samples]} for group in groups]
+    rows = [
+        {
+            "group_id": group.group_id,
+            "samples": [_to_row(sample, tensors) for sample in group.samples],
+        }
+        for group in groups
+    ]
     payload = save(tensors)
-    header = {"format": FORMAT, "rollout_id": rollout_id, "tensors_sha256": hashlib.sha256(payload).hexdigest(), "groups": rows}
+    header = {
+        "format": FORMAT,
+        "rollout_id": rollout_id,
+        "tensors_sha256": hashlib.sha256(payload).hexdigest(),
+        "groups": rows,
+    }
     json_path.parent.mkdir(parents=True, exist_ok=True)
     _write(tensor_path, payload)
-    _write(json_path, json.dumps(header, ensure_ascii=False, indent=1).encode("utf-8", "surrogatepass"))
+    _write(
+        json_path, json.dumps(header, ensure_ascii=False, indent=1).encode("utf-8", "surrogatepass")
+    )
     return json_path
 
 
@@ -55,13 +84,17 @@ def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
     json_path, tensor_path = debug_data_paths(template, rollout_id)
     for path in (json_path, tensor_path):
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; --load-debug-rollout-data needs it for rollout {rollout_id}")
+            raise FileNotFoundError(
+                f"{path}: no such file; --load-debug-rollout-data needs it for rollout {rollout_id}"
+            )
     try:
         header = json.loads(json_path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{json_path}: not JSON ({error})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"{json_path}: not a saved rollout (expected a JSON object with format {FORMAT!r})")
+        raise ValueError(
+            f"{json_path}: not a saved rollout (expected a JSON object with format {FORMAT!r})"
+        )
     if header.get("rollout_id") != rollout_id and "{rollout_id}" in template:
         raise ValueError(f"{json_path}: holds rollout {header.get('rollout_id')}, not {rollout_id}")
     payload = tensor_path.read_bytes()
@@ -69,7 +102,12 @@ def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
         raise ValueError(f"{tensor_path}: damaged, or not written together with {json_path}")
     try:
         tensors = load(payload)
-        return [SampleGroup(row["group_id"], tuple(_from_row(sample, tensors) for sample in row["samples"])) for row in header["groups"]]
+        return [
+            SampleGroup(
+                row["group_id"], tuple(_from_row(sample, tensors) for sample in row["samples"])
+            )
+            for row in header["groups"]
+        ]
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{json_path}: damaged ({type(error).__name__}: {error})") from error
 
@@ -78,17 +116,34 @@ def _to_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
     for name in _TENSORS:
         tensor = getattr(sample, name)
         if tensor is not None:
-            tensors[f"{sample.sample_id}.{name}"] = tensor.detach().cpu().contiguous().clone()  # safetensors refuses shared memory
-    tensors[f"{sample.sample_id}.weight_versions"] = torch.tensor(sample.weight_versions, dtype=torch.int64)
-    row = {name: encode(getattr(sample, name), f"sample {sample.sample_id}: {name}") for name in _PLAIN if name != "metadata"}
-    return row | {"metadata": encode(dict(sample.metadata), f"sample {sample.sample_id}: metadata"), "status": str(sample.status)}
+            tensors[f"{sample.sample_id}.{name}"] = (
+                tensor.detach().cpu().contiguous().clone()
+            )  # safetensors refuses shared memory
+    tensors[f"{sample.sample_id}.weight_versions"] = torch.tensor(
+        sample.weight_versions, dtype=torch.int64
+    )
+    row = {
+        name: encode(getattr(sample, name), f"sample {sample.sample_id}: {name}")
+        for name in _PLAIN
+        if name != "metadata"
+    }
+    return row | {
+        "metadata": encode(dict(sample.metadata), f"sample {sample.sample_id}: metadata"),
+        "status": str(sample.status),
+    }
 
 
 def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
     found = {name: tensors.get(f"{row['sample_id']}.{name}") for name in _TENSORS}
     tokens, loss_mask = found["tokens"], found["loss_mask"]
-    if tokens is None or loss_mask is None or not loss_mask.numel() == row["response_length"] <= tokens.numel():
-        raise ValueError(f"sample {row['sample_id']}: tokens or loss mask absent or of the wrong length")
+    if (
+        tokens is None
+        or loss_mask is None
+        or not loss_mask.numel() == row["response_length"] <= tokens.numel()
+    ):
+        raise ValueError(
+            f"sample {row['sample_id']}: tokens or loss mask absent or of the wrong length"
+        )
     return Sample(
         **{name: decode(row[name]) for name in _PLAIN},
         tokens=tokens,
@@ -110,10 +165,14 @@ def encode(value: Any, where: str) -> Any:
     if type(value) is tuple:
         return {_TUPLE: [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
     if type(value) is dict:
-        items = [(encode(key, where), encode(item, f"{where}[{key!r}]")) for key, item in value.items()]
+        items = [
+            (encode(key, where), encode(item, f"{where}[{key!r}]")) for key, item in value.items()
+        ]
         plain = all(type(key) is str and key not in (_TUPLE, _ITEMS) for key in value)
         return dict(items) if plain else {_ITEMS: items}
-    raise ValueError(f"{where} is a {type(value).__name__}; a saved rollout holds text, numbers, None, lists, tuples and dicts")
+    raise ValueError(
+        f"{where} is a {type(value).__name__}; a saved rollout holds text, numbers, None, lists, tuples and dicts"
+    )
 
 
 def decode(value: Any) -> Any:

@@ -43,13 +43,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         rules = (
-            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "finite and >= 0 (0: greedy)"),
+            (
+                "temperature",
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "finite and >= 0 (0: greedy)",
+            ),
             ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1 (1: off)"),
             ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (off) or >= 1"),
             ("max_new_tokens", self.max_new_tokens >= 1, ">= 1"),
             ("stop", all(self.stop), "without empty strings"),
         )
-        problems = [f"{name} is {getattr(self, name)!r}, must be {legal}" for name, holds, legal in rules if not holds]
+        problems = [
+            f"{name} is {getattr(self, name)!r}, must be {legal}"
+            for name, holds, legal in rules
+            if not holds
+        ]
         if problems:
             raise ValueError("sampling parameters: " + "; ".join(problems))
 
@@ -92,16 +100,18 @@ class RolloutEngine(Protocol):
     """Generates responses under weights that the trainer hands over."""
 
     weight_version: int  # of the last complete update; -1 before the first
-    serves_all_ranks: (
-        bool  # True: servers that all ranks share, rank 0 asks for all; False: each rank has an engine of its own, and asks it
-    )
+    serves_all_ranks: bool  # True: servers that all ranks share, rank 0 asks for all; False: each rank has an engine of its own, and asks it
 
-    def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GenerateOutput]:
+    def generate(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingParams
+    ) -> list[GenerateOutput]:
         """Outputs in the order of `requests`; not from within an event loop. Raises RuntimeError while the weights are missing or half
         updated, ValueError for requests that the engine can never serve."""
         ...
 
-    async def generate_one(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
         """One output; any number may be waited for at a time, the engine bounds what runs together. Raises as `generate`. A request that
         was given up, or rejected for what came back, has finish_reason "abort", and `failure` tells why."""
         ...
@@ -148,7 +158,9 @@ class RolloutEngine(Protocol):
 class Asked(Protocol):
     """What answers single requests: an engine, or something before it."""
 
-    async def generate_one(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput: ...
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput: ...
 
 
 def asking_ranks(engine: RolloutEngine, world_size: int) -> int:

@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 
-from slime_like.rollout.engine import Asked, FinishReason, GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.engine import (
+    Asked,
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    SamplingParams,
+)
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 
@@ -88,14 +94,25 @@ class Episode:
 class Model:
     """The engine, for functions of the user's; local or served."""
 
-    def __init__(self, engine: Asked, tokenizer: Any, sampling: SamplingParams, seed_of: Callable[[int, int], int]) -> None:
+    def __init__(
+        self,
+        engine: Asked,
+        tokenizer: Any,
+        sampling: SamplingParams,
+        seed_of: Callable[[int, int], int],
+    ) -> None:
         self.tokenizer = tokenizer
         self.sampling = sampling
         self._engine = engine
         self._seed_of = seed_of  # (sample id, tokens that are there) -> seed
 
     async def write(
-        self, episode: Episode, *, stop: Sequence[str] = (), max_new_tokens: int | None = None, temperature: float | None = None
+        self,
+        episode: Episode,
+        *,
+        stop: Sequence[str] = (),
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
     ) -> Turn:
         """Let the model go on until it stops, or there is no more room. stop: strings that end this turn, besides those of the run;
         temperature: other than the run's only where the turn is not trained on."""
@@ -110,20 +127,28 @@ class Model:
             temperature=self.sampling.temperature if temperature is None else temperature,
         )
         request = GenerateRequest(
-            episode.sample_id, (*episode.prompt_tokens, *episode.tokens), self._seed_of(episode.sample_id, len(episode.tokens))
+            episode.sample_id,
+            (*episode.prompt_tokens, *episode.tokens),
+            self._seed_of(episode.sample_id, len(episode.tokens)),
         )
         output = await self._engine.generate_one(request, sampling)
         episode.append(output)
         if output.finish_reason == "abort":
             raise Aborted
-        return Turn(self.tokenizer.decode(output.tokens, skip_special_tokens=True), output.tokens, output.finish_reason)
+        return Turn(
+            self.tokenizer.decode(output.tokens, skip_special_tokens=True),
+            output.tokens,
+            output.finish_reason,
+        )
 
 
 class Aborted(Exception):
     """The engine gave the request up, or was told to: the function is not to go on."""
 
 
-def episode_of(sample: Sample, sampling: SamplingParams, tokenizer: Any, *, evaluation: bool) -> Episode:
+def episode_of(
+    sample: Sample, sampling: SamplingParams, tokenizer: Any, *, evaluation: bool
+) -> Episode:
     """The episode of a sample, at its beginning."""
     assert sample.response_length == 0, sample.sample_id
     return Episode(
@@ -140,14 +165,26 @@ def episode_of(sample: Sample, sampling: SamplingParams, tokenizer: Any, *, eval
 
 def sample_of(episode: Episode, sample: Sample, tokenizer: Any) -> Sample:
     """The sample as the episode left it. Raises ValueError naming the sample where the function spoiled it."""
-    lengths = {len(values) for values in (episode.tokens, episode.loss_mask, episode.log_probs, episode.weight_versions)}
+    lengths = {
+        len(values)
+        for values in (
+            episode.tokens,
+            episode.loss_mask,
+            episode.log_probs,
+            episode.weight_versions,
+        )
+    }
     if len(lengths) > 1 or len(episode.tokens) > episode.limit:
         raise ValueError(
             f"sample {sample.sample_id}: tokens, masks and log-probs of the episode do not belong together; use write and observe"
         )
     reward = episode.reward
-    if reward is not None and (isinstance(reward, bool | str) or not isinstance(reward, int | float)):
-        raise ValueError(f"sample {sample.sample_id}: the episode's reward is {type(reward).__name__}, must be a number")
+    if reward is not None and (
+        isinstance(reward, bool | str) or not isinstance(reward, int | float)
+    ):
+        raise ValueError(
+            f"sample {sample.sample_id}: the episode's reward is {type(reward).__name__}, must be a number"
+        )
     failed = episode.last == "abort"
     full = episode.last == "length" or episode.room <= 0
     return replace(
@@ -157,8 +194,18 @@ def sample_of(episode: Episode, sample: Sample, tokenizer: Any) -> Sample:
         loss_mask=torch.tensor(episode.loss_mask, dtype=torch.bool) & (not failed),
         rollout_log_probs=torch.tensor(episode.log_probs, dtype=torch.float32),
         weight_versions=tuple(episode.weight_versions),
-        status=SampleStatus.ABORTED if failed else SampleStatus.TRUNCATED if full else SampleStatus.COMPLETED,
-        reward=None if reward is None or failed else float(reward) if math.isfinite(reward) else math.nan,
+        status=SampleStatus.ABORTED
+        if failed
+        else SampleStatus.TRUNCATED
+        if full
+        else SampleStatus.COMPLETED,
+        reward=None
+        if reward is None or failed
+        else float(reward)
+        if math.isfinite(reward)
+        else math.nan,
         response=tokenizer.decode(episode.tokens, skip_special_tokens=True),
-        metadata=episode.metadata if episode.failure is None else {**episode.metadata, "failure": episode.failure},
+        metadata=episode.metadata
+        if episode.failure is None
+        else {**episode.metadata, "failure": episode.failure},
     )

@@ -21,7 +21,9 @@ from slime_like.types import Prompt, SampleGroup
 def own_reward(each: EvalSet, reward: RewardConfig) -> RewardConfig:
     """The reward that a set names itself, which also comes before the run's own function."""
     url = reward.rm_url if each.rm_type == "remote_rm" else None
-    return replace(reward, rm_type=each.rm_type, custom_rm_path=each.custom_rm_path, rm_url=url, group_rm=False)
+    return replace(
+        reward, rm_type=each.rm_type, custom_rm_path=each.custom_rm_path, rm_url=url, group_rm=False
+    )
 
 
 class Evaluator:
@@ -42,7 +44,11 @@ class Evaluator:
         self.prompts = prompts
         self._rollouter = rollouter
         self._rollout = rollout
-        self._graders = {each.name: Grader(**asdict(own_reward(each, reward))) for each in sets if each.rm_type or each.custom_rm_path}
+        self._graders = {
+            each.name: Grader(**asdict(own_reward(each, reward)))
+            for each in sets
+            if each.rm_type or each.custom_rm_path
+        }
 
     def sampling(self, each: EvalSet) -> SamplingParams:
         return eval_sampling(each, self._rollout)
@@ -70,13 +76,17 @@ class Evaluator:
             grader.close()
 
 
-def make_evaluator(run: RunConfig, rollouter: Rollouter | None, tokenizer: Any) -> tuple[Evaluator | None, list[str]]:
+def make_evaluator(
+    run: RunConfig, rollouter: Rollouter | None, tokenizer: Any
+) -> tuple[Evaluator | None, list[str]]:
     """The evaluation of a run that has one, and what is to be told about its prompts."""
     if run.eval.eval_interval is None or rollouter is None:
         return None, []
     flag = "--eval-config" if run.eval.eval_config is not None else "--eval-prompt-data"
     check = answer_check(run.reward.rm_type, run.reward.custom_rm_path)
-    prompts, notes = load_eval_sets(run.eval_sets, run.data, tokenizer, flag=flag, answer_check=check)
+    prompts, notes = load_eval_sets(
+        run.eval_sets, run.data, tokenizer, flag=flag, answer_check=check
+    )
     return Evaluator(rollouter, run.eval_sets, prompts, run.rollout, run.reward), notes
 
 
@@ -88,24 +98,38 @@ def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:
     """
     samples = [s for g in groups for s in g.samples]
     values = {s.sample_id: _value(s.reward) for s in samples}
-    metrics = score_rewards(name, [s.reward for s in samples], [s.status == "truncated" for s in samples])
-    metrics[f"eval/{name}/response_length_mean"] = sum(s.response_length for s in samples) / len(samples)
+    metrics = score_rewards(
+        name, [s.reward for s in samples], [s.status == "truncated" for s in samples]
+    )
+    metrics[f"eval/{name}/response_length_mean"] = sum(s.response_length for s in samples) / len(
+        samples
+    )
     size = min(len(g.samples) for g in groups)
     k = 1
     while k <= size:
-        per_group = [pass_at_k(len(g.samples), sum(values[s.sample_id] >= 1 for s in g.samples), k) for g in groups]
+        per_group = [
+            pass_at_k(len(g.samples), sum(values[s.sample_id] >= 1 for s in g.samples), k)
+            for g in groups
+        ]
         metrics[f"eval/{name}/pass@{k}"] = sum(per_group) / len(per_group)
         k *= 2
     return metrics
 
 
-def score_rewards(name: str, rewards: Sequence[float | None], truncated: Sequence[bool] | None = None) -> dict[str, float]:
+def score_rewards(
+    name: str, rewards: Sequence[float | None], truncated: Sequence[bool] | None = None
+) -> dict[str, float]:
     """The part of `score` that needs no samples. truncated: None where it is not known."""
     metrics = {
         f"eval/{name}/mean": sum(map(_value, rewards)) / len(rewards),
-        f"eval/{name}/unscored_frac": sum(r is None or not math.isfinite(r) for r in rewards) / len(rewards),
+        f"eval/{name}/unscored_frac": sum(r is None or not math.isfinite(r) for r in rewards)
+        / len(rewards),
     }
-    return metrics if truncated is None else metrics | {f"eval/{name}/truncated_frac": sum(truncated) / len(truncated)}
+    return (
+        metrics
+        if truncated is None
+        else metrics | {f"eval/{name}/truncated_frac": sum(truncated) / len(truncated)}
+    )
 
 
 def _value(reward: float | None) -> float:

@@ -28,7 +28,9 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
-def check_reward_nonzero_std(args: Any, samples: Sequence[SlimeSample], **more: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(
+    args: Any, samples: Sequence[SlimeSample], **more: Any
+) -> DynamicFilterOutput:
     """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a group whose rewards are all equal has no advantage and is left out.
     Rewards that are missing or not finite do not count."""
     rewards = [sample.get_reward_value(args) for sample in samples]
@@ -36,17 +38,23 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[SlimeSample], **more: 
     if not finite:
         return DynamicFilterOutput(keep=False, reason="no_reward")
     keep = statistics.pstdev(finite) > NO_SPREAD
-    return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(finite[0], 1):g}")
+    return DynamicFilterOutput(
+        keep=keep, reason=None if keep else f"zero_std_{round(finite[0], 1):g}"
+    )
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[SlimeSample], **more: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(
+    args: Any, samples: Sequence[SlimeSample], **more: Any
+) -> DynamicFilterOutput:
     """As `check_reward_nonzero_std`, without drawing more prompts than were drawn anyway."""
     output = check_reward_nonzero_std(args, samples)
     output.keep_when_insufficient = True
     return output
 
 
-BUILT_IN = dict(zip(FILTERS, (check_reward_nonzero_std, check_reward_nonzero_std_with_fallback), strict=True))
+BUILT_IN = dict(
+    zip(FILTERS, (check_reward_nonzero_std, check_reward_nonzero_std_with_fallback), strict=True)
+)
 
 
 def dynamic_filter(path: str) -> Callable[..., Any]:
@@ -79,7 +87,9 @@ class DynamicFilter:
         try:
             output = self._function(self._args, group)
         except Exception as error:
-            raise ValueError(f"{place}: the function raised {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{place}: the function raised {type(error).__name__}: {error}"
+            ) from error
         if isinstance(output, bool):
             return DynamicFilterOutput(keep=output)
         keep = getattr(output, "keep", None)
@@ -87,10 +97,16 @@ class DynamicFilter:
             raise ValueError(
                 f"{place}: the function returned {type(output).__name__}; return True, False or a DynamicFilterOutput(keep, reason)"
             )
-        return DynamicFilterOutput(bool(keep), getattr(output, "reason", None), bool(getattr(output, "keep_when_insufficient", False)))
+        return DynamicFilterOutput(
+            bool(keep),
+            getattr(output, "reason", None),
+            bool(getattr(output, "keep_when_insufficient", False)),
+        )
 
 
-def pop_first(args: Any, rollout_id: Any, buffer: list[list[SlimeSample]], num_samples: int) -> list[list[SlimeSample]]:
+def pop_first(
+    args: Any, rollout_id: Any, buffer: list[list[SlimeSample]], num_samples: int
+) -> list[list[SlimeSample]]:
     """The default filter of the buffer: the groups that have waited longest."""
     taken, buffer[:] = buffer[:num_samples], buffer[num_samples:]
     return taken
@@ -104,13 +120,19 @@ class Taken:
     discarded: list[int]
 
 
-def take_from_buffer(path: str | None, args: SlimeArgs, rollout_id: int, buffer: list[list[SlimeSample]], count: int) -> Taken:
+def take_from_buffer(
+    path: str | None, args: SlimeArgs, rollout_id: int, buffer: list[list[SlimeSample]], count: int
+) -> Taken:
     """Ask --buffer-filter-path for at most `count` groups. It takes those that it returns out of the list; what else it takes out is gone."""
     before = [_number(group[0].group_index) for group in buffer]
-    chosen = (pop_first if path is None else load_function(path, "--buffer-filter-path"))(args, rollout_id, buffer, count)
+    chosen = (pop_first if path is None else load_function(path, "--buffer-filter-path"))(
+        args, rollout_id, buffer, count
+    )
     ids = [_number(group[0].group_index) for group in chosen]
     if len(ids) > count or len(set(ids)) < len(ids) or not set(ids) <= set(before):
-        raise ValueError(f"--buffer-filter-path {path}: was asked for at most {count} of the groups {before} and returned {ids}")
+        raise ValueError(
+            f"--buffer-filter-path {path}: was asked for at most {count} of the groups {before} and returned {ids}"
+        )
     left = {group[0].group_index for group in buffer} - set(ids)
     return Taken(ids, [i for i in before if i not in left and i not in ids])
 
@@ -119,11 +141,15 @@ def choose_waiting(
     path: str | None, args: SlimeArgs, rollout_id: int, waiting: Sequence[OpenGroup], count: int
 ) -> tuple[list[int], list[int]]:
     """Of the groups that wait: ids of at most `count` to go on with, and of those to throw away."""
-    taken = take_from_buffer(path, args, rollout_id, to_slime_groups(g.samples for g in waiting), count)
+    taken = take_from_buffer(
+        path, args, rollout_id, to_slime_groups(g.samples for g in waiting), count
+    )
     return taken.chosen, taken.discarded
 
 
-def samples_to_remove(path: str | None, args: SlimeArgs, groups: list[list[SlimeSample]]) -> list[int]:
+def samples_to_remove(
+    path: str | None, args: SlimeArgs, groups: list[list[SlimeSample]]
+) -> list[int]:
     """Ids of the samples whose `remove_sample` --rollout-sample-filter-path sets."""
     if path is None:
         return []

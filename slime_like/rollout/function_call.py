@@ -85,7 +85,14 @@ class FunctionCall:
     begin, since there are enough groups, or since there is no time left (out_of_time)."""
 
     def __init__(
-        self, flag: str, args: SlimeArgs, rollouter: Rollouter, sampling: SamplingParams, evaluator: Evaluator | None, *, rollout_id: int
+        self,
+        flag: str,
+        args: SlimeArgs,
+        rollouter: Rollouter,
+        sampling: SamplingParams,
+        evaluator: Evaluator | None,
+        *,
+        rollout_id: int,
     ) -> None:
         self.flag = flag
         self.args = args
@@ -98,7 +105,9 @@ class FunctionCall:
         self.aborted = False
         self.out_of_time = False
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout requests", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="rollout requests", daemon=True
+        )
         self._numbers = itertools.count(1)
         self._pending: set[Future[GenerateOutput]] = set()
         self._outbox: list[_Asked] = []
@@ -113,7 +122,12 @@ class FunctionCall:
         _active = self
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         global _active
         _active = None
         self._open = False
@@ -122,11 +136,15 @@ class FunctionCall:
         self._thread.join(ENDED_S)
         self._loop.close()
 
-    async def generate_one(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
         """As the engine's. What is asked for in one turn of the caller's event loop reaches the engine together, so that its batches, and with
         them the last bits of log-probs, do not depend on time. Raises RuntimeError when the function has returned."""
         if not self._open:
-            raise RuntimeError("the rollout function has returned: the engine answers only while it runs (see --async-rollout)")
+            raise RuntimeError(
+                "the rollout function has returned: the engine answers only while it runs (see --async-rollout)"
+            )
         if self.aborted:
             return GenerateOutput(request.sample_id, (), (), "abort", ())
         future: Future[GenerateOutput] = Future()
@@ -141,7 +159,9 @@ class FunctionCall:
     def _send(self) -> None:
         with self._lock:
             asked, self._outbox = self._outbox, []
-        self._loop.call_soon_threadsafe(lambda: [self._loop.create_task(self._answer(item)) for item in asked])
+        self._loop.call_soon_threadsafe(
+            lambda: [self._loop.create_task(self._answer(item)) for item in asked]
+        )
 
     async def _answer(self, item: _Asked) -> None:
         task = asyncio.current_task()
@@ -164,7 +184,9 @@ class FunctionCall:
     async def abort(self) -> None:
         """End all requests; each returns what it has."""
         self.aborted = True
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.rollouter.engine.abort(None), self._loop))
+        await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self.rollouter.engine.abort(None), self._loop)
+        )
 
     @property
     def grades_groups(self) -> bool:
@@ -195,7 +217,9 @@ class FunctionCall:
     async def _end(self) -> None:
         if self._pending:
             await self.rollouter.engine.abort(None)
-            await asyncio.wait([asyncio.wrap_future(future) for future in list(self._pending)], timeout=ENDED_S / 2)
+            await asyncio.wait(
+                [asyncio.wrap_future(future) for future in list(self._pending)], timeout=ENDED_S / 2
+            )
         await self.rollouter.engine.leave_loop()
 
 

@@ -14,7 +14,10 @@ GREEDY_REWARD = "greedy_reward"  # key of a sample's metadata, so that recorded 
 
 
 def with_greedy_rewards(
-    rollouter: Rollouter, prompts: Sequence[Prompt], groups: Sequence[SampleGroup], sampling: SamplingParams
+    rollouter: Rollouter,
+    prompts: Sequence[Prompt],
+    groups: Sequence[SampleGroup],
+    sampling: SamplingParams,
 ) -> list[SampleGroup]:
     """The groups, each sample with the reward of the greedy response to its prompt in its metadata; NaN where that has no reward.
 
@@ -26,6 +29,8 @@ def with_greedy_rewards(
     for group in groups:
         reward = rewards[group.group_id]
         value = math.nan if reward is None else reward
-        samples = tuple(replace(s, metadata={**s.metadata, GREEDY_REWARD: value}) for s in group.samples)
+        samples = tuple(
+            replace(s, metadata={**s.metadata, GREEDY_REWARD: value}) for s in group.samples
+        )
         result.append(SampleGroup(group.group_id, samples))
     return result

@@ -24,7 +24,9 @@ class WeightSlots:
         has_conversions = bool(get_model_conversion_mapping(model, add_legacy=False))
         self._slots: dict[str, Tensor] = {}
         for name, weight in model.state_dict().items():
-            self._slots.update(_checkpoint_views(model, name, weight) if has_conversions else {name: weight})
+            self._slots.update(
+                _checkpoint_views(model, name, weight) if has_conversions else {name: weight}
+            )
         names_at: dict[int, list[str]] = {}
         for name, slot in self._slots.items():
             names_at.setdefault(slot.data_ptr(), []).append(name)
@@ -44,7 +46,9 @@ class WeightSlots:
             elif name in seen:
                 problems.setdefault("received twice", []).append(name)
             elif slot.shape != tensor.shape:
-                problems.setdefault("of another shape", []).append(f"{name} {list(tensor.shape)} (the model's: {list(slot.shape)})")
+                problems.setdefault("of another shape", []).append(
+                    f"{name} {list(tensor.shape)} (the model's: {list(slot.shape)})"
+                )
             elif seen.isdisjoint(self._same_slot[name]):
                 slot.copy_(tensor)
             elif not torch.equal(slot, tensor.to(slot)):
@@ -55,7 +59,8 @@ class WeightSlots:
             problems["missing"] = missing
         if problems:
             raise ValueError(
-                "weights sent to the rollout engine are " + "; ".join(f"{kind}: {_list(names)}" for kind, names in problems.items())
+                "weights sent to the rollout engine are "
+                + "; ".join(f"{kind}: {_list(names)}" for kind, names in problems.items())
             )
 
 
@@ -69,7 +74,10 @@ def _checkpoint_views(model: PreTrainedModel, name: str, weight: Tensor) -> dict
     views = {}
     for part_name, part in revert_weight_conversion(model, {name: index}).items():
         offset = int(part.flatten()[0])
-        strides = [int(part.select(d, 1).flatten()[0]) - offset if part.size(d) > 1 else 1 for d in range(part.dim())]
+        strides = [
+            int(part.select(d, 1).flatten()[0]) - offset if part.size(d) > 1 else 1
+            for d in range(part.dim())
+        ]
         if not torch.equal(index.as_strided(part.shape, strides, offset), part):
             raise ValueError(
                 f"the local engine cannot hold {type(model).__name__}: its weight {name!r} is no rearrangement of checkpoint weights"

@@ -14,7 +14,10 @@ from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingP
 PAUSED_POLL_S = 0.002
 
 # (requests, sampling, aborted sample ids) -> after every token, the outputs that ended with it, by index
-Decode = Callable[[Sequence[GenerateRequest], SamplingParams, Collection[int]], Iterator[dict[int, GenerateOutput]]]
+Decode = Callable[
+    [Sequence[GenerateRequest], SamplingParams, Collection[int]],
+    Iterator[dict[int, GenerateOutput]],
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,9 @@ class LocalServing:
         batch = [item for item in self._waiting if item.sampling == sampling][: self._batch_size]
         for item in batch:
             self._waiting.remove(item)
-        return sorted(batch, key=lambda item: (len(item.request.prompt_tokens), item.request.prompt_tokens))
+        return sorted(
+            batch, key=lambda item: (len(item.request.prompt_tokens), item.request.prompt_tokens)
+        )
 
 
 def _answer(item: _Waiting, output: GenerateOutput) -> None:

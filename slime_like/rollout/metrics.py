@@ -30,7 +30,9 @@ def first_failure(samples: Sequence[Sample]) -> str:
     """Words about the first unusable sample."""
     sample = next(s for s in samples if is_unusable(s))
     if sample.status == SampleStatus.ABORTED:
-        return f"sample {sample.sample_id}: the engine gave it up" + (f": {why}" if (why := sample.metadata.get("failure")) else "")
+        return f"sample {sample.sample_id}: the engine gave it up" + (
+            f": {why}" if (why := sample.metadata.get("failure")) else ""
+        )
     return f"sample {sample.sample_id}: {sample.metadata.get('failure', f'its reward is {sample.reward}')}"
 
 
@@ -41,11 +43,17 @@ def truncated_fraction(samples: Sequence[Sample]) -> float:
 
 def engine_troubles(metrics: Mapping[str, float]) -> str:
     """What became of requests to servers, for the end of a message; nothing where all went well."""
-    counts = [f"{name.removeprefix('engine/')} {value:g}" for name, value in metrics.items() if name.startswith("engine/") and value]
+    counts = [
+        f"{name.removeprefix('engine/')} {value:g}"
+        for name, value in metrics.items()
+        if name.startswith("engine/") and value
+    ]
     return f" (requests to the engines: {', '.join(counts)})" if counts else ""
 
 
-def rollout_metrics(samples: Sequence[Sample], weight_version: int | None = None) -> dict[str, float]:
+def rollout_metrics(
+    samples: Sequence[Sample], weight_version: int | None = None
+) -> dict[str, float]:
     """Over all samples of a rollout; rewards that are not finite are left out of mean and deviation, and counted. weight_version: of the
     policy that is about to be trained, from which staleness counts."""
     rewards = [s.reward for s in samples if s.reward is not None and math.isfinite(s.reward)]
@@ -73,8 +81,14 @@ def rollout_metrics(samples: Sequence[Sample], weight_version: int | None = None
 def staleness_metrics(staleness: Sequence[int]) -> dict[str, float]:
     """How many weight versions the tokens that were sampled are behind the policy that trains on them: mean, largest, and the share of each."""
     counts = Counter(staleness)
-    metrics = {"rollout/staleness_mean": sum(staleness) / len(staleness), "rollout/staleness_max": float(max(staleness))}
-    return metrics | {f"rollout/staleness_frac_{behind}": count / len(staleness) for behind, count in sorted(counts.items())}
+    metrics = {
+        "rollout/staleness_mean": sum(staleness) / len(staleness),
+        "rollout/staleness_max": float(max(staleness)),
+    }
+    return metrics | {
+        f"rollout/staleness_frac_{behind}": count / len(staleness)
+        for behind, count in sorted(counts.items())
+    }
 
 
 def fresh_tokens(sample: Sample, weight_version: int) -> Tensor:
@@ -84,7 +98,9 @@ def fresh_tokens(sample: Sample, weight_version: int) -> Tensor:
     return torch.tensor(sample.weight_versions) == weight_version
 
 
-def train_rollout_difference(old: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor], group: object) -> dict[str, float]:
+def train_rollout_difference(
+    old: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor], group: object
+) -> dict[str, float]:
     """How far the trainer's log-probs are from the sampler's, over the active tokens of all data-parallel ranks.
 
     old, rollout: [R] each, by sample; masks: [R] bool. group: data-parallel process group, or None. The probability-ratio error is
@@ -93,13 +109,19 @@ def train_rollout_difference(old: Sequence[Tensor], rollout: Sequence[Tensor], m
     difference = torch.cat([(o - m).abs() for o, m in zip(old, rollout)])
     mask = torch.cat(list(masks))
     active = difference[mask]
-    p99 = active.kthvalue(math.ceil(0.99 * active.numel())).values if active.numel() else torch.zeros(())
+    p99 = (
+        active.kthvalue(math.ceil(0.99 * active.numel())).values
+        if active.numel()
+        else torch.zeros(())
+    )
     accumulator = MetricAccumulator()
     accumulator.add(
         {
             "rollout/train_rollout_log_prob_diff_mean": masked_mean(difference, mask),
             "rollout/train_rollout_log_prob_diff_max": masked_max(difference, mask),
-            "rollout/train_rollout_log_prob_diff_p99": masked_max(p99.reshape(1), torch.ones(1, dtype=torch.bool)),
+            "rollout/train_rollout_log_prob_diff_p99": masked_max(
+                p99.reshape(1), torch.ones(1, dtype=torch.bool)
+            ),
             "rollout/token_ratio_error": masked_mean(difference.exp(), mask),
             "rollout/log_probs_nonfinite": masked_mean((~torch.isfinite(difference)).float(), mask),
         }

@@ -29,7 +29,9 @@ def processed_rewards(path: str, args: SlimeArgs, samples: Sequence[Sample]) -> 
         try:
             result = function(args, [to_slime(sample) for sample in samples])
         except Exception as error:
-            raise ValueError(f"{FLAG} {path}: the function raised {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"{FLAG} {path}: the function raised {type(error).__name__}: {error}"
+            ) from error
         return read(result, path, len(samples))
 
     rewards = torch.tensor(from_rank_zero(ask), dtype=torch.float64)
@@ -40,11 +42,19 @@ def processed_rewards(path: str, args: SlimeArgs, samples: Sequence[Sample]) -> 
 def read(result: Any, path: str, count: int) -> list[float]:
     """The second of the two lists that the function returned."""
     if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError(f"{FLAG} {path}: the function returned {type(result).__name__}; return (raw_rewards, rewards)")
+        raise ValueError(
+            f"{FLAG} {path}: the function returned {type(result).__name__}; return (raw_rewards, rewards)"
+        )
     values = result[1].tolist() if hasattr(result[1], "tolist") else list(result[1])
     if len(values) != count or len(list(result[0])) != count:
-        raise ValueError(f"{FLAG} {path}: {len(list(result[0]))} raw rewards and {len(values)} rewards; the rollout has {count} samples")
-    wrong = [value for value in values if value is not None and (isinstance(value, str) or not isinstance(value, int | float))]
+        raise ValueError(
+            f"{FLAG} {path}: {len(list(result[0]))} raw rewards and {len(values)} rewards; the rollout has {count} samples"
+        )
+    wrong = [
+        value
+        for value in values
+        if value is not None and (isinstance(value, str) or not isinstance(value, int | float))
+    ]
     if wrong:
         raise ValueError(f"{FLAG} {path}: a reward is {type(wrong[0]).__name__}, must be a number")
     return [math.nan if value is None else float(value) for value in values]

@@ -34,12 +34,20 @@ class RolloutFunction:
     too."""
 
     def __init__(
-        self, path: str | None, flag: str, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer | None, evaluator: Evaluator | None
+        self,
+        path: str | None,
+        flag: str,
+        run: RunConfig,
+        rollouter: Rollouter,
+        buffer: GroupBuffer | None,
+        evaluator: Evaluator | None,
     ) -> None:
         self.name = flag if path is None else f"{flag} {path}"
         self.flag = flag
         self.args = slime_args(run)
-        self.function: Callable[..., Any] = generate_rollout if path is None else load_function(path, flag)
+        self.function: Callable[..., Any] = (
+            generate_rollout if path is None else load_function(path, flag)
+        )
         self.rollouter = rollouter
         self.buffer = buffer
         self.evaluator = evaluator
@@ -55,18 +63,31 @@ class RolloutFunction:
 
         def work() -> tuple[Any, Any, Any]:
             source = self._data_source(rollout_id)
-            with FunctionCall(self.flag, self.args, self.rollouter, self.sampling, self.evaluator, rollout_id=rollout_id):
+            with FunctionCall(
+                self.flag,
+                self.args,
+                self.rollouter,
+                self.sampling,
+                self.evaluator,
+                rollout_id=rollout_id,
+            ):
                 try:
                     result = self.function(self.args, rollout_id, source, evaluation=evaluation)
                 except Exception as error:
                     if self.function is generate_rollout:
                         raise
                     raise ValueError(f"{what}: {told(error)}") from error
-            position = None if self.buffer is None else (self.buffer.source.state_dict(), self.buffer.state_dict())
+            position = (
+                None
+                if self.buffer is None
+                else (self.buffer.source.state_dict(), self.buffer.state_dict())
+            )
             return read(result), position, dist.get_rank()
 
         late = f"{what} took longer than --rollout-function-timeout-s {self.timeout_s:g}"
-        answer, position, rank = from_rank_zero_within(work, self.rollouter.group, timeout_s=self.timeout_s, late=late)
+        answer, position, rank = from_rank_zero_within(
+            work, self.rollouter.group, timeout_s=self.timeout_s, late=late
+        )
         if position is not None and self.buffer is not None and dist.get_rank() != rank:
             self.buffer.source.load_state_dict(position[0])
             self.buffer.load_state_dict(position[1])
@@ -86,7 +107,14 @@ class FunctionCollector:
     """In place of a `Collector`: the groups of a rollout as the function makes them. path None: slime's own, which aborts what it does not
     need."""
 
-    def __init__(self, path: str | None, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer, evaluator: Evaluator | None) -> None:
+    def __init__(
+        self,
+        path: str | None,
+        run: RunConfig,
+        rollouter: Rollouter,
+        buffer: GroupBuffer,
+        evaluator: Evaluator | None,
+    ) -> None:
         self.buffer = buffer
         self.sampling = training_sampling(run.rollout)
         flag = "the rollout" if path is None else "--rollout-function-path"
@@ -109,7 +137,9 @@ class FunctionCollector:
                 newest_version=function.rollouter.engine.weight_version,
             )
             groups, metrics = read_train_output(result, expected)
-            return [[(to_plain(s), s.group_id, s.text, s.label) for s in group] for group in groups], metrics
+            return [
+                [(to_plain(s), s.group_id, s.text, s.label) for s in group] for group in groups
+            ], metrics
 
         rows, metrics = function.call(rollout_id, read, evaluation=False)
         return Collected([_group(row) for row in rows], [], metrics)
@@ -119,7 +149,13 @@ class FunctionEvaluator:
     """In place of an `Evaluator`: the scores of the sets as the function makes them."""
 
     def __init__(
-        self, path: str, flag: str, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer | None, evaluator: Evaluator
+        self,
+        path: str,
+        flag: str,
+        run: RunConfig,
+        rollouter: Rollouter,
+        buffer: GroupBuffer | None,
+        evaluator: Evaluator,
     ) -> None:
         self._function = RolloutFunction(path, flag, run, rollouter, buffer, evaluator)
         self._evaluator = evaluator
@@ -129,7 +165,9 @@ class FunctionEvaluator:
         function = self._function
 
         def read(result: Any) -> dict[str, float]:
-            return read_eval_output(result, function.name, function.args, function.rollouter.tokenizer)
+            return read_eval_output(
+                result, function.name, function.args, function.rollouter.tokenizer
+            )
 
         metrics: dict[str, float] = function.call(rollout_id, read, evaluation=True)
         return metrics

@@ -20,7 +20,13 @@ from arguments.eval_sets import EvalSet
 from arguments.groups import RolloutConfig
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.custom_generate import CustomGenerate
-from slime_like.rollout.engine import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams, asking_ranks
+from slime_like.rollout.engine import (
+    GenerateOutput,
+    GenerateRequest,
+    RolloutEngine,
+    SamplingParams,
+    asking_ranks,
+)
 from slime_like.rollout.seeds import sample_seed
 from slime_like.rollout.slime_samples import unwritten
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
@@ -60,21 +66,39 @@ class Rollouter:
     """Generation and grading over all ranks. `purpose` and `seed` decide the randomness together with each sample's id."""
 
     def __init__(
-        self, engine: RolloutEngine, grader: Grader, tokenizer: Any, *, seed: int, custom_generate: CustomGenerate | None = None
+        self,
+        engine: RolloutEngine,
+        grader: Grader,
+        tokenizer: Any,
+        *,
+        seed: int,
+        custom_generate: CustomGenerate | None = None,
     ) -> None:
         self.engine = engine
         self.grader = grader
         self.tokenizer = tokenizer
         self.seed = seed
         self.custom_generate = custom_generate
-        self.group: dist.ProcessGroup | None = None  # of its collectives; None: the default, which the training thread uses
+        self.group: dist.ProcessGroup | None = (
+            None  # of its collectives; None: the default, which the training thread uses
+        )
 
     def generate(
-        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, *, purpose: str = "train", grader: Grader | None = None
+        self,
+        prompts: Sequence[Prompt],
+        n_samples: int,
+        sampling: SamplingParams,
+        *,
+        purpose: str = "train",
+        grader: Grader | None = None,
     ) -> list[SampleGroup]:
         """`n_samples` graded samples for each prompt, equal on all ranks. purpose: "train", or the name of an evaluation, so that
         the same ids draw different randomness. grader: of this evaluation; None: the run's."""
-        samples = [unwritten(prompt, prompt.group_id * n_samples + j) for prompt in prompts for j in range(n_samples)]
+        samples = [
+            unwritten(prompt, prompt.group_id * n_samples + j)
+            for prompt in prompts
+            for j in range(n_samples)
+        ]
         groups: dict[int, list[Sample]] = {prompt.group_id: [] for prompt in prompts}
         for sample in self.extend(samples, sampling, purpose=purpose, grader=grader):
             groups[sample.group_id].append(sample)
@@ -95,18 +119,26 @@ class Rollouter:
         rank, world = dist.get_rank(), dist.get_world_size()
         grader = grader or self.grader
         asking = asking_ranks(self.engine, world)
-        mine = self._write(list(samples[rank::asking]) if rank < asking else [], sampling, purpose, limit)
+        mine = self._write(
+            list(samples[rank::asking]) if rank < asking else [], sampling, purpose, limit
+        )
         if not grader.args.group_rm:
             mine = grader.grade(mine)
         return self._shared(mine, samples)
 
-    def grade_groups(self, groups: Sequence[Sequence[Sample]], *, grader: Grader | None = None) -> list[list[Sample]]:
+    def grade_groups(
+        self, groups: Sequence[Sequence[Sample]], *, grader: Grader | None = None
+    ) -> list[list[Sample]]:
         """Whole groups with the rewards of a function of groups (--group-rm), which ranks ask for in turn; else as they are."""
         grader = grader or self.grader
         if not grader.args.group_rm:
             return [list(group) for group in groups]
         mine = grader.grade_groups(groups[dist.get_rank() :: dist.get_world_size()])
-        every = iter(self._shared([s for group in mine for s in group], [s for group in groups for s in group]))
+        every = iter(
+            self._shared(
+                [s for group in mine for s in group], [s for group in groups for s in group]
+            )
+        )
         return [[next(every) for _ in group] for group in groups]
 
     def _shared(self, mine: Sequence[Sample], samples: Sequence[Sample]) -> list[Sample]:
@@ -116,22 +148,42 @@ class Rollouter:
         by_id = {record["sample_id"]: record for share in shares for record in share}
         return [from_plain(by_id[sample.sample_id], sample) for sample in samples]
 
-    def _write(self, samples: Sequence[Sample], sampling: SamplingParams, purpose: str, limit: int | None) -> list[Sample]:
+    def _write(
+        self, samples: Sequence[Sample], sampling: SamplingParams, purpose: str, limit: int | None
+    ) -> list[Sample]:
         """What this rank's engine adds. Requests that may grow alike are asked for together."""
         if self.custom_generate is not None and samples:
 
             def seed_of(sample_id: int, position: int) -> int:
                 return sample_seed(self.seed, purpose, sample_id, position)
 
-            return self.custom_generate.run(samples, self.engine, self.tokenizer, sampling, seed_of, evaluation=purpose != "train")
-        room = {s.sample_id: min(limit or sampling.max_new_tokens, sampling.max_new_tokens - s.response_length) for s in samples}
+            return self.custom_generate.run(
+                samples,
+                self.engine,
+                self.tokenizer,
+                sampling,
+                seed_of,
+                evaluation=purpose != "train",
+            )
+        room = {
+            s.sample_id: min(
+                limit or sampling.max_new_tokens, sampling.max_new_tokens - s.response_length
+            )
+            for s in samples
+        }
         written: dict[int, Sample] = {}
         for length in sorted(set(room.values())):
             part = [s for s in samples if room[s.sample_id] == length]
             seeds = [sample_seed(self.seed, purpose, s.sample_id, s.response_length) for s in part]
-            requests = [GenerateRequest(s.sample_id, tuple(s.tokens.tolist()), seed) for s, seed in zip(part, seeds)]
+            requests = [
+                GenerateRequest(s.sample_id, tuple(s.tokens.tolist()), seed)
+                for s, seed in zip(part, seeds)
+            ]
             outputs = self.engine.generate(requests, replace(sampling, max_new_tokens=length))
-            written |= {s.sample_id: self.written(s, output, sampling) for s, output in zip(part, outputs, strict=True)}
+            written |= {
+                s.sample_id: self.written(s, output, sampling)
+                for s, output in zip(part, outputs, strict=True)
+            }
         return [written[s.sample_id] for s in samples]
 
     def written(self, sample: Sample, output: GenerateOutput, sampling: SamplingParams) -> Sample:
@@ -144,26 +196,42 @@ class Rollouter:
         status = SampleStatus.PARTIAL if partial else _STATUS[output.finish_reason]
         new = torch.full((len(output.tokens),), status != SampleStatus.ABORTED, dtype=torch.bool)
         tokens = torch.cat([sample.tokens, torch.tensor(output.tokens, dtype=torch.int64)])
-        sets = None if output.token_sets is None else side_by_side([*rows_of(sample.token_sets), *output.token_sets])
+        sets = (
+            None
+            if output.token_sets is None
+            else side_by_side([*rows_of(sample.token_sets), *output.token_sets])
+        )
         return replace(
             sample,
             tokens=tokens,
             response_length=length,
             loss_mask=torch.cat([sample.loss_mask, new]),
-            rollout_log_probs=torch.cat([sample.rollout_log_probs, torch.tensor(output.log_probs, dtype=torch.float32)]),
+            rollout_log_probs=torch.cat(
+                [sample.rollout_log_probs, torch.tensor(output.log_probs, dtype=torch.float32)]
+            ),
             token_sets=sets,
             routes=joined_routes(sample.routes, output.routes, tokens.numel()),
             status=status,
             weight_versions=(*sample.weight_versions, *output.weight_versions),
-            response=self.tokenizer.decode(tokens[tokens.numel() - length :], skip_special_tokens=True),
-            metadata=sample.metadata if output.failure is None else {**sample.metadata, "failure": output.failure},
+            response=self.tokenizer.decode(
+                tokens[tokens.numel() - length :], skip_special_tokens=True
+            ),
+            metadata=sample.metadata
+            if output.failure is None
+            else {**sample.metadata, "failure": output.failure},
         )
 
 
-_STATUS = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}
+_STATUS = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
 
 
-def cut_at_stop(tokenizer: Any, sample: Sample, output: GenerateOutput, stop: Sequence[str]) -> GenerateOutput:
+def cut_at_stop(
+    tokenizer: Any, sample: Sample, output: GenerateOutput, stop: Sequence[str]
+) -> GenerateOutput:
     """The output up to where a stop string is complete that began in what the sample had already, which the engine cannot see."""
     if not stop or not sample.response_length or not output.tokens:
         return output
@@ -202,7 +270,11 @@ def rows_of(token_sets: Tensor | None) -> list[Tensor]:
 
 def side_by_side(sets: Sequence[Tensor]) -> Tensor:
     """[R, K] int32 of R sets of at most K tokens, filled up with -1."""
-    return pad_sequence(list(sets), batch_first=True, padding_value=-1) if sets else torch.empty((0, 0), dtype=torch.int32)
+    return (
+        pad_sequence(list(sets), batch_first=True, padding_value=-1)
+        if sets
+        else torch.empty((0, 0), dtype=torch.int32)
+    )
 
 
 def to_plain(sample: Sample) -> dict[str, Any]:
@@ -227,7 +299,15 @@ def to_plain(sample: Sample) -> dict[str, Any]:
 def from_plain(record: dict[str, Any], before: Sample) -> Sample:
     """before: the sample as all ranks have it."""
     arrays = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
-    tensors = {name: None if record[name] is None else torch.from_numpy(record[name]) for name in arrays}
+    tensors = {
+        name: None if record[name] is None else torch.from_numpy(record[name]) for name in arrays
+    }
     return replace(
-        before, **{**record, **tensors, "status": SampleStatus(record["status"]), "weight_versions": tuple(record["weight_versions"])}
+        before,
+        **{
+            **record,
+            **tensors,
+            "status": SampleStatus(record["status"]),
+            "weight_versions": tuple(record["weight_versions"]),
+        },
     )

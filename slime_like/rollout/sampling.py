@@ -22,7 +22,9 @@ def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
     return torch.from_numpy(np.stack(rows))
 
 
-def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+def sample_tokens(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingParams
+) -> tuple[Tensor, Tensor]:
     """Sample one token a row by inverting the cumulative distribution in float64.
 
     logits [B, V]; uniforms [B] float64 (not read when greedy). Returns tokens [B] int64 and log_probs [B] float32, the latter under the
@@ -32,13 +34,17 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) ->
     return tokens, _log_prob(scores, tokens)
 
 
-def sample_from_sets(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
+def sample_from_sets(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingParams
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `sample_tokens`, with log-probs after top-k and top-p, and which tokens these leave: [B, V] bool, the sampled one among them."""
     tokens, kept, _ = _sample(logits, uniforms, sampling)
     return tokens, _log_prob(kept, tokens), kept > float("-inf")
 
 
-def _sample(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
+def _sample(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingParams
+) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens [B], scaled logits after top-k and top-p [B, V], before them [B, V])."""
     scores = logits.float()
     if sampling.greedy:
@@ -50,9 +56,13 @@ def _sample(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple
     if sampling.top_p < 1:
         kept = TopPLogitsWarper(sampling.top_p)(None, kept)
     cumulative = kept.double().softmax(-1).cumsum(-1)
-    target = uniforms * cumulative[:, -1]  # below the total also after rounding, as uniforms end at 1 - 2^-53
+    target = (
+        uniforms * cumulative[:, -1]
+    )  # below the total also after rounding, as uniforms end at 1 - 2^-53
     # The first entry strictly above the target is a token of positive probability; the clamp is for NaN alone.
-    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=scores.size(-1) - 1)
+    tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(
+        max=scores.size(-1) - 1
+    )
     return tokens, kept, scores
 
 

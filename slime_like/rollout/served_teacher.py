@@ -21,8 +21,22 @@ import torch.distributed as dist
 
 from slime_like.agreement import from_rank_zero
 from slime_like.errors import RunError
-from slime_like.rollout.sglang.answers import BadAnswer, read_input_tokens, read_scores, scoring_body, scoring_body_of_text, vocabulary_body
-from slime_like.rollout.sglang.http import Deadlines, RequestFailed, Retries, async_client, post_once, with_retries
+from slime_like.rollout.sglang.answers import (
+    BadAnswer,
+    read_input_tokens,
+    read_scores,
+    scoring_body,
+    scoring_body_of_text,
+    vocabulary_body,
+)
+from slime_like.rollout.sglang.http import (
+    Deadlines,
+    RequestFailed,
+    Retries,
+    async_client,
+    post_once,
+    with_retries,
+)
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
 PROBE_TOKENS = 96  # of the vocabulary, evenly spread, for the comparison of tokenizers
@@ -44,7 +58,9 @@ class TeacherSettings:
 class ServedTeacher:
     """Every method is a collective. tokenizer: the policy's. tell: shows a message, on rank 0."""
 
-    def __init__(self, settings: TeacherSettings, tokenizer: Any, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: TeacherSettings, tokenizer: Any, tell: Callable[[str], None]
+    ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
         self._last = max(tokenizer.get_vocab().values())
@@ -57,19 +73,38 @@ class ServedTeacher:
         """Raises RunError on every rank when a server does not answer, does not know all of the policy's tokens, or reads text as other ones."""
         from_rank_zero(lambda: asyncio.run(self._compare(self._tokenizer)))
 
-    def grade(self, groups: Sequence[SampleGroup], group: dist.ProcessGroup | None = None) -> tuple[list[SampleGroup], dict[str, float]]:
+    def grade(
+        self, groups: Sequence[SampleGroup], group: dist.ProcessGroup | None = None
+    ) -> tuple[list[SampleGroup], dict[str, float]]:
         """With `teacher_log_probs`; a sample without them is ABORTED, and its metadata tells why. group: of the ranks' collective."""
-        samples = [s for each in groups for s in each.samples if s.status != SampleStatus.ABORTED and s.response_length]
+        samples = [
+            s
+            for each in groups
+            for s in each.samples
+            if s.status != SampleStatus.ABORTED and s.response_length
+        ]
         counts: Counter[str] = Counter()  # on rank 0
         started = time.perf_counter()
         answers = from_rank_zero(lambda: asyncio.run(self._ask_all(samples, counts)), group)
-        graded = {s.sample_id: with_answer(s, answer) for s, answer in zip(samples, answers, strict=True)}
+        graded = {
+            s.sample_id: with_answer(s, answer) for s, answer in zip(samples, answers, strict=True)
+        }
         dropped = sum(isinstance(answer, str) for answer in answers)
-        metrics = {"rollout/opd_dropped": float(dropped), "rollout/opd_teacher_s": time.perf_counter() - started}
-        metrics |= {f"rollout/opd_request_{kind}": float(count) for kind, count in sorted(counts.items())}
-        return [SampleGroup(g.group_id, tuple(graded.get(s.sample_id, s) for s in g.samples)) for g in groups], metrics
+        metrics = {
+            "rollout/opd_dropped": float(dropped),
+            "rollout/opd_teacher_s": time.perf_counter() - started,
+        }
+        metrics |= {
+            f"rollout/opd_request_{kind}": float(count) for kind, count in sorted(counts.items())
+        }
+        return [
+            SampleGroup(g.group_id, tuple(graded.get(s.sample_id, s) for s in g.samples))
+            for g in groups
+        ], metrics
 
-    async def _ask_all(self, samples: Sequence[Sample], counts: Counter[str]) -> list[tuple[float, ...] | str]:
+    async def _ask_all(
+        self, samples: Sequence[Sample], counts: Counter[str]
+    ) -> list[tuple[float, ...] | str]:
         slots = asyncio.Semaphore(self._settings.concurrency)
         async with async_client(self._settings.concurrency) as client:
 
@@ -77,13 +112,19 @@ class ServedTeacher:
                 async with slots:
                     return await self._ask(client, sample, place, counts)
 
-            return await asyncio.gather(*(one(place, sample) for place, sample in enumerate(samples)))
+            return await asyncio.gather(
+                *(one(place, sample) for place, sample in enumerate(samples))
+            )
 
-    async def _ask(self, client: httpx.AsyncClient, sample: Sample, place: int, counts: Counter[str]) -> tuple[float, ...] | str:
+    async def _ask(
+        self, client: httpx.AsyncClient, sample: Sample, place: int, counts: Counter[str]
+    ) -> tuple[float, ...] | str:
         """Log-probs [R] of the response, or why there are none. place: decides which server is asked first."""
         tokens, rid = sample.tokens.tolist(), self._new_id(sample.sample_id)
         start = sample.prompt_length - 1
-        if max(tokens) > self._last:  # a server need not know it, and would tell the log-prob of another one
+        if (
+            max(tokens) > self._last
+        ):  # a server need not know it, and would tell the log-prob of another one
             return f"the teacher: token {max(tokens)} is above {self._last}, the last one of the tokenizer"
 
         async def attempt(number: int) -> tuple[float, ...]:
@@ -92,7 +133,9 @@ class ServedTeacher:
             return read_scores(answer, tokens, f"{rid}-{number}", start, self._last)
 
         try:
-            scores: tuple[float, ...] = await with_retries(attempt, Retries(attempts=self._settings.attempts), counts)
+            scores: tuple[float, ...] = await with_retries(
+                attempt, Retries(attempts=self._settings.attempts), counts
+            )
         except RequestFailed as failure:
             return f"the teacher: {failure}"
         except BadAnswer as failure:
@@ -107,9 +150,13 @@ class ServedTeacher:
                 try:
                     await self._compare_vocabulary(client, url)
                     for text in texts:
-                        await self._compare_text(client, url, text, tuple(tokenizer(text)["input_ids"]))
+                        await self._compare_text(
+                            client, url, text, tuple(tokenizer(text)["input_ids"])
+                        )
                 except (RequestFailed, BadAnswer) as failure:
-                    raise RunError(f"--opd-teacher-url: the teacher does not answer: {failure}") from None
+                    raise RunError(
+                        f"--opd-teacher-url: the teacher does not answer: {failure}"
+                    ) from None
 
     async def _compare_vocabulary(self, client: httpx.AsyncClient, url: str) -> None:
         rid = self._new_id("probe")
@@ -121,16 +168,24 @@ class ServedTeacher:
             words = f"the teacher does not know the policy's token {self._last}; give one of the same vocabulary ({failure})"
             raise RunError(f"--opd-teacher-url {url}: {words}") from None
 
-    async def _compare_text(self, client: httpx.AsyncClient, url: str, text: str, own: tuple[int, ...]) -> None:
+    async def _compare_text(
+        self, client: httpx.AsyncClient, url: str, text: str, own: tuple[int, ...]
+    ) -> None:
         rid = self._new_id("probe")
         try:
-            theirs = read_input_tokens(await self._post(client, url, scoring_body_of_text(text, rid)), rid)
+            theirs = read_input_tokens(
+                await self._post(client, url, scoring_body_of_text(text, rid)), rid
+            )
         except RequestFailed as failure:
             if failure.kind != "status_400":
                 raise
-            self._tell(f"warning: the tokenizer of the teacher {url} could not be compared with the policy's: {failure}")
+            self._tell(
+                f"warning: the tokenizer of the teacher {url} could not be compared with the policy's: {failure}"
+            )
             return
-        different = [i for i, (a, b) in enumerate(zip(own, theirs)) if a != b and (a, b) != (self._last, 0)]
+        different = [
+            i for i, (a, b) in enumerate(zip(own, theirs)) if a != b and (a, b) != (self._last, 0)
+        ]
         if different or len(own) != len(theirs):
             raise RunError(
                 f"--opd-teacher-url {url}: the teacher has another tokenizer than the policy: it reads a probe of {len(own)} tokens as "
@@ -147,7 +202,9 @@ class ServedTeacher:
 
 def with_answer(sample: Sample, answer: tuple[float, ...] | str) -> Sample:
     if isinstance(answer, str):
-        return replace(sample, status=SampleStatus.ABORTED, metadata={**sample.metadata, "failure": answer})
+        return replace(
+            sample, status=SampleStatus.ABORTED, metadata={**sample.metadata, "failure": answer}
+        )
     return replace(sample, teacher_log_probs=torch.tensor(answer, dtype=torch.float32))
 
 

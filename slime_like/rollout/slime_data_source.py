@@ -14,13 +14,17 @@ from slime_like.types import Prompt, Sample
 class DataSource:
     """For one call of a function, from any of its threads. choose: which waiting groups go first. flag: names the function."""
 
-    def __init__(self, buffer: GroupBuffer, choose: Choose, args: SlimeArgs, tokenizer: object, flag: str) -> None:
+    def __init__(
+        self, buffer: GroupBuffer, choose: Choose, args: SlimeArgs, tokenizer: object, flag: str
+    ) -> None:
         self._buffer = buffer
         self._choose = choose
         self._args = args
         self._tokenizer = tokenizer
         self._flag = flag
-        self._prompts: dict[int, Prompt] = {}  # of the groups that were handed out and did not come back
+        self._prompts: dict[
+            int, Prompt
+        ] = {}  # of the groups that were handed out and did not come back
         self._lock = threading.Lock()
 
     def get_samples(self, num_samples: int) -> list[list[SlimeSample]]:
@@ -68,7 +72,15 @@ class DataSource:
             before = blanks[sample.index]
             ours = before
             if sample.response_length:
-                ours = from_slime(sample, before, sample.written, self._args, self._tokenizer, flag=self._flag, may_go_on=True)
+                ours = from_slime(
+                    sample,
+                    before,
+                    sample.written,
+                    self._args,
+                    self._tokenizer,
+                    flag=self._flag,
+                    may_go_on=True,
+                )
             read.append(ours)
         return tuple(read)
 

@@ -53,12 +53,19 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
     return f"http://rollout-engine{endpoint}"
 
 
-async def post(url: str, payload: Mapping[str, Any], max_retries: int = 60, headers: Mapping[str, str] | None = None) -> dict[str, Any]:
+async def post(
+    url: str,
+    payload: Mapping[str, Any],
+    max_retries: int = 60,
+    headers: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """SGLang's answer to ``/generate`` with ``input_ids`` or ``text``, and ``sampling_params``. Raises ValueError for what the engine
     does not know."""
     call = _call()
     if not url.endswith("/generate"):
-        raise ValueError(f"post({url!r}): only the rollout engine's /generate is reached through slime_api.post")
+        raise ValueError(
+            f"post({url!r}): only the rollout engine's /generate is reached through slime_api.post"
+        )
     if "input_ids" in payload:
         prompt = [int(i) for i in payload["input_ids"]]
     elif isinstance(payload.get("text"), str):
@@ -67,7 +74,9 @@ async def post(url: str, payload: Mapping[str, Any], max_retries: int = 60, head
         raise ValueError("post: the payload needs 'input_ids' or 'text'")
     sampling = sampling_of(payload.get("sampling_params") or {}, call.model.sampling)
     seed = call.seed_of(call.sample_id, sum(len(o.tokens) for o in call.outputs))
-    output = await call.engine.generate_one(GenerateRequest(call.sample_id, tuple(prompt), seed), sampling)
+    output = await call.engine.generate_one(
+        GenerateRequest(call.sample_id, tuple(prompt), seed), sampling
+    )
     call.outputs.append(output)
     return answer(output, len(prompt), call.model.tokenizer)
 
@@ -81,28 +90,42 @@ def answer(output: GenerateOutput, prompt_tokens: int, tokenizer: Any) -> dict[s
         reason["message"] = output.failure or "aborted"
     meta = {
         "finish_reason": reason,
-        "output_token_logprobs": [[p, t, None] for p, t in zip(output.log_probs, output.tokens, strict=True)],
+        "output_token_logprobs": [
+            [p, t, None] for p, t in zip(output.log_probs, output.tokens, strict=True)
+        ],
         "prompt_tokens": prompt_tokens,
         "completion_tokens": len(output.tokens),
         "weight_version": str(output.weight_versions[-1]) if output.weight_versions else "",
     }
-    return {"text": tokenizer.decode(output.tokens, skip_special_tokens=False), "output_ids": list(output.tokens), "meta_info": meta}
+    return {
+        "text": tokenizer.decode(output.tokens, skip_special_tokens=False),
+        "output_ids": list(output.tokens),
+        "meta_info": meta,
+    }
 
 
 def sampling_dict(sampling: SamplingParams) -> dict[str, Any]:
     values = {name: getattr(sampling, name) for name in _KNOWN}
-    return values | {"stop": list(sampling.stop) or None, "stop_token_ids": list(sampling.stop_token_ids) or None, "no_stop_trim": True}
+    return values | {
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "no_stop_trim": True,
+    }
 
 
 def sampling_of(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
     """SGLang's sampling parameters as ours. Raises ValueError naming those that there are not."""
     unknown = [name for name in given if name not in (*_KNOWN, *_IGNORED)]
     if unknown:
-        raise ValueError(f"sampling parameters {', '.join(unknown)}: unknown here; known: {', '.join(_KNOWN)}")
+        raise ValueError(
+            f"sampling parameters {', '.join(unknown)}: unknown here; known: {', '.join(_KNOWN)}"
+        )
     values = {name: given[name] for name in _KNOWN if given.get(name) is not None}
     for name in ("stop", "stop_token_ids"):
         if name in values:
-            values[name] = (values[name],) if isinstance(values[name], str | int) else tuple(values[name])
+            values[name] = (
+                (values[name],) if isinstance(values[name], str | int) else tuple(values[name])
+            )
     return replace(base, **values)
 
 
@@ -119,9 +142,13 @@ async def call_slime_function(
     """``await function(args, sample, sampling_params)``, and the sample that it returns."""
     call = _Call(sample.sample_id, model, engine, seed_of)
     _current.set(call)  # of this task alone
-    more = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    more = (
+        {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    )
     result = await function(args, to_slime(sample), sampling_dict(model.sampling), **more)
-    return from_slime(result, sample, call.outputs, args, model.tokenizer, flag="--custom-generate-function-path")
+    return from_slime(
+        result, sample, call.outputs, args, model.tokenizer, flag="--custom-generate-function-path"
+    )
 
 
 def _call() -> _Call:
@@ -130,4 +157,9 @@ def _call() -> _Call:
         return _current.get()
     except LookupError:
         call = function_call()
-        return _Call(call.next_number(), Model(call, call.rollouter.tokenizer, call.sampling, call.seed_of), call, call.seed_of)
+        return _Call(
+            call.next_number(),
+            Model(call, call.rollouter.tokenizer, call.sampling, call.seed_of),
+            call,
+            call.seed_of,
+        )

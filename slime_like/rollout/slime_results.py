@@ -20,26 +20,44 @@ _STATUS = {
     SlimeSample.Status.ABORTED: SampleStatus.ABORTED,
     SlimeSample.Status.FAILED: SampleStatus.FAILED,
 }
-_OPEN = {SlimeSample.Status.PENDING: SampleStatus.PARTIAL, SlimeSample.Status.ABORTED: SampleStatus.PARTIAL}
+_OPEN = {
+    SlimeSample.Status.PENDING: SampleStatus.PARTIAL,
+    SlimeSample.Status.ABORTED: SampleStatus.PARTIAL,
+}
 
 
 def from_slime(
-    result: Any, sample: Sample, outputs: Sequence[GenerateOutput], args: SlimeArgs, tokenizer: Any, *, flag: str, may_go_on: bool = False
+    result: Any,
+    sample: Sample,
+    outputs: Sequence[GenerateOutput],
+    args: SlimeArgs,
+    tokenizer: Any,
+    *,
+    flag: str,
+    may_go_on: bool = False,
 ) -> Sample:
     """What a function returned, checked; what it does not tell is as in `sample`. outputs: what the engine wrote for it. may_go_on: PENDING and
     ABORTED samples are not finished. Raises ValueError naming the flag, the sample and what is wrong with it."""
     place = f"{flag}: sample {sample.sample_id}"
     if not isinstance(result, SlimeSample):
-        raise ValueError(f"{place}: the function returned {type(result).__name__}; return the sample that it was given (one, not several)")
+        raise ValueError(
+            f"{place}: the function returned {type(result).__name__}; return the sample that it was given (one, not several)"
+        )
     statuses = _STATUS | _OPEN if may_go_on else _STATUS
     count = result.response_length
     mask = [1] * count if result.loss_mask is None else list(result.loss_mask)
     log_probs = result.rollout_log_probs
     problems = [
-        (0 <= count < len(result.tokens), f"response_length is {count} of {len(result.tokens)} tokens, prompt included"),
+        (
+            0 <= count < len(result.tokens),
+            f"response_length is {count} of {len(result.tokens)} tokens, prompt included",
+        ),
         (len(mask) == count, f"loss_mask has {len(mask)} entries for {count} response tokens"),
         (set(mask) <= {0, 1}, "loss_mask has entries that are neither 0 nor 1"),
-        (log_probs is None or len(log_probs) == count, f"rollout_log_probs has {len(log_probs or ())} entries for {count} response tokens"),
+        (
+            log_probs is None or len(log_probs) == count,
+            f"rollout_log_probs has {len(log_probs or ())} entries for {count} response tokens",
+        ),
         (
             result.status in statuses,
             f"status is {getattr(result.status, 'value', result.status)!r}; set COMPLETED, TRUNCATED, ABORTED or FAILED",
@@ -48,15 +66,21 @@ def from_slime(
     wrong = [words for right, words in problems if not right]
     if wrong:
         raise ValueError(f"{place}: {wrong[0]}")
-    if log_probs is not None and not all(-math.inf < p < HIGHEST_LOG_PROB for p, m in zip(log_probs, mask) if m):
-        raise ValueError(f"{place}: rollout_log_probs are not finite, or above 0, where loss_mask is 1")
+    if log_probs is not None and not all(
+        -math.inf < p < HIGHEST_LOG_PROB for p, m in zip(log_probs, mask) if m
+    ):
+        raise ValueError(
+            f"{place}: rollout_log_probs are not finite, or above 0, where loss_mask is 1"
+        )
     response = result.tokens[len(result.tokens) - count :]
     return replace(
         sample,
         tokens=torch.tensor(result.tokens, dtype=torch.int64),
         response_length=count,
         loss_mask=torch.tensor(mask, dtype=torch.bool),
-        rollout_log_probs=None if log_probs is None else torch.tensor(log_probs, dtype=torch.float32),
+        rollout_log_probs=None
+        if log_probs is None
+        else torch.tensor(log_probs, dtype=torch.float32),
         weight_versions=versions_of(response, mask, outputs),
         status=statuses[result.status],
         reward=_reward(result, args, place),
@@ -70,7 +94,9 @@ def _reward(result: SlimeSample, args: SlimeArgs, place: str) -> float | None:
     value = result.reward
     if isinstance(value, dict):
         if args.reward_key not in value:
-            raise ValueError(f"{place}: the reward is a dict; name the key to train on with --reward-key")
+            raise ValueError(
+                f"{place}: the reward is a dict; name the key to train on with --reward-key"
+            )
         value = value[args.reward_key]
     if value is None:
         return None
@@ -79,10 +105,14 @@ def _reward(result: SlimeSample, args: SlimeArgs, place: str) -> float | None:
     return float(value) if math.isfinite(value) else math.nan
 
 
-def versions_of(response: Sequence[int], mask: Sequence[int], outputs: Sequence[GenerateOutput]) -> tuple[int, ...]:
+def versions_of(
+    response: Sequence[int], mask: Sequence[int], outputs: Sequence[GenerateOutput]
+) -> tuple[int, ...]:
     """The weight version of each response token: outputs are found in the response in their order. Trained tokens that were not found,
     because the function changed them, count as of the oldest version."""
-    oldest = min((v for o in outputs for v in o.weight_versions if v != NOT_SAMPLED), default=NOT_SAMPLED)
+    oldest = min(
+        (v for o in outputs for v in o.weight_versions if v != NOT_SAMPLED), default=NOT_SAMPLED
+    )
     versions = [oldest if m else NOT_SAMPLED for m in mask]
     position = 0
     for output in outputs:
@@ -90,7 +120,8 @@ def versions_of(response: Sequence[int], mask: Sequence[int], outputs: Sequence[
         for start in range(position, len(response) - size + 1):
             if size and tuple(response[start : start + size]) == tuple(output.tokens):
                 versions[start : start + size] = [
-                    v if m else NOT_SAMPLED for v, m in zip(output.weight_versions, mask[start : start + size])
+                    v if m else NOT_SAMPLED
+                    for v, m in zip(output.weight_versions, mask[start : start + size])
                 ]
                 position = start + size
                 break
@@ -102,9 +133,20 @@ def blank(sample: SlimeSample, flag: str) -> Sample:
     for name in ("group_index", "index"):
         value = getattr(sample, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{flag}: a sample has {name} {value!r}; take samples from data_source.get_samples, or number them from 0")
+            raise ValueError(
+                f"{flag}: a sample has {name} {value!r}; take samples from data_source.get_samples, or number them from 0"
+            )
     assert sample.group_index is not None and sample.index is not None
-    return unwritten(Prompt(sample.group_index, sample.prompt, (), label=sample.label, metadata=dict(sample.metadata)), sample.index)
+    return unwritten(
+        Prompt(
+            sample.group_index,
+            sample.prompt,
+            (),
+            label=sample.label,
+            metadata=dict(sample.metadata),
+        ),
+        sample.index,
+    )
 
 
 def whole(sample: Sample) -> GenerateOutput:

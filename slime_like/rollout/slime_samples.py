@@ -74,8 +74,21 @@ class SlimeArgs:
 
 def slime_args(run: RunConfig) -> SlimeArgs:
     """All of our own settings; those of megatron-core are not among them."""
-    groups = (run.model, run.data, run.eval, run.rollout, run.scheduling, run.reward, run.algorithm, run.checkpoint, run.logging, run.debug)
-    return SlimeArgs({f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)})
+    groups = (
+        run.model,
+        run.data,
+        run.eval,
+        run.rollout,
+        run.scheduling,
+        run.reward,
+        run.algorithm,
+        run.checkpoint,
+        run.logging,
+        run.debug,
+    )
+    return SlimeArgs(
+        {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
+    )
 
 
 _STATUS = {
@@ -87,7 +100,9 @@ _STATUS = {
 
 def to_slime(sample: Sample) -> SlimeSample:
     """A sample that is unfinished is PENDING before its first token, and ABORTED after it, as in slime."""
-    unfinished = SlimeSample.Status.ABORTED if sample.response_length else SlimeSample.Status.PENDING
+    unfinished = (
+        SlimeSample.Status.ABORTED if sample.response_length else SlimeSample.Status.PENDING
+    )
     told = sample.rollout_log_probs
     return SlimeSample(
         group_index=sample.group_id,

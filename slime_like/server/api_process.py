@@ -44,28 +44,44 @@ def base_model_of(run: RunConfig) -> BaseModel:
     supports_lora = run.model.transformer_impl == "local"  # as on the command line of train.py
     tied = not run.gpt.untie_embeddings_and_output_weights
     supports_unembed = not (tied and run.rollout.rollout_engine == "sglang")
-    return BaseModel(folder, run.server.served_model_name or folder, architecture, supports_lora, supports_unembed)
+    return BaseModel(
+        folder,
+        run.server.served_model_name or folder,
+        architecture,
+        supports_lora,
+        supports_unembed,
+    )
 
 
 def limits_of(run: RunConfig) -> Limits:
     positions = run.gpt.max_position_embeddings or CONTEXT_WITHOUT_POSITIONS
     assert run.gpt.vocab_size is not None
-    return Limits(run.gpt.vocab_size, run.server.max_sequence_length or positions, run.server.max_request_tokens)
+    return Limits(
+        run.gpt.vocab_size,
+        run.server.max_sequence_length or positions,
+        run.server.max_request_tokens,
+    )
 
 
-def make_service(run: RunConfig, journal: Journal, call: Callable[[str, dict[str, Any]], Awaitable[Any]]) -> Service:
+def make_service(
+    run: RunConfig, journal: Journal, call: Callable[[str, dict[str, Any]], Awaitable[Any]]
+) -> Service:
     """call: executes a command on the workers."""
     root = Path(run.server.server_dir).resolve()
     make_folders(root)
     base = base_model_of(run)
     registry = Registry(journal)
-    operations = ServerOperations(registry, call, folder=root, base=base.folder, max_snapshots=run.server.max_snapshots)
+    operations = ServerOperations(
+        registry, call, folder=root, base=base.folder, max_snapshots=run.server.max_snapshots
+    )
     dispatcher = Dispatcher(
         journal,
         operations,
         most_waiting=run.server.max_queued_requests,
         gap_s=run.server.seq_gap_s,
-        batch=run.rollout.rollout_local_batch_size if run.rollout.rollout_engine == "local" else run.sglang.sglang_server_concurrency,
+        batch=run.rollout.rollout_local_batch_size
+        if run.rollout.rollout_engine == "local"
+        else run.sglang.sglang_server_concurrency,
     )
     return Service(run.server, base, limits_of(run), registry, dispatcher, operations)
 
@@ -124,19 +140,27 @@ class ApiProcess:
             self._deserted.cancel()
             self._deserted = None
         self.service.lifetimes.workers_came(hello)
-        print(f"slime_like.server: {hello['facts']['layout']}, http://{self.run.server.host}:{self.run.server.port}", flush=True)
+        print(
+            f"slime_like.server: {hello['facts']['layout']}, http://{self.run.server.host}:{self.run.server.port}",
+            flush=True,
+        )
 
     def _workers_ended(self, reason: str) -> None:
         self.service.lifetimes.workers_ended(reason)
         if self.link.said_goodbye:
             self._ended.set()
             return
-        log.warning("the workers have ended; waiting %g s for others (--worker-restart-s)", self.run.server.worker_restart_s)
+        log.warning(
+            "the workers have ended; waiting %g s for others (--worker-restart-s)",
+            self.run.server.worker_restart_s,
+        )
         self._wait_for_workers()
 
     def _wait_for_workers(self) -> None:
         """The process ends when none come."""
-        self._deserted = asyncio.get_running_loop().call_later(self.run.server.worker_restart_s, self._ended.set)
+        self._deserted = asyncio.get_running_loop().call_later(
+            self.run.server.worker_restart_s, self._ended.set
+        )
 
     async def _housekeeping(self) -> None:
         while True:

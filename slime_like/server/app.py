@@ -27,7 +27,9 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_bytes_count": 5_000_000, "sample_use_retrieve_futures": False, "custom_loss_server_side": False,
     "sample_join_sampling_session": True,
 }  # fmt: skip
-METADATA_ONLY_BYTES = 2**20  # results above this are announced by their size first, where the client allows it
+METADATA_ONLY_BYTES = (
+    2**20
+)  # results above this are announced by their size first, where the client allows it
 
 
 def make_app(service: Service) -> FastAPI:
@@ -43,15 +45,24 @@ def make_app(service: Service) -> FastAPI:
 
 def answer(value: Any, status: int = 200) -> Response:
     """ASCII: a text of a client may hold what UTF-8 cannot say."""
-    return Response(json.dumps(value, allow_nan=False), status_code=status, media_type="application/json")
+    return Response(
+        json.dumps(value, allow_nan=False), status_code=status, media_type="application/json"
+    )
 
 
 async def _told(request: Request, error: Exception) -> Response:
     if isinstance(error, HttpError):
         return answer({"detail": str(error)}, error.status)
     assert isinstance(error, HTTPException)
-    unknown = error.detail in ("Not Found", "Method Not Allowed")  # Starlette's words where no route is
-    detail = f"{request.method} {request.url.path[:256]} is not offered here" if unknown else error.detail
+    unknown = error.detail in (
+        "Not Found",
+        "Method Not Allowed",
+    )  # Starlette's words where no route is
+    detail = (
+        f"{request.method} {request.url.path[:256]} is not offered here"
+        if unknown
+        else error.detail
+    )
     return answer({"detail": detail}, error.status_code)
 
 
@@ -85,7 +96,11 @@ def _posts(app: FastAPI, service: Service) -> None:
     # packing costs more than it saves where bodies do not leave the machine
     packed = {"proto_compress_fwdbwd": unpacks() and not is_loopback(service.config.host)}
     post("client/config", bodies.ClientConfig, lambda body, owner: CLIENT_CONFIG | packed)
-    post("client/dynamic_config", bodies.ClientConfig, lambda body, owner: {"sample_cancel_enabled": False})
+    post(
+        "client/dynamic_config",
+        bodies.ClientConfig,
+        lambda body, owner: {"sample_cancel_enabled": False},
+    )
     post("create_session", bodies.CreateSession, service.lifetimes.create_session)
     post("session_heartbeat", bodies.Heartbeat, service.heartbeat)
     post("create_model", bodies.CreateModel, service.create_model)
@@ -159,7 +174,9 @@ def _session_routes(app: FastAPI, service: Service) -> None:
     @app.get(f"{ROOT}/samplers/{{sampler_id}}")
     async def sampler(request: Request, sampler_id: str) -> Response:
         found = service.sampler(sampler_id, owner_of(request))
-        return answer({"sampler_id": found.id, "base_model": service.base.name, "model_path": found.source})
+        return answer(
+            {"sampler_id": found.id, "base_model": service.base.name, "model_path": found.source}
+        )
 
 
 def _list_routes(app: FastAPI, service: Service) -> None:
@@ -167,9 +184,14 @@ def _list_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{ROOT}/training_runs")
     async def training_runs(request: Request) -> Response:
-        mine = sorted((m for m in registry.models.values() if m.owner == owner_of(request)), key=lambda m: -m.created)
+        mine = sorted(
+            (m for m in registry.models.values() if m.owner == owner_of(request)),
+            key=lambda m: -m.created,
+        )
         page, cursor = page_of(mine, request.query_params)
-        return answer({"training_runs": [run_record(registry, model) for model in page], "cursor": cursor})
+        return answer(
+            {"training_runs": [run_record(registry, model) for model in page], "cursor": cursor}
+        )
 
     @app.get(f"{ROOT}/training_runs/{{run_id}}")
     async def training_run(request: Request, run_id: str) -> Response:
@@ -177,18 +199,27 @@ def _list_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{ROOT}/training_runs/{{run_id}}/checkpoints")
     async def checkpoints_of_run(request: Request, run_id: str) -> Response:
-        mine = [c for c in registry.checkpoints.values() if c.run == run_id and c.owner == owner_of(request)]
+        mine = [
+            c
+            for c in registry.checkpoints.values()
+            if c.run == run_id and c.owner == owner_of(request)
+        ]
         return answer({"checkpoints": [checkpoint_record(c) for c in mine]})
 
     @app.get(f"{ROOT}/checkpoints")
     async def checkpoints(request: Request) -> Response:
-        mine = sorted((c for c in registry.checkpoints.values() if c.owner == owner_of(request)), key=lambda c: -c.created)
+        mine = sorted(
+            (c for c in registry.checkpoints.values() if c.owner == owner_of(request)),
+            key=lambda c: -c.created,
+        )
         page, cursor = page_of(mine, request.query_params)
         return answer({"checkpoints": [checkpoint_record(c) for c in page], "cursor": cursor})
 
     @app.delete(f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}")
     async def delete_checkpoint(request: Request, run_id: str, checkpoint_id: str) -> Response:
-        service.operations.drop_checkpoint(service.checkpoint(f"tinker://{run_id}/{checkpoint_id}", owner_of(request)))
+        service.operations.drop_checkpoint(
+            service.checkpoint(f"tinker://{run_id}/{checkpoint_id}", owner_of(request))
+        )
         return answer({})
 
     @app.put(f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}/ttl")

@@ -37,7 +37,10 @@ def adapter_of(lora: bodies.LoraConfig | None, role: str, base: BaseModel) -> di
         raise Refused(
             f"LoRA (rank {lora.rank}) is not offered with Transformer Engine layers (--transformer-impl); rank 0 trains all weights"
         )
-    settings = {name: getattr(lora, name) for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")}
+    settings = {
+        name: getattr(lora, name)
+        for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")
+    }
     if role == "critic":
         settings["train_unembed"] = False
     check_unembed(settings, base)

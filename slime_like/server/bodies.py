@@ -12,7 +12,9 @@ MAX_METADATA_TEXT = 4096
 
 Id = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[A-Za-z0-9_:.-]+$")]
 # of a checkpoint: no separators, no hidden or parent folder
-Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+Name = Annotated[
+    str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
+]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 TinkerPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^tinker://")]
 SeqId = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -31,8 +33,14 @@ class Body(BaseModel):
 
 def _small(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
     for key, value in (metadata or {}).items():
-        if not isinstance(value, str | int | float | bool | None) or len(key) > MAX_METADATA_TEXT or len(str(value)) > MAX_METADATA_TEXT:
-            raise ValueError(f"user_metadata: values are texts or numbers of at most {MAX_METADATA_TEXT} characters")
+        if (
+            not isinstance(value, str | int | float | bool | None)
+            or len(key) > MAX_METADATA_TEXT
+            or len(str(value)) > MAX_METADATA_TEXT
+        ):
+            raise ValueError(
+                f"user_metadata: values are texts or numbers of at most {MAX_METADATA_TEXT} characters"
+            )
     if metadata is not None and len(metadata) > MAX_METADATA:
         raise ValueError(f"user_metadata: at most {MAX_METADATA} entries")
     return metadata
@@ -49,7 +57,9 @@ class ClientConfig(Body):
 
 
 class CreateSession(WithMetadata):
-    tags: list[Annotated[str, StringConstraints(max_length=256)]] = Field(default_factory=list, max_length=256)
+    tags: list[Annotated[str, StringConstraints(max_length=256)]] = Field(
+        default_factory=list, max_length=256
+    )
     sdk_version: str = Field(default="", max_length=64)
     project_id: str | None = Field(default=None, max_length=256)
     display_name: str | None = Field(default=None, max_length=256)
@@ -155,7 +165,9 @@ class JoinSamplingSession(Body):
 
 
 class PromptChunk(Body):
-    model_config = ConfigDict(extra="allow", strict=True)  # of other kinds of chunks, which are refused by name
+    model_config = ConfigDict(
+        extra="allow", strict=True
+    )  # of other kinds of chunks, which are refused by name
 
     type: str = Field(default="encoded_text", max_length=64)
     tokens: list[Token] | None = None
@@ -183,8 +195,14 @@ class SamplingParams(Body):
     @field_validator("stop")
     @classmethod
     def _stop(cls, value: Any) -> Any:
-        texts = [value] if isinstance(value, str) else [s for s in value or [] if isinstance(s, str)]
-        if any(not text or len(text) > 1024 for text in texts) or len(texts) > 64 or (isinstance(value, list) and len(value) > 1024):
+        texts = (
+            [value] if isinstance(value, str) else [s for s in value or [] if isinstance(s, str)]
+        )
+        if (
+            any(not text or len(text) > 1024 for text in texts)
+            or len(texts) > 64
+            or (isinstance(value, list) and len(value) > 1024)
+        ):
             raise ValueError("stop: at most 64 texts of 1 to 1024 characters, or 1024 tokens")
         return value
 

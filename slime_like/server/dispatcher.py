@@ -18,7 +18,9 @@ from slime_like.server.futures import Queue, Request
 from slime_like.server.journal import Journal
 
 log = logging.getLogger(__name__)
-FETCHED_FOR_S = 120.0  # how long a result is kept after it was fetched: an answer may be lost on the way
+FETCHED_FOR_S = (
+    120.0  # how long a result is kept after it was fetched: an answer may be lost on the way
+)
 KEPT_FOR_S = 3600.0  # and one that nobody fetched
 KEPT_OF_A_QUEUE = 2000  # requests whose repetition is recognised
 MAX_WAITING_BYTES = 2**30
@@ -38,7 +40,15 @@ class Operations(Protocol):
 
 
 class Dispatcher:
-    def __init__(self, journal: Journal, operations: Operations, *, most_waiting: int, gap_s: float, batch: int) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        operations: Operations,
+        *,
+        most_waiting: int,
+        gap_s: float,
+        batch: int,
+    ) -> None:
         """most_waiting: requests, of all queues. gap_s: how long requests wait for one before them. batch: samples executed together."""
         self.journal = journal
         self.operations = operations
@@ -86,7 +96,10 @@ class Dispatcher:
         request.size = len(body)
         mine, all_queues = len(self.queues[request.queue]), self.waiting
         my_bytes = self._bytes.get(request.queue, 0)
-        if mine >= self._most_waiting - all_queues or my_bytes + request.size > MAX_WAITING_BYTES - sum(self._bytes.values()):
+        if (
+            mine >= self._most_waiting - all_queues
+            or my_bytes + request.size > MAX_WAITING_BYTES - sum(self._bytes.values())
+        ):
             words = f"{mine} requests of {request.queue} are waiting, {all_queues} in all (--max-queued-requests)"
             raise HttpError(429, f"{words}; try again later")
         self.journal.put("request", request.id, request.record(), body=body)
@@ -108,7 +121,12 @@ class Dispatcher:
             if request.state == "done":
                 continue
             if request.queue not in self.queues or interrupted(request):
-                self._fail(request, Failed("the server restarted before this request was executed, and its model is lost"))
+                self._fail(
+                    request,
+                    Failed(
+                        "the server restarted before this request was executed, and its model is lost"
+                    ),
+                )
             else:
                 self._add(request)
         self._wake.set()
@@ -155,8 +173,16 @@ class Dispatcher:
     def _fail(self, request: Request, error: Exception) -> None:
         """A lasting failure is an answer of its own, with status 200: clients repeat others."""
         ours = isinstance(error, Refused | Failed)
-        text = str(error) if ours else f"the server has a fault, please report it: {type(error).__name__}: {error}"
-        request.finish(json.dumps({"error": text}).encode(), "", "user" if isinstance(error, Refused) else "server")
+        text = (
+            str(error)
+            if ours
+            else f"the server has a fault, please report it: {type(error).__name__}: {error}"
+        )
+        request.finish(
+            json.dumps({"error": text}).encode(),
+            "",
+            "user" if isinstance(error, Refused) else "server",
+        )
         self._done(request)
 
     def _done(self, request: Request) -> None:
@@ -192,7 +218,9 @@ class Dispatcher:
         for request in list(self.requests.values()):
             if request.state != "done":
                 continue
-            old = now - request.finished > KEPT_FOR_S or (request.fetched and now - request.fetched > FETCHED_FOR_S)
+            old = now - request.finished > KEPT_FOR_S or (
+                request.fetched and now - request.fetched > FETCHED_FOR_S
+            )
             if old:
                 self._forget(request)
             else:
@@ -216,7 +244,11 @@ class Dispatcher:
             return request
         key, _, seq = id.rpartition("/")
         queue = self.queues.get(key)
-        if queue is not None and seq.isdigit() and (queue.next_seq is None or int(seq) < queue.next_seq):
+        if (
+            queue is not None
+            and seq.isdigit()
+            and (queue.next_seq is None or int(seq) < queue.next_seq)
+        ):
             raise HttpError(410, f"the result of request {id} is not kept any more")
         raise HttpError(404, f"request {id} does not exist")
 

@@ -45,7 +45,11 @@ def decode(data: bytes) -> Any:
 
     def whole(item: Any) -> Any:
         if isinstance(item, dict):
-            return blobs[item[BYTES]] if BYTES in item else {key: whole(inner) for key, inner in item.items()}
+            return (
+                blobs[item[BYTES]]
+                if BYTES in item
+                else {key: whole(inner) for key, inner in item.items()}
+            )
         return [whole(inner) for inner in item] if isinstance(item, list) else item
 
     return whole(structure)

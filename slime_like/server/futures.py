@@ -52,7 +52,21 @@ class Request:
 
     def record(self) -> dict[str, Any]:
         """For the journal."""
-        names = ("id", "op", "queue", "seq", "owner", "digest", "created", "state", "content_type", "category", "finished", "extra", "size")
+        names = (
+            "id",
+            "op",
+            "queue",
+            "seq",
+            "owner",
+            "digest",
+            "created",
+            "state",
+            "content_type",
+            "category",
+            "finished",
+            "extra",
+            "size",
+        )
         return {name: getattr(self, name) for name in names}
 
     @staticmethod
@@ -92,7 +106,9 @@ class Queue:
 
     @property
     def ready(self) -> bool:
-        return bool(self._waiting) and (self.next_seq is None or self._waiting[0].seq == self.next_seq)
+        return bool(self._waiting) and (
+            self.next_seq is None or self._waiting[0].seq == self.next_seq
+        )
 
     def first(self) -> Request:
         return self._waiting[0]

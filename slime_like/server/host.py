@@ -19,14 +19,29 @@ from slime_like.checkpoints.folders import checkpoint_folder
 from slime_like.convert.save import save_hf
 from slime_like.losses import policy_losses
 from slime_like.losses.value_loss import ValueLossConfig
-from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavedNetwork, SavePolicy, load_checkpoint
+from slime_like.megatron_backend.checkpoint import (
+    CheckpointSaver,
+    SavedNetwork,
+    SavePolicy,
+    load_checkpoint,
+)
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.loss_closure import Head, gradient_scale
-from slime_like.megatron_backend.micro_batches import MicroBatchSize, cut, pack_groups, without_tokens
+from slime_like.megatron_backend.micro_batches import (
+    MicroBatchSize,
+    cut,
+    pack_groups,
+    without_tokens,
+)
 from slime_like.megatron_backend.model import model_shape
 from slime_like.megatron_backend.packing import with_selection_seeds
 from slime_like.megatron_backend.served import AdamStep
-from slime_like.megatron_backend.sum_loss import SumLoss, SumValueLoss, results_step, sum_training_step
+from slime_like.megatron_backend.sum_loss import (
+    SumLoss,
+    SumValueLoss,
+    results_step,
+    sum_training_step,
+)
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.server.errors import Refused
 from slime_like.server.losses import CRITIC_LOSS
@@ -47,7 +62,12 @@ REFUSALS = (Refused, ValueError, OSError)
 class ModelHost:
     """What commands ask for. Which models are on the device is `Residents`' to know."""
 
-    def __init__(self, run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
         assert run.model.hf_checkpoint is not None
         self.run, self.layout, self.tell = run, layout, tell
         self.base = run.model.hf_checkpoint
@@ -65,11 +85,15 @@ class ModelHost:
     def execute(self, command: Mapping[str, Any]) -> Any:
         """What a command asks for, as plain values; of use on rank 0. Raises Refused, ValueError or OSError for what the client can
         remedy."""
-        return getattr(self, f"do_{command['op']}")(**{k: v for k, v in command.items() if k not in ("op", "id")})
+        return getattr(self, f"do_{command['op']}")(
+            **{k: v for k, v in command.items() if k not in ("op", "id")}
+        )
 
     # --- models -----------------------------------------------------------------------------------------------------
 
-    def do_create(self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None) -> None:
+    def do_create(
+        self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None
+    ) -> None:
         self.residents.create(model, role, policy, lora)
 
     def do_unload(self, model: str) -> None:
@@ -82,23 +106,39 @@ class ModelHost:
     # --- training ---------------------------------------------------------------------------------------------------
 
     def do_pass(
-        self, model: str, loss: Mapping[str, Any], forward_only: bool, lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]
+        self,
+        model: str,
+        loss: Mapping[str, Any],
+        forward_only: bool,
+        lengths: list[int],
+        tokens: bytes,
+        fields: Mapping[str, bytes],
     ) -> dict[str, Any] | None:
         """Forward, and unless forward_only backward, over samples; returns per-token results and metrics on rank 0."""
         network, hosted = self.residents.network(model), self.models[model]
         samples = samples_of(lengths, tokens, fields)
         mine = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
         own = [samples[i] for i in mine] or [without_tokens(samples[0])]
-        size = MicroBatchSize(1, (self.run.algorithm.max_tokens_per_gpu or PASS_TOKENS) * self.layout.cp_size)
+        size = MicroBatchSize(
+            1, (self.run.algorithm.max_tokens_per_gpu or PASS_TOKENS) * self.layout.cp_size
+        )
         parts = cut(own, size, self.layout)
-        batches = pack_groups(parts.groups, transformer=self.run.megatron.transformer, layout=self.layout)
-        batches = with_selection_seeds(batches, self.run.model.seed, hosted.passes, self.layout.dp_rank)
+        batches = pack_groups(
+            parts.groups, transformer=self.run.megatron.transformer, layout=self.layout
+        )
+        batches = with_selection_seeds(
+            batches, self.run.model.seed, hosted.passes, self.layout.dp_rank
+        )
         hosted.passes += 1
         objective, metrics = self._objective(loss), MetricAccumulator()
         if forward_only:
-            columns = network.evaluate(results_step(objective, self.layout, metrics), parts.groups, batches)
+            columns = network.evaluate(
+                results_step(objective, self.layout, metrics), parts.groups, batches
+            )
         else:
-            step = sum_training_step(objective, self.layout, gradient_scale(self.layout, len(batches)), metrics)
+            step = sum_training_step(
+                objective, self.layout, gradient_scale(self.layout, len(batches)), metrics
+            )
             columns = network.add_gradients(step, parts.groups, batches)
         results = [parts.in_order(column) for column in columns]
         return self._collect(mine, results, metrics, len(samples))
@@ -110,7 +150,9 @@ class ModelHost:
         config = chosen.config_type(**loss["settings"])
         return SumLoss(self._head, chosen.with_config(config), config, loss["entropy_coef"])
 
-    def _collect(self, mine: list[int], results: list[list[Tensor]], metrics: MetricAccumulator, count: int) -> dict[str, Any] | None:
+    def _collect(
+        self, mine: list[int], results: list[list[Tensor]], metrics: MetricAccumulator, count: int
+    ) -> dict[str, Any] | None:
         """Per-token results of all data-parallel ranks, in the order of the samples, on rank 0."""
         layout = self.layout
         told = None
@@ -118,7 +160,12 @@ class ModelHost:
             numbers = metrics.reduce(layout.dp_cp_group)
             kinds = {name: metrics.kind(name) for name in numbers}
             if layout.tp_rank == 0 and layout.cp_rank == 0:
-                told = (mine, [[t.numpy() for t in column[: len(mine)]] for column in results], numbers, kinds)
+                told = (
+                    mine,
+                    [[t.numpy() for t in column[: len(mine)]] for column in results],
+                    numbers,
+                    kinds,
+                )
         parts = [part for part in gather(told) if part is not None]
         if layout.rank != 0:
             return None
@@ -129,12 +176,23 @@ class ModelHost:
                     target[place] = values
         _, _, numbers, kinds = parts[0]
         *scores, losses = (np.concatenate(column).astype("<f4") for column in whole)
-        finite = {name: [kinds[name], value] for name, value in numbers.items() if math.isfinite(value)}
-        return {"scores": np.stack(scores, -1).tobytes(), "losses": losses.tobytes(), "metrics": finite}
+        finite = {
+            name: [kinds[name], value] for name, value in numbers.items() if math.isfinite(value)
+        }
+        return {
+            "scores": np.stack(scores, -1).tobytes(),
+            "losses": losses.tobytes(),
+            "metrics": finite,
+        }
 
     def do_step(self, model: str, adam: Mapping[str, float]) -> dict[str, Any]:
         settings = AdamStep(
-            adam["learning_rate"], adam["beta1"], adam["beta2"], adam["eps"], adam["weight_decay"], max_norm=adam["grad_clip_norm"]
+            adam["learning_rate"],
+            adam["beta1"],
+            adam["beta2"],
+            adam["eps"],
+            adam["weight_decay"],
+            max_norm=adam["grad_clip_norm"],
         )
         stepped, grad_norm = self.residents.network(model).take_step(settings)
         return {"stepped": stepped, "grad_norm": grad_norm if stepped else str(grad_norm)}
@@ -149,7 +207,11 @@ class ModelHost:
         state = {"model": self._shape(model)}
         saver.save(
             CHECKPOINT_STEP,
-            {self.models[model].role: SavedNetwork(network.saved_chunks, network.optimizer, None, self.layout)},
+            {
+                self.models[model].role: SavedNetwork(
+                    network.saved_chunks, network.optimizer, None, self.layout
+                )
+            },
             state,
             with_rng=False,
         )
@@ -157,7 +219,9 @@ class ModelHost:
     def do_load(self, model: str, folder: str, optimizer: bool) -> None:
         """Weights of a checkpoint, and its optimizer or a fresh one."""
         network = self.residents.network(model)
-        saved = SavedNetwork(network.saved_chunks, network.optimizer if optimizer else None, None, self.layout)
+        saved = SavedNetwork(
+            network.saved_chunks, network.optimizer if optimizer else None, None, self.layout
+        )
         load_checkpoint(
             checkpoint_folder(folder, CHECKPOINT_STEP),
             {self.models[model].role: saved},
@@ -194,7 +258,9 @@ class ModelHost:
         self.sampler.close()
 
 
-def make_sampler(run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]) -> SnapshotSampler | SglangSampler:
+def make_sampler(
+    run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]
+) -> SnapshotSampler | SglangSampler:
     """Of --rollout-engine. A collective."""
     if run.rollout.rollout_engine == "local":
         return SnapshotSampler(run, layout)
@@ -207,7 +273,9 @@ def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -
     """Datums as samples whose every row is scored."""
 
     def parts(name: str, data: bytes) -> tuple[Tensor, ...]:
-        whole = torch.from_numpy(np.frombuffer(data, dtype="<i8" if name in WHOLE_NUMBERS else "<f4").copy())
+        whole = torch.from_numpy(
+            np.frombuffer(data, dtype="<i8" if name in WHOLE_NUMBERS else "<f4").copy()
+        )
         return (whole.view(sum(lengths), -1) if name in SETS else whole).split(lengths)
 
     inputs = parts("tokens", tokens)
@@ -221,7 +289,17 @@ def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -
         if "old_log_probs" in values:
             values.setdefault("rollout_log_probs", values["old_log_probs"])
         values = {"labels": row, "loss_weights": ones[i], **values}
-        samples.append(TrainSample(tokens=row, response_length=len(row), loss_mask=torch.ones(len(row), dtype=torch.bool), **values))
+        samples.append(
+            TrainSample(
+                tokens=row,
+                response_length=len(row),
+                loss_mask=torch.ones(len(row), dtype=torch.bool),
+                **values,
+            )
+        )
     if not columns.keys() & {"returns", "labels", "label_sets"}:  # a critic that is only asked
-        samples = [dataclasses.replace(s, values=s.loss_weights * 0, returns=s.loss_weights * 0) for s in samples]
+        samples = [
+            dataclasses.replace(s, values=s.loss_weights * 0, returns=s.loss_weights * 0)
+            for s in samples
+        ]
     return samples

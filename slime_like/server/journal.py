@@ -27,14 +27,27 @@ class Journal:
         self._db.execute("pragma synchronous = normal")
         self._db.execute(SCHEMA)
 
-    def put(self, kind: str, id: str, record: dict[str, Any], *, body: bytes | None = None, result: bytes | None = None) -> None:
+    def put(
+        self,
+        kind: str,
+        id: str,
+        record: dict[str, Any],
+        *,
+        body: bytes | None = None,
+        result: bytes | None = None,
+    ) -> None:
         """Add or replace an entry, its bytes included."""
-        self._db.execute("insert or replace into entries values (?, ?, ?, ?, ?)", (kind, id, json.dumps(record), body, result))
+        self._db.execute(
+            "insert or replace into entries values (?, ?, ?, ?, ?)",
+            (kind, id, json.dumps(record), body, result),
+        )
 
     def remove(self, kind: str, id: str) -> None:
         self._db.execute("delete from entries where kind = ? and id = ?", (kind, id))
 
-    def entries(self, kind: str) -> Iterator[tuple[str, dict[str, Any], bytes | None, bytes | None]]:
+    def entries(
+        self, kind: str
+    ) -> Iterator[tuple[str, dict[str, Any], bytes | None, bytes | None]]:
         """(id, record, body, result) of every entry of a kind."""
         for id, record, body, result in self._db.execute(
             "select id, record, body, result from entries where kind = ? order by id", (kind,)

@@ -24,7 +24,9 @@ def run(config: RunConfig, rank: int) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     try:
-        with process_groups(config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed) as layout:
+        with process_groups(
+            config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
+        ) as layout:
             leave_address(layout.rank)
             try:
                 serve(config, layout, lambda text: print(text, flush=True) if rank == 0 else None)

@@ -18,7 +18,13 @@ FORGOTTEN_AFTER_S = 86400.0  # sessions and models that have ended
 
 
 class Lifetimes:
-    def __init__(self, config: ServerConfig, registry: Registry, dispatcher: Dispatcher, operations: ServerOperations) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        operations: ServerOperations,
+    ) -> None:
         self.config = config
         self.registry = registry
         self.dispatcher = dispatcher
@@ -30,7 +36,10 @@ class Lifetimes:
     def create_session(self, body: bodies.CreateSession, owner: str) -> dict[str, Any]:
         self.end_silent_sessions()
         session = self.registry.new_session(
-            owner, most=self.config.max_sessions, user_metadata=body.user_metadata, display_name=body.display_name
+            owner,
+            most=self.config.max_sessions,
+            user_metadata=body.user_metadata,
+            display_name=body.display_name,
         )
         return {"session_id": session.id, "type": "create_session"}
 
@@ -40,7 +49,9 @@ class Lifetimes:
             raise HttpError(404, f"session {id} does not exist")
         session.finished = True
         self.registry.keep(session)
-        for model in [m for m in self.registry.models.values() if m.session == id and m.state != "ended"]:
+        for model in [
+            m for m in self.registry.models.values() if m.session == id and m.state != "ended"
+        ]:
             self.end_model(model, f"model {model.id} is unloaded, for its session has finished")
         for sampler in [s for s in self.registry.samplers.values() if s.session == id]:
             self.operations.drop_sampler(sampler)
@@ -71,13 +82,24 @@ class Lifetimes:
         if queue is not None and queue.next_seq is not None:
             model.next_seq = max(model.next_seq, queue.next_seq)
         self.registry.keep(model)
-        for critic in [m for m in self.registry.models.values() if m.policy == model.id and m.state != "ended"]:
+        for critic in [
+            m for m in self.registry.models.values() if m.policy == model.id and m.state != "ended"
+        ]:
             critic.policy = None  # it goes on without
             self.registry.keep(critic)
         if unload and had_weights:
             self._housekeeping += 1
             key = f"{time.time_ns()}.{self._housekeeping}"
-            request = Request(f"{HOUSEKEEPING}/{key}", "unload", HOUSEKEEPING, 0, "", key, time.time(), {"model": model.id})
+            request = Request(
+                f"{HOUSEKEEPING}/{key}",
+                "unload",
+                HOUSEKEEPING,
+                0,
+                "",
+                key,
+                time.time(),
+                {"model": model.id},
+            )
             self.dispatcher.accept(request)
 
     def workers_came(self, hello: dict[str, Any]) -> None:
@@ -85,14 +107,22 @@ class Lifetimes:
         held = set(hello["facts"]["models"])
         for model in list(self.registry.live_models()):
             if model.state == "ready" and model.id not in held:
-                self.end_model(model, self._lost(model, "the workers were started anew"), unload=False)
+                self.end_model(
+                    model, self._lost(model, "the workers were started anew"), unload=False
+                )
 
     def workers_ended(self, reason: str) -> None:
         for model in self.registry.live_models():
             if model.state == "ready":
-                self.end_model(model, self._lost(model, f"the workers have ended ({reason})"), unload=False)
+                self.end_model(
+                    model, self._lost(model, f"the workers have ended ({reason})"), unload=False
+                )
 
     def _lost(self, model: Model, why: str) -> str:
         newest = self.registry.newest_checkpoint(model.id)
-        rest = "it was never saved" if newest is None else f"go on from its newest checkpoint, {newest.path}"
+        rest = (
+            "it was never saved"
+            if newest is None
+            else f"go on from its newest checkpoint, {newest.path}"
+        )
         return f"model {model.id} is lost: {why}; {rest}"

@@ -33,7 +33,11 @@ class Gate:
     def __init__(self, app: App, *, keys: Sequence[str] | None, max_body: int) -> None:
         self.app = app
         self.max_body = max_body
-        self._owners = None if keys is None else {hashlib.sha256(key.encode()).digest(): owner_name(key) for key in keys}
+        self._owners = (
+            None
+            if keys is None
+            else {hashlib.sha256(key.encode()).digest(): owner_name(key) for key in keys}
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,15 +47,23 @@ class Gate:
         headers = {name.lower(): value for name, value in scope["headers"]}
         owner = self._owner(headers.get(b"x-api-key", b""))
         if owner is None and scope["path"] not in OPEN:
-            return await refuse(send, 401, "the key in X-API-Key is missing or unknown (see --api-key-file)")
+            return await refuse(
+                send, 401, "the key in X-API-Key is missing or unknown (see --api-key-file)"
+            )
         if len(scope["headers"]) > MAX_HEADERS:
             return await refuse(send, 431, f"more than {MAX_HEADERS} headers")
         encoding = headers.get(b"content-encoding")
         if encoding is not None and (encoding != ZSTD or not unpacks()):
-            return await refuse(send, 415, f"Content-Encoding {encoding.decode('latin1')!r} is not offered here; send the body as it is")
+            return await refuse(
+                send,
+                415,
+                f"Content-Encoding {encoding.decode('latin1')!r} is not offered here; send the body as it is",
+            )
         told = headers.get(b"content-length", b"0")
         if not told.isdigit() or len(told) > 18 or int(told) > self.max_body:
-            return await refuse(send, 413, f"the body is larger than {self.max_body} bytes (--max-body-mb)")
+            return await refuse(
+                send, 413, f"the body is larger than {self.max_body} bytes (--max-body-mb)"
+            )
         try:
             async with asyncio.timeout(BODY_S):
                 body = await self._body(receive)
@@ -63,7 +75,9 @@ class Gate:
             except ValueError as error:
                 return await refuse(send, 400, str(error))
         if body is None:
-            return await refuse(send, 413, f"the body is larger than {self.max_body} bytes (--max-body-mb)")
+            return await refuse(
+                send, 413, f"the body is larger than {self.max_body} bytes (--max-body-mb)"
+            )
         scope[OWNER] = owner or ""
         given = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -113,7 +127,9 @@ def unpacked(body: bytes, most: int) -> bytes | None:
             raise ValueError("the body is zstd that does not tell its size; pack it whole")
         if size > most:
             return None
-        found: bytes = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompress(body, allow_extra_data=False)
+        found: bytes = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompress(
+            body, allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
         raise ValueError(f"the body is not zstd: {error}") from None
     return found
@@ -126,7 +142,11 @@ def owner_name(key: str) -> str:
 
 async def refuse(send: Send, status: int, text: str) -> None:
     body = json.dumps({"detail": text}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -26,7 +26,13 @@ class WorkerLink:
     """facts: what the workers said of themselves when they connected; {} before. on_connect, on_loss: called with each pair of workers that
     come and go."""
 
-    def __init__(self, folder: Path, *, on_connect: Callable[[dict[str, Any]], None], on_loss: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        on_connect: Callable[[dict[str, Any]], None],
+        on_loss: Callable[[str], None],
+    ) -> None:
         self.facts: dict[str, Any] = {}
         self._folder = folder
         self._token = secrets.token_hex(32)
@@ -63,7 +69,9 @@ class WorkerLink:
         """What the workers answer to a command; waits until there are workers. Raises Refused or Failed as they say, Failed when they are
         lost."""
         await self._connected.wait()
-        if self._late is not None and self._late["id"] == id:  # executed for an API process that ended before it heard
+        if (
+            self._late is not None and self._late["id"] == id
+        ):  # executed for an API process that ended before it heard
             message, self._late = self._late, None
             return value_of(message)
         assert self._streams is not None
@@ -87,7 +95,11 @@ class WorkerLink:
             writer.close()
             return
         token = hello.get("token") if isinstance(hello, dict) else None
-        if not isinstance(token, str) or not hmac.compare_digest(token, self._token) or self._streams is not None:
+        if (
+            not isinstance(token, str)
+            or not hmac.compare_digest(token, self._token)
+            or self._streams is not None
+        ):
             writer.close()
             return
         self.facts, self._streams, self._late = hello["facts"], (reader, writer), hello["last"]
@@ -100,7 +112,11 @@ class WorkerLink:
                 if "reason" in message:
                     self.said_goodbye, reason = message["goodbye"], message["reason"]
                     break
-                if self._waiting is not None and self._waiting[0] == message["id"] and not self._waiting[1].done():
+                if (
+                    self._waiting is not None
+                    and self._waiting[0] == message["id"]
+                    and not self._waiting[1].done()
+                ):
                     self._waiting[1].set_result(message)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -110,7 +126,12 @@ class WorkerLink:
             writer.close()
             if self._waiting is not None and not self._waiting[1].done():
                 self._waiting[1].set_result(
-                    {"ok": False, "category": "server", "error": f"the workers have ended ({reason})", "lost": True}
+                    {
+                        "ok": False,
+                        "category": "server",
+                        "error": f"the workers have ended ({reason})",
+                        "lost": True,
+                    }
                 )
             self._on_loss(reason)
 

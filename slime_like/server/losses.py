@@ -78,24 +78,36 @@ class _Config:
     def __init__(self, loss: str, given: Mapping[str, float | str]) -> None:
         self.loss, self.given, self.known = loss, given, []  # type: tuple[str, Mapping[str, float | str], list[str]]
 
-    def number(self, key: str, default: float | None, holds: Callable[[float], bool], words: str) -> float:
+    def number(
+        self, key: str, default: float | None, holds: Callable[[float], bool], words: str
+    ) -> float:
         self.known.append(key)
         value = self.given.get(key, default)
         if value is None:
-            raise Refused(f"loss_fn {self.loss!r} needs loss_fn_config[{key!r}] ({words}): its default is not documented")
+            raise Refused(
+                f"loss_fn {self.loss!r} needs loss_fn_config[{key!r}] ({words}): its default is not documented"
+            )
         if isinstance(value, str) or not holds(value):
-            raise Refused(f"loss_fn {self.loss!r}: loss_fn_config[{key!r}] is {value!r}, must be {words}")
+            raise Refused(
+                f"loss_fn {self.loss!r}: loss_fn_config[{key!r}] is {value!r}, must be {words}"
+            )
         return float(value)
 
     def finish(self) -> None:
         if unknown := [key for key in self.given if key not in self.known]:
             known = ", ".join(self.known) or "none"
-            raise Refused(f"loss_fn {self.loss!r}: unknown loss_fn_config {', '.join(map(repr, unknown))}; known: {known}")
+            raise Refused(
+                f"loss_fn {self.loss!r}: unknown loss_fn_config {', '.join(map(repr, unknown))}; known: {known}"
+            )
 
     def thresholds(self, low: float | None, high: float | None) -> tuple[float, float]:
         """Absolute bounds of a ratio."""
-        below = self.number("clip_low_threshold", low, lambda x: 0 <= x <= 1, "a ratio, 0 <= x <= 1")
-        above = self.number("clip_high_threshold", high, lambda x: 1 <= x < float("inf"), "a ratio, >= 1")
+        below = self.number(
+            "clip_low_threshold", low, lambda x: 0 <= x <= 1, "a ratio, 0 <= x <= 1"
+        )
+        above = self.number(
+            "clip_high_threshold", high, lambda x: 1 <= x < float("inf"), "a ratio, >= 1"
+        )
         self.finish()
         return 1 - below, above - 1
 
@@ -115,12 +127,16 @@ def _ppo(config: _Config) -> ServedLoss:
 
 def _cispo(config: _Config) -> ServedLoss:
     low, high = config.thresholds(0.0, 4.0)
-    return ServedLoss("cispo", "cispo", {"cispo_eps_clip_low": low, "cispo_eps_clip_high": high}, _RL)
+    return ServedLoss(
+        "cispo", "cispo", {"cispo_eps_clip_low": low, "cispo_eps_clip_high": high}, _RL
+    )
 
 
 def _gspo(config: _Config) -> ServedLoss:
     low, high = config.thresholds(None, None)
-    return ServedLoss("gspo", "gspo", {"eps_clip": low, "eps_clip_high": high}, _RL | {"sequence_ratio_mask"})
+    return ServedLoss(
+        "gspo", "gspo", {"eps_clip": low, "eps_clip_high": high}, _RL | {"sequence_ratio_mask"}
+    )
 
 
 def _dro(config: _Config) -> ServedLoss:
@@ -130,10 +146,18 @@ def _dro(config: _Config) -> ServedLoss:
 
 
 def _critic(config: _Config) -> ServedLoss:
-    clip = config.number("value_clip", ValueLossConfig().value_clip, lambda x: 0 < x < float("inf"), "> 0")
+    clip = config.number(
+        "value_clip", ValueLossConfig().value_clip, lambda x: 0 < x < float("inf"), "> 0"
+    )
     config.finish()
     settings = {"value_clip": clip, "value_loss_scale": 0.5}
-    return ServedLoss(CRITIC_LOSS, CRITIC_LOSS, settings, frozenset(), frozenset({"values", "returns", "weights", "target_tokens"}))
+    return ServedLoss(
+        CRITIC_LOSS,
+        CRITIC_LOSS,
+        settings,
+        frozenset(),
+        frozenset({"values", "returns", "weights", "target_tokens"}),
+    )
 
 
 _OF_TINKER: dict[str, Callable[[_Config], ServedLoss]] = {
@@ -154,18 +178,27 @@ def _own_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
     hints = typing.get_type_hints(loss.config_type)
     names = [*(field.name for field in dataclasses.fields(loss.config_type)), ENTROPY]
     if unknown := [key for key in config if key not in names]:
-        raise Refused(f"loss_fn {name!r}: unknown loss_fn_config {', '.join(map(repr, unknown))}; known: {', '.join(names)}")
+        raise Refused(
+            f"loss_fn {name!r}: unknown loss_fn_config {', '.join(map(repr, unknown))}; known: {', '.join(names)}"
+        )
     given = {key: _typed(name, key, value, hints.get(key, float)) for key, value in config.items()}
     entropy_coef = given.pop(ENTROPY, 0.0)
     if not 0 <= entropy_coef < float("inf"):
-        raise Refused(f"loss_fn {name!r}: loss_fn_config[{ENTROPY!r}] is {entropy_coef!r}, must be >= 0")
+        raise Refused(
+            f"loss_fn {name!r}: loss_fn_config[{ENTROPY!r}] is {entropy_coef!r}, must be >= 0"
+        )
     settings = {**loss.alias_defaults.get(name, {}), **given}
     made = loss.config_type(**settings)
     if problems := check_fields(made):
-        words = "; ".join(f"{problem.flag.lstrip('-').replace('-', '_')} is {problem.value!r}: {problem.message}" for problem in problems)
+        words = "; ".join(
+            f"{problem.flag.lstrip('-').replace('-', '_')} is {problem.value!r}: {problem.message}"
+            for problem in problems
+        )
         raise Refused(f"loss_fn {name!r}: {words}")
     needs = loss.with_config(made).needs
-    required = {"target_tokens", "mask"} | {key for key, field in FIELDS.items() if field in needs and key not in MASKS}
+    required = {"target_tokens", "mask"} | {
+        key for key, field in FIELDS.items() if field in needs and key not in MASKS
+    }
     optional = frozenset({"weights", "logprobs", "rollout_logprobs", "rewards"})
     return ServedLoss(name, kind, settings, frozenset(required), optional, entropy_coef)
 

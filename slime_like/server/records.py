@@ -21,7 +21,11 @@ def page_of(records: list[Any], query: Mapping[str, str]) -> tuple[list[Any], di
         raise HttpError(422, "limit and offset are whole numbers") from None
     if not 1 <= limit <= LONGEST_PAGE or not 0 <= offset < 2**31:
         raise HttpError(422, f"limit is 1 to {LONGEST_PAGE}, offset at least 0")
-    return records[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(records)}
+    return records[offset : offset + limit], {
+        "offset": offset,
+        "limit": limit,
+        "total_count": len(records),
+    }
 
 
 def moment(seconds: float) -> str:
@@ -35,8 +39,12 @@ def texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
 
 def session_record(registry: Registry, session: Session) -> dict[str, Any]:
     return {
-        "training_run_ids": [model.id for model in registry.models.values() if model.session == session.id],
-        "sampler_ids": [sampler.id for sampler in registry.samplers.values() if sampler.session == session.id],
+        "training_run_ids": [
+            model.id for model in registry.models.values() if model.session == session.id
+        ],
+        "sampler_ids": [
+            sampler.id for sampler in registry.samplers.values() if sampler.session == session.id
+        ],
         "user_metadata": texts(session.user_metadata),
         "display_name": session.display_name,
     }

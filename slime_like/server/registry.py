@@ -89,7 +89,12 @@ class Checkpoint:
 
 
 Record = TypeVar("Record", Session, Model, Sampler, Checkpoint)
-_TABLES: dict[str, type] = {"session": Session, "model": Model, "sampler": Sampler, "checkpoint": Checkpoint}
+_TABLES: dict[str, type] = {
+    "session": Session,
+    "model": Model,
+    "sampler": Sampler,
+    "checkpoint": Checkpoint,
+}
 _KIND_OF = {record: kind for kind, record in _TABLES.items()}
 
 
@@ -127,12 +132,29 @@ class Registry:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
-    def new_session(self, owner: str, *, most: int, user_metadata: dict[str, Any] | None, display_name: str | None) -> Session:
+    def new_session(
+        self,
+        owner: str,
+        *,
+        most: int,
+        user_metadata: dict[str, Any] | None,
+        display_name: str | None,
+    ) -> Session:
         live = [s for s in self.sessions.values() if not s.finished]
         if len(live) >= most:
-            raise HttpError(403, f"{len(live)} sessions are open, the most that --max-sessions allows; close one")
+            raise HttpError(
+                403,
+                f"{len(live)} sessions are open, the most that --max-sessions allows; close one",
+            )
         now = time.time()
-        session = Session(f"session-{secrets.token_hex(8)}", owner, now, now, user_metadata=user_metadata, display_name=display_name)
+        session = Session(
+            f"session-{secrets.token_hex(8)}",
+            owner,
+            now,
+            now,
+            user_metadata=user_metadata,
+            display_name=display_name,
+        )
         self.keep(session)
         return session
 
@@ -178,10 +200,16 @@ class Registry:
     def checkpoint(self, path: str, owner: str, kind: str | None = None) -> Checkpoint:
         """Raises Refused when there is none of this path and kind for this owner, or it has expired."""
         found = self.checkpoints.get(path)
-        if found is None or found.owner != owner or (found.expires is not None and found.expires < time.time()):
+        if (
+            found is None
+            or found.owner != owner
+            or (found.expires is not None and found.expires < time.time())
+        ):
             raise Refused(f"checkpoint {path} does not exist")
         if kind is not None and found.kind != kind:
-            raise Refused(f"checkpoint {path} is of kind {found.kind}; one of kind {kind} is wanted ({KINDS[kind]}/...)")
+            raise Refused(
+                f"checkpoint {path} is of kind {found.kind}; one of kind {kind} is wanted ({KINDS[kind]}/...)"
+            )
         return found
 
     def newest_checkpoint(self, run: str) -> Checkpoint | None:

@@ -17,7 +17,13 @@ from arguments.run_config import RunConfig
 from slime_like.megatron_backend.critic import start_from_policy
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.lora import LoraBase, LoraSpec
-from slime_like.megatron_backend.served import OffloadedNetwork, Served, ServedAdapter, ServedNetwork, StoredState
+from slime_like.megatron_backend.served import (
+    OffloadedNetwork,
+    Served,
+    ServedAdapter,
+    ServedNetwork,
+    StoredState,
+)
 from slime_like.server.errors import Refused
 
 LORA_ALPHA = 32.0  # the API does not say it; this is what its own service trains with
@@ -55,7 +61,9 @@ class Residents:
         self._base_of_adapters: LoraBase | None = None
         self._clock = 0
 
-    def create(self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None) -> None:
+    def create(
+        self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None
+    ) -> None:
         """Raises Refused for an adapter with nothing to train."""
         assert model not in self.models, model
         created = HostedModel(model, role)
@@ -106,7 +114,9 @@ class Residents:
         if policy is not None:
             start_from_policy(critic, self.network(policy))
             return
-        source = HostedModel("~base", "policy")  # a critic that is about to be loaded: any weights will do
+        source = HostedModel(
+            "~base", "policy"
+        )  # a critic that is about to be loaded: any weights will do
         start_from_policy(critic, self._network(source))
         self._free(source)
 
@@ -117,7 +127,14 @@ class Residents:
     def _network(self, hosted: HostedModel) -> ServedNetwork:
         """A network for a model: a free one, a new one while there may be more, else the one whose model was not used for longest."""
         self._use(hosted)
-        free = next((i for i, slot in enumerate(self._slots) if slot.role == hosted.role and slot.model is None), None)
+        free = next(
+            (
+                i
+                for i, slot in enumerate(self._slots)
+                if slot.role == hosted.role and slot.model is None
+            ),
+            None,
+        )
         if free is None:
             free = self._make_room(hosted.role)
         self._slots[free].model = hosted.id
@@ -153,7 +170,10 @@ class Residents:
     def _make_room_for_an_adapter(self) -> None:
         """Those that were not used for longest go to host memory, until one more may come."""
         most = self.run.server.max_resident_adapters
-        inside = sorted((m for m in self.models.values() if m.adapter is not None and m.outside is None), key=lambda m: m.used)
+        inside = sorted(
+            (m for m in self.models.values() if m.adapter is not None and m.outside is None),
+            key=lambda m: m.used,
+        )
         for out in [] if most is None else inside[: max(0, len(inside) - most + 1)]:
             assert out.adapter is not None
             out.outside = OffloadedNetwork(out.adapter)
@@ -161,19 +181,34 @@ class Residents:
     def _new_adapter(self, lora: Mapping[str, Any], role: str) -> ServedAdapter:
         """On the one frozen base, which is made with the first adapter. A critic's starts from that base, with values of 0. Raises Refused when
         there is nothing to train."""
-        parts = {"attn": lora["train_attn"], "mlp": lora["train_mlp"], "unembed": lora["train_unembed"]}
-        targets = frozenset(name for part, wanted in parts.items() if wanted for name in TARGETS[part])
+        parts = {
+            "attn": lora["train_attn"],
+            "mlp": lora["train_mlp"],
+            "unembed": lora["train_unembed"],
+        }
+        targets = frozenset(
+            name for part, wanted in parts.items() if wanted for name in TARGETS[part]
+        )
         if not targets:
-            words = "train_attn, train_mlp and train_unembed are all False: there is nothing to train"
+            words = (
+                "train_attn, train_mlp and train_unembed are all False: there is nothing to train"
+            )
             if role == "critic":
                 words = "train_attn and train_mlp are both False: an adapter of a critic has no other layers, for it has no output layer"
             raise Refused(words)
-        megatron, shape = self.run.megatron, (self.run.gpt, self.run.model.transformer_impl, self.layout)
+        megatron, shape = (
+            self.run.megatron,
+            (self.run.gpt, self.run.model.transformer_impl, self.layout),
+        )
         if self._base_of_adapters is None:
             self._base_of_adapters = LoraBase(megatron.transformer, *shape, hf=self.hf)
             self._base_of_adapters.load_hf(self.base)
         seed = self.run.model.seed if lora["seed"] is None else lora["seed"]
         spec = LoraSpec(lora["rank"], LORA_ALPHA, targets, seed, value_head=role == "critic")
         return ServedAdapter(
-            self._base_of_adapters, spec, ddp=megatron.ddp, optimizer=dataclasses.replace(megatron.optimizer), schedule=self.run.schedule
+            self._base_of_adapters,
+            spec,
+            ddp=megatron.ddp,
+            optimizer=dataclasses.replace(megatron.optimizer),
+            schedule=self.run.schedule,
         )

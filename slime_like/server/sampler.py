@@ -31,15 +31,28 @@ class Asked:
     wanted: list[tuple[int, int]]
 
     @classmethod
-    def of(cls, sampling: Mapping[str, Any], prompts: Sequence[bytes], counts: Sequence[int]) -> Asked:
+    def of(
+        cls, sampling: Mapping[str, Any], prompts: Sequence[bytes], counts: Sequence[int]
+    ) -> Asked:
         """Of plain values. prompts: little-endian int32. counts: samples of each prompt."""
-        params = SamplingParams(**{**sampling, "stop": tuple(sampling["stop"]), "stop_token_ids": tuple(sampling["stop_token_ids"])})
+        params = SamplingParams(
+            **{
+                **sampling,
+                "stop": tuple(sampling["stop"]),
+                "stop_token_ids": tuple(sampling["stop_token_ids"]),
+            }
+        )
         tokens = [tuple(np.frombuffer(prompt, dtype="<i4").tolist()) for prompt in prompts]
         return cls(params, tokens, [(i, j) for i, count in enumerate(counts) for j in range(count)])
 
-    def requests(self, places: Sequence[tuple[int, int]], seeds: Sequence[int]) -> list[GenerateRequest]:
+    def requests(
+        self, places: Sequence[tuple[int, int]], seeds: Sequence[int]
+    ) -> list[GenerateRequest]:
         """For these of `wanted`, numbered in their order. seeds: of each prompt."""
-        return [GenerateRequest(n, self.prompts[i], seed_of(seeds[i], j)) for n, (i, j) in enumerate(places)]
+        return [
+            GenerateRequest(n, self.prompts[i], seed_of(seeds[i], j))
+            for n, (i, j) in enumerate(places)
+        ]
 
 
 class SnapshotSampler:
@@ -71,14 +84,20 @@ class SnapshotSampler:
         outputs = together(lambda: engine.generate(requests, asked.params) if requests else [])
         scored = list(range(rank, len(prompts), world)) if prompt_log_probs else []
         scores = together(lambda: engine.prompt_log_probs([asked.prompts[i] for i in scored]))
-        told = ([(where, plain(output)) for where, output in zip(mine, outputs)], [(i, with_nan(s)) for i, s in zip(scored, scores)])
+        told = (
+            [(where, plain(output)) for where, output in zip(mine, outputs)],
+            [(i, with_nan(s)) for i, s in zip(scored, scores)],
+        )
         sequences: dict[tuple[int, int], dict[str, Any]] = {}
         prompt_scores: dict[int, bytes] = {}
         for samples, part in gather(told):
             sequences |= dict(samples)
             prompt_scores |= dict(part)
         return [
-            {"sequences": [sequences[i, j] for j in range(count)], "prompt_log_probs": prompt_scores.get(i)}
+            {
+                "sequences": [sequences[i, j] for j in range(count)],
+                "prompt_log_probs": prompt_scores.get(i),
+            }
             for i, count in enumerate(counts)
         ]
 
@@ -106,7 +125,9 @@ class SnapshotSampler:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(model.hf_checkpoint, trust_remote_code=model.trust_remote_code)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                model.hf_checkpoint, trust_remote_code=model.trust_remote_code
+            )
         return LocalEngine(
             model.hf_checkpoint,
             self._tokenizer,
@@ -120,7 +141,10 @@ class SnapshotSampler:
 
 def seed_of(seed: int, sample: int) -> int:
     """Of the j-th sample of a request, 63 bits that depend on both alone."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big")
+        >> 1
+    )
 
 
 def is_tied(folder: str) -> bool:

@@ -28,18 +28,26 @@ def sample_body(request: Sample, limits: Limits) -> dict[str, Any]:
         if getattr(request, name) not in (unwanted, None):
             raise Refused(f"{name} is not offered here; leave it out")
     if request.base_model is not None or request.model_path is not None:
-        raise Refused("base_model and model_path belong to create_sampling_session; a sampling session has its weights")
+        raise Refused(
+            "base_model and model_path belong to create_sampling_session; a sampling session has its weights"
+        )
     tokens: list[int] = []
     for chunk in request.prompt.chunks:
         if chunk.type != "encoded_text" or chunk.tokens is None or chunk.model_extra:
-            raise Refused(f"the prompt has a chunk of kind {chunk.type!r}; only encoded_text is offered here")
+            raise Refused(
+                f"the prompt has a chunk of kind {chunk.type!r}; only encoded_text is offered here"
+            )
         tokens += chunk.tokens
     prompt = np.array(tokens, dtype=np.int64)
     params = request.sampling_params
     check_tokens(prompt, "prompt", limits, room=params.max_tokens or 1)
-    longest = params.max_tokens if params.max_tokens is not None else limits.max_length - prompt.size
+    longest = (
+        params.max_tokens if params.max_tokens is not None else limits.max_length - prompt.size
+    )
     if longest * request.num_samples > limits.max_tokens:
-        raise Refused(f"{request.num_samples} samples of up to {longest} tokens are more than {limits.max_tokens} (--max-request-tokens)")
+        raise Refused(
+            f"{request.num_samples} samples of up to {longest} tokens are more than {limits.max_tokens} (--max-request-tokens)"
+        )
     return {
         "prompt": prompt.astype("<i4").tobytes(),
         "count": request.num_samples,

@@ -49,8 +49,19 @@ class Service:
 
     # --- requests with a future -------------------------------------------------------------------------------------
 
-    def _accept(self, op: str, queue: str, seq: int, owner: str, digest: str, body: dict[str, Any], **extra: Any) -> dict[str, Any]:
-        request = Request(request_id(queue, seq), op, queue, seq, owner, digest, time.time(), body, extra=extra)
+    def _accept(
+        self,
+        op: str,
+        queue: str,
+        seq: int,
+        owner: str,
+        digest: str,
+        body: dict[str, Any],
+        **extra: Any,
+    ) -> dict[str, Any]:
+        request = Request(
+            request_id(queue, seq), op, queue, seq, owner, digest, time.time(), body, extra=extra
+        )
         return future_of(self.dispatcher.accept(request))
 
     def _repeated(self, queue: str, seq: int, digest: str) -> dict[str, Any] | None:
@@ -76,14 +87,29 @@ class Service:
         self._open(model)
         return self._accept("create_model", id, 0, owner, digest, request)
 
-    def _new_model(self, id: str, session: str, owner: str, user_metadata: dict[str, Any] | None) -> Model:
+    def _new_model(
+        self, id: str, session: str, owner: str, user_metadata: dict[str, Any] | None
+    ) -> Model:
         if id in self.registry.models:
             raise HttpError(422, f"model {id} exists")
         live = self.registry.live_models()
         if len(live) >= self.config.max_models:
-            raise HttpError(403, f"{len(live)} models are loaded, the most that --max-models allows; close the session of another")
+            raise HttpError(
+                403,
+                f"{len(live)} models are loaded, the most that --max-models allows; close the session of another",
+            )
         now = time.time()
-        return Model(id, session, owner, self.base.name, "policy", now, now, next_seq=0, user_metadata=user_metadata)
+        return Model(
+            id,
+            session,
+            owner,
+            self.base.name,
+            "policy",
+            now,
+            now,
+            next_seq=0,
+            user_metadata=user_metadata,
+        )
 
     def _open(self, model: Model) -> None:
         self.registry.keep(model)
@@ -91,8 +117,15 @@ class Service:
 
     def load_weights(self, body: bodies.LoadWeights, owner: str) -> dict[str, Any]:
         by_model, by_session = body.model_id is not None, body.session_id is not None
-        if by_model == by_session or (by_model and body.seq_id is None) or (by_session and body.model_seq_id is None):
-            raise HttpError(422, "give session_id and model_seq_id for a new model, or model_id and seq_id for one that is there")
+        if (
+            by_model == by_session
+            or (by_model and body.seq_id is None)
+            or (by_session and body.model_seq_id is None)
+        ):
+            raise HttpError(
+                422,
+                "give session_id and model_seq_id for a new model, or model_id and seq_id for one that is there",
+            )
         digest = digest_of("load_weights", body)
         if body.model_id is not None and body.seq_id is not None:
             model = self.registry.model(body.model_id, owner)
@@ -112,13 +145,17 @@ class Service:
                 self.base.check_name(body.base_model)
             check_optimizer(body.optimizer_config)
             if body.optimizer and body.optimizer_config is not None:
-                raise Refused("optimizer_config does not go with optimizer=True, which takes the checkpoint's")
+                raise Refused(
+                    "optimizer_config does not go with optimizer=True, which takes the checkpoint's"
+                )
             checkpoint = self.registry.checkpoint(body.path, owner, "training")
             check_unembed(checkpoint.lora, self.base)
             model.role, model.lora = checkpoint.role, checkpoint.lora
             told = role_of(body.user_metadata, None)
             if (body.user_metadata or {}).get("model_role") is not None and told != model.role:
-                raise Refused(f"checkpoint {body.path} is of a {model.role}, and model_role says {told}")
+                raise Refused(
+                    f"checkpoint {body.path} is of a {model.role}, and model_role says {told}"
+                )
             if model.role == "critic":
                 model.policy = self.registry.policy_for_critic(session.id)
         except Refused as error:
@@ -129,7 +166,9 @@ class Service:
     def forward_backward(self, data: bytes, owner: str) -> dict[str, Any]:
         request = parse_request(data)
         model = self.registry.model(request.model_id, owner)
-        digest = hashlib.sha256(b"forward_backward" + request.SerializeToString(deterministic=True)).hexdigest()
+        digest = hashlib.sha256(
+            b"forward_backward" + request.SerializeToString(deterministic=True)
+        ).hexdigest()
         if (before := self._repeated(model.id, request.seq_id, digest)) is not None:
             return before
         body: dict[str, Any] = {"model": model.id}
@@ -140,26 +179,36 @@ class Service:
         return self._accept("forward_backward", model.id, request.seq_id, owner, digest, body)
 
     def optim_step(self, body: bodies.OptimStep, owner: str) -> dict[str, Any]:
-        request: dict[str, Any] = {"adam": (body.adam_params or bodies.AdamParams()).model_dump(exclude={"type"})}
+        request: dict[str, Any] = {
+            "adam": (body.adam_params or bodies.AdamParams()).model_dump(exclude={"type"})
+        }
         if body.optimizer_params is not None:
             kind = body.optimizer_params.get("type")
-            request["refusal"] = f"optimizer {kind!r} is not offered here; the only one is adamw, with adam_params"
+            request["refusal"] = (
+                f"optimizer {kind!r} is not offered here; the only one is adamw, with adam_params"
+            )
         elif body.adam_params is None:
             request["refusal"] = "adam_params is missing"
         return self._of_model("optim_step", body, owner, request)
 
     def save_weights(self, body: bodies.SaveWeights, owner: str) -> dict[str, Any]:
-        return self._of_model("save", body, owner, save_request("training", body, overwrite=body.overwrite))
+        return self._of_model(
+            "save", body, owner, save_request("training", body, overwrite=body.overwrite)
+        )
 
     def save_external(self, body: bodies.SaveWeightsExternal, owner: str) -> dict[str, Any]:
         request = save_request("external", body, overwrite=False)
         if body.age_encryption_recipients:
-            request["refusal"] = "age_encryption_recipients is not offered here; the files are written as they are"
+            request["refusal"] = (
+                "age_encryption_recipients is not offered here; the files are written as they are"
+            )
         return self._of_model("save", body, owner, self._for_policies(body.model_id, request))
 
     def save_for_sampler(self, body: bodies.SaveWeightsForSampler, owner: str) -> dict[str, Any]:
         if (body.path is None) == (body.sampling_session_seq_id is None):
-            raise HttpError(422, "give path for a checkpoint, or sampling_session_seq_id for a sampling session")
+            raise HttpError(
+                422, "give path for a checkpoint, or sampling_session_seq_id for a sampling session"
+            )
         if body.path is not None:
             request = save_request("sampler", body, overwrite=False)
         else:
@@ -168,14 +217,18 @@ class Service:
             if request["sampler"] in self.registry.samplers:
                 request["refusal"] = f"sampling session {request['sampler']} exists"
         if body.kind == "inflight":
-            request["refusal"] = "kind='inflight' is not offered here; snapshots (the default) stay fixed"
+            request["refusal"] = (
+                "kind='inflight' is not offered here; snapshots (the default) stay fixed"
+            )
         op = "save" if body.path is not None else "snapshot"
         return self._of_model(op, body, owner, self._for_policies(body.model_id, request))
 
     def _for_policies(self, model_id: str, request: dict[str, Any]) -> dict[str, Any]:
         model = self.registry.models.get(model_id)
         if model is not None and model.role == "critic":
-            request["refusal"] = f"model {model.id} is a critic: sampler checkpoints are for policies only"
+            request["refusal"] = (
+                f"model {model.id} is a critic: sampler checkpoints are for policies only"
+            )
         return request
 
     def _of_model(self, op: str, body: Any, owner: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -183,11 +236,15 @@ class Service:
         digest = digest_of(op, body)
         if (before := self._repeated(model.id, body.seq_id, digest)) is not None:
             return before
-        return self._accept(op, model.id, body.seq_id, owner, digest, {"model": model.id, **request})
+        return self._accept(
+            op, model.id, body.seq_id, owner, digest, {"model": model.id, **request}
+        )
 
     # --- sampling ---------------------------------------------------------------------------------------------------
 
-    def create_sampling_session(self, body: bodies.CreateSamplingSession, owner: str) -> dict[str, Any]:
+    def create_sampling_session(
+        self, body: bodies.CreateSamplingSession, owner: str
+    ) -> dict[str, Any]:
         session = self.registry.session(body.session_id, owner)
         id = f"{session.id}:sample:{body.sampling_session_seq_id}"
         if (body.base_model is None) == (body.model_path is None) and body.model_path is None:
@@ -218,7 +275,12 @@ class Service:
     def sampler(self, id: str, owner: str) -> Sampler:
         sampler = self.registry.samplers.get(id)
         if sampler is None or sampler.owner != owner:
-            raise HttpError(404, snapshot_is_gone(id) if ":sample:" in id else f"sampling session {id} does not exist")
+            raise HttpError(
+                404,
+                snapshot_is_gone(id)
+                if ":sample:" in id
+                else f"sampling session {id} does not exist",
+            )
         session = self.registry.sessions.get(sampler.session)
         if session is not None and not session.finished:
             session.seen = time.time()
@@ -235,13 +297,19 @@ class Service:
             request = sample_body(body, self.limits)
         except Refused as error:
             request = {"refusal": str(error)}
-        return self._accept("sample", sampler.id, body.seq_id, owner, digest, request, sample_sequence_ids=ids)
+        return self._accept(
+            "sample", sampler.id, body.seq_id, owner, digest, request, sample_sequence_ids=ids
+        )
 
     # --- what is asked about ----------------------------------------------------------------------------------------
 
     def get_info(self, body: bodies.ModelRequest, owner: str) -> dict[str, Any]:
         model = self.registry.model(body.model_id, owner)
-        data = {"arch": self.base.arch, "model_name": self.base.name, "tokenizer_id": self.base.folder}
+        data = {
+            "arch": self.base.arch,
+            "model_name": self.base.name,
+            "tokenizer_id": self.base.folder,
+        }
         rank = None if model.lora is None else model.lora["rank"]
         return {
             "model_id": model.id, "model_data": data, "is_lora": rank is not None, "lora_rank": rank, "model_name": self.base.name,
@@ -253,7 +321,10 @@ class Service:
         lora = checkpoint.lora
         info: dict[str, Any] = {"base_model": checkpoint.base_model, "is_lora": lora is not None}
         if lora is not None:
-            info |= {"lora_rank": lora["rank"], **{name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")}}
+            info |= {
+                "lora_rank": lora["rank"],
+                **{name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")},
+            }
         return info
 
     def checkpoint(self, path: str, owner: str) -> Checkpoint:
@@ -265,14 +336,25 @@ class Service:
     def capabilities(self) -> dict[str, Any]:
         return {
             "supported_models": [
-                {"model_name": self.base.name, "max_context_length": self.limits.max_length, "trainable": True, "sampleable": True}
+                {
+                    "model_name": self.base.name,
+                    "max_context_length": self.limits.max_length,
+                    "trainable": True,
+                    "sampleable": True,
+                }
             ]
         }
 
 
 def save_request(kind: str, body: Any, *, overwrite: bool) -> dict[str, Any]:
     metadata = getattr(body, "user_metadata", None)
-    return {"kind": kind, "name": body.path, "ttl_seconds": body.ttl_seconds, "overwrite": overwrite, "user_metadata": metadata}
+    return {
+        "kind": kind,
+        "name": body.path,
+        "ttl_seconds": body.ttl_seconds,
+        "overwrite": overwrite,
+        "user_metadata": metadata,
+    }
 
 
 def digest_of(op: str, body: Any) -> str:

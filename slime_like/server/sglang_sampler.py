@@ -33,9 +33,7 @@ from slime_like.server.errors import Refused
 from slime_like.server.sampler import Asked, is_tied, plain, with_nan
 
 ATTEMPTS = 3  # to give the servers a snapshot; each one less costs a server
-NO_SEED = (
-    "seed is not honoured by the SGLang servers of this server; start them with --sglang-enable-deterministic-inference, or leave it out"
-)
+NO_SEED = "seed is not honoured by the SGLang servers of this server; start them with --sglang-enable-deterministic-inference, or leave it out"
 UNTIED = (
     "this snapshot has an output layer of its own (train_unembed), and the SGLang servers were started with one that is the embedding: sample it with "
     "--rollout-engine local, or train with train_unembed=False"
@@ -46,11 +44,15 @@ class SnapshotUpdater(WeightUpdater):
     """Weights that lie in a folder already. folder: what the next update gives the servers."""
 
     def __init__(self, fleet: Fleet, base: str, folder: Path, timeout_s: float) -> None:
-        settings = UpdateSettings("disk", timeout_s=timeout_s, disk_dir=str(folder), keep_files=True)
+        settings = UpdateSettings(
+            "disk", timeout_s=timeout_s, disk_dir=str(folder), keep_files=True
+        )
         super().__init__(fleet, settings, base, torch.device("cpu"))
         self.folder = Path(base)
 
-    def _from_disk(self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]) -> None:
+    def _from_disk(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+    ) -> None:
         for _ in weights:  # names and shapes, which are compared with the base model's
             pass
         self._load_everywhere(self.folder, version, workers)
@@ -59,7 +61,13 @@ class SnapshotUpdater(WeightUpdater):
 class SglangSampler:
     """In place of a `SnapshotSampler`. Rank 0 talks to the servers. engine, updater: the latter on rank 0 only."""
 
-    def __init__(self, engine: SglangEngine, updater: SnapshotUpdater | None, settings: RequestSettings, base: str) -> None:
+    def __init__(
+        self,
+        engine: SglangEngine,
+        updater: SnapshotUpdater | None,
+        settings: RequestSettings,
+        base: str,
+    ) -> None:
         """A collective. base: folder of the model that the servers were started with."""
         self._engine, self._updater, self._settings = engine, updater, settings
         self._folder = ""  # whose weights the servers have
@@ -107,9 +115,13 @@ class SglangSampler:
             if self._engine.weight_version == self._version:
                 self._folder = folder
                 return
-        raise RunError(f"the snapshot {folder} did not reach the SGLang servers in {ATTEMPTS} attempts")
+        raise RunError(
+            f"the snapshot {folder} did not reach the SGLang servers in {ATTEMPTS} attempts"
+        )
 
-    def _ask(self, asked: Asked, counts: Sequence[int], seeds: Sequence[int], scored: bool) -> list[dict[str, Any]]:
+    def _ask(
+        self, asked: Asked, counts: Sequence[int], seeds: Sequence[int], scored: bool
+    ) -> list[dict[str, Any]]:
         outputs = self._engine.generate(asked.requests(asked.wanted, seeds), asked.params)
         for output in outputs:
             if output.finish_reason == "abort":
@@ -122,9 +134,14 @@ class SglangSampler:
             prompt_scores = asyncio.run(self._score_all(asked.prompts)) if scored else []
         except (RequestFailed, BadAnswer) as failure:
             raise RunError(str(failure)) from failure
-        samples = {where: plain(output) for where, output in zip(asked.wanted, outputs, strict=True)}
+        samples = {
+            where: plain(output) for where, output in zip(asked.wanted, outputs, strict=True)
+        }
         return [
-            {"sequences": [samples[i, j] for j in range(count)], "prompt_log_probs": with_nan(prompt_scores[i]) if scored else None}
+            {
+                "sequences": [samples[i, j] for j in range(count)],
+                "prompt_log_probs": with_nan(prompt_scores[i]) if scored else None,
+            }
             for i, count in enumerate(counts)
         ]
 
@@ -146,15 +163,28 @@ class SglangSampler:
             assert self._engine.fleet is not None
             ready = self._engine.fleet.ready()
             if not ready:
-                raise RequestFailed("no_engine", "no engine with the snapshot's weights is left", again=False)
-            url, rid = ready[(first + number) % len(ready)].url, f"prompt-{first}-{number}-{self._version}"
-            return read_scores(await post_once(client, f"{url}/generate", scoring_body(prompt, rid), self._settings.deadlines), prompt, rid)
+                raise RequestFailed(
+                    "no_engine", "no engine with the snapshot's weights is left", again=False
+                )
+            url, rid = (
+                ready[(first + number) % len(ready)].url,
+                f"prompt-{first}-{number}-{self._version}",
+            )
+            return read_scores(
+                await post_once(
+                    client, f"{url}/generate", scoring_body(prompt, rid), self._settings.deadlines
+                ),
+                prompt,
+                rid,
+            )
 
         scores: tuple[float, ...] = await with_retries(attempt, self._settings.retries, Counter())
         return scores
 
 
-def make_sglang_sampler(run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]) -> SglangSampler:
+def make_sglang_sampler(
+    run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]
+) -> SglangSampler:
     """A collective. Rank 0 starts what is to be started and waits until it answers. Raises RunError on every rank when it does not."""
     assert run.model.hf_checkpoint is not None
     model, root = run.model.hf_checkpoint, Path(run.server.server_dir).resolve()
@@ -165,7 +195,9 @@ def make_sglang_sampler(run: RunConfig, layout: ParallelLayout, tell: Callable[[
 
     fleet, updater = on_rank_zero(start) or (None, None)
     settings = request_settings(run.sglang)
-    engine = SglangEngine(fleet, updater, settings, model, check_updates=run.sglang.check_weight_update_equal)
+    engine = SglangEngine(
+        fleet, updater, settings, model, check_updates=run.sglang.check_weight_update_equal
+    )
     return SglangSampler(engine, updater, settings, model)
 
 

@@ -50,7 +50,9 @@ _SCALARS = {
 
 def file_of_messages() -> descriptor_pb2.FileDescriptorProto:
     """What protoc would make of the table."""
-    file = descriptor_pb2.FileDescriptorProto(name="tinker_public.proto", package=PACKAGE, syntax="proto3")
+    file = descriptor_pb2.FileDescriptorProto(
+        name="tinker_public.proto", package=PACKAGE, syntax="proto3"
+    )
     for name, values in ENUMS.items():
         enum = file.enum_type.add(name=name)
         for number, value in enumerate(values):
@@ -71,7 +73,9 @@ def _add_field(message: descriptor_pb2.DescriptorProto, number: int, name: str, 
     kind, _, oneof = kind.partition("|")
     field = message.field.add(name=name, number=number, label=_Field.LABEL_OPTIONAL)
     if kind.startswith("{"):
-        entry = message.nested_type.add(name="".join(part.capitalize() for part in name.split("_")) + "Entry")
+        entry = message.nested_type.add(
+            name="".join(part.capitalize() for part in name.split("_")) + "Entry"
+        )
         entry.options.map_entry = True
         entry.field.add(name="key", number=1, label=_Field.LABEL_OPTIONAL, type=_Field.TYPE_STRING)
         _set_type(entry.field.add(name="value", number=2, label=_Field.LABEL_OPTIONAL), kind[1:-1])
@@ -112,4 +116,11 @@ ForwardBackwardRequest = message("ForwardBackwardRequest")
 ForwardBackwardOutput = message("ForwardBackwardOutput")
 SampleResponse = message("SampleResponse")
 
-__all__ = ["DecodeError", "ForwardBackwardOutput", "ForwardBackwardRequest", "Message", "SampleResponse", "message"]
+__all__ = [
+    "DecodeError",
+    "ForwardBackwardOutput",
+    "ForwardBackwardRequest",
+    "Message",
+    "SampleResponse",
+    "message",
+]

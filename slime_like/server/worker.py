@@ -70,14 +70,26 @@ class Worker:
         broken = not user and command["op"] in CHANGES_STATE
         if broken and "model" in command:
             self.host.do_unload(command["model"])
-        return {"ok": False, "category": "user" if user else "server", "error": told["text"], "broken": broken}
+        return {
+            "ok": False,
+            "category": "user" if user else "server",
+            "error": told["text"],
+            "broken": broken,
+        }
 
     def _agree(self, error: Exception | None) -> dict[str, Any] | None:
         """What went wrong on any rank; None when nothing did. The ranks tell each other through the store of their process group, for one that
         failed may have left the others in a collective."""
         if error is not None and not isinstance(error, Refused | ValueError | OSError):
             traceback.print_exception(error)
-        mine = None if error is None else {"user": isinstance(error, Refused | ValueError | OSError), "text": words_of(error)}
+        mine = (
+            None
+            if error is None
+            else {
+                "user": isinstance(error, Refused | ValueError | OSError),
+                "text": words_of(error),
+            }
+        )
         if self.layout.world_size == 1:
             return mine
         store: Any = dist.distributed_c10d._get_default_store()
@@ -89,10 +101,16 @@ class Worker:
             for rank in range(self.layout.world_size):
                 if rank not in found and store.check([self._key(rank)]):
                     found[rank] = json.loads(store.get(self._key(rank)))
-            if error is None and any(told is not None for told in found.values()) and deadline is None:
+            if (
+                error is None
+                and any(told is not None for told in found.values())
+                and deadline is None
+            ):
                 deadline = time.monotonic() + AGREE_S
             if deadline is not None and time.monotonic() > deadline:
-                silent = ", ".join(str(rank) for rank in range(self.layout.world_size) if rank not in found)
+                silent = ", ".join(
+                    str(rank) for rank in range(self.layout.world_size) if rank not in found
+                )
                 raise RunError(
                     f"rank {self.layout.rank}: {words_of(error) if error else 'another rank failed'}; no word from rank {silent}"
                 )
@@ -146,7 +164,13 @@ class CommandSource:
         self.folder = Path(run.server.server_dir).resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._facts = facts
-        self._command = [sys.executable, "-m", "slime_like.server.api_process", str(run.world_size), *run.argv]
+        self._command = [
+            sys.executable,
+            "-m",
+            "slime_like.server.api_process",
+            str(run.world_size),
+            *run.argv,
+        ]
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._last: dict[str, Any] | None = None
@@ -185,7 +209,9 @@ class CommandSource:
         """The workers end. goodbye: the API process is to end too; else it tells clients, and waits for other workers for a while."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.sendall(frames.framed(frames.encode({"reason": reason, "goodbye": goodbye})))
+                self._socket.sendall(
+                    frames.framed(frames.encode({"reason": reason, "goodbye": goodbye}))
+                )
             self._close()
         if goodbye and self._process is not None:
             try:
@@ -221,7 +247,9 @@ class CommandSource:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             time.sleep(0.1)
-        raise RunError(f"the API process did not come up within {START_S:g} s; see its messages above")
+        raise RunError(
+            f"the API process did not come up within {START_S:g} s; see its messages above"
+        )
 
     def _start(self) -> None:
         now = time.monotonic()
@@ -229,7 +257,9 @@ class CommandSource:
         if self._process is not None and (self._process.returncode == 2 or len(self._starts) > 3):
             raise RunError("the API process ends as soon as it is started; see its messages above")
         (self.folder / LINK_FILE).unlink(missing_ok=True)
-        self._process = subprocess.Popen(self._command, start_new_session=True)  # torchrun kills the session of a rank that fails
+        self._process = subprocess.Popen(
+            self._command, start_new_session=True
+        )  # torchrun kills the session of a rank that fails
 
     def _try(self) -> socket.socket | None:
         try:
@@ -239,7 +269,13 @@ class CommandSource:
             return None
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            opened.sendall(frames.framed(frames.encode({"token": told["token"], "facts": self._facts(), "last": self._last})))
+            opened.sendall(
+                frames.framed(
+                    frames.encode(
+                        {"token": told["token"], "facts": self._facts(), "last": self._last}
+                    )
+                )
+            )
         except OSError:
             opened.close()
             return None
@@ -260,7 +296,10 @@ def serve(run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]) -
     try:
         worker.serve(source)
     except Terminated:  # which is also how torchrun ends this rank when another has died
-        reason, goodbye = "they were terminated", source is None or (layout.world_size == 1 and not source.busy)
+        reason, goodbye = (
+            "they were terminated",
+            source is None or (layout.world_size == 1 and not source.busy),
+        )
         raise
     except Exception as error:
         reason, goodbye = words_of(explain(error, layout.world_size)), False

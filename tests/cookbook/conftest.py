@@ -24,11 +24,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def cookbook(tmp_path: Path) -> Cookbook:
     """Runs the environment's Python in a folder; returns the last line that it printed."""
-    python = Path(os.environ.get("COOKBOOK_ENV", ROOT / ".venv-cookbook")).resolve() / "bin" / "python"
+    python = (
+        Path(os.environ.get("COOKBOOK_ENV", ROOT / ".venv-cookbook")).resolve() / "bin" / "python"
+    )
     assert python.exists(), f"{python} is not there: make cookbook-env"
 
     def run(*command: object, folder: Path = ROOT) -> str:
-        offline = {"HF_HUB_OFFLINE": "1", "TINKER_API_KEY": "tml-key-of-the-tests", "OMP_NUM_THREADS": "1"}
+        offline = {
+            "HF_HUB_OFFLINE": "1",
+            "TINKER_API_KEY": "tml-key-of-the-tests",
+            "OMP_NUM_THREADS": "1",
+        }
         done = subprocess.run(
             [str(python), *map(str, command)],
             cwd=folder,

@@ -59,12 +59,26 @@ def test_the_librarys_loops(demo: Path, cookbook: Cookbook, tmp_path: Path) -> N
         sizes = ("--batch-size", 8, "--heldout-size", 16)
         for steps in (2, 4):
             cookbook(
-                "examples/tinker/cookbook_rl.py", *common, "--data", demo, "--log-path", rl, "--start-from", sl, "--steps", steps, *sizes
+                "examples/tinker/cookbook_rl.py",
+                *common,
+                "--data",
+                demo,
+                "--log-path",
+                rl,
+                "--start-from",
+                sl,
+                "--steps",
+                steps,
+                *sizes,
             )
             assert len(rows(rl / "metrics.jsonl")) == steps
     differences = column(rl, "optim/kl_sample_train_v1")
-    assert len(differences) == 4 and max(map(abs, differences)) < 1e-4, "samplers and trainer have the same weights"
-    assert len(column(rl, "env/all/reward/total")) == 4 and max(column(rl, "env/all/reward/total")) > 0
+    assert len(differences) == 4 and max(map(abs, differences)) < 1e-4, (
+        "samplers and trainer have the same weights"
+    )
+    assert (
+        len(column(rl, "env/all/reward/total")) == 4 and max(column(rl, "env/all/reward/total")) > 0
+    )
     assert [r["batch"] for r in rows(rl / "checkpoints.jsonl")][-1] == 4
 
 
@@ -72,9 +86,17 @@ def test_the_recipes(demo: Path, cookbook: Cookbook, tmp_path: Path) -> None:
     """recipes.sl_loop teaches the form of an answer, recipes.rl_loop goes on from its state: data and model lie under their hub names."""
     rng = random.Random(0)
     asked = [rng.randrange(10) for _ in range(512)]
-    questions = [{"question": f"What is {DIGITS[n]}?", "answer": f"It is {n}.\n#### {n}"} for n in asked]
+    questions = [
+        {"question": f"What is {DIGITS[n]}?", "answer": f"It is {n}.\n#### {n}"} for n in asked
+    ]
     chats = [
-        {"messages": [*PREFIX, {"role": "user", "content": q["question"] + SUFFIX}, {"role": "assistant", "content": f"\\boxed{{{n}}}"}]}
+        {
+            "messages": [
+                *PREFIX,
+                {"role": "user", "content": q["question"] + SUFFIX},
+                {"role": "assistant", "content": f"\\boxed{{{n}}}"},
+            ]
+        }
         for q, n in zip(questions, asked, strict=True)
     ]
     write(tmp_path / "HuggingFaceH4" / "no_robots" / "train.jsonl", chats)
@@ -89,16 +111,37 @@ def test_the_recipes(demo: Path, cookbook: Cookbook, tmp_path: Path) -> None:
         def recipe(name: str, **settings: object) -> Path:
             log = tmp_path / name
             given = {"base_url": server.url, "model_name": HUB_NAME, "log_path": log, **settings}
-            cookbook("-m", f"tinker_cookbook.recipes.{name}", *(f"{key}={value}" for key, value in given.items()), folder=tmp_path)
+            cookbook(
+                "-m",
+                f"tinker_cookbook.recipes.{name}",
+                *(f"{key}={value}" for key, value in given.items()),
+                folder=tmp_path,
+            )
             return log
 
-        supervised = recipe("sl_loop", batch_size=8, max_steps=50, learning_rate=1e-2, train_on_what="last_assistant_message")
+        supervised = recipe(
+            "sl_loop",
+            batch_size=8,
+            max_steps=50,
+            learning_rate=1e-2,
+            train_on_what="last_assistant_message",
+        )
         nll = column(supervised, "train_mean_nll")
         assert nll[0] > 4 and nll[-1] < 1
         # a recipe goes on from the last state in its folder
         last = rows(supervised / "checkpoints.jsonl")[-1]
         write(tmp_path / "rl_loop" / "checkpoints.jsonl", [{**last, "batch": 0}])
-        learned = recipe("rl_loop", batch_size=8, group_size=8, max_steps=8, max_tokens=20, learning_rate=2e-3, save_every=4)
+        learned = recipe(
+            "rl_loop",
+            batch_size=8,
+            group_size=8,
+            max_steps=8,
+            max_tokens=20,
+            learning_rate=2e-3,
+            save_every=4,
+        )
     rewards = column(learned, "reward/total")
     assert len(rewards) == 8 and max(rewards) > 0
-    assert any("grad_norm" in row for row in rows(learned / "metrics.jsonl")), "the recipe makes no step from a batch without differences"
+    assert any("grad_norm" in row for row in rows(learned / "metrics.jsonl")), (
+        "the recipe makes no step from a batch without differences"
+    )

@@ -40,7 +40,9 @@ def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
     return named
 
 
-def second_step(folder: str, layout: ParallelLayout, out: str, flags: str) -> tuple[dict[str, float], dict[str, Tensor]]:
+def second_step(
+    folder: str, layout: ParallelLayout, out: str, flags: str
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics, and gradients by name. flags: SUPERVISED trains cross_entropy on the recorded responses."""
     with make_trainer(folder, layout, out, f"{COMMON} {flags.replace(SUPERVISED, '')}") as trainer:
         if SUPERVISED in flags:
@@ -58,9 +60,14 @@ def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str,
     metrics, named = {}, {}
     with parallel() as layout:
         for name, flags in arguments["cases"].items():
-            metrics[name], named[name] = second_step(arguments["model"], layout, arguments["out"], flags)
+            metrics[name], named[name] = second_step(
+                arguments["model"], layout, arguments["out"], flags
+            )
     torch.save(named, Path(arguments["out"]) / "gradients.pt")
-    return {name: dict(m, gradient=float(torch.stack([g.norm() for g in named[name].values()]).norm())) for name, m in metrics.items()}
+    return {
+        name: dict(m, gradient=float(torch.stack([g.norm() for g in named[name].values()]).norm()))
+        for name, m in metrics.items()
+    }
 
 
 def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -70,9 +77,16 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     for layout_name, (sizes, more) in LAYOUTS.items():
         with parallel(**sizes) as layout:
             for name, flags in arguments["cases"].items():
-                metrics, found = second_step(arguments["model"], layout, arguments["out"], f"{flags} {more}")
+                metrics, found = second_step(
+                    arguments["model"], layout, arguments["out"], f"{flags} {more}"
+                )
                 assert found.keys() == expected[name].keys()
-                apart = {key: float((g - found[key]).norm() / g.norm()) for key, g in expected[name].items()}
+                apart = {
+                    key: float((g - found[key]).norm() / g.norm())
+                    for key, g in expected[name].items()
+                }
                 worst = max(apart, key=lambda key: apart[key])
-                result[f"{name} | {layout_name}"] = dict(metrics=metrics, apart=apart[worst], worst=worst)
+                result[f"{name} | {layout_name}"] = dict(
+                    metrics=metrics, apart=apart[worst], worst=worst
+                )
     return result

@@ -33,8 +33,12 @@ def optimizer_state(backend: MegatronBackend) -> list[torch.Tensor]:
     tensors = []
     for part in getattr(network.optimizer, "chained_optimizers", [network.optimizer]):
         for state in part.optimizer.state.values():
-            tensors += [value.clone() for value in state.values() if isinstance(value, torch.Tensor)]
-        tensors += [p.detach().clone() for group in part.optimizer.param_groups for p in group["params"]]
+            tensors += [
+                value.clone() for value in state.values() if isinstance(value, torch.Tensor)
+            ]
+        tensors += [
+            p.detach().clone() for group in part.optimizer.param_groups for p in group["params"]
+        ]
     return tensors + [p.detach().clone() for chunk in network.chunks for p in chunk.parameters()]
 
 
@@ -64,7 +68,9 @@ def check_poison(folder: str, layout: ParallelLayout, flags: str, value: float) 
     for seed in (3, 4, 5):
         result = backend.update(share(random_samples(seed), layout))
         skipped.append(result.skipped)
-        same.append(all(torch.equal(a, b) for a, b in zip(before, optimizer_state(backend), strict=True)))
+        same.append(
+            all(torch.equal(a, b) for a, b in zip(before, optimizer_state(backend), strict=True))
+        )
         try:
             warnings.append(gate.check(result.skipped, result.grad_norm))
         except GateError as error:
@@ -72,7 +78,9 @@ def check_poison(folder: str, layout: ParallelLayout, flags: str, value: float) 
     if handle is not None:
         handle.remove()
     result = backend.update(share(random_samples(6), layout))
-    moved = not all(torch.equal(a, b) for a, b in zip(before, optimizer_state(backend), strict=True))
+    moved = not all(
+        torch.equal(a, b) for a, b in zip(before, optimizer_state(backend), strict=True)
+    )
     finite = all(bool(tensor.isfinite().all()) for tensor in optimizer_state(backend))
     return dict(
         skipped=skipped, same=same, warnings=warnings, stopped=stopped, total=gate.total,
@@ -94,7 +102,11 @@ def check_bf16(folder: str, layout: ParallelLayout) -> dict[str, Any]:
     ):
         backend = MegatronBackend(settings(folder, flags + " --lr 1e-3"), layout, total_steps=8)
         steps = [backend.update(share(random_samples(seed), layout)) for seed in (1, 2)]
-        results[name] = ([s.metrics["loss"] for s in steps], [s.grad_norm for s in steps], weights(backend))
+        results[name] = (
+            [s.metrics["loss"] for s in steps],
+            [s.grad_norm for s in steps],
+            weights(backend),
+        )
     return {
         name: dict(losses=losses, grad_norms=norms, distance=distance(after, results["fp32"][2]))
         for name, (losses, norms, after) in results.items()
@@ -121,21 +133,32 @@ def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
         try:
             trainer._step(0)
         except GateError as error:
-            same = all(torch.equal(a, b) for a, b in zip(before, optimizer_state(trainer.backend), strict=True))
+            same = all(
+                torch.equal(a, b)
+                for a, b in zip(before, optimizer_state(trainer.backend), strict=True)
+            )
             return dict(error=str(error), same=same)
     return dict(error=None)
 
 
 def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     """Advantages of this rank's samples with a KL penalty, and what a hand computation needs: log-probs of policy and reference."""
-    with make_trainer(folder, layout, out, f"--kl-coef 0.5 --ref-load {ref} --advantage-estimator grpo") as trainer:
+    with make_trainer(
+        folder, layout, out, f"--kl-coef 0.5 --ref-load {ref} --advantage-estimator grpo"
+    ) as trainer:
         groups, _ = trainer.supply.groups_of(0)
         samples = [sample for group in groups for sample in group.samples]
         batches, metrics = trainer.batches.make(samples, weight_version=0)
         mine = [sample for batch in batches.policy for sample in batch.samples]
         return dict(
-            advantages=[[float(v) for v in s.advantages if v != 0][:1] for s in mine if s.advantages is not None],
-            penalties=[float(((s.old_log_probs - s.ref_log_probs) * s.loss_mask).sum()) for s in mine],  # type: ignore[operator]
+            advantages=[
+                [float(v) for v in s.advantages if v != 0][:1]
+                for s in mine
+                if s.advantages is not None
+            ],
+            penalties=[
+                float(((s.old_log_probs - s.ref_log_probs) * s.loss_mask).sum()) for s in mine
+            ],  # type: ignore[operator]
             rewards=[sample.reward for sample in samples],
             indices=trainer.batches.plan.share(samples).local_indices,
             reported=metrics["rollout/kl_in_reward"],
@@ -151,10 +174,20 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     for name, (tp, pp), flags, value in (
         ("DP2", (1, 1), "", nan),
         ("DP2 distributed optimizer", (1, 1), "--use-distributed-optimizer", nan),
-        ("DP2 overlap", (1, 1), "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", inf),
+        (
+            "DP2 overlap",
+            (1, 1),
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+            inf,
+        ),
         ("TP2", (2, 1), "--tensor-model-parallel-size 2 --sequence-parallel", nan),
         ("PP2", (1, 2), "--pipeline-model-parallel-size 2", inf),
-        ("PP2 distributed optimizer", (1, 2), "--pipeline-model-parallel-size 2 --use-distributed-optimizer", nan),
+        (
+            "PP2 distributed optimizer",
+            (1, 2),
+            "--pipeline-model-parallel-size 2 --use-distributed-optimizer",
+            nan,
+        ),
         ("DP2 bf16", (1, 1), "--bf16 --use-distributed-optimizer", nan),
     ):
         with parallel(tp, pp) as layout:
@@ -171,13 +204,23 @@ def vocab_differences(layout: ParallelLayout) -> list[float]:
     worst = [0.0, 0.0, 0.0]
     for vocab_size, temperature in ((61, 1.0), (61, 0.7), (33, 1.0), (64, 1.3)):
         torch.manual_seed(5)
-        logits, labels, weight = 4 * torch.randn(23, 64), torch.randint(vocab_size, (23,)), torch.randn(2, 23)
+        logits, labels, weight = (
+            4 * torch.randn(23, 64),
+            torch.randint(vocab_size, (23,)),
+            torch.randn(2, 23),
+        )
         logits[:, 50:52] = float("-inf")
         labels = torch.where((labels >= 50) & (labels < 52), 1, labels)
 
         def both(x: torch.Tensor, group: Any) -> list[torch.Tensor]:
             x = x.clone().requires_grad_()
-            log_probs, entropy = vocab_parallel_log_probs(x, labels, vocab_size=vocab_size, temperature=temperature, tp_group=group)  # noqa: B023
+            log_probs, entropy = vocab_parallel_log_probs(
+                x,
+                labels,  # noqa: B023
+                vocab_size=vocab_size,  # noqa: B023
+                temperature=temperature,  # noqa: B023
+                tp_group=group,
+            )
             (weight[0] * log_probs + weight[1] * entropy).sum().backward()  # noqa: B023
             assert x.grad is not None
             return [log_probs.detach(), entropy.detach(), x.grad]

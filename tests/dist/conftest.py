@@ -12,7 +12,9 @@ import torch.distributed as dist
 @pytest.fixture
 def alone() -> Iterator[Any]:
     """The layout of a process group of one."""
-    from scripts.parity.steps import parallel  # only once a test's own module has applied the patches
+    from scripts.parity.steps import (
+        parallel,
+    )  # only once a test's own module has applied the patches
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.parity.steps import differences, parallel, train  # applies the patches, before megatron-core is imported
+from scripts.parity.steps import (
+    differences,
+    parallel,
+    train,
+)  # applies the patches, before megatron-core is imported
 from slime_like.losses import LossInputs, LossOutput, LossTerms, policy_losses, total_loss
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.ops.context_parallel import rows_of_rank
@@ -36,9 +40,19 @@ def attention_differences(layout: ParallelLayout, case: str, groups: int) -> dic
     total = int(lengths.sum())
     tensors = [torch.randn(total, n, 8) for n in (4, groups, groups)]
     grad = torch.randn(total, 32)
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=groups, attention_dropout=0.0)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=groups,
+        attention_dropout=0.0,
+    )
     module = PackedAttention(
-        config, 1, AttnMaskType.causal, "self", pg_collection=ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        config,
+        1,
+        AttnMaskType.causal,
+        "self",
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"]),
     )
     mine = rows_of_rank(cu_seqlens, cp, layout.cp_rank)
     shared = packed_rows(cu_seqlens, cp, layout.cp_rank)
@@ -98,7 +112,11 @@ def packed_inputs(cp: int, active: str) -> tuple[LossInputs, Tensor]:
 
 
 LOSS_CASES: dict[str, tuple[str, dict[str, Any], LossTerms]] = {
-    **{name: (name, {}, LossTerms()) for name in policy_losses.names() if name not in ("cross_entropy", "dro")},
+    **{
+        name: (name, {}, LossTerms())
+        for name in policy_losses.names()
+        if name not in ("cross_entropy", "dro")
+    },
     "cross_entropy": ("cross_entropy", {"keep_mask": None}, LossTerms()),
     "dro": ("dro", {}, LossTerms()),
     "sapo of sequences": ("sapo", {}, LossTerms()),
@@ -123,7 +141,9 @@ def with_weights(inputs: LossInputs, level: str) -> LossInputs:
     return dataclasses.replace(inputs, importance_weights=weights, importance_level=level)
 
 
-def evaluate(inputs: LossInputs, name: str, settings: dict[str, Any], terms: LossTerms) -> tuple[LossOutput, list[Tensor]]:
+def evaluate(
+    inputs: LossInputs, name: str, settings: dict[str, Any], terms: LossTerms
+) -> tuple[LossOutput, list[Tensor]]:
     leaves = [inputs.log_probs.clone().requires_grad_(), inputs.entropy.clone().requires_grad_()]  # type: ignore[union-attr]
     inputs = dataclasses.replace(inputs, log_probs=leaves[0], entropy=leaves[1])
     loss = policy_losses.get(name)
@@ -133,7 +153,11 @@ def evaluate(inputs: LossInputs, name: str, settings: dict[str, Any], terms: Los
 
 
 def rows_of(inputs: LossInputs, rows: Tensor, group: dist.ProcessGroup) -> LossInputs:
-    held = {f.name: getattr(inputs, f.name)[rows] for f in dataclasses.fields(inputs) if isinstance(getattr(inputs, f.name), Tensor)}
+    held = {
+        f.name: getattr(inputs, f.name)[rows]
+        for f in dataclasses.fields(inputs)
+        if isinstance(getattr(inputs, f.name), Tensor)
+    }
     return dataclasses.replace(inputs, **held, places=rows, cp_group=group)
 
 
@@ -146,7 +170,8 @@ def loss_differences(layout: ParallelLayout, case: str, active: str) -> dict[str
         whole = with_weights(whole, "sequence" if case == "vespo" else "token")
     rows = rows_of_rank(cu_seqlens, layout.cp_size, layout.cp_rank)
     (expected, gradients), (output, own) = (
-        evaluate(inputs, name, SETTINGS.get(case, {}), terms) for inputs in (whole, rows_of(whole, rows, layout.cp_group))
+        evaluate(inputs, name, SETTINGS.get(case, {}), terms)
+        for inputs in (whole, rows_of(whole, rows, layout.cp_group))
     )
     total = output.loss.detach().clone()
     dist.all_reduce(total, group=layout.cp_group)
@@ -171,7 +196,8 @@ def save_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     """Train on one process for every set of flags, into arguments["base"]."""
     with parallel() as layout:
         runs = {
-            name: train(arguments["models"].get(name, arguments["model"]), layout, flags) for name, flags in arguments["losses"].items()
+            name: train(arguments["models"].get(name, arguments["model"]), layout, flags)
+            for name, flags in arguments["losses"].items()
         }
     torch.save(runs, arguments["base"])
 
@@ -182,10 +208,14 @@ def several_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict
     with parallel(cp=world_size) as layout:
         for case in ATTENTION_CASES:
             for groups in (4, 2, 1):
-                result["attention"][f"{case} {groups}"] = attention_differences(layout, case, groups)
+                result["attention"][f"{case} {groups}"] = attention_differences(
+                    layout, case, groups
+                )
         for case in LOSS_CASES:
             for active in ("many", "one", "none"):
-                result["losses"][f"{case}, {active} active"] = loss_differences(layout, case, active)
+                result["losses"][f"{case}, {active} active"] = loss_differences(
+                    layout, case, active
+                )
     base = torch.load(arguments["base"])
     for name, (sizes, flags, losses) in arguments["layouts"].items():
         with parallel(**sizes) as layout:

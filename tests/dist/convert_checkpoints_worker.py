@@ -34,19 +34,35 @@ def round_trips(rank: int, world_size: int, arguments: dict[str, Any]) -> list[s
         stored = stored_weights(folder)
         with parallel(*written) as layout:
             settings = conversion_layout(
-                hf, tensor=layout.tp_size, pipeline=layout.pp_size, expert=layout.ep_size, expert_tensor=layout.etp_size
+                hf,
+                tensor=layout.tp_size,
+                pipeline=layout.pp_size,
+                expert=layout.ep_size,
+                expert_tensor=layout.etp_size,
             )
             blueprint = make_blueprint(hf, settings, layout, torch.float32, value_head=critic)
-            convert_to_megatron(blueprint, folder, root, network=network, workers=2, file_bytes=30_000)
+            convert_to_megatron(
+                blueprint, folder, root, network=network, workers=2, file_bytes=30_000
+            )
         checkpoint = checkpoint_folder(root, 0)
         with parallel(*loaded) as layout:
             chunks, _, gpt = build(folder, layout, value_head=critic)
-            load_weights(checkpoint, network, SavedNetwork(chunks, None, None, layout), verify=True, tell=lambda text: None)
-            exported = dict(export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout, value_head=critic))
+            load_weights(
+                checkpoint,
+                network,
+                SavedNetwork(chunks, None, None, layout),
+                verify=True,
+                tell=lambda text: None,
+            )
+            exported = dict(
+                export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout, value_head=critic)
+            )
             assert exported.keys() == stored.keys(), case
             assert all(torch.equal(exported[name], stored[name]) for name in stored), case
         with parallel() as layout:
-            blueprint = make_blueprint(hf, conversion_layout(hf), layout, torch.float32, value_head=critic)
+            blueprint = make_blueprint(
+                hf, conversion_layout(hf), layout, torch.float32, value_head=critic
+            )
             source = NetworkSource(blueprint, checkpoint / network, folder, None)
             convert_to_hf(source, folder, output, checkpoint=checkpoint, max_shard_bytes=40_000)
             assert compare_bits(source, output) > 0

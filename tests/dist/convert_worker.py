@@ -36,12 +36,18 @@ TOLERANCE = 1e-5
 
 
 def build(
-    folder: str, layout: ParallelLayout, dtype: torch.dtype = torch.float32, *, value_head: bool = False
+    folder: str,
+    layout: ParallelLayout,
+    dtype: torch.dtype = torch.float32,
+    *,
+    value_head: bool = False,
 ) -> tuple[list[Any], HfModel, GPTModelConfig]:
     """This rank's chunks for the model in `folder`, with random weights. The padding fits no vocabulary used here."""
     hf = read_hf_model(folder, value_head=value_head)
     gpt = GPTModelConfig(**hf.gpt, make_vocab_size_divisible_by=32)
-    config = (MLATransformerConfig if hf.transformer.get("multi_latent_attention") else TransformerConfig)(
+    config = (
+        MLATransformerConfig if hf.transformer.get("multi_latent_attention") else TransformerConfig
+    )(
         **{**hf.transformer, "activation_func": F.silu},
         tensor_model_parallel_size=layout.tp_size,
         pipeline_model_parallel_size=layout.pp_size,
@@ -53,11 +59,20 @@ def build(
         pipeline_dtype=dtype,
         params_dtype=dtype,
     )
-    return [chunk.to(dtype).eval() for chunk in build_chunks(config, gpt, "local", layout, value_head=value_head)], hf, gpt
+    return (
+        [
+            chunk.to(dtype).eval()
+            for chunk in build_chunks(config, gpt, "local", layout, value_head=value_head)
+        ],
+        hf,
+        gpt,
+    )
 
 
 @torch.no_grad()
-def logits_of(chunks: list[Any], tokens: Tensor, layout: ParallelLayout, vocab_size: int) -> Tensor | None:
+def logits_of(
+    chunks: list[Any], tokens: Tensor, layout: ParallelLayout, vocab_size: int
+) -> Tensor | None:
     """[T, vocab] of one sequence `tokens` [T], on the last stage. Stages take turns; no schedule is involved."""
     rows = packed_rows(torch.tensor([0, tokens.numel()], dtype=torch.int32))
     positions = torch.arange(tokens.numel())[None]
@@ -70,7 +85,9 @@ def logits_of(chunks: list[Any], tokens: Tensor, layout: ParallelLayout, vocab_s
             if turn > 0 and layout.pp_size > 1:
                 dist.recv(hidden, src=peers[(stage - 1) % layout.pp_size])
                 chunks[turn // layout.pp_size].set_input_tensor([hidden])
-            out = chunks[turn // layout.pp_size](tokens[None], positions, None, packed_seq_params=rows)
+            out = chunks[turn // layout.pp_size](
+                tokens[None], positions, None, packed_seq_params=rows
+            )
             if turn + 1 < layout.vp_size * layout.pp_size:
                 dist.send(out.contiguous(), dst=peers[(stage + 1) % layout.pp_size])
                 out = None
@@ -109,21 +126,31 @@ def check_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict
                 assert {name for name, _ in exported} == set(stored), case
                 assert all(torch.equal(tensor, stored[name]) for name, tensor in exported), case
                 own = {parameter.data_ptr() for chunk in chunks for parameter in chunk.parameters()}
-                assert not own & {tensor.data_ptr() for _, tensor in exported}, f"{case}: exported tensors must not alias parameters"
+                assert not own & {tensor.data_ptr() for _, tensor in exported}, (
+                    f"{case}: exported tensors must not alias parameters"
+                )
                 if Path(folder).name == arguments.get("grouped"):
-                    check_names_of_transformer_engine(chunks, folder, exported, hf=hf, gpt=gpt, layout=layout)
+                    check_names_of_transformer_engine(
+                        chunks, folder, exported, hf=hf, gpt=gpt, layout=layout
+                    )
     return worst
 
 
-def check_names_of_transformer_engine(chunks: list[Any], folder: str, expected: list[tuple[str, Tensor]], **model: Any) -> None:
+def check_names_of_transformer_engine(
+    chunks: list[Any], folder: str, expected: list[tuple[str, Tensor]], **model: Any
+) -> None:
     """Loading and exporting when parameters have the names of grouped experts, a numbered one for each of the rank's, and of fused norms."""
     renamed = 0
 
     def named_weights(chunk: Any) -> Iterator[tuple[str, Tensor]]:
         nonlocal renamed
         for name, weight in families_named_weights(chunk):
-            other = re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", name)
-            other = re.sub(r"\.input_layernorm\.weight$", ".self_attention.linear_qkv.layer_norm_weight", other)
+            other = re.sub(
+                r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", name
+            )
+            other = re.sub(
+                r"\.input_layernorm\.weight$", ".self_attention.linear_qkv.layer_norm_weight", other
+            )
             renamed += other != name
             yield other, weight
 
@@ -149,7 +176,9 @@ def check_half_precision(rank: int, world_size: int, arguments: dict[str, Any]) 
         for name, tensor in export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout):
             assert torch.equal(tensor, stored[name]), name
             assert tensor.dtype == torch.bfloat16
-        for name, tensor in export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout, dtype=torch.float32):
+        for name, tensor in export_hf_weights(
+            chunks, hf=hf, gpt=gpt, layout=layout, dtype=torch.float32
+        ):
             assert torch.equal(tensor, stored[name].float()), name
             assert tensor.dtype == torch.float32
     return sorted(stored)
@@ -164,7 +193,12 @@ def check_saving(rank: int, world_size: int, arguments: dict[str, Any]) -> list[
         load_hf_weights(chunks, folder, hf=hf, gpt=gpt, layout=layout)
         for target in (out, out, taken, folder):
             try:
-                save_hf(target, export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout), folder, max_shard_bytes=20_000)
+                save_hf(
+                    target,
+                    export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout),
+                    folder,
+                    max_shard_bytes=20_000,
+                )
             except ValueError as error:
                 seen.append(str(error))
     return seen

@@ -16,7 +16,11 @@ from slime_like.megatron_backend.layout import ParallelLayout
 from tests.dist.backend_worker import random_samples, settings, share
 from tests.dist.critic_worker import FLAGS, STEPS, critic_samples, critic_weights
 
-TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+TP2, PP2, CP2 = (
+    "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+    "--context-parallel-size 2",
+)
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
@@ -58,7 +62,9 @@ def starts_alike(backend: MegatronBackend) -> bool:
     policy, critic = policy_weights(backend), critic_weights(backend)
     heads = [critic.pop("score.weight"), critic.pop("score.bias")]
     policy.pop("lm_head.weight", None)
-    same = policy.keys() == critic.keys() and all(torch.equal(policy[name], critic[name]) for name in policy)
+    same = policy.keys() == critic.keys() and all(
+        torch.equal(policy[name], critic[name]) for name in policy
+    )
     return same and not any(head.any() for head in heads)
 
 
@@ -68,7 +74,9 @@ def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str
     backend = MegatronBackend(settings(folder, FLAGS + flags), layout, total_steps=8)
     assert backend.critic is not None
     alike = starts_alike(backend)
-    if Path(f"{folder}/critic").is_dir():  # else it starts from a head of zeros, and the second step is the first of the whole network
+    if (
+        Path(f"{folder}/critic").is_dir()
+    ):  # else it starts from a head of zeros, and the second step is the first of the whole network
         backend.critic.load_hf(f"{folder}/critic")
     own = backend.critic.layout
     values = backend.compute_values(share(critic_samples(0), own).samples)
@@ -101,7 +109,9 @@ def replicas_apart(folder: str, layout: ParallelLayout, flags: str) -> float:
         for _, parameter in chunk.named_parameters():
             if not getattr(parameter, "tensor_model_parallel", False):
                 theirs = [torch.empty_like(parameter) for _ in range(2)]
-                dist.all_gather(theirs, parameter.detach().contiguous(), group=backend.critic.layout.tp_group)
+                dist.all_gather(
+                    theirs, parameter.detach().contiguous(), group=backend.critic.layout.tp_group
+                )
                 apart = max(apart, float((theirs[0] - theirs[1]).abs().max()))
     return apart
 
@@ -109,7 +119,10 @@ def replicas_apart(folder: str, layout: ParallelLayout, flags: str) -> float:
 def several(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """One launch for the pairs of one number of processes."""
     result: dict[str, Any] = {}
-    cases = {name: (arguments["model"], flags) for name, flags in (PAIRS if world_size == 2 else QUADS).items()}
+    cases = {
+        name: (arguments["model"], flags)
+        for name, flags in (PAIRS if world_size == 2 else QUADS).items()
+    }
     if world_size == 2:
         cases |= {name: (arguments["experts"], flags) for name, flags in EXPERTS.items()}
     for name, (folder, flags) in cases.items():
@@ -118,6 +131,8 @@ def several(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
             dist.barrier()
     if world_size == 2:
         with parallel(pp=2) as layout:
-            flags = f"{PP2} {critics('--pipeline-model-parallel-size 1 ' + TP2)} --hidden-dropout 0.2"
+            flags = (
+                f"{PP2} {critics('--pipeline-model-parallel-size 1 ' + TP2)} --hidden-dropout 0.2"
+            )
             result["apart"] = replicas_apart(arguments["model"], layout, flags)
     return result

@@ -28,12 +28,24 @@ TWO_RANKS = {
     "TP2": (2, 1, 1, 1, "--tensor-model-parallel-size 2"),
     "TP2 SP": (2, 1, 1, 1, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "PP2": (1, 2, 1, 1, "--pipeline-model-parallel-size 2"),
-    "PP2 VP2": (1, 2, 2, 1, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "PP2 VP2": (
+        1,
+        2,
+        2,
+        1,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    ),
     "CP2": (1, 1, 1, 2, "--context-parallel-size 2"),
     "DP2": (1, 1, 1, 1, ""),
     "DP2 distributed optimizer": (1, 1, 1, 1, "--use-distributed-optimizer"),
     "DP2 token budget": (1, 1, 1, 1, "--use-dynamic-batch-size --max-tokens-per-gpu 40"),
-    "DP2 overlap": (1, 1, 1, 1, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "DP2 overlap": (
+        1,
+        1,
+        1,
+        1,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
 }
 
 
@@ -42,8 +54,12 @@ def critic_samples(seed: int) -> list[TrainSample]:
     g = torch.Generator().manual_seed(100 + seed)
     samples = []
     for i, sample in enumerate(random_samples(seed)):
-        returns = torch.where(sample.loss_mask, torch.randn(sample.response_length, generator=g), 0.0)
-        values = torch.where(sample.loss_mask, 0.1 * torch.randn(sample.response_length, generator=g), 0.0)
+        returns = torch.where(
+            sample.loss_mask, torch.randn(sample.response_length, generator=g), 0.0
+        )
+        values = torch.where(
+            sample.loss_mask, 0.1 * torch.randn(sample.response_length, generator=g), 0.0
+        )
         if i == 3:
             returns = torch.where(sample.loss_mask, float("nan"), 0.0)
         mask = sample.loss_mask & (i != 5)
@@ -62,20 +78,34 @@ def make_backend(folder: str, layout: ParallelLayout, flags: str) -> MegatronBac
 def critic_weights(backend: MegatronBackend) -> dict[str, Tensor]:
     assert backend.critic is not None and backend.hf is not None
     backend.critic.finish_updates()
-    stream = export_hf_weights(backend.critic.chunks, hf=backend.hf, gpt=backend.gpt, layout=backend.critic.layout, value_head=True)
+    stream = export_hf_weights(
+        backend.critic.chunks,
+        hf=backend.hf,
+        gpt=backend.gpt,
+        layout=backend.critic.layout,
+        value_head=True,
+    )
     return {name: tensor.float().clone() for name, tensor in stream}
 
 
 def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str, Any]:
     """Values of this rank's samples, then STEPS optimizer steps; rank 0 writes the critic's weights before and after to `out`."""
     backend = make_backend(folder, layout, flags)
-    before, policy = critic_weights(backend), [p.detach().clone() for chunk in backend.policy.chunks for p in chunk.parameters()]
+    before, policy = (
+        critic_weights(backend),
+        [p.detach().clone() for chunk in backend.policy.chunks for p in chunk.parameters()],
+    )
     values = backend.compute_values(share(critic_samples(0), layout).samples)
     results = [backend.update_critic(share(critic_samples(seed), layout)) for seed in range(STEPS)]
     after = critic_weights(backend)
     if layout.rank == 0:
         torch.save({"before": before, "after": after}, out)
-    same = all(torch.equal(a, b) for a, b in zip(policy, (p for chunk in backend.policy.chunks for p in chunk.parameters()), strict=True))
+    same = all(
+        torch.equal(a, b)
+        for a, b in zip(
+            policy, (p for chunk in backend.policy.chunks for p in chunk.parameters()), strict=True
+        )
+    )
     return dict(
         values=[v.tolist() for v in values], dp_rank=layout.dp_rank, policy_is_untouched=same,
         losses=[r.metrics["value_loss"] for r in results], clipped=[r.metrics["value_clip_active"] for r in results],

@@ -15,7 +15,13 @@ WORDS = ("loss", "gradients", "weights", "log_probs")
 
 def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
     with parallel() as layout:
-        torch.save({name: train(folder, layout, "--micro-batch-size 1") for name, folder in arguments["models"].items()}, arguments["base"])
+        torch.save(
+            {
+                name: train(folder, layout, "--micro-batch-size 1")
+                for name, folder in arguments["models"].items()
+            },
+            arguments["base"],
+        )
 
 
 def on_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -15,12 +15,16 @@ install()
 import megatron_patches  # noqa: E402
 from megatron_patches import patch  # noqa: E402
 
-patch.has_transformer_engine = lambda: False  # it has layers, and neither optimizers nor what else the patches stand in for
+patch.has_transformer_engine = lambda: (
+    False
+)  # it has layers, and neither optimizers nor what else the patches stand in for
 megatron_patches.apply()
 
 from megatron.core.extensions import transformer_engine  # noqa: E402
 
-transformer_engine._get_extra_te_kwargs = lambda config: {"params_dtype": config.params_dtype}  # and no CUDA device
+transformer_engine._get_extra_te_kwargs = lambda config: {
+    "params_dtype": config.params_dtype
+}  # and no CUDA device
 
 from scripts.parity.cells import sizes_of  # noqa: E402
 from scripts.parity.steps import parallel, random_samples, settings, share, weights  # noqa: E402
@@ -31,7 +35,12 @@ from slime_like.megatron_backend.checkpoint.fingerprint import fingerprint  # no
 from slime_like.megatron_backend.checkpoint.tensors import CheckpointTensors  # noqa: E402
 from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
 
-FUSED = ("linear_qkv.layer_norm_weight", "linear_fc1.layer_norm_weight", "up_proj.layer_norm_weight", "experts.linear_fc1.weight0")
+FUSED = (
+    "linear_qkv.layer_norm_weight",
+    "linear_fc1.layer_norm_weight",
+    "up_proj.layer_norm_weight",
+    "experts.linear_fc1.weight0",
+)
 
 
 def build(folder: str, flags: str, layout: ParallelLayout, layers: str) -> MegatronBackend:
@@ -48,12 +57,20 @@ def train(backend: MegatronBackend, layout: ParallelLayout, steps: tuple[int, ..
 
 def save(backend: MegatronBackend, root: Path) -> list[str]:
     """Names of what is in the checkpoint."""
-    backend.save(CheckpointSaver(root, SavePolicy()), 2, {"data": None}, with_optimizer=True, with_rng=True)
+    backend.save(
+        CheckpointSaver(root, SavePolicy()), 2, {"data": None}, with_optimizer=True, with_rng=True
+    )
     return sorted(CheckpointTensors(checkpoint_folder(root, 2) / "policy").entries)
 
 
 def load(backend: MegatronBackend, root: Path) -> None:
-    backend.load(checkpoint_folder(root, 2), with_optimizer=True, with_rng=True, verify=True, tell=lambda text: None)
+    backend.load(
+        checkpoint_folder(root, 2),
+        with_optimizer=True,
+        with_rng=True,
+        verify=True,
+        tell=lambda text: None,
+    )
 
 
 def bits_of(backend: MegatronBackend) -> dict[str, str]:

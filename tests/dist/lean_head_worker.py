@@ -21,7 +21,12 @@ ROWS = {"all": None, "some": [0, 2, 3, 8, 11], "none": []}
 
 
 def differences(
-    layout: ParallelLayout, vocab_size: int, rows: list[int] | None, *, sequence_parallel: bool, sets: bool = False
+    layout: ParallelLayout,
+    vocab_size: int,
+    rows: list[int] | None,
+    *,
+    sequence_parallel: bool,
+    sets: bool = False,
 ) -> list[float]:
     """Largest differences from one rank of log-probs, entropies and the gradients by hidden states, weight and bias on this rank."""
     torch.manual_seed(3)
@@ -53,23 +58,41 @@ def differences(
 
     width, part = COLUMNS // layout.tp_size, T // layout.tp_size
     columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
-    own_rows = slice(layout.tp_rank * part, (layout.tp_rank + 1) * part) if sequence_parallel else slice(None)
-    got = everything(hidden[own_rows], weight[columns], bias[columns], tp_group=layout.tp_group, sequence_parallel=sequence_parallel)
+    own_rows = (
+        slice(layout.tp_rank * part, (layout.tp_rank + 1) * part)
+        if sequence_parallel
+        else slice(None)
+    )
+    got = everything(
+        hidden[own_rows],
+        weight[columns],
+        bias[columns],
+        tp_group=layout.tp_group,
+        sequence_parallel=sequence_parallel,
+    )
     want = everything(hidden, weight, bias)
     want = [*want[:2], want[2][own_rows], want[3][columns], want[4][columns]]
-    return [float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(got, want, strict=True)]
+    return [
+        float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(got, want, strict=True)
+    ]
 
 
-def differences_on_all(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, list[float]]:
+def differences_on_all(
+    rank: int, world_size: int, arguments: dict[str, Any]
+) -> dict[str, list[float]]:
     """Of four ranks the last has nothing but padding where the vocabulary has 33 tokens."""
     lean_head.MIN_COLUMNS, lean_head.BLOCK_ELEMENTS_CPU = 3, 16
     with parallel(world_size) as layout:
         found = {
-            f"{vocab_size} {name} {sequence_parallel}": differences(layout, vocab_size, rows, sequence_parallel=sequence_parallel)
+            f"{vocab_size} {name} {sequence_parallel}": differences(
+                layout, vocab_size, rows, sequence_parallel=sequence_parallel
+            )
             for vocab_size in (64, 61, 33)
             for name, rows in ROWS.items()
             for sequence_parallel in (False, True)
         }
         for sequence_parallel in (False, True):
-            found[f"sets {sequence_parallel}"] = differences(layout, 61, ROWS["some"], sequence_parallel=sequence_parallel, sets=True)
+            found[f"sets {sequence_parallel}"] = differences(
+                layout, 61, ROWS["some"], sequence_parallel=sequence_parallel, sets=True
+            )
     return found

@@ -21,16 +21,27 @@ from slime_like.server.host import ModelHost
 from slime_like.server.losses import CRITIC_LOSS
 
 STEPS = 2
-LENGTHS = (9, 4, 7, 12, 5)  # of the datums of a pass: an odd number, so that data-parallel ranks have different ones
+LENGTHS = (
+    9,
+    4,
+    7,
+    12,
+    5,
+)  # of the datums of a pass: an odd number, so that data-parallel ranks have different ones
 CLIP = 0.05
 ADAPTER = {"rank": 3, "seed": 5, "train_attn": True, "train_mlp": True, "train_unembed": False}
 
 
 def make_host(folder: str, layout: ParallelLayout, flags: str = "") -> ModelHost:
     """With a policy and its critic, adapters both."""
-    host = ModelHost(parse_args(["--hf-checkpoint", folder, *flags.split()], dist.get_world_size(), SERVER), layout)
+    host = ModelHost(
+        parse_args(["--hf-checkpoint", folder, *flags.split()], dist.get_world_size(), SERVER),
+        layout,
+    )
     for model in ("policy", "critic"):
-        host.execute({"op": "create", "model": model, "role": model, "policy": None, "lora": ADAPTER})
+        host.execute(
+            {"op": "create", "model": model, "role": model, "policy": None, "lora": ADAPTER}
+        )
     return host
 
 
@@ -61,8 +72,15 @@ def critic_command(seed: int) -> dict[str, Any]:
         "forward_only": False,
         "lengths": list(LENGTHS),
         "tokens": b"".join(d["tokens"].astype("<i8").tobytes() for d in datums),
-        "fields": {name: b"".join(d[name].tobytes() for d in datums) for name in ("values", "returns", "loss_weights")},
-        "loss": {"kind": CRITIC_LOSS, "settings": {"value_clip": CLIP, "value_loss_scale": 0.5}, "entropy_coef": 0.0},
+        "fields": {
+            name: b"".join(d[name].tobytes() for d in datums)
+            for name in ("values", "returns", "loss_weights")
+        },
+        "loss": {
+            "kind": CRITIC_LOSS,
+            "settings": {"value_clip": CLIP, "value_loss_scale": 0.5},
+            "entropy_coef": 0.0,
+        },
     }
 
 
@@ -114,14 +132,22 @@ def train(host: ModelHost) -> dict[str, Any]:
         plain_step(*arguments, **keywords)
         for module in network.trained_modules:
             whole_gradients(module)
-        gradients.update({f"step {step} {name}": t for name, t in whole(host, gradient=True).items()})
+        gradients.update(
+            {f"step {step} {name}": t for name, t in whole(host, gradient=True).items()}
+        )
 
     network.finalize_gradients = finalize  # type: ignore[method-assign]
     for step in range(STEPS):
         told.append(critic_pass(host, 2 * step))
         host.execute({"op": "pass", "model": "policy", **command_of(message_of(3, 9, seed=step))})
         told.append(critic_pass(host, 2 * step + 1))
-        settings = {**ADAM, "learning_rate": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "grad_clip_norm": 1.0}
+        settings = {
+            **ADAM,
+            "learning_rate": 1e-2,
+            "eps": 1e-6,
+            "weight_decay": 0.1,
+            "grad_clip_norm": 1.0,
+        }
         norms.append(host.execute({"op": "step", "model": "critic", "adam": settings})["grad_norm"])
     told.append(critic_pass(host, 9, forward_only=True))
     norms.append(host.execute({"op": "step", "model": "policy", "adam": ADAM})["grad_norm"])
@@ -135,6 +161,8 @@ def layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
             host = make_host(arguments["model"], layout, flags)
             start_from_noise(host)
             found = train(host)
-            host.execute({"op": "load", "model": "critic", "folder": arguments["state"], "optimizer": True})
+            host.execute(
+                {"op": "load", "model": "critic", "folder": arguments["state"], "optimizer": True}
+            )
             torch.save({**found, "loaded": whole(host)}, f"{arguments['out']}/{name}-{rank}.pt")
     return {}

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from scripts.parity.cells import sizes_of
-from scripts.parity.steps import STEPS, parallel, settings, share, train_samples, weights, whole_gradients
+from scripts.parity.steps import (
+    STEPS,
+    parallel,
+    settings,
+    share,
+    train_samples,
+    weights,
+    whole_gradients,
+)
 from slime_like.megatron_backend.backend import MegatronBackend
 from slime_like.megatron_backend.layout import ParallelLayout
 from slime_like.megatron_backend.lora import LoraNetwork
@@ -38,7 +46,9 @@ def factors(backend: MegatronBackend) -> dict[str, Tensor]:
 def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
     for module in backend.trained.trained_modules:
         whole_gradients(module)
-    return {name: g.float() for name, g in whole_factors(adapter_of(backend), attrgetter("main_grad"))}
+    return {
+        name: g.float() for name, g in whole_factors(adapter_of(backend), attrgetter("main_grad"))
+    }
 
 
 def start_from_noise(backend: MegatronBackend) -> None:
@@ -78,5 +88,7 @@ def layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
     """Each layout of arguments["layouts"]: {name: flags}; rank 0 writes what it found."""
     for name, flags in arguments["layouts"].items():
         with parallel(**sizes_of(flags)) as layout:
-            torch.save(train(arguments["model"], layout, flags), f"{arguments['out']}/{name}-{rank}.pt")
+            torch.save(
+                train(arguments["model"], layout, flags), f"{arguments['out']}/{name}-{rank}.pt"
+            )
     return {}

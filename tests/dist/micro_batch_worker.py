@@ -41,7 +41,9 @@ def make_files(folder: Path) -> dict[str, str]:
     return {"folder": str(folder)}
 
 
-def make_sample(step: int, g: int, j: int, prompt: torch.Tensor, generator: torch.Generator) -> Sample:
+def make_sample(
+    step: int, g: int, j: int, prompt: torch.Tensor, generator: torch.Generator
+) -> Sample:
     length = RESPONSES[(g * GROUP_SIZE + j + step) % len(RESPONSES)]
     mask = torch.rand(length, generator=generator) > 0.2
     return Sample(
@@ -57,9 +59,7 @@ def make_sample(step: int, g: int, j: int, prompt: torch.Tensor, generator: torc
 
 def train(folder: str, layout: Any, flags: str, out: Path) -> dict[str, Any]:
     """Both rollouts; metrics of each, and the weights in a file (of rank 0)."""
-    words = (
-        f"{FLAGS} --hf-checkpoint {folder}/model --ref-load {folder}/ref --load-debug-rollout-data {folder}/rollout_{{rollout_id}} {flags}"
-    )
+    words = f"{FLAGS} --hf-checkpoint {folder}/model --ref-load {folder}/ref --load-debug-rollout-data {folder}/rollout_{{rollout_id}} {flags}"
     trainer = Trainer(parse_args(words.split(), dist.get_world_size()), layout, out)
     rows = []
     for step in range(STEPS):
@@ -69,7 +69,11 @@ def train(folder: str, layout: Any, flags: str, out: Path) -> dict[str, Any]:
         out.mkdir(parents=True, exist_ok=True)
         save_file(weights, out / "weights.safetensors")
     trainer.close()
-    return {"rows": rows, "weights": str(out / "weights.safetensors"), "seconds": rows[-1][STEP_SECONDS]}
+    return {
+        "rows": rows,
+        "weights": str(out / "weights.safetensors"),
+        "seconds": rows[-1][STEP_SECONDS],
+    }
 
 
 @contextmanager
@@ -98,5 +102,7 @@ def on_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str,
     results = {}
     for name, flags in arguments["cases"].items():
         with groups_of(flags) as layout:
-            results[name] = train(arguments["folder"], layout, flags, Path(arguments["out"]) / name.replace(" ", "_"))
+            results[name] = train(
+                arguments["folder"], layout, flags, Path(arguments["out"]) / name.replace(" ", "_")
+            )
     return results

@@ -25,23 +25,33 @@ def three_steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, An
     """Losses, gradients, gradient norms and router metrics of three steps, and the weights after them. With --use-routing-replay the routes
     of all three steps are those of the first weights, and the steps are large."""
     replay = "--use-routing-replay" in flags
-    backend = MegatronBackend(settings(folder, f"{flags} {ADAM}{' --lr 2e-3' if replay else ''}"), layout, total_steps=8)
+    backend = MegatronBackend(
+        settings(folder, f"{flags} {ADAM}{' --lr 2e-3' if replay else ''}"), layout, total_steps=8
+    )
     batches = [share(random_samples(seed), layout) for seed in (1, 2, 3)]
     if replay:
         batches = [with_routes(backend, batch) for batch in batches]
     if "--use-rollout-routing-replay" in flags:
         samples = [random_routes(random_samples(seed), backend) for seed in (1, 2, 3)]
-        batches = [TrainBatch(tuple(backend.with_routes_of_stage(share(s, layout).samples))) for s in samples]
+        batches = [
+            TrainBatch(tuple(backend.with_routes_of_stage(share(s, layout).samples)))
+            for s in samples
+        ]
     steps, grads = [], {}
     for number, batch in enumerate(batches, start=1):
         pending = backend.accumulate(batch)
-        grads |= {f"step {number} {name}": gradient for name, gradient in gradients(backend).items()}
+        grads |= {
+            f"step {number} {name}": gradient for name, gradient in gradients(backend).items()
+        }
         steps.append(backend.apply_gradients(pending))
     return dict(
         losses=[s.metrics["loss"] for s in steps],
         gradients=grads,
         grad_norms=[s.grad_norm for s in steps],
-        moe=[{name: value for name, value in s.metrics.items() if name.startswith("moe_")} for s in steps],
+        moe=[
+            {name: value for name, value in s.metrics.items() if name.startswith("moe_")}
+            for s in steps
+        ],
         weights=weights(backend),
     )
 
@@ -53,7 +63,9 @@ def random_routes(samples: list[TrainSample], backend: MegatronBackend) -> list[
     layers = sum(moe_layers(config.moe_layer_freq, config.num_layers))
     found = []
     for sample in samples:
-        order = torch.rand(sample.tokens.numel(), layers, config.num_moe_experts, generator=g).argsort(dim=-1)
+        order = torch.rand(
+            sample.tokens.numel(), layers, config.num_moe_experts, generator=g
+        ).argsort(dim=-1)
         routes = order[..., : config.moe_router_topk].to(torch.int16)
         routes[-1] = -1
         found.append(dataclasses.replace(sample, routes=routes))
@@ -62,7 +74,12 @@ def random_routes(samples: list[TrainSample], backend: MegatronBackend) -> list[
 
 def with_routes(backend: MegatronBackend, batch: TrainBatch) -> TrainBatch:
     told = backend.compute_log_probs(batch.samples)
-    return TrainBatch(tuple(dataclasses.replace(s, routes=t.routes) for s, t in zip(batch.samples, told, strict=True)))
+    return TrainBatch(
+        tuple(
+            dataclasses.replace(s, routes=t.routes)
+            for s, t in zip(batch.samples, told, strict=True)
+        )
+    )
 
 
 def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
@@ -84,7 +101,9 @@ SIGMOID = """--debug-train-only --load-debug-rollout-data {rollout_id} --lr 1e-2
 
 def expert_bias(layout: ParallelLayout, flags: str) -> dict[str, Any]:
     """Loads of all ranks in a step and the biases after it, then after a step that is skipped; whether checkpoints have them."""
-    backend = MegatronBackend(parse_args(f"{SIGMOID} {flags}".split(), layout.world_size), layout, total_steps=8)
+    backend = MegatronBackend(
+        parse_args(f"{SIGMOID} {flags}".split(), layout.world_size), layout, total_steps=8
+    )
     routers = routers_of(backend.policy.chunks)
 
     def biases() -> list[list[float]]:
@@ -102,9 +121,19 @@ def expert_bias(layout: ParallelLayout, flags: str) -> dict[str, Any]:
     if handle is not None:
         handle.remove()
     backend.update(share(random_samples(2), layout))
-    saved = sum("expert_bias" in key for chunk in backend.policy.chunks for key in chunk.sharded_state_dict())
+    saved = sum(
+        "expert_bias" in key
+        for chunk in backend.policy.chunks
+        for key in chunk.sharded_state_dict()
+    )
     return dict(
-        first_skipped=first.skipped, loads=loads.tolist(), biases=after, skipped=skipped, kept=kept, moved=biases() != after, saved=saved
+        first_skipped=first.skipped,
+        loads=loads.tolist(),
+        biases=after,
+        skipped=skipped,
+        kept=kept,
+        moved=biases() != after,
+        saved=saved,
     )
 
 
@@ -121,7 +150,9 @@ def auxiliary_gradients(rank: int, arguments: dict[str, Any]) -> None:
     for name, flags in arguments["cases"].items():
         with parallel(**sizes_of(flags)) as layout:
             backend = MegatronBackend(settings(arguments["model"], flags), layout, total_steps=8)
-            silent = [dataclasses.replace(s, loss_weights=0 * s.loss_weights) for s in random_samples(1)]
+            silent = [
+                dataclasses.replace(s, loss_weights=0 * s.loss_weights) for s in random_samples(1)
+            ]
             pending = backend.accumulate(share(silent, layout))
             results[name] = gradients(backend), dict(pending.metrics)
     if rank == 0:

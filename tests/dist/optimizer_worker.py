@@ -20,7 +20,11 @@ def steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
     backend = MegatronBackend(settings(folder, f"{COMMON} {flags}"), layout, total_steps=5)
     norms = []
     for step in range(1, 6):
-        handle = poison_one_rank(backend.policy, layout.world_size - 1, float("nan")) if step == 3 else None
+        handle = (
+            poison_one_rank(backend.policy, layout.world_size - 1, float("nan"))
+            if step == 3
+            else None
+        )
         result = backend.update(share(train_samples(step), layout))
         if handle is not None:
             handle.remove()
@@ -37,10 +41,18 @@ def compare(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
             plain = steps(folder, layout, flags)
             for kind, more in arguments["kinds"].items():
                 other = steps(folder, layout, f"{flags} {more}")
-                apart = sum(float((other["weights"][n] - w).norm() ** 2) for n, w in plain["weights"].items()) ** 0.5
+                apart = (
+                    sum(
+                        float((other["weights"][n] - w).norm() ** 2)
+                        for n, w in plain["weights"].items()
+                    )
+                    ** 0.5
+                )
                 size = sum(float(w.norm() ** 2) for w in plain["weights"].values()) ** 0.5
                 found[f"{name}, {kind}"] = [
-                    max(abs(a / b - 1) for a, b in zip(other["norms"], plain["norms"], strict=True)),
+                    max(
+                        abs(a / b - 1) for a, b in zip(other["norms"], plain["norms"], strict=True)
+                    ),
                     apart / size,
                 ]
     torch.distributed.barrier()

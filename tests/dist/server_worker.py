@@ -60,7 +60,13 @@ def errors_are_agreed(rank: int, world_size: int, arguments: dict[str, Any]) -> 
     host, layout = Host(rank), SimpleNamespace(rank=rank, world_size=world_size)
     source = Source(commands) if rank == 0 else None
     worker.Worker(host, layout).serve(source)  # type: ignore[arg-type]
-    answers = [] if source is None else [{k: len(v) if k == "data" else v for k, v in _flat(a).items()} for a in source.answers]
+    answers = (
+        []
+        if source is None
+        else [
+            {k: len(v) if k == "data" else v for k, v in _flat(a).items()} for a in source.answers
+        ]
+    )
     return {"answers": answers, "unloaded": host.unloaded}
 
 

@@ -33,7 +33,11 @@ def told(call: Callable[[], Any]) -> list[str]:
     try:
         call()
     except Exception as error:
-        return [type(error).__name__, str(error), *(note.splitlines()[-1] for note in getattr(error, "__notes__", ()))]
+        return [
+            type(error).__name__,
+            str(error),
+            *(note.splitlines()[-1] for note in getattr(error, "__notes__", ())),
+        ]
     return []
 
 
@@ -49,8 +53,20 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
         KeyError("ours"),
         OfAUser(1, "a user's"),
     )
-    slow = partial(agreement.from_rank_zero_within, lambda: time.sleep(0.3) or rank, group, timeout_s=30, late="late")
-    late = partial(agreement.from_rank_zero_within, lambda: time.sleep(30), None, timeout_s=0.2, late="it took too long")
+    slow = partial(
+        agreement.from_rank_zero_within,
+        lambda: time.sleep(0.3) or rank,
+        group,
+        timeout_s=30,
+        late="late",
+    )
+    late = partial(
+        agreement.from_rank_zero_within,
+        lambda: time.sleep(30),
+        None,
+        timeout_s=0.2,
+        late="it took too long",
+    )
     return {
         "values": [zero(lambda: ["of", rank]), zero(lambda: rank, group), agreement.share(rank), slow(), agreement.gather(rank)],
         "own": [one, agreement.on_rank_zero(lambda: (x for x in "stays")) is not None],
@@ -86,8 +102,16 @@ def test_all_ranks_have_a_value_or_raise_the_same(tmp_path: Path) -> None:
 
 
 def test_without_a_process_group_it_is_this_process() -> None:
-    assert agreement.from_rank_zero(lambda: 3) == agreement.together(lambda: 3) == agreement.share(3) == 3
+    assert (
+        agreement.from_rank_zero(lambda: 3)
+        == agreement.together(lambda: 3)
+        == agreement.share(3)
+        == 3
+    )
     assert agreement.gather(4) == [4] and agreement.on_rank_zero(lambda: 5) == 5
     with pytest.raises(RunError, match="ZeroDivisionError: ") as caught:
         agreement.from_rank_zero(lambda: 1 // 0)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError) and "1 // 0" in caught.value.__notes__[0]
+    assert (
+        isinstance(caught.value.__cause__, ZeroDivisionError)
+        and "1 // 0" in caught.value.__notes__[0]
+    )

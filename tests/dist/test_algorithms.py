@@ -43,11 +43,19 @@ def covering_cases() -> dict[str, tuple[str, str, str]]:
     """A case for each variant of each loss, each with the legal reduction and correction that have been used least."""
     reductions, corrections, cases = Counter[str](), Counter[str](), {}
     for variant in VARIANTS:
-        if variant in WITHOUT_AN_OLD_POLICY or variant == "gspo_wide":  # gspo, where nothing is clipped
+        if (
+            variant in WITHOUT_AN_OLD_POLICY or variant == "gspo_wide"
+        ):  # gspo, where nothing is clipped
             continue
-        allowed = [r for r in LOSS_REDUCTIONS if variant not in NEEDS_A_SEQUENCE_REDUCTION or r in SEQUENCE_REDUCTIONS]
+        allowed = [
+            r
+            for r in LOSS_REDUCTIONS
+            if variant not in NEEDS_A_SEQUENCE_REDUCTION or r in SEQUENCE_REDUCTIONS
+        ]
         reduction = min(allowed, key=lambda r: reductions[r])
-        correction = min((c for c in CORRECTIONS if legal(variant, c)), key=lambda c: corrections[c])
+        correction = min(
+            (c for c in CORRECTIONS if legal(variant, c)), key=lambda c: corrections[c]
+        )
         reductions[reduction] += 1
         corrections[correction] += 1
         cases[f"{variant}, {reduction}, {correction}"] = (variant, reduction, correction)
@@ -58,35 +66,52 @@ CASES = covering_cases()
 
 
 def flags_of_case(variant: str, reduction: str, correction: str) -> str:
-    words = [*flags_of(variant), "--loss-reduction", reduction, WIDER.get(correction, CORRECTIONS[correction][0])]
+    words = [
+        *flags_of(variant),
+        "--loss-reduction",
+        reduction,
+        WIDER.get(correction, CORRECTIONS[correction][0]),
+    ]
     if reduction == "seq_mean_token_sum_norm":
         words.append("--loss-norm-length 30")
     return " ".join(words)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def results(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Of one process, and of both ranks of two."""
     folder: Path = tmp_path_factory.mktemp("algorithms")
     make_model(folder / "model", seed=3)
     make_model(folder / "ref", seed=4)
     make_rollouts(str(folder / "model" / "rollout_{rollout_id}"))
     terms = f"--use-kl-loss --kl-loss-coef 0.1 --entropy-coef 0.01 --ref-load {folder}/ref"
-    cases = {name: f"{terms} {flags_of_case(*case)}" for name, case in CASES.items()} | {"cross_entropy": SUPERVISED}
+    cases = {name: f"{terms} {flags_of_case(*case)}" for name, case in CASES.items()} | {
+        "cross_entropy": SUPERVISED
+    }
     arguments = {"model": str(folder / "model"), "out": str(folder), "cases": cases}
-    (one,) = run_ranks("tests.dist.algorithms_worker:one_rank", 1, folder / "one", arguments, timeout_s=300)
-    return one, run_ranks("tests.dist.algorithms_worker:two_ranks", 2, folder / "two", arguments, timeout_s=500)
+    (one,) = run_ranks(
+        "tests.dist.algorithms_worker:one_rank", 1, folder / "one", arguments, timeout_s=300
+    )
+    return one, run_ranks(
+        "tests.dist.algorithms_worker:two_ranks", 2, folder / "two", arguments, timeout_s=500
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", [*CASES, "cross_entropy"])
-def test_two_ranks_give_the_gradient_of_one(results: tuple[dict[str, Any], list[dict[str, Any]]], case: str, layout: str) -> None:
+def test_two_ranks_give_the_gradient_of_one(
+    results: tuple[dict[str, Any], list[dict[str, Any]]], case: str, layout: str
+) -> None:
     one, two = results
     for rank in two:
         found = rank[f"{case} | {layout}"]
         assert found["apart"] <= LIMIT, found["worst"]
         for name, value in one[case].items():
-            if name != "gradient" and not name.startswith("perf/"):  # how a step is cut differs between layouts
+            if name != "gradient" and not name.startswith(
+                "perf/"
+            ):  # how a step is cut differs between layouts
                 assert found["metrics"][name] == pytest.approx(value, rel=LIMIT, abs=LIMIT), name
 
 
@@ -98,7 +123,9 @@ def test_the_cases_show_something(results: tuple[dict[str, Any], list[dict[str, 
         if "ratio_max" in metrics:
             assert metrics["ratio_max"] > 1.02, case
         assert abs(metrics["policy_loss"]) > 1e-3, f"{case}: everything was rejected"
-    assert len({metrics["loss"] for metrics in one.values()}) == len(one), "each case is another loss"
+    assert len({metrics["loss"] for metrics in one.values()}) == len(one), (
+        "each case is another loss"
+    )
 
 
 def test_everything_is_covered() -> None:

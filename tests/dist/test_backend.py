@@ -12,7 +12,15 @@ from scripts.parity.ranks import run_ranks
 from scripts.parity_table import GROUP_SIZE, make_model, make_rollouts
 from tests.dist import backend_worker as worker
 
-POISONED = ("DP2", "DP2 distributed optimizer", "DP2 overlap", "TP2", "PP2", "PP2 distributed optimizer", "DP2 bf16")
+POISONED = (
+    "DP2",
+    "DP2 distributed optimizer",
+    "DP2 overlap",
+    "TP2",
+    "PP2",
+    "PP2 distributed optimizer",
+    "DP2 bf16",
+)
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +35,35 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def two(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of both ranks."""
-    return run_ranks("tests.dist.backend_worker:two_ranks", 2, tmp_path_factory.mktemp("two"), files, timeout_s=240)
+    return run_ranks(
+        "tests.dist.backend_worker:two_ranks",
+        2,
+        tmp_path_factory.mktemp("two"),
+        files,
+        timeout_s=240,
+    )
 
 
 @pytest.mark.parametrize("layout", POISONED)
-def test_a_poisoned_gradient_of_one_rank_makes_all_skip(two: list[dict[str, Any]], layout: str) -> None:
+def test_a_poisoned_gradient_of_one_rank_makes_all_skip(
+    two: list[dict[str, Any]], layout: str
+) -> None:
     for rank in two:
         seen = rank[f"poison {layout}"]
         assert seen["skipped"] == [True] * 3
         assert seen["same"] == [True] * 3, "weights and optimizer state stay bit by bit"
         assert seen["total"] == 3
         assert seen["warnings"][:2] == [None, None]
-        assert [words.partition(": ")[0] for words in seen["warnings"][2:]] == ["optimizer step skipped"] * 2
-        assert "3 in a row, 3 in all" in seen["stopped"] and "--max-consecutive-skipped-steps" in seen["stopped"]
-        assert seen["after"] == [False, True, True], "the next good step is taken, and nothing is left of the poison"
+        assert [words.partition(": ")[0] for words in seen["warnings"][2:]] == [
+            "optimizer step skipped"
+        ] * 2
+        assert (
+            "3 in a row, 3 in all" in seen["stopped"]
+            and "--max-consecutive-skipped-steps" in seen["stopped"]
+        )
+        assert seen["after"] == [False, True, True], (
+            "the next good step is taken, and nothing is left of the poison"
+        )
 
 
 def test_skipped_steps_do_not_advance_the_schedule(two: list[dict[str, Any]]) -> None:
@@ -58,18 +81,26 @@ def test_kl_in_the_reward(two: list[dict[str, Any]]) -> None:
     count = sum(len(rank["kl"]["indices"]) for rank in two)
     penalties, found = [math.nan] * count, [[] for _ in range(count)]
     for rank in two:
-        for i, penalty, advantage in zip(rank["kl"]["indices"], rank["kl"]["penalties"], rank["kl"]["advantages"], strict=True):
+        for i, penalty, advantage in zip(
+            rank["kl"]["indices"], rank["kl"]["penalties"], rank["kl"]["advantages"], strict=True
+        ):
             penalties[i], found[i] = penalty, advantage
-    rewards = torch.tensor(two[0]["kl"]["rewards"], dtype=torch.float64) - 0.5 * torch.tensor(penalties, dtype=torch.float64)
+    rewards = torch.tensor(two[0]["kl"]["rewards"], dtype=torch.float64) - 0.5 * torch.tensor(
+        penalties, dtype=torch.float64
+    )
     groups = rewards.view(-1, GROUP_SIZE)
-    expected = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    expected = (
+        (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+    ).flatten()
     assert max(abs(p) for p in penalties) > 0.1
     for i, values in enumerate(found):
         if values:  # a sample without an active token has no advantage to show
             assert values[0] == pytest.approx(float(expected[i]), rel=1e-4)
     assert sum(map(bool, found)) >= count - 1
     for rank in two:
-        assert rank["kl"]["reported"] == pytest.approx(sum(penalties) / rank["kl"]["active"], rel=1e-5)
+        assert rank["kl"]["reported"] == pytest.approx(
+            sum(penalties) / rank["kl"]["active"], rel=1e-5
+        )
 
 
 def test_bf16_is_near_fp32(two: list[dict[str, Any]]) -> None:
@@ -82,7 +113,9 @@ def test_bf16_is_near_fp32(two: list[dict[str, Any]]) -> None:
         assert 0 < half["distance"] < 0.02
 
 
-def transformers_loss(folder: str, samples: list[Any], clip: float) -> tuple[float, dict[str, torch.Tensor]]:
+def transformers_loss(
+    folder: str, samples: list[Any], clip: float
+) -> tuple[float, dict[str, torch.Tensor]]:
     """The PPO loss written out over each sequence alone, and its gradient by Hugging Face name."""
     from transformers import AutoModelForCausalLM
 
@@ -95,11 +128,15 @@ def transformers_loss(folder: str, samples: list[Any], clip: float) -> tuple[flo
         loss = torch.maximum(-s.advantages * ratio, -s.advantages * ratio.clamp(1 - clip, 1 + clip))
         total = total + (s.loss_mask * s.loss_weights * loss).sum()
     total.backward()
-    return total.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return total.item(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
-def test_one_step_is_that_of_plain_autograd(alone: Any, files: dict[str, str], micro_batch_size: int) -> None:
+def test_one_step_is_that_of_plain_autograd(
+    alone: Any, files: dict[str, str], micro_batch_size: int
+) -> None:
     """With plain gradient descent the change of the weights is the gradient: packing, the scale of the schedule and the conversion
     together give what transformers and a loss written by hand give."""
     flags = f"--optimizer sgd --sgd-momentum 0 --lr 0.1 --weight-decay 0 --clip-grad 0 --micro-batch-size {micro_batch_size}"
@@ -110,11 +147,15 @@ def test_one_step_is_that_of_plain_autograd(alone: Any, files: dict[str, str], m
     loss, gradient = transformers_loss(files["model"], samples, clip=0.2)
     after = worker.weights(backend)
     assert result.metrics["loss"] == pytest.approx(loss, rel=1e-5)
-    assert result.grad_norm == pytest.approx(float(torch.stack([g.norm() for g in gradient.values()]).norm()), rel=1e-5)
+    assert result.grad_norm == pytest.approx(
+        float(torch.stack([g.norm() for g in gradient.values()]).norm()), rel=1e-5
+    )
     assert before.keys() == gradient.keys()
     for name, expected in gradient.items():
         moved = (before[name] - after[name]) / 0.1
-        assert float((moved - expected).norm() / expected.norm()) < 2e-4, name  # the difference of weights has few digits
+        assert float((moved - expected).norm() / expected.norm()) < 2e-4, (
+            name
+        )  # the difference of weights has few digits
 
 
 def test_log_probs_are_those_of_transformers(alone: Any, files: dict[str, str]) -> None:
@@ -122,13 +163,21 @@ def test_log_probs_are_those_of_transformers(alone: Any, files: dict[str, str]) 
 
     model = AutoModelForCausalLM.from_pretrained(files["model"], attn_implementation="eager").eval()
     backend = worker.MegatronBackend(
-        worker.settings(files["model"], "--rollout-temperature 0.7 --micro-batch-size 2"), alone, total_steps=4
+        worker.settings(files["model"], "--rollout-temperature 0.7 --micro-batch-size 2"),
+        alone,
+        total_steps=4,
     )
     samples = worker.random_samples(2)
     for sample, found in zip(samples, backend.compute_log_probs(samples), strict=True):
         with torch.no_grad():
-            log_p = (model(sample.tokens[None]).logits[0, :-1] / 0.7).log_softmax(-1)[-sample.response_length :]
+            log_p = (model(sample.tokens[None]).logits[0, :-1] / 0.7).log_softmax(-1)[
+                -sample.response_length :
+            ]
         expected = log_p.gather(1, sample.tokens[-sample.response_length :, None])[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
-        torch.testing.assert_close(found.log_probs, torch.where(sample.loss_mask, expected, 0.0), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found.entropy, torch.where(sample.loss_mask, entropy, 0.0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found.log_probs, torch.where(sample.loss_mask, expected, 0.0), rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            found.entropy, torch.where(sample.loss_mask, entropy, 0.0), rtol=1e-5, atol=1e-5
+        )

@@ -23,7 +23,11 @@ LOSSES = {
     "opsm": "--policy-loss-type ppo --use-opsm --opsm-delta 0.01",
     SCALED: "--policy-loss-type sapo",
 }
-MIX = ("gspo", "gmpo", "opsm")  # a token loss with a sequence mask, a constant and a differentiated sequence quantity
+MIX = (
+    "gspo",
+    "gmpo",
+    "opsm",
+)  # a token loss with a sequence mask, a constant and a differentiated sequence quantity
 CP = "--context-parallel-size"
 TWO = {
     "CP2": (dict(cp=2), f"{CP} 2 --micro-batch-size 4", tuple(LOSSES)),
@@ -57,27 +61,56 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     (folder / "scaled" / "config.json").write_text(json.dumps(config))
     models = {SCALED: str(folder / "scaled")}
-    arguments = {"model": str(folder / "model"), "models": models, "losses": LOSSES, "base": str(folder / "base.pt")}
+    arguments = {
+        "model": str(folder / "model"),
+        "models": models,
+        "losses": LOSSES,
+        "base": str(folder / "base.pt"),
+    }
     run_ranks("tests.dist.context_worker:save_runs", 1, folder / "one", arguments, timeout_s=240)
     return arguments
 
 
 @pytest.fixture(scope="module")
-def two(arguments: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def two(
+    arguments: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("two")
-    return run_ranks("tests.dist.context_worker:several_ranks", 2, folder, {**arguments, "layouts": TWO}, timeout_s=300)
+    return run_ranks(
+        "tests.dist.context_worker:several_ranks",
+        2,
+        folder,
+        {**arguments, "layouts": TWO},
+        timeout_s=300,
+    )
 
 
 @pytest.fixture(scope="module")
-def four(arguments: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def four(
+    arguments: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("four")
-    return run_ranks("tests.dist.context_worker:several_ranks", 4, folder, {**arguments, "layouts": FOUR}, timeout_s=400)
+    return run_ranks(
+        "tests.dist.context_worker:several_ranks",
+        4,
+        folder,
+        {**arguments, "layouts": FOUR},
+        timeout_s=400,
+    )
 
 
 @pytest.fixture(scope="module")
-def everything(arguments: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def everything(
+    arguments: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("everything")
-    return run_ranks("tests.dist.context_worker:several_ranks", 4, folder, {**arguments, "layouts": EVERYTHING}, timeout_s=900)
+    return run_ranks(
+        "tests.dist.context_worker:several_ranks",
+        4,
+        folder,
+        {**arguments, "layouts": EVERYTHING},
+        timeout_s=900,
+    )
 
 
 def check_attention(ranks: list[dict[str, Any]]) -> None:
@@ -86,7 +119,9 @@ def check_attention(ranks: list[dict[str, Any]]) -> None:
         for name, seen in rank["attention"].items():
             assert max(seen["apart"]) < LIMIT, (name, seen)
             assert seen["padded"] == name.startswith("alike"), name
-    assert [r["attention"]["one 2"]["keys"] < r["attention"]["one 2"]["longest"] for r in ranks] == [False] + [True] * (len(ranks) - 1)
+    assert [
+        r["attention"]["one 2"]["keys"] < r["attention"]["one 2"]["longest"] for r in ranks
+    ] == [False] + [True] * (len(ranks) - 1)
 
 
 def check_losses(ranks: list[dict[str, Any]]) -> None:
@@ -95,15 +130,25 @@ def check_losses(ranks: list[dict[str, Any]]) -> None:
         for name, seen in rank["losses"].items():
             assert seen["loss"] < 1e-10, (name, seen)
             assert seen["gradients"] < 1e-12 * max(1.0, seen["size"]), (name, seen)
-            assert seen["same_names"] and max(seen["metrics"].values(), default=0.0) < 1e-6, (name, seen)
+            assert seen["same_names"] and max(seen["metrics"].values(), default=0.0) < 1e-6, (
+                name,
+                seen,
+            )
             if "none active" not in name and "one active" not in name:
-                assert seen["size"] > 1e-3, f"{name}: a vanishing gradient would agree with anything"
+                assert seen["size"] > 1e-3, (
+                    f"{name}: a vanishing gradient would agree with anything"
+                )
 
 
 def check_steps(ranks: list[dict[str, Any]], name: str) -> None:
     for rank in ranks:
         seen = rank["steps"][name]
-        assert seen["loss"] <= LIMIT and seen["gradients"] <= LIMIT and seen["weights"] <= LIMIT and seen["log_probs"] <= LIMIT, seen
+        assert (
+            seen["loss"] <= LIMIT
+            and seen["gradients"] <= LIMIT
+            and seen["weights"] <= LIMIT
+            and seen["log_probs"] <= LIMIT
+        ), seen
         assert max(seen["metrics"].values()) <= 1e-4, seen["metrics"]
 
 
@@ -123,12 +168,16 @@ def test_losses_of_four(four: list[dict[str, Any]]) -> None:
     check_losses(four)
 
 
-@pytest.mark.parametrize("name", [f"{layout}, {loss}" for layout, (_, _, losses) in TWO.items() for loss in losses])
+@pytest.mark.parametrize(
+    "name", [f"{layout}, {loss}" for layout, (_, _, losses) in TWO.items() for loss in losses]
+)
 def test_steps_of_two(two: list[dict[str, Any]], name: str) -> None:
     check_steps(two, name)
 
 
-@pytest.mark.parametrize("name", [f"{layout}, {loss}" for layout, (_, _, losses) in FOUR.items() for loss in losses])
+@pytest.mark.parametrize(
+    "name", [f"{layout}, {loss}" for layout, (_, _, losses) in FOUR.items() for loss in losses]
+)
 def test_steps_of_four(four: list[dict[str, Any]], name: str) -> None:
     check_steps(four, name)
 

@@ -16,7 +16,16 @@ from safetensors.torch import load_file, save_file
 from scripts.parity.ranks import run_ranks
 from tests.dist import convert_worker
 
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]  # tensor, pipeline, virtual
+LAYOUTS = [
+    (1, 1, 1),
+    (2, 1, 1),
+    (4, 1, 1),
+    (1, 2, 1),
+    (1, 4, 1),
+    (2, 2, 1),
+    (1, 2, 2),
+    (2, 2, 2),
+]  # tensor, pipeline, virtual
 SIZES: dict[str, Any] = dict(
     vocab_size=90,  # 96 or 128 with padding: the last of four tensor-parallel ranks has nothing but padding
     hidden_size=32,
@@ -28,13 +37,21 @@ SIZES: dict[str, Any] = dict(
     initializer_range=0.1,
 )
 LLAMA3 = dict(
-    rope_type="llama3", rope_theta=50000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    rope_type="llama3",
+    rope_theta=50000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3-untied": ("Llama", dict(tie_word_embeddings=False, rope_parameters=LLAMA3)),
     "llama-linear-tied": (
         "Llama",
-        dict(tie_word_embeddings=True, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)),
+        dict(
+            tie_word_embeddings=True,
+            rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
+        ),
     ),
     "qwen2-tied": ("Qwen2", dict(tie_word_embeddings=True)),
     "qwen2-untied": ("Qwen2", dict(tie_word_embeddings=False, num_key_value_heads=4)),
@@ -51,11 +68,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     result = {}
     for number, (name, (family, settings)) in enumerate(MODELS.items()):
         torch.manual_seed(number)
-        config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings}, attn_implementation="eager")
+        config = getattr(transformers, f"{family}Config")(
+            **{**SIZES, **settings}, attn_implementation="eager"
+        )
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() == 1:  # norms are born as ones and biases as zeros: they could be swapped unseen
+                if (
+                    parameter.dim() == 1
+                ):  # norms are born as ones and biases as zeros: they could be swapped unseen
                     parameter.add_(torch.randn_like(parameter) * 0.2)
             tokens = torch.randint(0, SIZES["vocab_size"], (24,))
             logits = model(tokens[None]).logits[0]
@@ -68,13 +89,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def four(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def four(
+    folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], Path]:
     folder = tmp_path_factory.mktemp("four")
     taken = folder / "taken"
     taken.mkdir()
     (taken / "thesis.txt").write_text("do not lose me")
-    arguments = {"layouts": LAYOUTS, "folders": list(folders.values()), "out": str(folder / "out"), "taken": str(taken)}
-    return run_ranks("tests.dist.convert_worker:check_all", 4, folder / "run", arguments, timeout_s=240), folder
+    arguments = {
+        "layouts": LAYOUTS,
+        "folders": list(folders.values()),
+        "out": str(folder / "out"),
+        "taken": str(taken),
+    }
+    return run_ranks(
+        "tests.dist.convert_worker:check_all", 4, folder / "run", arguments, timeout_s=240
+    ), folder
 
 
 def test_logits_and_round_trips_under_every_layout(four: tuple[list[dict[str, Any]], Path]) -> None:
@@ -87,12 +117,16 @@ def test_logits_and_round_trips_under_every_layout(four: tuple[list[dict[str, An
     }
 
 
-def test_saved_folder_is_read_by_transformers(four: tuple[list[dict[str, Any]], Path], folders: dict[str, str]) -> None:
+def test_saved_folder_is_read_by_transformers(
+    four: tuple[list[dict[str, Any]], Path], folders: dict[str, str]
+) -> None:
     import transformers
 
     out = four[1] / "out"
     expected = torch.load(Path(folders["llama-llama3-untied"]) / "expected.pt")
-    model = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        out, attn_implementation="eager"
+    ).eval()
     assert torch.equal(model(expected["tokens"][None]).logits[0], expected["logits"])
     index = json.loads((out / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -105,7 +139,11 @@ def test_saved_folder_is_read_by_transformers(four: tuple[list[dict[str, Any]], 
         "tokenizer.json",
         "generation_config.json",
     }
-    assert sorted(path.name for path in out.parent.iterdir()) == ["out", "run", "taken"]  # no temporary folder is left
+    assert sorted(path.name for path in out.parent.iterdir()) == [
+        "out",
+        "run",
+        "taken",
+    ]  # no temporary folder is left
     assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
 
 
@@ -133,9 +171,13 @@ def _load(folder: Path, layout: Any, source: str, **changes: Any) -> list[Any]:
     chunks, hf, gpt = convert_worker.build(source, layout)
     before = [parameter.clone() for parameter in chunks[0].parameters()]
     try:
-        convert_worker.load_hf_weights(chunks, str(folder), hf=dataclasses.replace(hf, **changes), gpt=gpt, layout=layout)
+        convert_worker.load_hf_weights(
+            chunks, str(folder), hf=dataclasses.replace(hf, **changes), gpt=gpt, layout=layout
+        )
     except ValueError:
-        assert all(torch.equal(a, b) for a, b in zip(before, chunks[0].parameters())), "an error must come before any change"
+        assert all(torch.equal(a, b) for a, b in zip(before, chunks[0].parameters())), (
+            "an error must come before any change"
+        )
         raise
     return chunks
 
@@ -152,7 +194,9 @@ def _rename(weights: dict[str, torch.Tensor]) -> None:
 
 
 def _narrow(weights: dict[str, torch.Tensor]) -> None:
-    weights["model.layers.1.self_attn.k_proj.weight"] = weights["model.layers.1.self_attn.k_proj.weight"][:8].clone()
+    weights["model.layers.1.self_attn.k_proj.weight"] = weights[
+        "model.layers.1.self_attn.k_proj.weight"
+    ][:8].clone()
 
 
 def _quantise(weights: dict[str, torch.Tensor]) -> None:
@@ -162,16 +206,26 @@ def _quantise(weights: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (_rename, ["missing tensors: model.layers.0.mlp.gate_proj.weight", "no place for: model.layers.0.mlp.gate.weight"]),
+        (
+            _rename,
+            [
+                "missing tensors: model.layers.0.mlp.gate_proj.weight",
+                "no place for: model.layers.0.mlp.gate.weight",
+            ],
+        ),
         (_narrow, ["model.layers.1.self_attn.k_proj.weight", "(8, 32)", "(16, 32)"]),
         (_quantise, ["model.norm.weight", "I8", "BF16"]),
         (
-            lambda weights: weights.update({f"model.layers.{n}.extra": torch.ones(1) for n in range(20)}),
+            lambda weights: weights.update(
+                {f"model.layers.{n}.extra": torch.ones(1) for n in range(20)}
+            ),
             ["model.layers.0.extra", "and 12 more"],
         ),
     ],
 )
-def test_wrong_tensors_are_named(alone: Any, folders: dict[str, str], tmp_path: Path, change: Any, words: list[str]) -> None:
+def test_wrong_tensors_are_named(
+    alone: Any, folders: dict[str, str], tmp_path: Path, change: Any, words: list[str]
+) -> None:
     source = folders["llama-llama3-untied"]
     with pytest.raises(ValueError, match="weights in") as caught:
         _load(_rewritten(source, tmp_path, change), alone, source)
@@ -200,21 +254,34 @@ def test_wrong_files_are_named(alone: Any, folders: dict[str, str], tmp_path: Pa
 
 def test_a_model_of_another_architecture_is_refused(alone: Any, folders: dict[str, str]) -> None:
     qwen2, qwen3 = folders["qwen2-untied"], folders["qwen3-untied"]
-    with pytest.raises(ValueError, match=r"not built as Qwen2ForCausalLM: it lacks .*linear_qkv\.bias"):
+    with pytest.raises(
+        ValueError, match=r"not built as Qwen2ForCausalLM: it lacks .*linear_qkv\.bias"
+    ):
         _load(Path(qwen2), alone, folders["llama-llama3-untied"], architecture="Qwen2ForCausalLM")
     with pytest.raises(ValueError, match=r"it has, beyond those .*q_layernorm"):
         _load(Path(qwen3), alone, qwen3, architecture="LlamaForCausalLM")
-    with pytest.raises(ValueError, match="'GPT2LMHeadModel' has no conversion map; legal values: LlamaForCausalLM"):
+    with pytest.raises(
+        ValueError, match="'GPT2LMHeadModel' has no conversion map; legal values: LlamaForCausalLM"
+    ):
         _load(Path(qwen3), alone, qwen3, architecture="GPT2LMHeadModel")
 
 
-def test_what_transformers_ignores_is_ignored(alone: Any, folders: dict[str, str], tmp_path: Path) -> None:
+def test_what_transformers_ignores_is_ignored(
+    alone: Any, folders: dict[str, str], tmp_path: Path
+) -> None:
     """Old Llama files hold rotary tables, and some tied models repeat the embedding."""
     source = folders["llama-linear-tied"]
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(90, 32)}
-    chunks = _load(_rewritten(source, tmp_path, lambda weights: weights.update(extra)), alone, source)
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "lm_head.weight": torch.ones(90, 32),
+    }
+    chunks = _load(
+        _rewritten(source, tmp_path, lambda weights: weights.update(extra)), alone, source
+    )
     embedding = chunks[0].embedding.word_embeddings.weight
-    assert torch.equal(embedding[:90], convert_worker.stored_weights(source)["model.embed_tokens.weight"])
+    assert torch.equal(
+        embedding[:90], convert_worker.stored_weights(source)["model.embed_tokens.weight"]
+    )
     assert embedding.shape == (96, 32)
     assert not embedding[90:].any()
 
@@ -230,14 +297,22 @@ def test_names_of_the_transformer_engine_spec(alone: Any, folders: dict[str, str
     convert_worker.load_hf_weights(chunks, source, hf=hf, gpt=gpt, layout=alone)
     stored = convert_worker.stored_weights(source)
     layer = chunks[0].decoder.layers[2]
-    assert torch.equal(layer.self_attention.linear_qkv.layer_norm_weight, stored["model.layers.2.input_layernorm.weight"])
-    assert torch.equal(layer.mlp.linear_fc1.layer_norm_weight, stored["model.layers.2.post_attention_layernorm.weight"])
+    assert torch.equal(
+        layer.self_attention.linear_qkv.layer_norm_weight,
+        stored["model.layers.2.input_layernorm.weight"],
+    )
+    assert torch.equal(
+        layer.mlp.linear_fc1.layer_norm_weight,
+        stored["model.layers.2.post_attention_layernorm.weight"],
+    )
     exported = dict(convert_worker.export_hf_weights(chunks, hf=hf, gpt=gpt, layout=alone))
     assert exported.keys() == stored.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in exported.items())
 
 
-def test_a_failing_disk_leaves_nothing_behind(alone: Any, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_leaves_nothing_behind(
+    alone: Any, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from slime_like.convert import save
 
     def full(*arguments: Any, **keywords: Any) -> None:

@@ -38,17 +38,45 @@ YARN = dict(
     mscale=0.7, mscale_all_dim=0.9,
 )  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-moe": ("Qwen3Moe", dict(head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        dict(
+            head_dim=16,
+            moe_intermediate_size=24,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+        ),
+    ),
     "qwen3-moe-dense-layers": (
         "Qwen3Moe",
-        dict(head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=3, mlp_only_layers=[1], decoder_sparse_step=1),
+        dict(
+            head_dim=16,
+            moe_intermediate_size=24,
+            num_experts=4,
+            num_experts_per_tok=3,
+            mlp_only_layers=[1],
+            decoder_sparse_step=1,
+        ),
     ),
     "qwen2-moe": (
         "Qwen2Moe",
-        dict(moe_intermediate_size=24, shared_expert_intermediate_size=40, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=2),
+        dict(
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            num_experts=4,
+            num_experts_per_tok=2,
+            decoder_sparse_step=2,
+        ),
     ),
-    "deepseek-v3": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
-    "deepseek-v3-yarn": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**DEEPSEEK, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    "deepseek-v3-yarn": (
+        "DeepseekV3",
+        {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN, "n_group": 1, "topk_group": 1},
+    ),
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
 }
 # tensor, pipeline, virtual, expert, expert-tensor
@@ -64,14 +92,20 @@ def make_models(folder: Path, names: list[str], **changes: Any) -> dict[str, str
     for number, name in enumerate(names):
         family, settings = MODELS[name]
         torch.manual_seed(number)
-        config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings, **changes}, attn_implementation="eager")
+        config = getattr(transformers, f"{family}Config")(
+            **{**SIZES, **settings, **changes}, attn_implementation="eager"
+        )
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                if parameter.dim() == 1:  # norms are born as ones and biases as zeros: they could be swapped unseen
+                if (
+                    parameter.dim() == 1
+                ):  # norms are born as ones and biases as zeros: they could be swapped unseen
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 elif parameter_name.endswith("gate.weight"):
-                    parameter.copy_(0.3 * torch.randn_like(parameter))  # see scripts/parity/cells.py
+                    parameter.copy_(
+                        0.3 * torch.randn_like(parameter)
+                    )  # see scripts/parity/cells.py
             for buffer_name, buffer in model.named_buffers():
                 if buffer_name.endswith("e_score_correction_bias"):
                     buffer.copy_(0.2 * torch.randn_like(buffer))
@@ -88,14 +122,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return make_models(tmp_path_factory.mktemp("models"), list(MODELS))
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)], ids=["some", "more"])
-def test_logits_and_round_trips_under_every_layout(folders: dict[str, str], tmp_path: Path, layouts: list[tuple[int, ...]]) -> None:
+@pytest.mark.parametrize(
+    "layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)], ids=["some", "more"]
+)
+def test_logits_and_round_trips_under_every_layout(
+    folders: dict[str, str], tmp_path: Path, layouts: list[tuple[int, ...]]
+) -> None:
     arguments = {"layouts": layouts, "folders": list(folders.values()), "grouped": "qwen3-moe"}
     worst: dict[str, float] = {}
-    for result in run_ranks("tests.dist.convert_worker:check_layouts", 4, tmp_path, arguments, timeout_s=240):
+    for result in run_ranks(
+        "tests.dist.convert_worker:check_layouts", 4, tmp_path, arguments, timeout_s=240
+    ):
         worst.update(result)
     assert len(worst) == len(layouts) * len(MODELS)
-    assert max(worst.values()) < convert_worker.TOLERANCE, {case: v for case, v in worst.items() if v >= convert_worker.TOLERANCE}
+    assert max(worst.values()) < convert_worker.TOLERANCE, {
+        case: v for case, v in worst.items() if v >= convert_worker.TOLERANCE
+    }
 
 
 @pytest.mark.parametrize(("impl", "whole"), [("local", False), ("transformer_engine", True)])
@@ -103,12 +145,22 @@ def test_latent_attention_of_the_transformer_engine_spec(impl: str, whole: bool)
     """There the norms of the latents belong to the up-projections, and the down-projections are whole on every tensor-parallel rank."""
     layer = "decoder.layers.0.self_attention."
     for latent in ("q", "kv"):
-        assert canonical_name(f"{layer}linear_{latent}_up_proj.layer_norm_weight") == f"{layer}{latent}_layernorm.weight"
+        assert (
+            canonical_name(f"{layer}linear_{latent}_up_proj.layer_norm_weight")
+            == f"{layer}{latent}_layernorm.weight"
+        )
     config = SimpleNamespace(
-        multi_latent_attention=True, transformer_impl=impl, q_lora_rank=20, num_moe_experts=8, moe_layer_freq=[1], num_layers=1
+        multi_latent_attention=True,
+        transformer_impl=impl,
+        q_lora_rank=20,
+        num_moe_experts=8,
+        moe_layer_freq=[1],
+        num_layers=1,
     )
     family = family_map("DeepseekV3ForCausalLM", config, tied=False)
-    assert [family[f"{layer}linear_{latent}_down_proj.weight"].sharded for latent in ("q", "kv")] == [not whole, not whole]
+    assert [
+        family[f"{layer}linear_{latent}_down_proj.weight"].sharded for latent in ("q", "kv")
+    ] == [not whole, not whole]
     assert family[f"{layer}linear_q_up_proj.weight"].sharded
 
 
@@ -118,9 +170,12 @@ def test_grouped_experts_of_the_transformer_engine_spec() -> None:
         canonical_name("decoder.layers.3.mlp.experts.linear_fc1.weight5")
         == "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"
     )
-    assert canonical_name("decoder.layers.3.mlp.experts.linear_fc2.weight11").endswith("experts.local_experts.11.linear_fc2.weight")
+    assert canonical_name("decoder.layers.3.mlp.experts.linear_fc2.weight11").endswith(
+        "experts.local_experts.11.linear_fc2.weight"
+    )
     assert (
-        canonical_name("decoder.layers.0.mlp.shared_experts.linear_fc1.weight") == "decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
+        canonical_name("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
+        == "decoder.layers.0.mlp.shared_experts.linear_fc1.weight"
     )
     name = "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"
     assert (expert_number(name), any_expert(name)) == (5, any_expert(name.replace(".5.", ".7.")))

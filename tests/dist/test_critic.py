@@ -42,17 +42,33 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def two(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of both ranks."""
-    return run_ranks("tests.dist.critic_worker:two_ranks", 2, tmp_path_factory.mktemp("two"), files, timeout_s=300)
+    return run_ranks(
+        "tests.dist.critic_worker:two_ranks",
+        2,
+        tmp_path_factory.mktemp("two"),
+        files,
+        timeout_s=300,
+    )
 
 
-def test_layouts_train_the_critic_of_one_process(two: list[dict[str, Any]], alone: Any, files: dict[str, str]) -> None:
+def test_layouts_train_the_critic_of_one_process(
+    two: list[dict[str, Any]], alone: Any, files: dict[str, str]
+) -> None:
     """Values, losses, gradient norms and the weights after three steps, in each tensor, to 1e-5. Ranks hold different samples."""
     one = worker.train(files["model"], alone, "", f"{files['out']}/one.pt")
-    assert min(one["grad_norms"]) > 1e-2 and max(one["grad_norms"]) > 0.5 and max(one["clipped"]) > 0, "clipped and not"
+    assert (
+        min(one["grad_norms"]) > 1e-2 and max(one["grad_norms"]) > 0.5 and max(one["clipped"]) > 0
+    ), "clipped and not"
     assert one["lrs"] == pytest.approx([0.0, 3e-3, 3e-3])
     stored = torch.load(f"{files['out']}/one.pt")
-    moved = {name: float((stored["after"][name] - stored["before"][name]).norm()) for name in stored["before"]}
-    assert min(moved.values()) > 1e-4 and {"score.weight", "score.bias", "model.embed_tokens.weight"} <= moved.keys()
+    moved = {
+        name: float((stored["after"][name] - stored["before"][name]).norm())
+        for name in stored["before"]
+    }
+    assert (
+        min(moved.values()) > 1e-4
+        and {"score.weight", "score.bias", "model.embed_tokens.weight"} <= moved.keys()
+    )
     assert "lm_head.weight" not in moved
     samples = worker.critic_samples(0)
     for name in worker.TWO_RANKS:
@@ -67,37 +83,52 @@ def test_layouts_train_the_critic_of_one_process(two: list[dict[str, Any]], alon
                 assert seen[key] == pytest.approx(one[key], rel=LIMIT), (name, key)
         weights = torch.load(f"{files['out']}/{name}.pt")["after"]
         assert weights.keys() == stored["after"].keys()
-        apart = {key: float((weights[key] - tensor).norm() / tensor.norm()) for key, tensor in stored["after"].items()}
+        apart = {
+            key: float((weights[key] - tensor).norm() / tensor.norm())
+            for key, tensor in stored["after"].items()
+        }
         assert max(apart.values()) < LIMIT, (name, max(apart, key=lambda key: apart[key]))
 
 
 @pytest.mark.parametrize("layout", ["DP2 distributed optimizer", "TP2 SP", "PP2"])
-def test_a_poisoned_gradient_of_one_rank_makes_all_skip(two: list[dict[str, Any]], layout: str) -> None:
+def test_a_poisoned_gradient_of_one_rank_makes_all_skip(
+    two: list[dict[str, Any]], layout: str
+) -> None:
     for rank in two:
         seen = rank[f"poison {layout}"]
         assert (seen["skipped"], seen["same"], seen["policy_skipped"]) == (True, True, False)
-        assert seen["warning"].startswith("critic's optimizer step skipped: the gradient norm is NaN")
+        assert seen["warning"].startswith(
+            "critic's optimizer step skipped: the gradient norm is NaN"
+        )
 
 
 def transformers_critic(folder: str) -> Any:
     from transformers import AutoModelForTokenClassification
 
-    return AutoModelForTokenClassification.from_pretrained(f"{folder}/critic", attn_implementation="eager").eval()
+    return AutoModelForTokenClassification.from_pretrained(
+        f"{folder}/critic", attn_implementation="eager"
+    ).eval()
 
 
 def test_values_are_those_of_transformers(alone: Any, files: dict[str, str]) -> None:
     """The value of a state, the text up to a token, stands at the token that follows; the sampling temperature does not enter."""
     model = transformers_critic(files["model"])
-    backend = worker.make_backend(files["model"], alone, "--rollout-temperature 0.7 --micro-batch-size 2")
+    backend = worker.make_backend(
+        files["model"], alone, "--rollout-temperature 0.7 --micro-batch-size 2"
+    )
     samples = worker.critic_samples(2)
     for sample, found in zip(samples, backend.compute_values(samples), strict=True):
         with torch.no_grad():
             expected = model(sample.tokens[None]).logits[0, :-1, 0][-sample.response_length :]
-        torch.testing.assert_close(found, torch.where(sample.loss_mask, expected, 0.0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found, torch.where(sample.loss_mask, expected, 0.0), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
-def test_one_step_is_that_of_plain_autograd(alone: Any, files: dict[str, str], micro_batch_size: int) -> None:
+def test_one_step_is_that_of_plain_autograd(
+    alone: Any, files: dict[str, str], micro_batch_size: int
+) -> None:
     """With plain gradient descent the change of the weights is the gradient, of the loss written out over transformers' values."""
     flags = f"--optimizer sgd --sgd-momentum 0 --critic-lr 0.1 --critic-lr-warmup-iters 0 --weight-decay 0 --clip-grad 0 --micro-batch-size {micro_batch_size}"
     backend = worker.make_backend(files["model"], alone, flags)
@@ -105,7 +136,11 @@ def test_one_step_is_that_of_plain_autograd(alone: Any, files: dict[str, str], m
     before = worker.critic_weights(backend)
     result = backend.update_critic(worker.share(samples, alone))
     after = worker.critic_weights(backend)
-    model, total, config = transformers_critic(files["model"]), torch.zeros(()), ValueLossConfig(value_clip=0.1)
+    model, total, config = (
+        transformers_critic(files["model"]),
+        torch.zeros(()),
+        ValueLossConfig(value_clip=0.1),
+    )
     for s in samples:
         values = model(s.tokens[None]).logits[0, :-1, 0][-s.response_length :]
         clipped = s.values + (values - s.values).clamp(-config.value_clip, config.value_clip)
@@ -114,32 +149,49 @@ def test_one_step_is_that_of_plain_autograd(alone: Any, files: dict[str, str], m
     total.backward()
     gradient = {name: p.grad for name, p in model.named_parameters()}
     assert result.metrics["value_loss"] == pytest.approx(total.item(), rel=1e-5)
-    assert result.grad_norm == pytest.approx(float(torch.stack([g.norm() for g in gradient.values()]).norm()), rel=1e-5)
+    assert result.grad_norm == pytest.approx(
+        float(torch.stack([g.norm() for g in gradient.values()]).norm()), rel=1e-5
+    )
     assert before.keys() == gradient.keys()
     for name, expected in gradient.items():
         moved = (before[name] - after[name]) / 0.1
-        assert float((moved - expected).norm() / expected.norm()) < 2e-4, name  # the difference of weights has few digits
+        assert float((moved - expected).norm() / expected.norm()) < 2e-4, (
+            name
+        )  # the difference of weights has few digits
 
 
-def test_a_fresh_critic_is_the_policy_with_a_head_of_zeros(alone: Any, files: dict[str, str]) -> None:
-    backend = worker.MegatronBackend(worker.settings(files["model"], worker.FLAGS), alone, total_steps=8)
+def test_a_fresh_critic_is_the_policy_with_a_head_of_zeros(
+    alone: Any, files: dict[str, str]
+) -> None:
+    backend = worker.MegatronBackend(
+        worker.settings(files["model"], worker.FLAGS), alone, total_steps=8
+    )
     policy, critic = dict(backend.export_weights()), worker.critic_weights(backend)
     assert not critic.pop("score.weight").any() and not critic.pop("score.bias").any()
     policy.pop("lm_head.weight", None)
-    assert policy.keys() == critic.keys() and all(torch.equal(policy[name], critic[name]) for name in policy)
+    assert policy.keys() == critic.keys() and all(
+        torch.equal(policy[name], critic[name]) for name in policy
+    )
     assert all(not v.any() for v in backend.compute_values(worker.critic_samples(0)))
     assert backend.critic is not None
     backend.critic.load_hf(files["model"])  # a language model: the same, by way of the files
     again = worker.critic_weights(backend)
-    assert all(torch.equal(critic[name], again[name]) for name in critic) and not again["score.weight"].any()
+    assert (
+        all(torch.equal(critic[name], again[name]) for name in critic)
+        and not again["score.weight"].any()
+    )
 
 
-def test_a_classifier_of_sequences_has_no_bias(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+def test_a_classifier_of_sequences_has_no_bias(
+    alone: Any, files: dict[str, str], tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     weights = load_file(f"{files['model']}/critic/model.safetensors")
     (tmp_path / "config.json").write_text(
-        (Path(files["model"]) / "critic" / "config.json").read_text().replace("TokenClassification", "SequenceClassification")
+        (Path(files["model"]) / "critic" / "config.json")
+        .read_text()
+        .replace("TokenClassification", "SequenceClassification")
     )
     bias = weights.pop("score.bias")
     save_file(weights, tmp_path / "model.safetensors")
@@ -148,16 +200,27 @@ def test_a_classifier_of_sequences_has_no_bias(alone: Any, files: dict[str, str]
     assert torch.equal(worker.critic_weights(backend)["score.bias"], bias)
     backend.critic.load_hf(str(tmp_path))
     found = worker.critic_weights(backend)
-    assert not found["score.bias"].any() and torch.equal(found["score.weight"], weights["score.weight"])
-    save_file({**weights, "score.weight": weights["score.weight"].repeat(2, 1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"score.weight has shape \(2, 32\) in the file, the model needs \(1, 32\)"):
+    assert not found["score.bias"].any() and torch.equal(
+        found["score.weight"], weights["score.weight"]
+    )
+    save_file(
+        {**weights, "score.weight": weights["score.weight"].repeat(2, 1)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        ValueError, match=r"score.weight has shape \(2, 32\) in the file, the model needs \(1, 32\)"
+    ):
         backend.critic.load_hf(str(tmp_path))
 
 
-def test_a_policy_is_not_made_of_a_critic(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+def test_a_policy_is_not_made_of_a_critic(
+    alone: Any, files: dict[str, str], tmp_path: Path
+) -> None:
     """The config of the policy beside the tensors of the critic."""
     (tmp_path / "config.json").write_text((Path(files["model"]) / "config.json").read_text())
-    (tmp_path / "model.safetensors").write_bytes((Path(files["model"]) / "critic" / "model.safetensors").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(
+        (Path(files["model"]) / "critic" / "model.safetensors").read_bytes()
+    )
     backend = worker.make_backend(files["model"], alone, "")
     with pytest.raises(ValueError, match=r"no place for: score\.bias, score\.weight"):
         backend.policy.load_hf(str(tmp_path))

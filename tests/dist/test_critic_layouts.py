@@ -45,13 +45,21 @@ def one(files: dict[str, str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def check(ranks: list[dict[str, Any]], ones: dict[str, dict[str, Any]], out: str, name: str, model: str = "model") -> None:
+def check(
+    ranks: list[dict[str, Any]],
+    ones: dict[str, dict[str, Any]],
+    out: str,
+    name: str,
+    model: str = "model",
+) -> None:
     """Values, losses, gradient norms of both networks, and each tensor of both after three steps."""
     one, expected = ones[model], torch.load(f"{out}/{model}.pt")
     found = torch.load(f"{out}/{name}.pt")
     for rank in ranks:
         seen = rank[name]
-        assert seen["alike"] and not seen["shared"] and seen["layouts"][0] != seen["layouts"][1], name
+        assert seen["alike"] and not seen["shared"] and seen["layouts"][0] != seen["layouts"][1], (
+            name
+        )
         count = len(one["values"]) // seen["dp_size"]
         own = one["values"][seen["dp_rank"] * count : (seen["dp_rank"] + 1) * count]
         assert len(seen["values"]) == len(own)
@@ -59,16 +67,32 @@ def check(ranks: list[dict[str, Any]], ones: dict[str, dict[str, Any]], out: str
             assert a == pytest.approx(b, rel=LIMIT, abs=LIMIT), name
         for key in ("critic_norms", "policy_norms", "losses"):
             assert seen[key] == pytest.approx(one[key], rel=LIMIT), (name, key)
-        assert seen["policy_losses"] == pytest.approx(one["policy_losses"], rel=LIMIT, abs=1e-7), name
+        assert seen["policy_losses"] == pytest.approx(one["policy_losses"], rel=LIMIT, abs=1e-7), (
+            name
+        )
     for network, tensors in expected.items():
         assert found[network].keys() == tensors.keys()
-        apart = {key: float((found[network][key] - tensor).norm() / tensor.norm()) for key, tensor in tensors.items()}
-        assert max(apart.values()) < LIMIT, (name, network, max(apart, key=lambda key: apart[key]), max(apart.values()))
+        apart = {
+            key: float((found[network][key] - tensor).norm() / tensor.norm())
+            for key, tensor in tensors.items()
+        }
+        assert max(apart.values()) < LIMIT, (
+            name,
+            network,
+            max(apart, key=lambda key: apart[key]),
+            max(apart.values()),
+        )
 
 
-def test_two_processes(files: dict[str, str], one: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_two_processes(
+    files: dict[str, str], one: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     for model in one.values():
-        assert model["shared"] and min(model["critic_norms"]) > 1e-2 and min(model["policy_norms"]) > 1e-2
+        assert (
+            model["shared"]
+            and min(model["critic_norms"]) > 1e-2
+            and min(model["policy_norms"]) > 1e-2
+        )
     ranks = run_ranks("tests.dist.critic_layouts_worker:several", 2, tmp_path, files, timeout_s=300)
     for name in worker.PAIRS:
         check(ranks, one, files["out"], name)
@@ -78,7 +102,9 @@ def test_two_processes(files: dict[str, str], one: dict[str, dict[str, Any]], tm
 
 
 @pytest.mark.slow
-def test_four_processes(files: dict[str, str], one: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_four_processes(
+    files: dict[str, str], one: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     ranks = run_ranks("tests.dist.critic_layouts_worker:several", 4, tmp_path, files, timeout_s=500)
     for name in worker.QUADS:
         check(ranks, one, files["out"], name)

@@ -17,7 +17,14 @@ NONE = "nothing"
 FLAGS = SAME_NUMBERS | SAME_NUMBERS_OF_EXPERTS | {NONE: ""}
 HEAD = (NONE, "small blocks of the head", "one block of the head")
 ROWS = ("micro-batch 2", "padded", "budgets", "budget of log-probs", "micro-batches of log-probs")
-RECOMPUTE = (NONE, "full recompute", "recompute by block", "recompute attention", "recompute norms", "recompute networks")
+RECOMPUTE = (
+    NONE,
+    "full recompute",
+    "recompute by block",
+    "recompute attention",
+    "recompute norms",
+    "recompute networks",
+)
 REFERENCE = (NONE, "offloaded reference")
 DENSE = (
     (NONE, "TP2", "TP2 SP", "PP2", "PP2 VP2", "CP2", "distributed optimizer", "overlap"),
@@ -37,13 +44,17 @@ def go_together(names: tuple[str, ...]) -> bool:
         return "TP2" in names
     if "EP2 ETP1" in names:
         return "TP2 SP" in names
-    return "EP2" not in names or not {"PP2", "TP2 SP"} & set(names)  # without a size of their own experts are cut as TP cuts: four ranks
+    return "EP2" not in names or not {"PP2", "TP2 SP"} & set(
+        names
+    )  # without a size of their own experts are cut as TP cuts: four ranks
 
 
 def covering(axes: tuple[tuple[str, ...], ...]) -> list[tuple[str, ...]]:
     """Greedily chosen rows, until every pair of values that occurs in an allowed row occurs in one that is chosen."""
     allowed = {
-        names: {(i, a, j, b) for (i, a), (j, b) in combinations(enumerate(names), 2)} for names in product(*axes) if go_together(names)
+        names: {(i, a, j, b) for (i, a), (j, b) in combinations(enumerate(names), 2)}
+        for names in product(*axes)
+        if go_together(names)
     }
     missing, chosen = set().union(*allowed.values()), []
     while missing:
@@ -63,7 +74,11 @@ def test_the_covering_set() -> None:
     assert len(chosen) < 80 and all(map(go_together, chosen))
     for a, b in combinations([name for axis in DENSE for name in axis if name != NONE], 2):
         own = any({a, b} <= set(axis) for axis in DENSE)
-        apart = (a, b) in APART or (b, a) in APART or (b == "distributed activations" and a in DENSE[0] and a != "TP2")
+        apart = (
+            (a, b) in APART
+            or (b, a) in APART
+            or (b == "distributed activations" and a in DENSE[0] and a != "TP2")
+        )
         assert own or apart or any({a, b} <= set(names) for names in chosen), (a, b)
 
 
@@ -72,8 +87,20 @@ def test_the_covering_set() -> None:
 def test_features_together_give_the_same_numbers(tmp_path: Path, kind: str) -> None:
     MODELS[kind](tmp_path / kind)
     cases = [(kind, flags_of(names)) for names in covering(DENSE if kind == "dense" else EXPERTS)]
-    arguments = {"models": {kind: str(tmp_path / kind)}, "base": str(tmp_path / "base.pt"), "cases": cases}
-    run_ranks("tests.dist.flag_pairs_worker:one_rank", 1, tmp_path / "one", arguments, timeout_s=120)
-    for found in run_ranks("tests.dist.flag_pairs_worker:on_ranks", 2, tmp_path / "two", arguments, timeout_s=900):
+    arguments = {
+        "models": {kind: str(tmp_path / kind)},
+        "base": str(tmp_path / "base.pt"),
+        "cases": cases,
+    }
+    run_ranks(
+        "tests.dist.flag_pairs_worker:one_rank", 1, tmp_path / "one", arguments, timeout_s=120
+    )
+    for found in run_ranks(
+        "tests.dist.flag_pairs_worker:on_ranks", 2, tmp_path / "two", arguments, timeout_s=900
+    ):
         assert len(found) == len(set(cases))
-        assert not {flags: apart for flags, apart in found.items() if not all(value <= LIMIT for value in apart.values())}
+        assert not {
+            flags: apart
+            for flags, apart in found.items()
+            if not all(value <= LIMIT for value in apart.values())
+        }

@@ -35,8 +35,16 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
 FUSED = {
     DENSE: ["linear_qkv.layer_norm_weight", "linear_fc1.layer_norm_weight"],
     "qwen3-moe": ["linear_qkv.layer_norm_weight", "experts.linear_fc1.weight0"],
-    "qwen3-moe-dense-layers": ["linear_qkv.layer_norm_weight", "linear_fc1.layer_norm_weight", "experts.linear_fc1.weight0"],
-    "deepseek-v3": ["linear_fc1.layer_norm_weight", "up_proj.layer_norm_weight", "experts.linear_fc1.weight0"],
+    "qwen3-moe-dense-layers": [
+        "linear_qkv.layer_norm_weight",
+        "linear_fc1.layer_norm_weight",
+        "experts.linear_fc1.weight0",
+    ],
+    "deepseek-v3": [
+        "linear_fc1.layer_norm_weight",
+        "up_proj.layer_norm_weight",
+        "experts.linear_fc1.weight0",
+    ],
 }
 
 
@@ -47,9 +55,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("models")
     family, settings = MODELS[DENSE]
     torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings, "num_key_value_heads": 2})
+    config = getattr(transformers, f"{family}Config")(
+        **{**SIZES, **settings, "num_key_value_heads": 2}
+    )
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(root / DENSE)
-    return {**make_models(root, [name for name in FUSED if name != DENSE]), DENSE: str(root / DENSE)}
+    return {
+        **make_models(root, [name for name in FUSED if name != DENSE]),
+        DENSE: str(root / DENSE),
+    }
 
 
 @pytest.mark.slow
@@ -57,12 +70,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_there_and_back(folders: dict[str, str], tmp_path: Path, ranks: int) -> None:
     cases = {name: (folders[model], flags) for name, (model, flags) in CASES[ranks].items()}
     arguments: dict[str, Any] = {"cases": cases, "out": str(tmp_path / "checkpoints")}
-    for results in run_ranks("tests.dist.layer_specs_worker:there_and_back", ranks, tmp_path / "run", arguments, 280):
+    for results in run_ranks(
+        "tests.dist.layer_specs_worker:there_and_back", ranks, tmp_path / "run", arguments, 280
+    ):
         assert results.keys() == cases.keys()
         for name, found in results.items():
             assert found["same"] == [True, True], name
-            assert found["fused"] == FUSED[CASES[ranks][name][0]], "Transformer Engine's layers were used"
+            assert found["fused"] == FUSED[CASES[ranks][name][0]], (
+                "Transformer Engine's layers were used"
+            )
             went_on, fused, back = found["numbers"]
             assert back == went_on, name
-            assert fused == ([] if "TP2" in name else pytest.approx(went_on, rel=1e-4, abs=1e-6)), name
+            assert fused == ([] if "TP2" in name else pytest.approx(went_on, rel=1e-4, abs=1e-6)), (
+                name
+            )
             assert not [key for names in found["on_disk"] for key in names if "_extra_state" in key]

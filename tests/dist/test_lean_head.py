@@ -12,6 +12,8 @@ from scripts.parity.ranks import run_ranks
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_parts_equal_the_whole(tmp_path: Path, ranks: int) -> None:
     """Values and gradients, with all rows, some of them, and none: every rank runs backward."""
-    for found in run_ranks("tests.dist.lean_head_worker:differences_on_all", ranks, tmp_path, {}, timeout_s=120):
+    for found in run_ranks(
+        "tests.dist.lean_head_worker:differences_on_all", ranks, tmp_path, {}, timeout_s=120
+    ):
         assert len(found) == 20
         assert {case: worst for case, worst in found.items() if max(worst) > 2e-5} == {}

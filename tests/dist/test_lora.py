@@ -56,7 +56,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     make_moe_model(folder / "experts")
     make_rollouts(str(folder / "experts" / "rollout_{rollout_id}"))
     (folder / "out").mkdir()
-    return {"model": str(folder / "model"), "experts": str(folder / "experts"), "out": str(folder / "out")}
+    return {
+        "model": str(folder / "model"),
+        "experts": str(folder / "experts"),
+        "out": str(folder / "out"),
+    }
 
 
 def policy_loss(model: Any, samples: list[Any]) -> Tensor:
@@ -71,20 +75,31 @@ def policy_loss(model: Any, samples: list[Any]) -> Tensor:
     return total
 
 
-def with_adapters(folder: str, factors: dict[str, Tensor], scale: float) -> tuple[Any, dict[str, Tensor]]:
+def with_adapters(
+    folder: str, factors: dict[str, Tensor], scale: float
+) -> tuple[Any, dict[str, Tensor]]:
     """transformers' model in float64 whose linear layers add scale * B A x, and these factors as leaves."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double().eval().requires_grad_(False)
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        .double()
+        .eval()
+        .requires_grad_(False)
+    )
     leaves = {name: tensor.double().clone().requires_grad_() for name, tensor in factors.items()}
     for name, module in model.named_modules():
         if f"{name}.lora_A" in leaves:
             a, b = leaves[f"{name}.lora_A"], leaves[f"{name}.lora_B"]
-            module.register_forward_hook(lambda _, x, y, a=a, b=b: y + scale * (x[0] @ a.t() @ b.t()))  # type: ignore[misc]
+            module.register_forward_hook(
+                lambda _, x, y, a=a, b=b: y + scale * (x[0] @ a.t() @ b.t())
+            )  # type: ignore[misc]
     return model, leaves
 
 
-def take_the_same_steps(backend: MegatronBackend, alone: Any, model: Any, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+def take_the_same_steps(
+    backend: MegatronBackend, alone: Any, model: Any, leaves: dict[str, Tensor]
+) -> dict[str, Tensor]:
     """Three steps of AdamW here and on the leaves of a transformers model; losses, gradients, norms and factors agree. Returns the factors."""
     optimizer = torch.optim.AdamW(leaves.values(), **ADAM)  # type: ignore[arg-type]
     for step in range(1, STEPS + 1):
@@ -99,7 +114,13 @@ def take_the_same_steps(backend: MegatronBackend, alone: Any, model: Any, leaves
         grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         for name in leaves:
             atol = 1e-6 + 1e-5 * float(grads[name].abs().max())
-            torch.testing.assert_close(found[name].to(grads[name]), grads[name], rtol=1e-4, atol=atol, msg=f"step {step} {name}")
+            torch.testing.assert_close(
+                found[name].to(grads[name]),
+                grads[name],
+                rtol=1e-4,
+                atol=atol,
+                msg=f"step {step} {name}",
+            )
         norm = float(torch.stack([g.norm() for g in grads.values()]).norm())
         assert backend.apply_gradients(pending).grad_norm == pytest.approx(norm, rel=1e-5)
         optimizer.step()
@@ -111,18 +132,27 @@ def take_the_same_steps(backend: MegatronBackend, alone: Any, model: Any, leaves
 
 def test_one_process_takes_the_steps_of_plain_autograd(alone: Any, files: dict[str, str]) -> None:
     """Losses, gradients of every factor and the factors after three steps of AdamW; nothing of the base has moved, or has a gradient."""
-    backend = MegatronBackend(worker.settings(files["model"], PLAIN + WITH_HEAD), alone, total_steps=STEPS)
+    backend = MegatronBackend(
+        worker.settings(files["model"], PLAIN + WITH_HEAD), alone, total_steps=STEPS
+    )
     start = worker.factors(backend)
     assert all(bool((t == 0).all()) == name.endswith("lora_B") for name, t in start.items())
     model, leaves = with_adapters(files["model"], start, scale=2.0)
     assert len(leaves) == 4 * 7 * 2 + 2
-    base = {name: p.clone() for chunk in backend.policy.chunks for name, p in chunk.named_parameters()}
+    base = {
+        name: p.clone() for chunk in backend.policy.chunks for name, p in chunk.named_parameters()
+    }
     after = take_the_same_steps(backend, alone, model, leaves)
     moved = {name: float((after[name] - start[name]).norm()) for name in start}
     assert min(moved.values()) > 1e-3
     for chunk in backend.policy.chunks:
         for name, p in chunk.named_parameters():
-            assert torch.equal(p, base[name]) and p.grad is None and not p.requires_grad and not hasattr(p, "main_grad"), name
+            assert (
+                torch.equal(p, base[name])
+                and p.grad is None
+                and not p.requires_grad
+                and not hasattr(p, "main_grad")
+            ), name
 
 
 def test_an_adapter_starts_as_its_base(alone: Any, files: dict[str, str]) -> None:
@@ -134,39 +164,65 @@ def test_an_adapter_starts_as_its_base(alone: Any, files: dict[str, str]) -> Non
         assert torch.equal(mine.log_probs, its.log_probs)
     worker.start_from_noise(backend)
     for mine, now, its in zip(
-        backend.compute_log_probs(samples), backend.compute_log_probs(samples, backend.reference), reference, strict=True
+        backend.compute_log_probs(samples),
+        backend.compute_log_probs(samples, backend.reference),
+        reference,
+        strict=True,
     ):
         assert torch.equal(now.log_probs, its.log_probs)
-        assert bool((mine.log_probs != its.log_probs).eq(now.log_probs != 0).all()), "another model at every active token"
+        assert bool((mine.log_probs != its.log_probs).eq(now.log_probs != 0).all()), (
+            "another model at every active token"
+        )
 
 
 def compare(found: dict[str, Any], one: dict[str, Any], label: str) -> None:
-    assert found["factors"].keys() == one["factors"].keys() and found["gradients"].keys() == one["gradients"].keys()
+    assert (
+        found["factors"].keys() == one["factors"].keys()
+        and found["gradients"].keys() == one["gradients"].keys()
+    )
     for name, tensor in one["first"].items():
-        assert torch.equal(found["first"][name], tensor), f"{label}: a new adapter's {name} depends on the layout"
+        assert torch.equal(found["first"][name], tensor), (
+            f"{label}: a new adapter's {name} depends on the layout"
+        )
     rank, ranks = found["dp"]
     size = len(one["log_probs"]) // ranks
     for key in ("log_probs", "reference"):
         mine = one[key][rank * size : (rank + 1) * size]
-        assert largest(float((a - b).abs().max()) for a, b in zip(found[key], mine, strict=True)) < 1e-5, (label, key)
+        assert (
+            largest(float((a - b).abs().max()) for a, b in zip(found[key], mine, strict=True))
+            < 1e-5
+        ), (label, key)
     scale = max(map(abs, one["losses"]))
-    assert largest(abs(a - b) / scale for a, b in zip(found["losses"], one["losses"], strict=True)) < 1e-5, label
+    assert (
+        largest(abs(a - b) / scale for a, b in zip(found["losses"], one["losses"], strict=True))
+        < 1e-5
+    ), label
     assert found["norms"] == pytest.approx(one["norms"], rel=1e-5), label
     for key in ("gradients", "factors", "merged"):
         for name, tensor in one[key].items():
             assert relative(found[key][name], tensor) < 2e-5, (label, key, name)
 
 
-def compare_layouts(layouts: dict[str, str], one: dict[str, Any], files: dict[str, str], folder: Path) -> None:
+def compare_layouts(
+    layouts: dict[str, str], one: dict[str, Any], files: dict[str, str], folder: Path
+) -> None:
     """On two ranks. layouts: their flags, by name."""
-    run_ranks("tests.dist.lora_worker:layouts", 2, folder, {**files, "layouts": layouts}, timeout_s=240)
+    run_ranks(
+        "tests.dist.lora_worker:layouts", 2, folder, {**files, "layouts": layouts}, timeout_s=240
+    )
     for name in layouts:
         for rank in range(2):
             compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
 
 
-@pytest.mark.parametrize("names", [FAST, pytest.param(tuple(n for n in TWO_RANKS if n not in FAST), marks=pytest.mark.slow)], ids=len)
-def test_layouts_train_the_adapter_of_one_process(names: tuple[str, ...], alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [FAST, pytest.param(tuple(n for n in TWO_RANKS if n not in FAST), marks=pytest.mark.slow)],
+    ids=len,
+)
+def test_layouts_train_the_adapter_of_one_process(
+    names: tuple[str, ...], alone: Any, files: dict[str, str], tmp_path: Path
+) -> None:
     one = worker.train(files["model"], alone, WITH_HEAD)
     assert min(one["norms"]) > 1.0, "clipped"
     compare_layouts({name: WITH_HEAD + TWO_RANKS[name] for name in names}, one, files, tmp_path)
@@ -177,9 +233,17 @@ def test_experts_and_the_output_layer(alone: Any, files: dict[str, str], tmp_pat
     """Every linear layer of a mixture of experts, and an output layer with a weight of its own."""
     files = {**files, "model": files["experts"]}
     one = worker.train(files["model"], alone, EVERYTHING)
-    assert "lm_head.lora_A" in one["factors"] and "model.layers.3.mlp.experts.2.down_proj.lora_B" in one["factors"]
+    assert (
+        "lm_head.lora_A" in one["factors"]
+        and "model.layers.3.mlp.experts.2.down_proj.lora_B" in one["factors"]
+    )
     assert min(float(g.norm()) for name, g in one["gradients"].items() if "lm_head" in name) > 0
-    compare_layouts({name: f"{EVERYTHING} {flags}" for name, flags in EXPERT_LAYOUTS.items()}, one, files, tmp_path)
+    compare_layouts(
+        {name: f"{EVERYTHING} {flags}" for name, flags in EXPERT_LAYOUTS.items()},
+        one,
+        files,
+        tmp_path,
+    )
 
 
 @pytest.mark.slow
@@ -192,10 +256,17 @@ def test_latent_attention(alone: Any, files: dict[str, str], tmp_path: Path) -> 
     targeted = {name.split(".")[-2] for name in one["factors"] if ".self_attn." in name}
     assert targeted == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     assert min(float(g.norm()) for name, g in one["gradients"].items() if ".self_attn." in name) > 0
-    compare_layouts({name: f"{EVERYTHING} {flags}" for name, flags in LATENT_LAYOUTS.items()}, one, files, tmp_path)
+    compare_layouts(
+        {name: f"{EVERYTHING} {flags}" for name, flags in LATENT_LAYOUTS.items()},
+        one,
+        files,
+        tmp_path,
+    )
 
 
-def test_one_process_takes_the_steps_of_peft(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+def test_one_process_takes_the_steps_of_peft(
+    alone: Any, files: dict[str, str], tmp_path: Path
+) -> None:
     """The PEFT library on the same model: an adapter that it made is loaded here, both train, the adapter that is saved here is loaded
     there. Losses, gradients, factors, logits; and the merged weights are PEFT's merged weights."""
     peft = pytest.importorskip("peft")
@@ -204,14 +275,19 @@ def test_one_process_takes_the_steps_of_peft(alone: Any, files: dict[str, str], 
     torch.manual_seed(3)
     base = AutoModelForCausalLM.from_pretrained(files["model"], attn_implementation="eager")
     config = peft.LoraConfig(
-        r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj", "lm_head"], init_lora_weights=False
+        r=3,
+        lora_alpha=6,
+        target_modules=["q_proj", "v_proj", "gate_proj", "down_proj", "lm_head"],
+        init_lora_weights=False,
     )
     model = peft.get_peft_model(base, config).eval()
     model.save_pretrained(tmp_path / "start")
     flags = f"{PLAIN} --lora-target-modules q_proj v_proj gate_proj down_proj lm_head --lora-adapter-path {tmp_path / 'start'}"
     backend = MegatronBackend(worker.settings(files["model"], flags), alone, total_steps=STEPS)
     leaves = {
-        name.removeprefix("base_model.model.").replace(".default.weight", ""): p for name, p in model.named_parameters() if p.requires_grad
+        name.removeprefix("base_model.model.").replace(".default.weight", ""): p
+        for name, p in model.named_parameters()
+        if p.requires_grad
     }
     assert len(leaves) == 4 * 4 * 2 + 2
     take_the_same_steps(backend, alone, model, leaves)
@@ -228,11 +304,19 @@ def test_one_process_takes_the_steps_of_peft(alone: Any, files: dict[str, str], 
     samples = random_samples(5)
     with torch.no_grad():
         for sample, ours in zip(samples, backend.compute_log_probs(samples), strict=True):
-            log_p = loaded(sample.tokens[None]).logits[0, :-1].log_softmax(-1)[-sample.response_length :]
+            log_p = (
+                loaded(sample.tokens[None])
+                .logits[0, :-1]
+                .log_softmax(-1)[-sample.response_length :]
+            )
             its = log_p.gather(1, sample.tokens[-sample.response_length :, None])[:, 0]
-            torch.testing.assert_close(ours.log_probs, torch.where(sample.loss_mask, its, 0.0), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                ours.log_probs, torch.where(sample.loss_mask, its, 0.0), rtol=1e-5, atol=1e-5
+            )
     head = loaded.get_base_model().lm_head.get_delta_weight("default")
-    merged = {name: tensor.clone() for name, tensor in loaded.merge_and_unload().state_dict().items()}
+    merged = {
+        name: tensor.clone() for name, tensor in loaded.merge_and_unload().state_dict().items()
+    }
     # PEFT adds the output layer's product to the embedding too, for they are one tensor there; its model before the merge does not
     assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
     merged["model.embed_tokens.weight"] -= head

@@ -33,9 +33,15 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
     },
     2: {
         "EP2": ("qwen3-moe", EP2),
-        "EP2, token budgets": ("qwen3-moe", f"{EP2} --use-dynamic-batch-size --max-tokens-per-gpu 30"),
+        "EP2, token budgets": (
+            "qwen3-moe",
+            f"{EP2} --use-dynamic-batch-size --max-tokens-per-gpu 30",
+        ),
         "EP2 distributed optimizer": ("qwen3-moe", f"{EP2} --use-distributed-optimizer"),
-        "DP2": ("qwen3-moe", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+        "DP2": (
+            "qwen3-moe",
+            "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        ),
         "TP2 EP2": ("qwen3-moe", f"{TP2} {EP2} --expert-tensor-parallel-size 1"),
         "ETP2": ("qwen3-moe", TP2),
         "EP2 allgather": ("qwen3-moe", f"{EP2} --moe-token-dispatcher-type allgather"),
@@ -49,10 +55,22 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
             "--recompute-method block --recompute-num-layers 3",
         ),
         "CP2 EP2, replay": ("qwen3-moe", f"--use-routing-replay {EP2} --context-parallel-size 2"),
-        "CP2 EP2, sampler's routes": ("qwen3-moe-dense-layers", f"{ROLLOUT_REPLAY} {EP2} --context-parallel-size 2"),
-        "TP2 EP2, sampler's routes": ("qwen3-moe-dense-layers", f"{ROLLOUT_REPLAY} {TP2} {EP2} --expert-tensor-parallel-size 1"),
-        "EP2, recomputed": ("qwen3-moe", f"{EP2} --recompute-granularity selective --recompute-modules moe"),
-        "TP2 EP2, latent attention": ("deepseek-v3", f"{TP2} {EP2} --expert-tensor-parallel-size 1 --use-distributed-optimizer"),
+        "CP2 EP2, sampler's routes": (
+            "qwen3-moe-dense-layers",
+            f"{ROLLOUT_REPLAY} {EP2} --context-parallel-size 2",
+        ),
+        "TP2 EP2, sampler's routes": (
+            "qwen3-moe-dense-layers",
+            f"{ROLLOUT_REPLAY} {TP2} {EP2} --expert-tensor-parallel-size 1",
+        ),
+        "EP2, recomputed": (
+            "qwen3-moe",
+            f"{EP2} --recompute-granularity selective --recompute-modules moe",
+        ),
+        "TP2 EP2, latent attention": (
+            "deepseek-v3",
+            f"{TP2} {EP2} --expert-tensor-parallel-size 1 --use-distributed-optimizer",
+        ),
         "TP2, latent attention with YaRN": ("deepseek-v3-yarn", TP2),
         "CP2 EP2, latent attention": ("deepseek-v3", f"{EP2} --context-parallel-size 2"),
         "CP2, latent attention with YaRN": ("deepseek-v3-yarn", "--context-parallel-size 2"),
@@ -62,9 +80,18 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "EP2 x ETP2 allgather": ("qwen3-moe", f"{TP2} {EP2} --moe-token-dispatcher-type allgather"),
         "DP4 EP2 distributed optimizer": ("qwen3-moe", f"{EP2} --use-distributed-optimizer"),
         "PP2 EP2": ("qwen3-moe", f"{PP2} {EP2}"),
-        "TP2 CP2 EP2 allgather": ("qwen3-moe", f"{TP2} {EP2} --context-parallel-size 2 --moe-token-dispatcher-type allgather"),
-        "PP2 EP2, replay": ("qwen3-moe", f"--use-routing-replay {PP2} {EP2} --recompute-granularity selective --recompute-modules moe"),
-        "PP2 VP2 EP2, dense layers": ("qwen3-moe-dense-layers", f"{PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2"),
+        "TP2 CP2 EP2 allgather": (
+            "qwen3-moe",
+            f"{TP2} {EP2} --context-parallel-size 2 --moe-token-dispatcher-type allgather",
+        ),
+        "PP2 EP2, replay": (
+            "qwen3-moe",
+            f"--use-routing-replay {PP2} {EP2} --recompute-granularity selective --recompute-modules moe",
+        ),
+        "PP2 VP2 EP2, dense layers": (
+            "qwen3-moe-dense-layers",
+            f"{PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2",
+        ),
         "PP2 VP2 EP2, sampler's routes": (
             "qwen3-moe-dense-layers",
             f"{ROLLOUT_REPLAY} {PP2} {EP2} --num-virtual-stages-per-pipeline-rank 2",
@@ -96,12 +123,25 @@ OTHERS = tuple(name for ranks in (2, 4) for name in CASES[ranks] if name not in 
 def run_all(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """The cases in `names` and what they are compared with. One launch for each number of processes."""
     bases = {base_of(*(CASES[2] | CASES[4])[name]) for name in names}
-    models = make_models(folder, ["qwen3-moe", "qwen3-moe-dense-layers", "qwen2-moe", "deepseek-v3", "deepseek-v3-yarn"])
+    models = make_models(
+        folder,
+        ["qwen3-moe", "qwen3-moe-dense-layers", "qwen2-moe", "deepseek-v3", "deepseek-v3-yarn"],
+    )
     found: dict[str, Any] = {}
     for ranks, cases in CASES.items():
         out = folder / f"{ranks}.pt"
-        chosen = {name: (models[model], flags) for name, (model, flags) in cases.items() if name in (bases if ranks == 1 else names)}
-        run_ranks("tests.dist.moe_worker:run_cases", ranks, folder / f"run{ranks}", {"cases": chosen, "out": str(out)}, timeout_s=240)
+        chosen = {
+            name: (models[model], flags)
+            for name, (model, flags) in cases.items()
+            if name in (bases if ranks == 1 else names)
+        }
+        run_ranks(
+            "tests.dist.moe_worker:run_cases",
+            ranks,
+            folder / f"run{ranks}",
+            {"cases": chosen, "out": str(out)},
+            timeout_s=240,
+        )
         found.update(torch.load(out))
     return found
 
@@ -120,7 +160,11 @@ def base_of(model: str, flags: str) -> str:
     def replays(words: str) -> list[bool]:
         return [flag in words for flag in ("--use-routing-replay", ROLLOUT_REPLAY)]
 
-    return next(name for name, (other, own) in CASES[1].items() if other == model and replays(own) == replays(flags))
+    return next(
+        name
+        for name, (other, own) in CASES[1].items()
+        if other == model and replays(own) == replays(flags)
+    )
 
 
 def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -144,7 +188,9 @@ def test_further_layouts(more_results: dict[str, Any], name: str) -> None:
 
 def check(results: dict[str, Any], name: str) -> None:
     base, other = results[base_of(*(CASES[2] | CASES[4])[name])], results[name]
-    assert all(float(gradient.norm()) > 0 for gradient in base["gradients"].values()), "a vanishing gradient would agree with anything"
+    assert all(float(gradient.norm()) > 0 for gradient in base["gradients"].values()), (
+        "a vanishing gradient would agree with anything"
+    )
     for what in ("gradients", "weights"):
         difference, tensor = apart(other[what], base[what])
         assert difference < LIMIT, (what, difference, tensor)

@@ -17,7 +17,10 @@ from scripts.parity.ranks import run_ranks
 from tests.dist.backend_worker import random_samples
 from tests.dist.test_convert_moe import make_models
 
-EP2, TP2 = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
+EP2, TP2 = (
+    "--expert-model-parallel-size 2",
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+)
 KINDS = "--moe-router-load-balancing-type"
 # name -> (flags, samples in a micro-batch, coefficient of each loss)
 CASES: dict[str, tuple[str, int, dict[str, float]]] = {
@@ -48,7 +51,9 @@ def balance(logits: Tensor, topk: int) -> Tensor:
 
 VALUES = {
     "moe_aux_loss": lambda samples, topk: balance(torch.cat(samples), topk),
-    "moe_seq_aux_loss": lambda samples, topk: sum(balance(logits, topk) for logits in samples) / len(samples),
+    "moe_seq_aux_loss": lambda samples, topk: (
+        sum(balance(logits, topk) for logits in samples) / len(samples)
+    ),
     "moe_global_aux_loss": lambda samples, topk: balance(torch.cat(samples), topk),
     "moe_z_loss": lambda samples, topk: torch.cat(samples).logsumexp(-1).square().mean(),
 }
@@ -57,14 +62,19 @@ VALUES = {
 def router_logits(model: Any, tokens: Tensor) -> list[Tensor]:
     """[L, E] of every layer."""
     seen: list[Tensor] = []
-    handles = [layer.mlp.gate.register_forward_hook(lambda module, given, out: seen.append(out[0])) for layer in model.model.layers]
+    handles = [
+        layer.mlp.gate.register_forward_hook(lambda module, given, out: seen.append(out[0]))
+        for layer in model.model.layers
+    ]
     model(tokens[None])
     for handle in handles:
         handle.remove()
     return seen
 
 
-def reference(folder: str, per_micro_batch: int, coefficients: dict[str, float]) -> tuple[dict[str, Tensor], dict[str, float]]:
+def reference(
+    folder: str, per_micro_batch: int, coefficients: dict[str, float]
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Gradients by checkpoint name and values, averaged over micro-batches; values also over layers."""
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
@@ -73,15 +83,25 @@ def reference(folder: str, per_micro_batch: int, coefficients: dict[str, float])
         folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64
     ).eval()
     layers, topk = model.config.num_hidden_layers, model.config.num_experts_per_tok
-    samples = [router_logits(model, s.tokens) for s in random_samples(1)]  # sample -> layer -> (L, E)
-    micro_batches: list[Sequence[list[Tensor]]] = [samples[i : i + per_micro_batch] for i in range(0, len(samples), per_micro_batch)]
+    samples = [
+        router_logits(model, s.tokens) for s in random_samples(1)
+    ]  # sample -> layer -> (L, E)
+    micro_batches: list[Sequence[list[Tensor]]] = [
+        samples[i : i + per_micro_batch] for i in range(0, len(samples), per_micro_batch)
+    ]
     total, values = torch.zeros((), dtype=torch.float64), {}
     for name, coefficient in coefficients.items():
-        each = [VALUES[name]([sample[layer] for sample in batch], topk) for batch in micro_batches for layer in range(layers)]
+        each = [
+            VALUES[name]([sample[layer] for sample in batch], topk)
+            for batch in micro_batches
+            for layer in range(layers)
+        ]
         total = total + coefficient * sum(each) / len(micro_batches)
         values[name] = float(sum(each).detach()) / len(each)
     total.backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    grads = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
+    }
     return revert_weight_conversion(model, grads), values
 
 
@@ -89,7 +109,10 @@ def reference(folder: str, per_micro_batch: int, coefficients: dict[str, float])
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], dict[str, Any]]:
     folder = tmp_path_factory.mktemp("aux")
     model = make_models(folder, ["qwen3-moe"])["qwen3-moe"]
-    cases = {name: f"{flags} --micro-batch-size {min(size, 4)}" for name, (flags, size, _) in CASES.items()}
+    cases = {
+        name: f"{flags} --micro-batch-size {min(size, 4)}"
+        for name, (flags, size, _) in CASES.items()
+    }
     arguments = {"model": model, "cases": cases, "out": str(folder / "out.pt")}
     bias = run_ranks("tests.dist.moe_worker:balancing", 2, folder, arguments, timeout_s=240)
     assert bias[0] == bias[1]
@@ -106,13 +129,17 @@ def test_gradients_and_values(found: tuple[str, dict[str, Any], dict[str, Any]],
     for tensor, gradient in expected.items():
         # an element of ours is the difference of two fp32 weights of size 1
         rounding = 1e-7 * gradient.numel() ** 0.5
-        assert float((grads[tensor] - gradient).norm()) < 1e-4 * float(gradient.norm()) + rounding, tensor
+        assert (
+            float((grads[tensor] - gradient).norm()) < 1e-4 * float(gradient.norm()) + rounding
+        ), tensor
     for metric, value in values.items():
         assert metrics[metric] == pytest.approx(value, rel=1e-5), metric
     assert {metric for metric in metrics if metric in VALUES} == set(values)
 
 
-def test_the_expert_bias_follows_the_load(found: tuple[str, dict[str, Any], dict[str, Any]]) -> None:
+def test_the_expert_bias_follows_the_load(
+    found: tuple[str, dict[str, Any], dict[str, Any]],
+) -> None:
     """2408.15664: up by the rate for an expert with less than the mean load over all ranks, down for one with more. Not moved by a step that
     is skipped, nor by the pass of the log-probs."""
     bias = found[2]

@@ -28,13 +28,22 @@ def test_layouts_train_as_with_megatron_cores_own(tmp_path: Path, ranks: int) ->
     make_moe_model(tmp_path / "experts")
     dense, experts = str(tmp_path / "dense"), str(tmp_path / "experts")
     layouts = {
-        2: {"DP2 overlap": (dense, "--overlap-grad-reduce --overlap-param-gather"), "EP2": (experts, "--expert-model-parallel-size 2")},
+        2: {
+            "DP2 overlap": (dense, "--overlap-grad-reduce --overlap-param-gather"),
+            "EP2": (experts, "--expert-model-parallel-size 2"),
+        },
         4: {"TP2 PP2": (dense, TP2_PP2)},
     }[ranks]
     arguments = {"layouts": layouts, "kinds": KINDS}
-    for found in run_ranks("tests.dist.optimizer_worker:compare", ranks, tmp_path / "run", arguments, timeout_s=280):
+    for found in run_ranks(
+        "tests.dist.optimizer_worker:compare", ranks, tmp_path / "run", arguments, timeout_s=280
+    ):
         for name, (norm, weights) in found.items():
             if "fp32" in name:
                 assert norm == weights == 0, (name, norm, weights)
             else:
-                assert norm < 0.05 and weights < (5e-3 if "bf16" in name else 2e-3), (name, norm, weights)
+                assert norm < 0.05 and weights < (5e-3 if "bf16" in name else 2e-3), (
+                    name,
+                    norm,
+                    weights,
+                )

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from scripts.parity_table import LAYOUTS, LIMIT, Layout, Result, compare, make_model, make_rollouts, run_layout
+from scripts.parity_table import (
+    LAYOUTS,
+    LIMIT,
+    Layout,
+    Result,
+    compare,
+    make_model,
+    make_rollouts,
+    run_layout,
+)
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 IN_MAKE_TEST = (

@@ -32,13 +32,28 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
     assert min(one.grad_norms) > 1e-3, "a vanishing gradient would agree with anything"
     row = compare("DP2", one, two)
     assert row.holds, f"{row} exceeds {LIMIT:g}"
-    logs = [[json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("1_process", "DP2")]
-    for name in ("token_mask_ratio", "geo_sequence_mask_masked_ratio", "m2po_mask_ratio", "tis_token_clip_high_ratio"):
-        assert any(0 < r[f"train/{name}"] < 1 for r in logs[0]), f"{name}: nothing was rejected, so nothing is shown"
+    logs = [
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("1_process", "DP2")
+    ]
+    for name in (
+        "token_mask_ratio",
+        "geo_sequence_mask_masked_ratio",
+        "m2po_mask_ratio",
+        "tis_token_clip_high_ratio",
+    ):
+        assert any(0 < r[f"train/{name}"] < 1 for r in logs[0]), (
+            f"{name}: nothing was rejected, so nothing is shown"
+        )
     for a, b in zip(*logs):
         for name in (
-            n for n in a if n.startswith(("train/is_ratio", "rollout/kl")) or n.endswith(("mask_ratio", "masked_ratio", "_diff_std"))
+            n
+            for n in a
+            if n.startswith(("train/is_ratio", "rollout/kl"))
+            or n.endswith(("mask_ratio", "masked_ratio", "_diff_std"))
         ):
             assert abs(a[name] - b[name]) <= 1e-5 * max(1.0, abs(a[name])), name
     coefficients = [r["rollout/kl_coef"] for r in logs[0]]
-    assert coefficients[0] == 0.1 and len(set(coefficients)) == len(coefficients), "the controller moves it after every rollout"
+    assert coefficients[0] == 0.1 and len(set(coefficients)) == len(coefficients), (
+        "the controller moves it after every rollout"
+    )

@@ -54,7 +54,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     return Folder(tmp_path / "matrix")
 
 
-def launches(monkeypatch: pytest.MonkeyPatch, folder: Folder, *, fails: tuple[Cell, ...] = (), at_once: int = 100) -> list[list[Cell]]:
+def launches(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Folder,
+    *,
+    fails: tuple[Cell, ...] = (),
+    at_once: int = 100,
+) -> list[list[Cell]]:
     """Cells have figures without running; `fails` end their launch, which begins no more than `at_once`. Gives the cells of each launch."""
     seen: list[list[Cell]] = []
 
@@ -73,21 +79,31 @@ def launches(monkeypatch: pytest.MonkeyPatch, folder: Folder, *, fails: tuple[Ce
 
 
 def test_a_second_call_runs_what_is_left(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = [Cell(layout, loss, "packed") for layout in ("TP2", "PP2", "TP2 PP2") for loss in ("ppo", "gspo")]
+    cells = [
+        Cell(layout, loss, "packed")
+        for layout in ("TP2", "PP2", "TP2 PP2")
+        for loss in ("ppo", "gspo")
+    ]
     seen = launches(monkeypatch, folder, at_once=3)
     first = run_matrix(cells, folder)
     assert seen == [cells[:3], cells[4:]] and [f.cell for f in first] == [*cells[:3], *cells[4:]]
     with folder.results.open("a") as file:
         file.write('\n{"code": "an')  # a call that was killed while it wrote
     assert [f.cell for f in Folder(folder.path).found(cells)] == [*cells[:3], *cells[4:]]
-    assert run_matrix(cells, folder, seconds=0.0) == first and len(seen) == 2, "out of time before it began"
-    assert run_matrix(cells, folder) == [figures(cell) for cell in cells] and seen[2:] == [[cells[3]]]
+    assert run_matrix(cells, folder, seconds=0.0) == first and len(seen) == 2, (
+        "out of time before it began"
+    )
+    assert run_matrix(cells, folder) == [figures(cell) for cell in cells] and seen[2:] == [
+        [cells[3]]
+    ]
     run_matrix(cells, folder)
     assert len(seen) == 3
     assert not Folder(folder.path, fresh=True).found(cells)
 
 
-def test_figures_of_other_code_do_not_count(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_other_code_do_not_count(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cell = Cell("TP2", "ppo", "packed")
     append(figures(cell), folder.results, "another")
     assert not folder.found([cell])
@@ -95,18 +111,27 @@ def test_figures_of_other_code_do_not_count(folder: Folder, monkeypatch: pytest.
     assert run_matrix([cell], folder) == [figures(cell)] and seen == [[cell]]
 
 
-def test_a_cell_that_ends_its_launch_is_told_and_the_others_go_on(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_ends_its_launch_is_told_and_the_others_go_on(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cells = [Cell("TP2", loss, "packed") for loss in ("ppo", "gspo", "gmpo", "cispo")]
     seen = launches(monkeypatch, folder, fails=(cells[1],))
     found = run_matrix(cells, folder)
-    assert seen == [cells[:2], cells[2:]] and [f.error for f in found] == ["", "TP2 | packed | gspo failed", "", ""]
+    assert seen == [cells[:2], cells[2:]] and [f.error for f in found] == [
+        "",
+        "TP2 | packed | gspo failed",
+        "",
+        "",
+    ]
     assert over_limit(found) == [found[1]]
     assert "OVER THE LIMIT" in "\n".join(table(found))
     launches(monkeypatch, folder)
     assert run_matrix(cells, folder) == [figures(cell) for cell in cells], "it is run again"
 
 
-def test_it_gives_up_when_every_launch_fails(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gives_up_when_every_launch_fails(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cells = [Cell("TP2", loss, "packed") for loss in ("ppo", "sapo", "gspo", "gmpo", "cispo")]
     seen = launches(monkeypatch, folder, fails=tuple(cells))
     with pytest.raises(AssertionError, match="gspo failed"):

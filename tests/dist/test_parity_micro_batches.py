@@ -54,7 +54,10 @@ def one(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Resu
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with worker.groups_of("") as layout:
-            return {name: worker.train(files["folder"], layout, flags, out / name) for name, flags in ONE_RANK.items()}
+            return {
+                name: worker.train(files["folder"], layout, flags, out / name)
+                for name, flags in ONE_RANK.items()
+            }
     finally:
         dist.destroy_process_group()
 
@@ -63,11 +66,16 @@ def one(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Resu
 def two(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     out = tmp_path_factory.mktemp("two")
     arguments = {**files, "out": str(out), "cases": TWO_RANKS}
-    return run_ranks("tests.dist.micro_batch_worker:on_ranks", 2, out / "launch", arguments, timeout_s=300)
+    return run_ranks(
+        "tests.dist.micro_batch_worker:on_ranks", 2, out / "launch", arguments, timeout_s=300
+    )
 
 
 def reference_of(one: Results, flags: str) -> dict[str, Any]:
-    return one["fixed" + (" token mean" if TOKEN_MEAN in flags else " prompt mean" if PROMPT_MEAN in flags else "")]
+    return one[
+        "fixed"
+        + (" token mean" if TOKEN_MEAN in flags else " prompt mean" if PROMPT_MEAN in flags else "")
+    ]
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -105,16 +113,31 @@ def test_what_is_reported(one: Results, two: list[Results]) -> None:
     fixed = one["fixed"]["rows"][0]
     computed = sum(3 * max(worker.RESPONSES[i : i + 3]) + 3 * (2 + i // 3) for i in (0, 3, 6))
     assert one["padded"]["rows"][0]["perf/padding_frac"] == pytest.approx(1 - tokens / computed)
-    assert fixed["perf/micro_batches"] == 9 and "perf/token_budget_used" not in fixed and "perf/balance_s" not in fixed
+    assert (
+        fixed["perf/micro_batches"] == 9
+        and "perf/token_budget_used" not in fixed
+        and "perf/balance_s" not in fixed
+    )
     alone = two[0]["DP2 a row for each"]["rows"][0]
     assert alone["perf/micro_batches"] > 9 / 2, "the fuller rank decides"
-    assert 0 < alone["perf/padding_frac"] < 0.1, "the other rank fills up with micro-batches of one padding token"
+    assert 0 < alone["perf/padding_frac"] < 0.1, (
+        "the other rank fills up with micro-batches of one padding token"
+    )
     level, uneven = (two[0][f"DP2 {name}"]["rows"][0] for name in ("balanced", "unbalanced"))
-    assert level["perf/rank_tokens_max_over_mean"] < 1.25 and "perf/rank_tokens_max_over_mean" not in uneven
+    assert (
+        level["perf/rank_tokens_max_over_mean"] < 1.25
+        and "perf/rank_tokens_max_over_mean" not in uneven
+    )
     interleaved = two[0]["PP2 VP2"]["rows"][0]
     assert interleaved["perf/micro_batches"] % 2 == 0
     for name in TWO_RANKS:
-        a, b = ([{k: v for k, v in row.items() if not k.endswith("_s") and "rss" not in k} for row in rank[name]["rows"]] for rank in two)
+        a, b = (
+            [
+                {k: v for k, v in row.items() if not k.endswith("_s") and "rss" not in k}
+                for row in rank[name]["rows"]
+            ]
+            for rank in two
+        )
         assert a == b, "all ranks report the same"
 
 
@@ -137,7 +160,9 @@ def test_a_sequence_beyond_the_budget_is_told_once(
     assert "micro-batch of its own" not in capsys.readouterr().out
 
 
-def test_a_wrong_order_would_be_seen(alone: Any, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_order_would_be_seen(
+    alone: Any, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Old log-probs given back in the order of the micro-batches, not of the samples, do not fit the samples."""
     from slime_like.megatron_backend.micro_batches import MicroBatches
 

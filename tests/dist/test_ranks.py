@@ -34,17 +34,35 @@ def never_ends(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
 
 
 def test_results_of_all_ranks(tmp_path: Path) -> None:
-    assert run_ranks("tests.dist.test_ranks:add_ranks", 3, tmp_path, {"offset": 0.5}, timeout_s=60) == [4.5, 4.5, 4.5]
+    assert run_ranks(
+        "tests.dist.test_ranks:add_ranks", 3, tmp_path, {"offset": 0.5}, timeout_s=60
+    ) == [4.5, 4.5, 4.5]
 
 
 @pytest.mark.parametrize(
-    ("function", "words", "limit_s"), [("one_fails", "ZeroDivisionError: rank 1 gave up", 60), ("never_ends", "no result within", 12)]
+    ("function", "words", "limit_s"),
+    [
+        ("one_fails", "ZeroDivisionError: rank 1 gave up", 60),
+        ("never_ends", "no result within", 12),
+    ],
 )
-def test_failures_are_reported_and_all_processes_end(tmp_path: Path, function: str, words: str, limit_s: float) -> None:
+def test_failures_are_reported_and_all_processes_end(
+    tmp_path: Path, function: str, words: str, limit_s: float
+) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
     with pytest.raises(AssertionError, match=words):
-        run_ranks(f"tests.dist.test_ranks:{function}", 2, tmp_path / "run", {"pids": str(pids)}, timeout_s=limit_s)
+        run_ranks(
+            f"tests.dist.test_ranks:{function}",
+            2,
+            tmp_path / "run",
+            {"pids": str(pids)},
+            timeout_s=limit_s,
+        )
     started = [int(path.name) for path in pids.iterdir()]
     assert len(started) == 2
-    assert not [pid for pid in started if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        pid
+        for pid in started
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]

@@ -21,7 +21,13 @@ from slime_like.server.host import ModelHost  # noqa: E402
 from tests.dist.lora_critic_worker import critic_command  # noqa: E402
 
 ADAPTER = {"rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": False}
-MODELS = {"first": ADAPTER, "second": {**ADAPTER, "rank": 2}, "critic": {**ADAPTER, "rank": 3}, "whole": None, "other": None}
+MODELS = {
+    "first": ADAPTER,
+    "second": {**ADAPTER, "rank": 2},
+    "critic": {**ADAPTER, "rank": 3},
+    "whole": None,
+    "other": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,55 +57,111 @@ def trained(model: Path, *flags: str) -> dict[str, Any]:
         for number, (name, lora) in enumerate(MODELS.items()):
             wanted = None if lora is None else {**lora, "seed": number}
             role = "critic" if name == "critic" else "policy"
-            host.execute({"op": "create", "model": name, "role": role, "policy": None, "lora": wanted})
+            host.execute(
+                {"op": "create", "model": name, "role": role, "policy": None, "lora": wanted}
+            )
         for step in range(2):
             for part in range(2):
                 for name in MODELS:
                     seed = 2 * step + part
-                    command = critic_command(seed) if name == "critic" else command_of(message_of(3, 9, seed=seed))
+                    command = (
+                        critic_command(seed)
+                        if name == "critic"
+                        else command_of(message_of(3, 9, seed=seed))
+                    )
                     host.execute({"op": "pass", "model": name, **command})
                     seen["held"].append(tuple(held(host, adapter) for adapter in ADAPTERS))
             for name in MODELS:
-                seen["norms"].append(host.execute({"op": "step", "model": name, "adam": {**ADAM, "learning_rate": 1e-2}})["grad_norm"])
-        seen["tensors"] = [t.clone() for name in MODELS for t in host.residents.network(name).tensors()]
+                seen["norms"].append(
+                    host.execute(
+                        {"op": "step", "model": name, "adam": {**ADAM, "learning_rate": 1e-2}}
+                    )["grad_norm"]
+                )
+        seen["tensors"] = [
+            t.clone() for name in MODELS for t in host.residents.network(name).tensors()
+        ]
     return seen
 
 
-@pytest.mark.parametrize("precision", [(), ("--bf16", "--use-distributed-optimizer")], ids=["fp32", "bf16-distributed"])
-def test_models_that_wait_hold_nothing_and_go_on_bit_by_bit(model: Path, precision: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "precision", [(), ("--bf16", "--use-distributed-optimizer")], ids=["fp32", "bf16-distributed"]
+)
+def test_models_that_wait_hold_nothing_and_go_on_bit_by_bit(
+    model: Path, precision: tuple[str, ...]
+) -> None:
     """Gradients that wait for a step, moments and weights go to host memory and come back; an adapter that waits has no storage left."""
     all_inside = trained(model, *precision)
-    in_turns = trained(model, *precision, "--max-resident-adapters", "1", "--max-resident-models", "1")
+    in_turns = trained(
+        model, *precision, "--max-resident-adapters", "1", "--max-resident-models", "1"
+    )
     assert in_turns["norms"] == all_inside["norms"] and all(norm > 0 for norm in in_turns["norms"])
     assert len(in_turns["tensors"]) == len(all_inside["tensors"])
-    assert all(torch.equal(a, b) for a, b in zip(in_turns["tensors"], all_inside["tensors"], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(in_turns["tensors"], all_inside["tensors"], strict=True)
+    )
     whole = all_inside["held"][0]
-    assert min(whole) > 10_000 and set(all_inside["held"]) == {whole}, "bytes of adapters with gradients and moments"
-    last_used = {tuple(size if i == used else 0 for i, size in enumerate(whole)) for used in range(len(whole))}
-    assert set(in_turns["held"]) == last_used, "the one that was used last, and nothing of the others"
+    assert min(whole) > 10_000 and set(all_inside["held"]) == {whole}, (
+        "bytes of adapters with gradients and moments"
+    )
+    last_used = {
+        tuple(size if i == used else 0 for i, size in enumerate(whole))
+        for used in range(len(whole))
+    }
+    assert set(in_turns["held"]) == last_used, (
+        "the one that was used last, and nothing of the others"
+    )
 
 
 @pytest.mark.parametrize("lora", [ADAPTER, None], ids=["adapters", "all weights"])
-def test_models_that_were_saved_and_loaded_wait_too(model: Path, tmp_path: Path, lora: dict[str, Any] | None) -> None:
+def test_models_that_were_saved_and_loaded_wait_too(
+    model: Path, tmp_path: Path, lora: dict[str, Any] | None
+) -> None:
     """One is saved, a second one is loaded from that, a third one takes the place of the first, which takes that of the second: an optimizer that
     was loaded does not hold its tensors in the order of a new one."""
-    run = parse_args(["--hf-checkpoint", str(model), "--max-resident-adapters", "1", "--max-resident-models", "2"], 1, SERVER)
+    run = parse_args(
+        [
+            "--hf-checkpoint",
+            str(model),
+            "--max-resident-adapters",
+            "1",
+            "--max-resident-models",
+            "2",
+        ],
+        1,
+        SERVER,
+    )
     with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
         host = ModelHost(run, layout)
 
         def step(name: str, seed: int) -> float:
             host.execute({"op": "pass", "model": name, **command_of(message_of(3, 9, seed=seed))})
-            return float(host.execute({"op": "step", "model": name, "adam": {**ADAM, "learning_rate": 1e-2}})["grad_norm"])
+            return float(
+                host.execute(
+                    {"op": "step", "model": name, "adam": {**ADAM, "learning_rate": 1e-2}}
+                )["grad_norm"]
+            )
 
         for number, name in enumerate(("saved", "loaded", "third")):
             wanted = None if lora is None else {**lora, "seed": number}
-            host.execute({"op": "create", "model": name, "role": "policy", "policy": None, "lora": wanted})
+            host.execute(
+                {"op": "create", "model": name, "role": "policy", "policy": None, "lora": wanted}
+            )
             if name == "saved":
                 step(name, 0)
                 host.execute({"op": "save", "model": name, "folder": str(tmp_path / "state")})
             if name == "loaded":
-                host.execute({"op": "load", "model": name, "folder": str(tmp_path / "state"), "optimizer": True})
+                host.execute(
+                    {
+                        "op": "load",
+                        "model": name,
+                        "folder": str(tmp_path / "state"),
+                        "optimizer": True,
+                    }
+                )
         norms = [[step(name, seed) for seed in (1, 2)] for name in ("saved", "loaded")]
-        ends = [[t.clone() for t in host.residents.network(name).tensors()] for name in ("saved", "loaded")]
+        ends = [
+            [t.clone() for t in host.residents.network(name).tensors()]
+            for name in ("saved", "loaded")
+        ]
     assert norms[0] == norms[1] and norms[0][1] > 0
     assert [i for i, (a, b) in enumerate(zip(*ends, strict=True)) if not torch.equal(a, b)] == []

@@ -46,11 +46,20 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def sampler_of(base: str, servers: list[FakeServer]) -> SglangSampler:
-    fleet = Fleet([s.url for s in servers], [], None, HealthSettings(0.05, 5.0, 10.0, 2), 1.0, lambda text: None)
+    fleet = Fleet(
+        [s.url for s in servers],
+        [],
+        None,
+        HealthSettings(0.05, 5.0, 10.0, 2),
+        1.0,
+        lambda text: None,
+    )
     fleet.start()
     updater = SnapshotUpdater(fleet, base, Path(base), 5.0)
     settings = RequestSettings(Deadlines(5.0, 10.0, 10.0), Retries(2, 0.01, 0.02), 64)
-    return SglangSampler(SglangEngine(fleet, updater, settings, base, check_updates=False), updater, settings, base)
+    return SglangSampler(
+        SglangEngine(fleet, updater, settings, base, check_updates=False), updater, settings, base
+    )
 
 
 @pytest.fixture
@@ -64,7 +73,14 @@ def pair(snapshots: list[str], alone: Any) -> Iterator[SimpleNamespace]:
 
 def ask(sampler: SglangSampler, folder: str, **changes: Any) -> list[dict[str, Any]]:
     prompts = [np.array(prompt, dtype="<i4").tobytes() for prompt in PROMPTS]
-    request = {"sampling": SAMPLING, "prompts": prompts, "counts": [2, 1], "seeds": [5, 6], "prompt_log_probs": True, "seeded": True}
+    request = {
+        "sampling": SAMPLING,
+        "prompts": prompts,
+        "counts": [2, 1],
+        "seeds": [5, 6],
+        "prompt_log_probs": True,
+        "seeded": True,
+    }
     return sampler.sample(folder, **{**request, **changes})
 
 
@@ -74,20 +90,28 @@ def assert_of(answers: list[dict[str, Any]], folder: str) -> None:
     engine.update_weights(iter(load_file(Path(folder) / "model.safetensors").items()), 1)
     params = SamplingParams(**{**SAMPLING, "stop": (), "stop_token_ids": (4,)})
     for prompt, count, seed, answer in zip(PROMPTS, (2, 1), (5, 6), answers, strict=True):
-        outputs = engine.generate([GenerateRequest(j, prompt, seed_of(seed, j)) for j in range(count)], params)
+        outputs = engine.generate(
+            [GenerateRequest(j, prompt, seed_of(seed, j)) for j in range(count)], params
+        )
         for output, sequence in zip(outputs, answer["sequences"], strict=True):
             assert np.frombuffer(sequence["tokens"], "<i4").tolist() == list(output.tokens)
-            assert np.frombuffer(sequence["log_probs"], "<f4") == pytest.approx(np.array(output.log_probs), abs=1e-5)
+            assert np.frombuffer(sequence["log_probs"], "<f4") == pytest.approx(
+                np.array(output.log_probs), abs=1e-5
+            )
             assert sequence["stopped"] == (output.finish_reason == "stop")
         scores = np.frombuffer(answer["prompt_log_probs"], "<f4")
-        assert np.isnan(scores[0]) and scores[1:] == pytest.approx(np.array(engine.prompt_log_probs([prompt])[0]), abs=1e-5)
+        assert np.isnan(scores[0]) and scores[1:] == pytest.approx(
+            np.array(engine.prompt_log_probs([prompt])[0]), abs=1e-5
+        )
 
 
 def test_every_snapshot_answers_for_itself(pair: SimpleNamespace, snapshots: list[str]) -> None:
     """Samplers in turns: weights are exchanged when another snapshot is asked for, and only then."""
     for folder in (snapshots[0], snapshots[1], snapshots[1], snapshots[2], snapshots[1]):
         assert_of(ask(pair.sampler, folder), folder)
-    loaded = [body["model_path"] for path, body in pair.server.seen if path == "/update_weights_from_disk"]
+    loaded = [
+        body["model_path"] for path, body in pair.server.seen if path == "/update_weights_from_disk"
+    ]
     assert loaded == [snapshots[i] for i in (0, 1, 2, 1)]
 
 
@@ -101,17 +125,32 @@ def test_seeds_that_would_not_count_are_refused(snapshots: list[str], alone: Any
         sampler.close()
 
 
-def test_a_fault_is_an_error_and_the_next_request_is_served(pair: SimpleNamespace, snapshots: list[str]) -> None:
+def test_a_fault_is_an_error_and_the_next_request_is_served(
+    pair: SimpleNamespace, snapshots: list[str]
+) -> None:
     pair.server.faults = [status(500, "out of memory")] * 6
     with pytest.raises(RunError, match="out of memory"):
         ask(pair.sampler, snapshots[1])
-    pair.server.faults = [changed(lambda answer: answer["meta_info"].update(weight_versions=[{"version": "7", "start": 0, "end": 6}]))]
+    pair.server.faults = [
+        changed(
+            lambda answer: answer["meta_info"].update(
+                weight_versions=[{"version": "7", "start": 0, "end": 6}]
+            )
+        )
+    ]
     with pytest.raises(RunError, match="version"):
-        ask(pair.sampler, snapshots[1], counts=[1, 0], sampling={**SAMPLING, "stop_token_ids": [], "ignore_end_tokens": True})
+        ask(
+            pair.sampler,
+            snapshots[1],
+            counts=[1, 0],
+            sampling={**SAMPLING, "stop_token_ids": [], "ignore_end_tokens": True},
+        )
     assert_of(ask(pair.sampler, snapshots[1]), snapshots[1])
 
 
-def test_weights_that_cannot_be_loaded(pair: SimpleNamespace, snapshots: list[str], tmp_path: Path) -> None:
+def test_weights_that_cannot_be_loaded(
+    pair: SimpleNamespace, snapshots: list[str], tmp_path: Path
+) -> None:
     """A folder that is gone, one of another shape, a server that refuses: errors with words, and the snapshot before is not taken for it."""
     assert_of(ask(pair.sampler, snapshots[1]), snapshots[1])
     with pytest.raises(ValueError, match="is gone"):
@@ -125,7 +164,9 @@ def test_weights_that_cannot_be_loaded(pair: SimpleNamespace, snapshots: list[st
         ask(pair.sampler, str(tmp_path / "other"))
 
 
-def test_a_snapshot_that_is_untied_is_refused(pair: SimpleNamespace, snapshots: list[str], tmp_path: Path) -> None:
+def test_a_snapshot_that_is_untied_is_refused(
+    pair: SimpleNamespace, snapshots: list[str], tmp_path: Path
+) -> None:
     """The servers' output layer is the embedding: they would leave the snapshot's own one out."""
     folder = shutil.copytree(snapshots[1], tmp_path / "untied")
     config = json.loads((folder / "config.json").read_text())

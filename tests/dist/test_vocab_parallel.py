@@ -13,7 +13,9 @@ from tests.dist.backend_worker import parallel, vocab_differences
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_parts_equal_the_whole(tmp_path: Path, ranks: int) -> None:
-    for worst in run_ranks("tests.dist.backend_worker:vocab_differences_on_all", ranks, tmp_path, {}, timeout_s=120):
+    for worst in run_ranks(
+        "tests.dist.backend_worker:vocab_differences_on_all", ranks, tmp_path, {}, timeout_s=120
+    ):
         assert max(worst) < 1e-5
 
 

@@ -15,8 +15,12 @@ from slime_like.losses.off_policy import OffPolicyConfig, off_policy_correction
 
 LENGTHS = (5, 9, 1, 7, 3, 12, 4, 2)
 SETTINGS = {
-    "reinforce_plus_plus": AdvantageSettings("reinforce_plus_plus", normalize=True, gamma=0.9, kl_coef=0.2),
-    "reinforce_plus_plus_baseline": AdvantageSettings("reinforce_plus_plus_baseline", normalize=True, kl_coef=0.2),
+    "reinforce_plus_plus": AdvantageSettings(
+        "reinforce_plus_plus", normalize=True, gamma=0.9, kl_coef=0.2
+    ),
+    "reinforce_plus_plus_baseline": AdvantageSettings(
+        "reinforce_plus_plus_baseline", normalize=True, kl_coef=0.2
+    ),
     "grpo": AdvantageSettings("grpo", normalize=True, kl_coef=0.2),
     "rloo": AdvantageSettings("rloo", kl_coef=0.2),
 }
@@ -26,16 +30,28 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
     """By estimator, the advantages of this rank's samples; and the tokens that M2PO keeps of them. `shares`: whose each sample is."""
     generator = torch.Generator().manual_seed(0)
     masks = [torch.rand(n, generator=generator) > 0.3 for n in LENGTHS]
-    kl = [torch.where(m, torch.randn(m.numel(), generator=generator, dtype=torch.float64), 0.0) for m in masks]
+    kl = [
+        torch.where(m, torch.randn(m.numel(), generator=generator, dtype=torch.float64), 0.0)
+        for m in masks
+    ]
     mine = [i for i, owner in enumerate(arguments["shares"]) if owner == rank]
     if arguments["empty_rank"] == rank:
         for i in mine:
             masks[i][:] = False
-    told = Outcomes(torch.arange(8.0) % 3, torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]), torch.tensor([int(m.sum()) for m in masks]))
+    told = Outcomes(
+        torch.arange(8.0) % 3,
+        torch.tensor([0, 0, 0, 1, 1, 2, 2, 2]),
+        torch.tensor([int(m.sum()) for m in masks]),
+    )
     result: dict[str, Any] = {"mine": mine}
     for name, settings in SETTINGS.items():
         output = estimate_advantages(
-            settings, told, mine=mine, masks=[masks[i] for i in mine], kl=[kl[i] for i in mine], group=dist.group.WORLD
+            settings,
+            told,
+            mine=mine,
+            masks=[masks[i] for i in mine],
+            kl=[kl[i] for i in mine],
+            group=dist.group.WORLD,
         )
         result[name] = [value.tolist() for value in output.values]
         result[name + "/kl"] = output.metrics["rollout/kl_in_reward"]
@@ -45,12 +61,16 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
         old_log_probs=torch.cat([kl[i] for i in mine]),
         rollout_log_probs=torch.zeros(sum(m.numel() for m in own)),
         loss_mask=torch.cat(own),
-        seq_ids=torch.repeat_interleave(torch.arange(len(own)), torch.tensor([m.numel() for m in own])),
+        seq_ids=torch.repeat_interleave(
+            torch.arange(len(own)), torch.tensor([m.numel() for m in own])
+        ),
         num_seqs=len(own),
         group=dist.group.WORLD,
     )
     assert correction.keep_mask is not None
-    result["m2po"] = [part.tolist() for part in correction.keep_mask.split([m.numel() for m in own])]
+    result["m2po"] = [
+        part.tolist() for part in correction.keep_mask.split([m.numel() for m in own])
+    ]
     return result
 
 
@@ -63,15 +83,33 @@ def collect(results: list[dict[str, Any]], name: str) -> list[list[float]]:
 @pytest.mark.parametrize("empty_rank", [None, 1])
 def test_two_ranks_give_the_numbers_of_one(tmp_path: Path, empty_rank: int | None) -> None:
     shares = [0, 1, 0, 0, 1, 0, 1, 1]
-    two = run_ranks("tests.dist.test_whitening:advantages", 2, tmp_path / "two", {"shares": shares, "empty_rank": empty_rank}, timeout_s=60)
+    two = run_ranks(
+        "tests.dist.test_whitening:advantages",
+        2,
+        tmp_path / "two",
+        {"shares": shares, "empty_rank": empty_rank},
+        timeout_s=60,
+    )
     if empty_rank is not None:
-        assert all(not any(values) for values in two[1]["grpo"]), "a rank without tokens joins, and gets nothing"
+        assert all(not any(values) for values in two[1]["grpo"]), (
+            "a rank without tokens joins, and gets nothing"
+        )
         return
-    one = run_ranks("tests.dist.test_whitening:advantages", 1, tmp_path / "one", {"shares": [0] * 8, "empty_rank": None}, timeout_s=60)
+    one = run_ranks(
+        "tests.dist.test_whitening:advantages",
+        1,
+        tmp_path / "one",
+        {"shares": [0] * 8, "empty_rank": None},
+        timeout_s=60,
+    )
     for name in SETTINGS:
         for a, b in zip(collect(two, name), collect(one, name)):
             assert a == pytest.approx(b, rel=1e-6, abs=1e-7)
-        assert two[0][name + "/kl"] == two[1][name + "/kl"] == pytest.approx(one[0][name + "/kl"], rel=1e-12)
+        assert (
+            two[0][name + "/kl"]
+            == two[1][name + "/kl"]
+            == pytest.approx(one[0][name + "/kl"], rel=1e-12)
+        )
     kept = collect(one, "m2po")
     assert collect(two, "m2po") == kept
     assert 0 < sum(not k for part in kept for k in part) < sum(LENGTHS)

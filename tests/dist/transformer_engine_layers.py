@@ -42,7 +42,14 @@ def _parameter(*shape: int, dtype: torch.dtype, init: Any = nn.init.ones_) -> nn
 class RMSNorm(nn.Module):
     """The mark on a parameter has its gradient summed over tensor-parallel ranks."""
 
-    def __init__(self, hidden_size: int, eps: float, params_dtype: torch.dtype, sequence_parallel: bool = False, **others: Any) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        params_dtype: torch.dtype,
+        sequence_parallel: bool = False,
+        **others: Any,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = _parameter(hidden_size, dtype=params_dtype)
@@ -53,7 +60,14 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(RMSNorm):
-    def __init__(self, hidden_size: int, eps: float, params_dtype: torch.dtype, sequence_parallel: bool = False, **others: Any) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        params_dtype: torch.dtype,
+        sequence_parallel: bool = False,
+        **others: Any,
+    ) -> None:
         super().__init__(hidden_size, eps, params_dtype, sequence_parallel)
         self.bias = _parameter(hidden_size, dtype=params_dtype, init=nn.init.zeros_)
         self.bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
@@ -85,17 +99,34 @@ class LayerNormLinear(Linear):
     """The norm's parameters are the linear layer's own."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, eps: float, normalization: str, params_dtype: torch.dtype, **others: Any
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float,
+        normalization: str,
+        params_dtype: torch.dtype,
+        **others: Any,
     ) -> None:
         super().__init__(in_features, out_features, params_dtype=params_dtype, **others)
         self.eps, self.normalization = eps, normalization
         self.layer_norm_weight = _parameter(in_features, dtype=params_dtype)
-        self.layer_norm_bias = _parameter(in_features, dtype=params_dtype, init=nn.init.zeros_) if normalization == "LayerNorm" else None
+        self.layer_norm_bias = (
+            _parameter(in_features, dtype=params_dtype, init=nn.init.zeros_)
+            if normalization == "LayerNorm"
+            else None
+        )
 
     def forward(self, rows: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         if self.layer_norm_bias is None:
-            return super().forward(F.rms_norm(rows, rows.shape[-1:], self.layer_norm_weight, self.eps))
-        return super().forward(F.layer_norm(rows, rows.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps))
+            return super().forward(
+                F.rms_norm(rows, rows.shape[-1:], self.layer_norm_weight, self.eps)
+            )
+        return super().forward(
+            F.layer_norm(
+                rows, rows.shape[-1:], self.layer_norm_weight, self.layer_norm_bias, self.eps
+            )
+        )
 
 
 class GroupedLinear(_WithExtraState):
@@ -108,18 +139,32 @@ class GroupedLinear(_WithExtraState):
         super().__init__()
         assert not bias
         self.num_gemms, self.use_bias, self.tp_size = num_gemms, bias, tp_size
-        self.fp8, self.fp8_calibration, self.fp8_meta = False, False, {"fp8_checkpoint": False, "recipe": None}
+        self.fp8, self.fp8_calibration, self.fp8_meta = (
+            False,
+            False,
+            {"fp8_checkpoint": False, "recipe": None},
+        )
         rows = out_features // tp_size if parallel_mode == "column" else out_features
         columns = in_features // tp_size if parallel_mode == "row" else in_features
         for index in range(num_gemms):
-            setattr(self, f"weight{index}", _parameter(rows, columns, dtype=params_dtype, init=init_method))
+            setattr(
+                self,
+                f"weight{index}",
+                _parameter(rows, columns, dtype=params_dtype, init=init_method),
+            )
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Nothing without fp8."""
 
-    def forward(self, rows: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+    def forward(
+        self, rows: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
+    ) -> Tensor:
         assert self.tp_size == 1
-        parts = zip(rows.split(m_splits), (getattr(self, f"weight{index}") for index in range(self.num_gemms)), strict=True)
+        parts = zip(
+            rows.split(m_splits),
+            (getattr(self, f"weight{index}") for index in range(self.num_gemms)),
+            strict=True,
+        )
         return torch.cat([F.linear(part, weight) for part, weight in parts])
 
 
@@ -131,11 +176,25 @@ class DotProductAttention(_WithExtraState):
         self.qkv_format, self.num_splits = "sbhd", None
         self.scale = others.get("softmax_scale")
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, cu_seqlens_q: Tensor, **others: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        cu_seqlens_q: Tensor,
+        **others: Any,
+    ) -> Tensor:
         lengths = cu_seqlens_q.diff().tolist()
-        parts = zip(*(rows.transpose(0, 1).split(lengths, dim=1) for rows in (query, key, value)), strict=True)
+        parts = zip(
+            *(rows.transpose(0, 1).split(lengths, dim=1) for rows in (query, key, value)),
+            strict=True,
+        )
         done = [
-            F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=self.scale, enable_gqa=True)[0]
+            F.scaled_dot_product_attention(
+                q[None], k[None], v[None], is_causal=True, scale=self.scale, enable_gqa=True
+            )[0]
             for q, k, v in parts
         ]
         return torch.cat(done, dim=1).transpose(0, 1).flatten(1)
@@ -150,12 +209,20 @@ def install() -> None:
     assert "megatron.core" not in sys.modules, "it asks for Transformer Engine while it is imported"
     package = _module("transformer_engine", __version__=VERSION)
     layers = (Linear, LayerNormLinear, GroupedLinear, LayerNorm, RMSNorm, DotProductAttention)
-    package.pytorch = _module("transformer_engine.pytorch", **{layer.__name__: layer for layer in layers})
-    package.pytorch.fp8 = _module("transformer_engine.pytorch.fp8", FP8GlobalStateManager=_Unused, fp8_autocast=_Unused)
+    package.pytorch = _module(
+        "transformer_engine.pytorch", **{layer.__name__: layer for layer in layers}
+    )
+    package.pytorch.fp8 = _module(
+        "transformer_engine.pytorch.fp8", FP8GlobalStateManager=_Unused, fp8_autocast=_Unused
+    )
     unused = {name: _Unused for name in ("CudaRNGStatesTracker", "activation_recompute_forward")}
     package.pytorch.distributed = _module("transformer_engine.pytorch.distributed", **unused)
-    package.pytorch.float8_tensor = _module("transformer_engine.pytorch.float8_tensor", Float8Tensor=_Unused)
-    package.pytorch.cpp_extensions = _module("transformer_engine.pytorch.cpp_extensions", cast_to_fp8=_Unused)
+    package.pytorch.float8_tensor = _module(
+        "transformer_engine.pytorch.float8_tensor", Float8Tensor=_Unused
+    )
+    package.pytorch.cpp_extensions = _module(
+        "transformer_engine.pytorch.cpp_extensions", cast_to_fp8=_Unused
+    )
     package.common = _module("transformer_engine.common")
     package.common.recipe = _module("transformer_engine.common.recipe", DelayedScaling=_Unused)
 

@@ -32,7 +32,12 @@ class ApiServer:
     """ranks above 1: under torchrun."""
 
     def __init__(
-        self, model: Path, folder: Path, *flags: str, ranks: int = 1, program: Sequence[str] = ("-m", "slime_like.server")
+        self,
+        model: Path,
+        folder: Path,
+        *flags: str,
+        ranks: int = 1,
+        program: Sequence[str] = ("-m", "slime_like.server"),
     ) -> None:
         self.model, self.folder, self.flags, self.ranks = model, folder, flags, ranks
         self.program = program
@@ -51,7 +56,14 @@ class ApiServer:
 
     def start(self) -> None:
         launcher = (
-            ["-m", "torch.distributed.run", f"--nproc-per-node={self.ranks}", f"--master-port={free_port()}"] if self.ranks > 1 else []
+            [
+                "-m",
+                "torch.distributed.run",
+                f"--nproc-per-node={self.ranks}",
+                f"--master-port={free_port()}",
+            ]
+            if self.ranks > 1
+            else []
         )
         command = [
             sys.executable, *launcher, *self.program, "--hf-checkpoint", str(self.model), "--port", str(self.port),
@@ -59,7 +71,12 @@ class ApiServer:
         ]  # fmt: skip
         log = open(self.folder / "log.txt", "a")  # noqa: SIM115
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env={**clean_environment(), **ENVIRONMENT}, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=ROOT,
+            env={**clean_environment(), **ENVIRONMENT},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         log.close()
         self.wait_until_up()
@@ -68,7 +85,10 @@ class ApiServer:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log()
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5) as answer:
+            with (
+                contextlib.suppress(OSError),
+                urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5) as answer,
+            ):
                 if answer.status == 200:
                     return
             time.sleep(0.05)
@@ -100,23 +120,33 @@ class ApiServer:
         for client in self._clients:
             with contextlib.suppress(Exception):
                 client.close("success").result(timeout=10)
-        ranks = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        ranks = (
+            psutil.Process(self.process.pid).children(recursive=True)
+            if self.process.poll() is None
+            else []
+        )
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(timeout=30)
-        for process in ranks:  # torchrun gives them sessions of their own; rank 0 would start another API process
+        for process in (
+            ranks
+        ):  # torchrun gives them sessions of their own; rank 0 would start another API process
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             os.kill(self.api_pid, signal.SIGKILL)
 
 
-def policy(client: tinker.ServiceClient, server: ApiServer, *, rank: int = 0, **settings: Any) -> tinker.TrainingClient:
+def policy(
+    client: tinker.ServiceClient, server: ApiServer, *, rank: int = 0, **settings: Any
+) -> tinker.TrainingClient:
     """A new model of all weights, or an adapter of this rank."""
     return client.create_lora_training_client(str(server.model), rank=rank, **settings).result()
 
 
-def critic(client: tinker.ServiceClient, server: ApiServer, *, rank: int = 0) -> tinker.TrainingClient:
+def critic(
+    client: tinker.ServiceClient, server: ApiServer, *, rank: int = 0
+) -> tinker.TrainingClient:
     return policy(client, server, rank=rank, user_metadata={"model_role": "critic"})
 
 
@@ -124,12 +154,17 @@ def tokens(length: int, seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(5, 90, length)]
 
 
-def datum(length: int, seed: int, *, targets: Sequence[int] | None = None, **inputs: Any) -> types.Datum:
+def datum(
+    length: int, seed: int, *, targets: Sequence[int] | None = None, **inputs: Any
+) -> types.Datum:
     """Random tokens, each scored on the next, and arrays beside them."""
     row = tokens(length + 1, seed)
     arrays = {name: np.asarray(value, dtype=np.float32) for name, value in inputs.items()}
     wanted = np.asarray(row[1:] if targets is None else targets, dtype=np.int64)
-    return types.Datum(model_input=types.ModelInput.from_ints(row[:-1]), loss_fn_inputs={"target_tokens": wanted, **arrays})
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(row[:-1]),
+        loss_fn_inputs={"target_tokens": wanted, **arrays},
+    )
 
 
 def batch(count: int, seed: int = 0) -> list[types.Datum]:

@@ -126,7 +126,9 @@ def kill_after(rank: int, seconds: str) -> None:
 
     def first(self: Any, *args: Any, **keywords: Any) -> Any:
         if not started:
-            started.append(threading.Timer(float(seconds), lambda: os.kill(os.getpid(), signal.SIGKILL)))
+            started.append(
+                threading.Timer(float(seconds), lambda: os.kill(os.getpid(), signal.SIGKILL))
+            )
             started[0].start()
         return save(self, *args, **keywords)
 
@@ -218,7 +220,11 @@ def exchange_gate_and_up(rank: int, layer: str) -> None:
     def exchanged(mapping: Any, shards: Any, sizes: Any) -> Any:
         made = whole(mapping, shards, sizes)
         names = [
-            name for name in made if f"layers.{layer}." in name and "experts.0." in name and ("gate_proj" in name or "up_proj" in name)
+            name
+            for name in made
+            if f"layers.{layer}." in name
+            and "experts.0." in name
+            and ("gate_proj" in name or "up_proj" in name)
         ]
         return made | dict(zip(names, [made[name] for name in reversed(names)], strict=True))
 

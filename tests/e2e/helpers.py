@@ -20,7 +20,14 @@ REWARD = """
 def letters(args, sample):
     return sum(c.isalpha() for c in sample.response) / 8 + 0.01 * sample.response_length
 """
-SAME_RUN = ("train/loss", "train/grad_norm", "train/lr", "train/entropy", "rollout/reward_mean", "rollout/response_length_mean")
+SAME_RUN = (
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "train/entropy",
+    "rollout/reward_mean",
+    "rollout/response_length_mean",
+)
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,18 @@ class Workspace:
         words: list[str] = []
         for name, value in (values | changes).items():
             if value is not None:
-                words += ["--" + name.replace("_", "-"), *([] if value == "" else str(value).split())]
+                words += [
+                    "--" + name.replace("_", "-"),
+                    *([] if value == "" else str(value).split()),
+                ]
         return words
 
 
 def make_workspace(folder: Path) -> Workspace:
     folder.mkdir(parents=True, exist_ok=True)
-    work = Workspace(folder / "model", folder / "expert_model", folder / "prompts.jsonl", folder / "reward.py")
+    work = Workspace(
+        folder / "model", folder / "expert_model", folder / "prompts.jsonl", folder / "reward.py"
+    )
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, hidden_size=32, num_layers=2, seed=1)
     with torch.no_grad():  # transformers makes this row zero, where the gradient of a root mean square is a thousand times larger
@@ -58,13 +70,18 @@ def make_workspace(folder: Path) -> Workspace:
     model.save_pretrained(work.model)
     tokenizer.save_pretrained(work.model)
     make_expert_model(work)
-    rows = [{"messages": [{"role": "user", "content": f"spell {word} backward"}], "answer": word[::-1]} for word in WORDS]
+    rows = [
+        {"messages": [{"role": "user", "content": f"spell {word} backward"}], "answer": word[::-1]}
+        for word in WORDS
+    ]
     work.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     work.reward.write_text(REWARD)
     return work
 
 
-def save_other_model(folder: Path, *, seed: int, std: float, hidden_size: int = 32, num_layers: int = 2) -> Path:
+def save_other_model(
+    folder: Path, *, seed: int, std: float, hidden_size: int = 32, num_layers: int = 2
+) -> Path:
     """A model with the workspace's tokens and other weights; std, of its embedding: how far from equal its logits are."""
     model = make_model(make_tokenizer(), hidden_size=hidden_size, num_layers=num_layers, seed=seed)
     with torch.no_grad():

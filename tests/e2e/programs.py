@@ -50,12 +50,16 @@ class Done:
     seconds: float
 
     def ok(self) -> Done:
-        assert self.status == 0, f"exit status {self.status}\n{self.out[-3000:]}\n{self.err[-6000:]}"
+        assert self.status == 0, (
+            f"exit status {self.status}\n{self.out[-3000:]}\n{self.err[-6000:]}"
+        )
         return self
 
     def error(self) -> str:
         """The one message of a run that failed for a reason that its user can remove."""
-        assert self.status == 1, f"exit status {self.status}\n{self.out[-3000:]}\n{self.err[-6000:]}"
+        assert self.status == 1, (
+            f"exit status {self.status}\n{self.out[-3000:]}\n{self.err[-6000:]}"
+        )
         assert "Traceback" not in self.err, self.err
         messages = [line for line in self.err.splitlines() if line.startswith("error: ")]
         assert len(messages) == 1, self.err
@@ -90,24 +94,50 @@ class TrainServer:
         """Run train.py; settings: see `run`."""
         return self.run("train", argv, folder, **settings)
 
-    def run(self, program: str, argv: Sequence[Any], folder: Path, *, ranks: int = 1, timeout_s: float = 120, hook: str = "") -> Done:
+    def run(
+        self,
+        program: str,
+        argv: Sequence[Any],
+        folder: Path,
+        *,
+        ranks: int = 1,
+        timeout_s: float = 120,
+        hook: str = "",
+    ) -> Done:
         """Run main() of the module `program`; its output is kept in `folder`. hook: "module:function word ...", called by each rank with its
         number and the words before it starts; see tests/e2e/faults.py."""
         folder.mkdir(parents=True, exist_ok=True)
         words = [str(word) for word in argv]
-        request = {"program": program, "argv": words, "folder": str(folder), "ranks": ranks, "port": free_port(), "timeout_s": timeout_s}
+        request = {
+            "program": program,
+            "argv": words,
+            "folder": str(folder),
+            "ranks": ranks,
+            "port": free_port(),
+            "timeout_s": timeout_s,
+        }
         request["hook"] = hook
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
-        text = {name: "".join((folder / f"{name}-{rank}.txt").read_text() for rank in range(ranks)) for name in ("out", "err")}
+        text = {
+            name: "".join((folder / f"{name}-{rank}.txt").read_text() for rank in range(ranks))
+            for name in ("out", "err")
+        }
         return Done(answer["status"], text["out"], text["err"], answer["seconds"])
 
 
 def torchrun(ranks: int) -> list[str]:
     """The start of a command line that runs train.py on several processes."""
-    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={free_port()}", "train.py"]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        f"--master-port={free_port()}",
+        "train.py",
+    ]
 
 
 def torchrun_once(argv: Sequence[str], *, ranks: int, timeout_s: float) -> tuple[int, str]:
@@ -128,13 +158,23 @@ def torchrun_once(argv: Sequence[str], *, ranks: int, timeout_s: float) -> tuple
 def clean_environment() -> dict[str, str]:
     """Without what another launcher may have set."""
     return {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     }
 
 
 def make_demo(folder: Path, *flags: object) -> Path:
     """The demo's model, which is not trained, and its rows, in this folder."""
-    command = [sys.executable, "scripts/make_demo.py", "--output-dir", str(folder), "--max-word-len", "4", *map(str, flags)]
+    command = [
+        sys.executable,
+        "scripts/make_demo.py",
+        "--output-dir",
+        str(folder),
+        "--max-word-len",
+        "4",
+        *map(str, flags),
+    ]
     environment = {**clean_environment(), **ENVIRONMENT, "PYTHONPATH": "."}
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=environment)
     return folder
@@ -157,7 +197,9 @@ def free_port() -> int:
 
 def _rank_main(request: dict[str, Any], rank: int) -> int:
     for name, descriptor in (("out", 1), ("err", 2)):
-        file = os.open(Path(request["folder"]) / f"{name}-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        file = os.open(
+            Path(request["folder"]) / f"{name}-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        )
         os.dup2(file, descriptor)
     if request["ranks"] > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["ranks"]))

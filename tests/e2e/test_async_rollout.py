@@ -11,9 +11,15 @@ from tests.e2e.programs import TrainServer
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_bound_of_0_is_the_synchronous_run(server: TrainServer, work: Workspace, tmp_path: Path, ranks: int) -> None:
+def test_a_bound_of_0_is_the_synchronous_run(
+    server: TrainServer, work: Workspace, tmp_path: Path, ranks: int
+) -> None:
     flags = dict(
-        num_rollout=3, micro_batch_size=2, eval_interval=2, eval_prompt_data=f"few {work.prompts}@[0:4]", skip_eval_before_train=""
+        num_rollout=3,
+        micro_batch_size=2,
+        eval_interval=2,
+        eval_prompt_data=f"few {work.prompts}@[0:4]",
+        skip_eval_before_train="",
     )
     outs = [tmp_path / "plain", tmp_path / "ahead"]
     for out, more in zip(outs, ({}, {"async_rollout": "", "max_staleness": 0})):
@@ -21,28 +27,40 @@ def test_a_bound_of_0_is_the_synchronous_run(server: TrainServer, work: Workspac
         server.train(work.flags(out, **flags, **saved, **more), out / "log", ranks=ranks).ok()
     plain, ahead = outs
     assert same_numbers(rows_of(ahead)) == same_numbers(rows_of(plain))
-    assert [row.get("eval/few/mean") for row in rows_of(ahead)] == [row.get("eval/few/mean") for row in rows_of(plain)]
+    assert [row.get("eval/few/mean") for row in rows_of(ahead)] == [
+        row.get("eval/few/mean") for row in rows_of(plain)
+    ]
     for rollout in range(3):
-        assert sampled(ahead / "r_{rollout_id}", rollout) == sampled(plain / "r_{rollout_id}", rollout)
+        assert sampled(ahead / "r_{rollout_id}", rollout) == sampled(
+            plain / "r_{rollout_id}", rollout
+        )
     expected, found = weights_of(plain / "hf"), weights_of(ahead / "hf")
     assert [name for name in expected if not expected[name].equal(found[name])] == []
     assert all(row["rollout/staleness_max"] == 0 for row in rows_of(ahead))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_one_version_behind(server: TrainServer, work: Workspace, tmp_path: Path, ranks: int) -> None:
+def test_one_version_behind(
+    server: TrainServer, work: Workspace, tmp_path: Path, ranks: int
+) -> None:
     """Prompts are those of the synchronous run, tokens are never older than the bound, and a resumed run leaves no prompt out."""
     out = tmp_path / "out"
     flags = dict(micro_batch_size=2, async_rollout="", tis_ratio_type="token", save=out / "c",
                  save_debug_rollout_data=out / "r_{rollout_id}")  # fmt: skip
     server.train(work.flags(out, **flags, num_rollout=3), out / "log", ranks=ranks).ok()
-    server.train(work.flags(out, **flags, num_rollout=5, load=out / "c"), out / "log2", ranks=ranks).ok()
+    server.train(
+        work.flags(out, **flags, num_rollout=5, load=out / "c"), out / "log2", ranks=ranks
+    ).ok()
     rows = rows_of(out)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert max(row["rollout/staleness_max"] for row in rows) == 1
     for row in rows:
         assert row["perf/sampling_s"] > 0 and row["perf/step_s"] > row["perf/generate_s"]
-        shares = [value for name, value in row.items() if name.startswith("rollout/staleness_frac_")]
+        shares = [
+            value for name, value in row.items() if name.startswith("rollout/staleness_frac_")
+        ]
         assert sum(shares) == pytest.approx(1)
     for rollout in range(5):
-        assert sorted(sampled(out / "r_{rollout_id}", rollout)) == list(range(16 * rollout, 16 * rollout + 16))
+        assert sorted(sampled(out / "r_{rollout_id}", rollout)) == list(
+            range(16 * rollout, 16 * rollout + 16)
+        )

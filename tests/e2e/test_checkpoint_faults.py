@@ -47,22 +47,44 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
     return out
 
 
-def resumes(server: TrainServer, work: Workspace, whole: Path, out: Path, root: Path, *, least: int, ranks: int = 1, **more: Any) -> None:
+def resumes(
+    server: TrainServer,
+    work: Workspace,
+    whole: Path,
+    out: Path,
+    root: Path,
+    *,
+    least: int,
+    ranks: int = 1,
+    **more: Any,
+) -> None:
     """The same command line goes on from step `least` or later, and ends as a run that was never interrupted."""
     done = server.train(
-        flags(work, out, save=root, load=root, save_interval=2, **more), out / "log-resumed", ranks=ranks, timeout_s=90
+        flags(work, out, save=root, load=root, save_interval=2, **more),
+        out / "log-resumed",
+        ranks=ranks,
+        timeout_s=90,
     ).ok()
-    begun = [int(line.split()[1].split("/")[0]) for line in done.out.splitlines() if line.startswith("rollout ")]
+    begun = [
+        int(line.split()[1].split("/")[0])
+        for line in done.out.splitlines()
+        if line.startswith("rollout ")
+    ]
     assert min(begun, default=5) > least, done.out
     rows = {int(row["step"]): row for row in same_sft(rows_of(out))}
     assert rows[4] == same_sft(rows_of(whole))[3] if ranks == 1 else rows[4]["train/loss"] > 0
     assert complete_steps(root)[-1] == 4
     assert (root / TRACKER).read_text() == "4"
-    assert not [path.name for path in root.iterdir() if path.suffix in (".tmp", ".replaced", ".removed")]
+    assert not [
+        path.name for path in root.iterdir() if path.suffix in (".tmp", ".replaced", ".removed")
+    ]
 
 
 def same_sft(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{name: row[name] for name in ("step", "train/loss", "train/grad_norm", "train/lr")} for row in rows]
+    return [
+        {name: row[name] for name in ("step", "train/loss", "train/grad_norm", "train/lr")}
+        for row in rows
+    ]
 
 
 def no_process_left(server: TrainServer) -> None:
@@ -76,17 +98,35 @@ def no_process_left(server: TrainServer) -> None:
 CALLS = (
     ("mkdir", 3, (2,)), ("open", 6, (0, 4)), ("write", 6, (3,)), ("fsync", 10, (5, 11)), ("rename", 1, (0,)), ("replace", 1, (0,)),
 )  # fmt: skip
-SOME = [(ranks, mode, call, points, 0) for ranks, mode in ((1, ""), (1, "async_save")) for call, _, points in CALLS]
-EVERY = [(ranks, mode, call, range(99), least) for ranks, mode in ((1, ""), (2, ""), (1, "async_save")) for call, least, _ in CALLS]
+SOME = [
+    (ranks, mode, call, points, 0)
+    for ranks, mode in ((1, ""), (1, "async_save"))
+    for call, _, points in CALLS
+]
+EVERY = [
+    (ranks, mode, call, range(99), least)
+    for ranks, mode in ((1, ""), (2, ""), (1, "async_save"))
+    for call, least, _ in CALLS
+]
 
 
 @pytest.mark.parametrize(
     ("ranks", "mode", "call", "points", "least"),
     [*(case for case in SOME), *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY)],
-    ids=lambda value: value if isinstance(value, str) else "all" if isinstance(value, range) else None,
+    ids=lambda value: (
+        value if isinstance(value, str) else "all" if isinstance(value, range) else None
+    ),
 )
 def test_killed_at_a_write_sync_or_rename(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int, mode: str, call: str, points: Sequence[int], least: int
+    server: TrainServer,
+    work: Workspace,
+    whole: Path,
+    tmp_path: Path,
+    ranks: int,
+    mode: str,
+    call: str,
+    points: Sequence[int],
+    least: int,
 ) -> None:
     """SIGKILL before the n-th such call of rank 0 in the second save of a run that saves after 2 rollouts and after 4. The folder is then
     taken up by the same command line."""
@@ -94,7 +134,13 @@ def test_killed_at_a_write_sync_or_rename(
         out, root = tmp_path / f"run-{point}", tmp_path / f"checkpoints-{point}"
         more = {mode: ""} if mode else {}
         argv = flags(work, out, save=root, load=root, save_interval=2, **more)
-        done = server.train(argv, out / "log", ranks=ranks, hook=f"{FAULTS}:kill_in_second_save {call} {point}", timeout_s=90)
+        done = server.train(
+            argv,
+            out / "log",
+            ranks=ranks,
+            hook=f"{FAULTS}:kill_in_second_save {call} {point}",
+            timeout_s=90,
+        )
         no_process_left(server)
         if done.status == 0:
             assert least and point >= least, "the save has fewer such calls"
@@ -113,14 +159,20 @@ def test_killed_at_a_write_sync_or_rename(
 
 
 @pytest.mark.parametrize("mode", ["", "async_save"])
-def test_at_each_of_its_writes_a_save_could_be_killed(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, mode: str) -> None:
+def test_at_each_of_its_writes_a_save_could_be_killed(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, mode: str
+) -> None:
     """What a kill at each call would leave, thousands of writes included: the checkpoint before, and from the renaming on the new one."""
     root, report = tmp_path / "checkpoints", tmp_path / "report"
     argv = flags(work, tmp_path, save=root, save_interval=2, **({mode: ""} if mode else {}))
     server.train(argv, tmp_path / "log", hook=f"{FAULTS}:look_in_second_save {root} {report}").ok()
     lines = [line.split(" ", 1) for line in report.read_text().splitlines()]
     calls = [call for call, _ in lines]
-    assert calls.count("write") > 1000 and calls.count("fsync") > 10 and calls.count("rename") == calls.count("replace") == 1
+    assert (
+        calls.count("write") > 1000
+        and calls.count("fsync") > 10
+        and calls.count("rename") == calls.count("replace") == 1
+    )
     renamed = calls.index("rename")
     assert {found for _, found in lines[: renamed + 1]} == {"[2] (2, None)"}
     assert {found for _, found in lines[renamed + 1 :]} == {"[2, 4] (4, None)"}
@@ -128,13 +180,23 @@ def test_at_each_of_its_writes_a_save_could_be_killed(server: TrainServer, work:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_10_random_instants(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, seed: int) -> None:
+def test_killed_at_10_random_instants(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, seed: int
+) -> None:
     """A run that does little but save, both ways; the same command line until it ends."""
     rng = random.Random(seed)
     root = tmp_path / "checkpoints"
     for index in range(10):
         out = tmp_path / f"run-{index}"
-        argv = flags(work, out, save=root, load=root, save_interval=1, num_rollout=200, **({"async_save": ""} if index % 2 else {}))
+        argv = flags(
+            work,
+            out,
+            save=root,
+            load=root,
+            save_interval=1,
+            num_rollout=200,
+            **({"async_save": ""} if index % 2 else {}),
+        )
         before = complete_steps(root)[-1:] if root.exists() else []
         hook = f"{FAULTS}:kill_after {rng.uniform(0.0, 1.5):.3f}"
         done = server.train(argv, out / "log", hook=hook, timeout_s=90)
@@ -146,7 +208,9 @@ def test_killed_at_10_random_instants(server: TrainServer, work: Workspace, whol
             records = read_manifest(folder)
             assert damaged_files(folder, records, records, threads=2) == []
     last = complete_steps(root)[-1]
-    done = server.train(flags(work, tmp_path / "end", load=root, num_rollout=last + 1), tmp_path / "log").ok()
+    done = server.train(
+        flags(work, tmp_path / "end", load=root, num_rollout=last + 1), tmp_path / "log"
+    ).ok()
     assert f"rollout {last + 1}/{last + 1}" in done.out
 
 
@@ -160,27 +224,39 @@ def test_sigterm_saves_and_ends_with_a_status_of_its_own(
     """It reaches one rank only: all stop after the same rollout."""
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, save=root, load=root, save_interval=100)
-    done = server.train(argv, tmp_path / "log", ranks=ranks, hook=f"{FAULTS}:signal_in_step SIGTERM 2 {ranks - 1}")
+    done = server.train(
+        argv, tmp_path / "log", ranks=ranks, hook=f"{FAULTS}:signal_in_step SIGTERM 2 {ranks - 1}"
+    )
     assert done.status == 75, done.err
     assert "stopped by SIGTERM after rollout 2 of 4, saved in" in done.out
     assert complete_steps(root) == [2]
     resumes(server, work, whole, tmp_path, root, least=2, ranks=ranks)
 
 
-def test_limits_of_time_and_rollouts(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_limits_of_time_and_rollouts(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "checkpoints"
-    done = server.train(flags(work, tmp_path, save=root, load=root, exit_duration_in_mins=1e-6), tmp_path / "log1").ok()
+    done = server.train(
+        flags(work, tmp_path, save=root, load=root, exit_duration_in_mins=1e-6), tmp_path / "log1"
+    ).ok()
     assert "stopped by --exit-duration-in-mins 1e-06 after rollout 1 of 4" in done.out
-    done = server.train(flags(work, tmp_path, save=root, load=root, exit_interval=3), tmp_path / "log2").ok()
+    done = server.train(
+        flags(work, tmp_path, save=root, load=root, exit_interval=3), tmp_path / "log2"
+    ).ok()
     assert "stopped by --exit-interval 3 after rollout 3 of 4" in done.out
     assert complete_steps(root) == [1, 3]
     resumes(server, work, whole, tmp_path, root, least=3)
 
 
-def test_a_rank_that_is_killed_is_named_and_the_run_taken_up(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_named_and_the_run_taken_up(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, save=root, load=root, save_interval=2)
-    done = server.train(argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:signal_in_step SIGKILL 3 1", timeout_s=60)
+    done = server.train(
+        argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:signal_in_step SIGKILL 3 1", timeout_s=60
+    )
     assert done.status == -signal.SIGKILL, "of the first process that ended"
     assert f"error: no answer from rank 1 (host {socket.gethostname()}, process " in done.err
     assert "Traceback" not in done.err
@@ -197,10 +273,20 @@ def test_a_disk_that_fills_up_during_the_second_save(
 ) -> None:
     """On the last rank; the others do not wait for it."""
     root = tmp_path / "checkpoints"
-    argv = flags(work, tmp_path, save=root, load=root, save_interval=2, **({mode: ""} if mode else {}))
-    done = server.train(argv, tmp_path / "log", ranks=ranks, hook=f"{FAULTS}:disk_full_in_save 2 {ranks - 1}", timeout_s=60)
+    argv = flags(
+        work, tmp_path, save=root, load=root, save_interval=2, **({mode: ""} if mode else {})
+    )
+    done = server.train(
+        argv,
+        tmp_path / "log",
+        ranks=ranks,
+        hook=f"{FAULTS}:disk_full_in_save 2 {ranks - 1}",
+        timeout_s=60,
+    )
     error = done.error()
-    assert error.startswith(f"error: checkpoint {root}/iter_0000004 could not be written, earlier ones are whole: rank {ranks - 1}: ")
+    assert error.startswith(
+        f"error: checkpoint {root}/iter_0000004 could not be written, earlier ones are whole: rank {ranks - 1}: "
+    )
     assert "No space left on device" in error
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000002", TRACKER]
     resumes(server, work, whole, tmp_path, root, least=2, ranks=ranks)
@@ -209,17 +295,28 @@ def test_a_disk_that_fills_up_during_the_second_save(
 def test_a_real_small_disk(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True, check=False).returncode != 0:
+    if (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)],
+            capture_output=True,
+            check=False,
+        ).returncode
+        != 0
+    ):
         pytest.skip("mounting needs root")
     try:
-        error = server.train(flags(work, tmp_path, save=disk / "checkpoints"), tmp_path / "log").error()
+        error = server.train(
+            flags(work, tmp_path, save=disk / "checkpoints"), tmp_path / "log"
+        ).error()
         assert "and the disk has 0.004 GB free" in error
         assert list((disk / "checkpoints").iterdir()) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_going_on_after_a_failed_save(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_going_on_after_a_failed_save(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, save=root, save_interval=1, on_save_failure="continue")
     done = server.train(argv, tmp_path / "log", hook=f"{FAULTS}:disk_full_in_save 2 0").ok()
@@ -231,9 +328,13 @@ def test_going_on_after_a_failed_save(server: TrainServer, work: Workspace, whol
     assert complete_steps(root) == [1, 2, 3, 4], "the one of the run before"
 
 
-def test_a_disk_that_will_not_hold_it_is_told_before_anything_is_written(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_a_disk_that_will_not_hold_it_is_told_before_anything_is_written(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     root = tmp_path / "checkpoints"
-    done = server.train(flags(work, tmp_path, save=root), tmp_path / "log", hook=f"{FAULTS}:little_disk 1000000")
+    done = server.train(
+        flags(work, tmp_path, save=root), tmp_path / "log", hook=f"{FAULTS}:little_disk 1000000"
+    )
     error = done.error()
     assert "it needs 0.005 GB and the disk has 0.001 GB free" in error
     assert list(root.iterdir()) == []
@@ -257,11 +358,15 @@ def damage(path: Path, kind: str) -> None:
         path.write_bytes(content)
 
 
-def test_every_damaged_file_is_named(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_every_damaged_file_is_named(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     """Each file of the newest checkpoint in turn, with each kind of damage in turn; without a manifest it is not complete, and an earlier
     one is taken, with a warning."""
     names = model_files(whole / "checkpoints" / "iter_0000004")
-    assert {".metadata", "common.pt", "metadata.json", "trainer.json", MANIFEST} <= {Path(name).name for name in names}
+    assert {".metadata", "common.pt", "metadata.json", "trainer.json", MANIFEST} <= {
+        Path(name).name for name in names
+    }
     for index, name in enumerate(names):
         kind = ("flipped", "truncated", "missing")[index % 3]
         root, out = tmp_path / f"checkpoints-{index}", tmp_path / f"run-{index}"
@@ -269,15 +374,23 @@ def test_every_damaged_file_is_named(server: TrainServer, work: Workspace, whole
         damage(root / "iter_0000004" / name, "missing" if name == MANIFEST else kind)
         done = server.train(flags(work, out, load=root), out / "log", timeout_s=60)
         if name == MANIFEST:
-            assert "names step 4, which is not complete; taking the newest complete checkpoint, step 3" in done.ok().out
+            assert (
+                "names step 4, which is not complete; taking the newest complete checkpoint, step 3"
+                in done.ok().out
+            )
             continue
         error = done.error()
-        assert f"iter_0000004 is damaged: {name}: " in error and "--ckpt-step takes another one (1, 2, 3)" in error
+        assert (
+            f"iter_0000004 is damaged: {name}: " in error
+            and "--ckpt-step takes another one (1, 2, 3)" in error
+        )
         shutil.rmtree(root)
 
 
 @pytest.mark.parametrize("tracker", ["", "garbage", "9"])
-def test_a_bad_tracker_and_nothing_complete_is_an_error(server: TrainServer, work: Workspace, tmp_path: Path, tracker: str) -> None:
+def test_a_bad_tracker_and_nothing_complete_is_an_error(
+    server: TrainServer, work: Workspace, tmp_path: Path, tracker: str
+) -> None:
     root = tmp_path / "checkpoints"
     (root / "iter_0000002").mkdir(parents=True)
     (root / TRACKER).write_text(tracker)
@@ -285,20 +398,30 @@ def test_a_bad_tracker_and_nothing_complete_is_an_error(server: TrainServer, wor
     assert "and there is no complete checkpoint beside it" in error
 
 
-def test_bits_that_change_after_they_were_read_stop_the_run(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_bits_that_change_after_they_were_read_stop_the_run(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     """The gate: weights and optimizer are compared with what was saved once they are in place."""
     argv = flags(work, tmp_path, load=whole / "checkpoints", ckpt_step=2)
     error = server.train(argv, tmp_path / "log", hook=f"{FAULTS}:flip_a_moment_after_load").error()
-    assert "what is here now differs from what was saved (rank 0: exp_avg_sq of the policy)" in error
+    assert (
+        "what is here now differs from what was saved (rank 0: exp_avg_sq of the policy)" in error
+    )
 
 
 # --- payloads --------------------------------------------------------------------------------------------------------
 
 
-def test_a_payload_in_any_file_is_refused_and_runs_nothing(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_a_payload_in_any_file_is_refused_and_runs_nothing(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     """Each file in turn becomes a pickle, plain or torch's, and the manifest is made to agree: who can write one can write the other."""
     for index, name in enumerate(model_files(whole / "checkpoints" / "iter_0000004")):
-        root, out, mark = tmp_path / f"checkpoints-{index}", tmp_path / f"run-{index}", tmp_path / f"ran-{index}"
+        root, out, mark = (
+            tmp_path / f"checkpoints-{index}",
+            tmp_path / f"run-{index}",
+            tmp_path / f"ran-{index}",
+        )
         shutil.copytree(whole / "checkpoints", root)
         folder = root / "iter_0000004"
         records = read_manifest(folder)
@@ -312,7 +435,9 @@ def test_a_payload_in_any_file_is_refused_and_runs_nothing(server: TrainServer, 
 
 
 @pytest.mark.parametrize("declared", ["object", "tensor"])
-def test_a_payload_where_tensors_lie_runs_nothing(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, declared: str) -> None:
+def test_a_payload_where_tensors_lie_runs_nothing(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, declared: str
+) -> None:
     """torch unpickles what `.metadata` calls an object, so that a tensor's name is enough to be read so."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -333,7 +458,11 @@ def test_a_payload_where_tensors_lie_runs_nothing(server: TrainServer, work: Wor
         metadata.storage_data[MetadataIndex(key)] = _StorageInfo("evil.distcp", 0, size)
     (folder / "policy" / ".metadata").write_bytes(pickle.dumps(metadata))
     argv = flags(work, tmp_path, num_rollout=5, load=root, no_verify_checkpoint="")
-    words = "does not fit this model" if declared == "object" else "is damaged or does not fit this model"
+    words = (
+        "does not fit this model"
+        if declared == "object"
+        else "is damaged or does not fit this model"
+    )
     assert words in server.train(argv, tmp_path / "log", timeout_s=60).error()
     assert not mark.exists()
     torch.load(folder / "policy" / "evil.distcp", weights_only=False)
@@ -343,16 +472,35 @@ def test_a_payload_where_tensors_lie_runs_nothing(server: TrainServer, work: Wor
 # --- retention, time -------------------------------------------------------------------------------------------------
 
 
-def test_retention_and_what_a_save_costs(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_retention_and_what_a_save_costs(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     root = tmp_path / "checkpoints"
-    argv = flags(work, tmp_path, num_rollout=6, save=root, save_interval=1, save_retain_last=2, save_retain_interval=3, async_save="")
+    argv = flags(
+        work,
+        tmp_path,
+        num_rollout=6,
+        save=root,
+        save_interval=1,
+        save_retain_last=2,
+        save_retain_interval=3,
+        async_save="",
+    )
     said = server.train(argv, tmp_path / "log").ok().out.splitlines()
     assert complete_steps(root) == [3, 5, 6]
     rows = rows_of(tmp_path)
-    announced = [re.fullmatch(r"saving .*/(iter_\d+): ([\d.]+) GB, the disk has ([\d.]+) GB free", line) for line in said]
-    assert [found[1] for found in announced if found] == [f"iter_{step:07d}" for step in range(1, 7)]
+    announced = [
+        re.fullmatch(r"saving .*/(iter_\d+): ([\d.]+) GB, the disk has ([\d.]+) GB free", line)
+        for line in said
+    ]
+    assert [found[1] for found in announced if found] == [
+        f"iter_{step:07d}" for step in range(1, 7)
+    ]
     told = [
-        re.fullmatch(r"(iter_\d+) saved: ([\d.]+) GB in .* stood still for [\d.]+ s; (?:removed (.*); )?[\d.]+ GB free", line)
+        re.fullmatch(
+            r"(iter_\d+) saved: ([\d.]+) GB in .* stood still for [\d.]+ s; (?:removed (.*); )?[\d.]+ GB free",
+            line,
+        )
         for line in said
     ]
     assert {found[1]: found[3] for found in told if found} == {
@@ -366,5 +514,7 @@ def test_retention_and_what_a_save_costs(server: TrainServer, work: Workspace, t
     )
     assert rows[-1]["perf/save_gb"] == pytest.approx(size / 1e9)
     assert rows[-1]["perf/save_gb_per_s"] > 0 and rows[-1]["perf/save_free_gb"] > 0
-    assert {found[2] for found in told if found and found[1] == "iter_0000006"} == {f"{size / 1e9:.3f}"}
+    assert {found[2] for found in told if found and found[1] == "iter_0000006"} == {
+        f"{size / 1e9:.3f}"
+    }
     assert all(row["perf/save_s"] > 0 for row in rows)

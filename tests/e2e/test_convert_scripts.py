@@ -22,8 +22,19 @@ from slime_like.checkpoints.manifest import MANIFEST, read_manifest, write_manif
 from tests.e2e.faults import write_payload
 from tests.e2e.programs import ENVIRONMENT, ROOT, Done, TrainServer, clean_environment
 
-TO_MEGATRON, TO_HF, INSPECT = "scripts.convert_hf_to_megatron", "scripts.convert_megatron_to_hf", "scripts.inspect_checkpoint"
-SIZES = dict(vocab_size=90, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
+TO_MEGATRON, TO_HF, INSPECT = (
+    "scripts.convert_hf_to_megatron",
+    "scripts.convert_megatron_to_hf",
+    "scripts.inspect_checkpoint",
+)
+SIZES = dict(
+    vocab_size=90,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.2,
+)
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -34,7 +45,9 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(a.dtype == other[n].dtype and torch.equal(a, other[n]) for n, a in one.items())
+    return one.keys() == other.keys() and all(
+        a.dtype == other[n].dtype and torch.equal(a, other[n]) for n, a in one.items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +57,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(3)
-    experts = dict(head_dim=16, intermediate_size=48, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
-    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **experts)).save_pretrained(folder / "moe")
+    experts = dict(
+        head_dim=16,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**SIZES, **experts)
+    ).save_pretrained(folder / "moe")
     config = transformers.LlamaConfig(**SIZES, intermediate_size=48, tie_word_embeddings=False)
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "llama")
     return folder
@@ -55,10 +76,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def converted(server: TrainServer, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of "moe"."""
     root = tmp_path_factory.mktemp("converted") / "ck"
-    words = ("--hf-checkpoint", models / "moe", "--save", root, "--no-progress", "--verify", "checksums", "logits")
+    words = (
+        "--hf-checkpoint",
+        models / "moe",
+        "--save",
+        root,
+        "--no-progress",
+        "--verify",
+        "checksums",
+        "logits",
+    )
     done = server.run(TO_MEGATRON, words, root.parent / "log").ok()
     assert "weights only, step 0" in done.out
-    assert "have the same bits" in done.out and "verified: logits of 64 tokens in both formats differ by at most" in done.out
+    assert (
+        "have the same bits" in done.out
+        and "verified: logits of 64 tokens in both formats differ by at most" in done.out
+    )
     return root
 
 
@@ -70,37 +103,91 @@ def refused(done: Done, status: int) -> str:
 
 
 @pytest.mark.parametrize("network", ["policy", "critic"])
-def test_two_processes_and_another_dtype(server: TrainServer, models: Path, tmp_path: Path, network: str) -> None:
+def test_two_processes_and_another_dtype(
+    server: TrainServer, models: Path, tmp_path: Path, network: str
+) -> None:
     """bfloat16 -> a checkpoint in float32, cut in two -> bfloat16: no bit is lost, and every step agrees with its source. A critic's head
     starts at zero, and stays."""
     root, out = tmp_path / "ck", tmp_path / "hf"
     common = ("--no-progress", "--network", network, "--verify", "checksums", "logits")
-    words = ("--hf-checkpoint", models / "llama", "--save", root, "--dtype", "fp32", "--tensor-model-parallel-size", 2)
+    words = (
+        "--hf-checkpoint",
+        models / "llama",
+        "--save",
+        root,
+        "--dtype",
+        "fp32",
+        "--tensor-model-parallel-size",
+        2,
+    )
     done = server.run(TO_MEGATRON, (*words, *common), tmp_path / "log1", ranks=2).ok()
     assert "TP2" in done.out and done.out.count("verified: ") == 2
-    words = ("--load", root, "--hf-checkpoint", models / "llama", "--output", out, "--dtype", "bf16", "--max-shard-size", "20KB")
+    words = (
+        "--load",
+        root,
+        "--hf-checkpoint",
+        models / "llama",
+        "--output",
+        out,
+        "--dtype",
+        "bf16",
+        "--max-shard-size",
+        "20KB",
+    )
     done = server.run(TO_HF, (*words, *common), tmp_path / "log2", ranks=2).ok()
     assert done.out.count("verified: ") == 2 + 1, "both kinds, and the checkpoint's manifest"
     before, after = stored(models / "llama"), stored(out)
     if network == "critic":
         del before["lm_head.weight"]
-        before |= {"score.weight": torch.zeros(1, 32, dtype=torch.bfloat16), "score.bias": torch.zeros(1, dtype=torch.bfloat16)}
+        before |= {
+            "score.weight": torch.zeros(1, 32, dtype=torch.bfloat16),
+            "score.bias": torch.zeros(1, dtype=torch.bfloat16),
+        }
     assert same_bits(before, after)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.slow
 def test_a_script_starts_under_torchrun(models: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "scripts/convert_hf_to_megatron.py"]
-    command += ["--hf-checkpoint", models / "llama", "--save", tmp_path / "ck", "--pipeline-model-parallel-size", "2", "--no-progress"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "scripts/convert_hf_to_megatron.py",
+    ]
+    command += [
+        "--hf-checkpoint",
+        models / "llama",
+        "--save",
+        tmp_path / "ck",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--no-progress",
+    ]
     environment = {**clean_environment(), **ENVIRONMENT}
-    done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [*map(str, command)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     (one,) = inspect_checkpoint.look(tmp_path / "ck", verify=True)["checkpoints"]
-    assert (one["health"], one["world_size"], one["networks"]["policy"]["dtypes"]) == ("verified", 2, ["bfloat16"])
+    assert (one["health"], one["world_size"], one["networks"]["policy"]["dtypes"]) == (
+        "verified",
+        2,
+        ["bfloat16"],
+    )
 
 
-def test_interrupted_conversion_goes_on(server: TrainServer, models: Path, converted: Path, tmp_path: Path) -> None:
+def test_interrupted_conversion_goes_on(
+    server: TrainServer, models: Path, converted: Path, tmp_path: Path
+) -> None:
     """One whole file is kept, one with a flipped byte and a partial one are written again; there is no output folder until all is whole."""
     out = tmp_path / "hf"
     words = (
@@ -131,13 +218,49 @@ def test_interrupted_conversion_goes_on(server: TrainServer, models: Path, conve
     assert same_bits(stored(models / "moe"), stored(out))
 
 
-def test_wrong_templates_and_flags_are_named(server: TrainServer, models: Path, converted: Path, tmp_path: Path) -> None:
+def test_wrong_templates_and_flags_are_named(
+    server: TrainServer, models: Path, converted: Path, tmp_path: Path
+) -> None:
     model, llama, out, new = models / "moe", models / "llama", tmp_path / "hf", tmp_path / "x"
     to_hf: dict[str, tuple[Any, ...]] = {
-        "num_moe_experts 4 (template: None)": ("--load", converted, "--hf-checkpoint", llama, "--output", out),
-        "--ckpt-step 7": ("--load", converted, "--ckpt-step", 7, "--hf-checkpoint", model, "--output", out),
-        "--max-shard-size 5parsec": ("--load", converted, "--hf-checkpoint", model, "--output", out, "--max-shard-size", "5parsec"),
-        "--network critic": ("--load", converted, "--hf-checkpoint", model, "--output", out, "--network", "critic"),
+        "num_moe_experts 4 (template: None)": (
+            "--load",
+            converted,
+            "--hf-checkpoint",
+            llama,
+            "--output",
+            out,
+        ),
+        "--ckpt-step 7": (
+            "--load",
+            converted,
+            "--ckpt-step",
+            7,
+            "--hf-checkpoint",
+            model,
+            "--output",
+            out,
+        ),
+        "--max-shard-size 5parsec": (
+            "--load",
+            converted,
+            "--hf-checkpoint",
+            model,
+            "--output",
+            out,
+            "--max-shard-size",
+            "5parsec",
+        ),
+        "--network critic": (
+            "--load",
+            converted,
+            "--hf-checkpoint",
+            model,
+            "--output",
+            out,
+            "--network",
+            "critic",
+        ),
     }
     to_megatron: dict[str, tuple[Any, ...]] = {
         "has checkpoints already (steps 0)": ("--hf-checkpoint", model, "--save", converted),
@@ -149,28 +272,45 @@ def test_wrong_templates_and_flags_are_named(server: TrainServer, models: Path, 
         "--workers 0": ("--hf-checkpoint", model, "--save", new, "--workers", 0),
     }  # fmt: skip
     for number, (program, words, argv) in enumerate(
-        [(TO_HF, words, argv) for words, argv in to_hf.items()] + [(TO_MEGATRON, words, argv) for words, argv in to_megatron.items()]
+        [(TO_HF, words, argv) for words, argv in to_hf.items()]
+        + [(TO_MEGATRON, words, argv) for words, argv in to_megatron.items()]
     ):
         assert words in refused(server.run(program, argv, tmp_path / f"log{number}"), 2)
     assert not out.exists() and not new.exists()
 
 
-def test_a_conversion_that_is_wrong_is_told(server: TrainServer, models: Path, converted: Path, tmp_path: Path) -> None:
+def test_a_conversion_that_is_wrong_is_told(
+    server: TrainServer, models: Path, converted: Path, tmp_path: Path
+) -> None:
     """Both judges find two exchanged tensors."""
     common = ("--load", converted, "--hf-checkpoint", models / "moe", "--no-progress")
-    for kind, words in (("checksums", "differ in decoder.layers.1"), ("logits", "with a standard deviation of")):
+    for kind, words in (
+        ("checksums", "differ in decoder.layers.1"),
+        ("logits", "with a standard deviation of"),
+    ):
         argv = (*common, "--output", tmp_path / kind, "--verify", kind)
-        done = server.run(TO_HF, argv, tmp_path / f"log-{kind}", hook="tests.e2e.faults:exchange_gate_and_up 1")
+        done = server.run(
+            TO_HF, argv, tmp_path / f"log-{kind}", hook="tests.e2e.faults:exchange_gate_and_up 1"
+        )
         assert f"--verify {kind}: " in refused(done, 1) and words in done.err
 
 
-def test_inspect_tells_health(server: TrainServer, models: Path, converted: Path, tmp_path: Path) -> None:
+def test_inspect_tells_health(
+    server: TrainServer, models: Path, converted: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "ck"
     shutil.copytree(converted, root)
     found = json.loads(server.run(INSPECT, (root, "--json"), tmp_path / "log1").ok().out)
     (one,) = found["checkpoints"]
-    assert (one["step"], one["health"], one["world_size"], one["weights_only"]) == (0, "verified", 1, True)
-    assert one["networks"]["policy"]["parameters"] > 10_000 and one["networks"]["policy"]["dtypes"] == ["float32"]
+    assert (one["step"], one["health"], one["world_size"], one["weights_only"]) == (
+        0,
+        "verified",
+        1,
+        True,
+    )
+    assert one["networks"]["policy"]["parameters"] > 10_000 and one["networks"]["policy"][
+        "dtypes"
+    ] == ["float32"]
     shard = next((root / "iter_0000000" / "policy").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[100] ^= 1
@@ -181,7 +321,9 @@ def test_inspect_tells_health(server: TrainServer, models: Path, converted: Path
     words = ("--load", root, "--hf-checkpoint", models / "moe", "--output", tmp_path / "hf")
     error = refused(server.run(TO_HF, words, tmp_path / "log3"), 1)
     assert "is damaged" in error and shard.name in error
-    assert "holds no checkpoints" in refused(server.run(INSPECT, (tmp_path / "log1",), tmp_path / "log4"), 2)
+    assert "holds no checkpoints" in refused(
+        server.run(INSPECT, (tmp_path / "log1",), tmp_path / "log4"), 2
+    )
 
 
 def test_inspect_runs_nothing(converted: Path, tmp_path: Path) -> None:
@@ -196,7 +338,9 @@ def test_inspect_runs_nothing(converted: Path, tmp_path: Path) -> None:
     assert mark.is_dir(), "the payload is one"
 
 
-def test_a_payload_in_any_file_runs_nothing(server: TrainServer, models: Path, converted: Path, tmp_path: Path) -> None:
+def test_a_payload_in_any_file_runs_nothing(
+    server: TrainServer, models: Path, converted: Path, tmp_path: Path
+) -> None:
     """Of a checkpoint, with a manifest that agrees, and of a Hugging Face folder. What a conversion does not read it does not refuse."""
     mark, out = tmp_path / "ran", tmp_path / "hf"
     files = sorted(path.relative_to(converted) for path in converted.rglob("*") if path.is_file())
@@ -208,7 +352,15 @@ def test_a_payload_in_any_file_runs_nothing(server: TrainServer, models: Path, c
         write_payload(root / name, mark)
         if name.parts[0] == folder.name and name.name != MANIFEST:
             write_manifest(folder, {**records, str(Path(*name.parts[1:])): hash_file(root / name)})
-        words = ("--load", root, "--hf-checkpoint", models / "moe", "--output", out, "--no-progress")
+        words = (
+            "--load",
+            root,
+            "--hf-checkpoint",
+            models / "moe",
+            "--output",
+            out,
+            "--no-progress",
+        )
         done = server.run(TO_HF, words, tmp_path / f"log-{number}")
         inspect_checkpoint.look(root, verify=True)
         if name.name in ("common.pt", "metadata.json", TRACKER):
@@ -223,7 +375,9 @@ def test_a_payload_in_any_file_runs_nothing(server: TrainServer, models: Path, c
             (folder / "model.safetensors").unlink()
         write_payload(folder / name, mark)
         done = server.run(
-            TO_MEGATRON, ("--hf-checkpoint", folder, "--save", tmp_path / "new", "--no-progress"), tmp_path / f"log-hf-{number}"
+            TO_MEGATRON,
+            ("--hf-checkpoint", folder, "--save", tmp_path / "new", "--no-progress"),
+            tmp_path / f"log-hf-{number}",
         )
         assert done.status in (1, 2) and "Traceback" not in done.err, done.err
         assert str(folder) in done.err and not mark.exists(), (name, done.err)

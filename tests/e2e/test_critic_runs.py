@@ -23,7 +23,10 @@ CRITIC = (
     "rollout/values_mean",
     "rollout/returns_mean",
 )
-LAYOUTS = {"DP2": ("--use-distributed-optimizer", 2), "PP2": ("--pipeline-model-parallel-size 2", 2)}
+LAYOUTS = {
+    "DP2": ("--use-distributed-optimizer", 2),
+    "PP2": ("--pipeline-model-parallel-size 2", 2),
+}
 
 
 def flags(work: Workspace, out: Path, **changes: Any) -> list[str]:
@@ -39,30 +42,50 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
     """2 rollouts in one go, with a checkpoint after each; `whole / "checkpoints"`."""
     out = tmp_path_factory.mktemp("ppo")
     recorded = out / "rollout_{rollout_id}"
-    argv = flags(work, out, num_rollout=2, save=out / "checkpoints", save_interval=1, save_debug_rollout_data=recorded)
+    argv = flags(
+        work,
+        out,
+        num_rollout=2,
+        save=out / "checkpoints",
+        save_interval=1,
+        save_debug_rollout_data=recorded,
+    )
     server.train(argv, out / "log").ok()
     return out
 
 
 def test_a_run(whole: Path) -> None:
     first, second = rows_of(whole)
-    assert first["rollout/values_mean"] == 0 == first["rollout/explained_variance"], "a head of zeros"
-    assert second["rollout/values_mean"] != 0 and second["rollout/returns_mean"] != first["rollout/returns_mean"]
+    assert first["rollout/values_mean"] == 0 == first["rollout/explained_variance"], (
+        "a head of zeros"
+    )
+    assert (
+        second["rollout/values_mean"] != 0
+        and second["rollout/returns_mean"] != first["rollout/returns_mean"]
+    )
     for row in (first, second):
         assert row["train/grad_norm"] > 1e-3 and row["train/critic_grad_norm"] > 1e-3
         assert row["train/value_loss"] > 0 and 0 <= row["train/value_clipfrac"] <= 1
         assert row["perf/values_s"] > 0 and row["perf/train_critic_s"] > 0
         assert row["train/critic_skipped_steps"] == 0
-    assert second["train/critic_lr"] == pytest.approx(2 * second["train/lr"] * 7 / 8 * 6 / 5, rel=0.2), (
-        "both decay; the critic warms up first"
-    )
+    assert second["train/critic_lr"] == pytest.approx(
+        2 * second["train/lr"] * 7 / 8 * 6 / 5, rel=0.2
+    ), "both decay; the critic warms up first"
 
 
-def test_one_and_one_are_two(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_one_and_one_are_two(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     """Bit by bit: the policy, and all that depends on the critic, its optimizer and its schedule."""
     recorded = tmp_path / "rollout_{rollout_id}"
     argv = flags(
-        work, tmp_path, num_rollout=2, load=whole / "checkpoints", ckpt_step=1, save=tmp_path / "ck", save_debug_rollout_data=recorded
+        work,
+        tmp_path,
+        num_rollout=2,
+        load=whole / "checkpoints",
+        ckpt_step=1,
+        save=tmp_path / "ck",
+        save_debug_rollout_data=recorded,
     )
     server.train(argv, tmp_path / "log").ok()
     assert same_numbers(rows_of(tmp_path)) == same_numbers(rows_of(whole))[1:]
@@ -81,37 +104,73 @@ def test_one_and_one_are_two(server: TrainServer, work: Workspace, whole: Path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_and_one_are_two_on_two_processes(server: TrainServer, work: Workspace, tmp_path: Path, layout: str) -> None:
+def test_one_and_one_are_two_on_two_processes(
+    server: TrainServer, work: Workspace, tmp_path: Path, layout: str
+) -> None:
     words, ranks = LAYOUTS[layout]
     one, two, root = tmp_path / "one", tmp_path / "two", tmp_path / "checkpoints"
-    server.train([*flags(work, one, num_rollout=2), *words.split()], tmp_path / "log1", ranks=ranks).ok()
-    server.train([*flags(work, two, num_rollout=1, save=root), *words.split()], tmp_path / "log2", ranks=ranks).ok()
-    server.train([*flags(work, two, num_rollout=2, load=root), *words.split()], tmp_path / "log3", ranks=ranks).ok()
-    assert same_numbers(rows_of(two)) == same_numbers(rows_of(one)) and of_the_critic(two) == of_the_critic(one)
+    server.train(
+        [*flags(work, one, num_rollout=2), *words.split()], tmp_path / "log1", ranks=ranks
+    ).ok()
+    server.train(
+        [*flags(work, two, num_rollout=1, save=root), *words.split()],
+        tmp_path / "log2",
+        ranks=ranks,
+    ).ok()
+    server.train(
+        [*flags(work, two, num_rollout=2, load=root), *words.split()],
+        tmp_path / "log3",
+        ranks=ranks,
+    ).ok()
+    assert same_numbers(rows_of(two)) == same_numbers(rows_of(one)) and of_the_critic(
+        two
+    ) == of_the_critic(one)
 
 
-def test_rollouts_for_the_critic_alone(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_rollouts_for_the_critic_alone(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     """The policy, its optimizer and the engine stay as they are, bit by bit, and the critic learns."""
     recorded = tmp_path / "rollout_{rollout_id}"
-    alone = flags(work, tmp_path / "alone", num_rollout=2, num_critic_only_steps=2, save_debug_rollout_data=recorded)
+    alone = flags(
+        work,
+        tmp_path / "alone",
+        num_rollout=2,
+        num_critic_only_steps=2,
+        save_debug_rollout_data=recorded,
+    )
     server.train(alone, tmp_path / "log1").ok()
     before, after = weights_of(work.model), weights_of(tmp_path / "alone" / "hf")
     assert all(torch.equal(before[name], after[name]) for name in after)
     rows = rows_of(tmp_path / "alone")
     assert all("train/loss" not in row and "train/lr" not in row for row in rows)
-    assert rows[1]["rollout/values_mean"] != 0 and "perf/sync_s" not in rows[1], "nothing to hand to the engine"
-    then = flags(work, tmp_path / "then", num_rollout=2, num_critic_only_steps=1, save_debug_rollout_data=tmp_path / "then_{rollout_id}")
+    assert rows[1]["rollout/values_mean"] != 0 and "perf/sync_s" not in rows[1], (
+        "nothing to hand to the engine"
+    )
+    then = flags(
+        work,
+        tmp_path / "then",
+        num_rollout=2,
+        num_critic_only_steps=1,
+        save_debug_rollout_data=tmp_path / "then_{rollout_id}",
+    )
     server.train(then, tmp_path / "log2").ok()
-    assert sampled(tmp_path / "then_{rollout_id}", 1) == sampled(recorded, 1), "the engine still samples from the first policy"
+    assert sampled(tmp_path / "then_{rollout_id}", 1) == sampled(recorded, 1), (
+        "the engine still samples from the first policy"
+    )
     first, second = rows_of(tmp_path / "then")
     assert "train/loss" not in first and second["train/grad_norm"] > 1e-3
     moved = weights_of(tmp_path / "then" / "hf")
     assert any(not torch.equal(before[name], moved[name]) for name in moved)
 
 
-def test_what_the_critic_starts_from(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_what_the_critic_starts_from(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     """Checkpoints of an earlier critic; the critic of the checkpoint with --finetune; a Hugging Face model without a head."""
-    recorded = dict(debug_train_only="", load_debug_rollout_data=whole / "rollout_{rollout_id}", num_rollout=1)
+    recorded = dict(
+        debug_train_only="", load_debug_rollout_data=whole / "rollout_{rollout_id}", num_rollout=1
+    )
     first = {}
     for name, changes in {
         "checkpoint": dict(critic_load=whole / "checkpoints"),
@@ -119,27 +178,62 @@ def test_what_the_critic_starts_from(server: TrainServer, work: Workspace, whole
         "both": dict(load=whole / "checkpoints", finetune="", critic_load=work.model),
         "model": dict(critic_load=work.model),
     }.items():
-        server.train(work.flags(tmp_path / name, **{**PPO, **recorded, **changes}), tmp_path / f"{name}.log").ok()
+        server.train(
+            work.flags(tmp_path / name, **{**PPO, **recorded, **changes}), tmp_path / f"{name}.log"
+        ).ok()
         first[name] = rows_of(tmp_path / name)[0]["rollout/values_mean"]
     assert first["checkpoint"] == first["finetune"] != 0, "the same critic on the same tokens"
     assert first["both"] == first["model"] == 0
 
 
-def test_a_checkpoint_without_a_critic(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_critic(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "checkpoints"
-    plain = dict(advantage_estimator="grpo", lambd=None, gamma=None, critic_lr=None, value_clip=None, critic_lr_warmup_iters=None)
-    server.train(flags(work, tmp_path / "grpo", num_rollout=1, save=root, **plain), tmp_path / "log1").ok()
-    done = server.train(flags(work, tmp_path / "ppo", num_rollout=2, load=root), tmp_path / "log2").ok()
+    plain = dict(
+        advantage_estimator="grpo",
+        lambd=None,
+        gamma=None,
+        critic_lr=None,
+        value_clip=None,
+        critic_lr_warmup_iters=None,
+    )
+    server.train(
+        flags(work, tmp_path / "grpo", num_rollout=1, save=root, **plain), tmp_path / "log1"
+    ).ok()
+    done = server.train(
+        flags(work, tmp_path / "ppo", num_rollout=2, load=root), tmp_path / "log2"
+    ).ok()
     assert "has no critic: it starts from the policy's weights" in done.out
-    assert [row["step"] for row in rows_of(tmp_path / "ppo")] == [2] and rows_of(tmp_path / "ppo")[0]["rollout/values_mean"] == 0
-    error = server.train(flags(work, tmp_path / "wrong", num_rollout=1, critic_load=root), tmp_path / "log3").error()
+    assert [row["step"] for row in rows_of(tmp_path / "ppo")] == [2] and rows_of(tmp_path / "ppo")[
+        0
+    ]["rollout/values_mean"] == 0
+    error = server.train(
+        flags(work, tmp_path / "wrong", num_rollout=1, critic_load=root), tmp_path / "log3"
+    ).error()
     assert "has no network 'critic'; it has: policy" in error
-    done = server.train(flags(work, tmp_path / "back", num_rollout=3, load=whole / "checkpoints", **plain), tmp_path / "log4").ok()
+    done = server.train(
+        flags(work, tmp_path / "back", num_rollout=3, load=whole / "checkpoints", **plain),
+        tmp_path / "log4",
+    ).ok()
     assert "has a critic, which this run has no use for" in done.out
 
 
-def test_values_that_are_not_finite_stop_the_run(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_stop_the_run(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     """One message, on both ranks alike."""
-    argv = flags(work, tmp_path, num_rollout=4, critic_lr=1e30, critic_lr_warmup_iters=0, clip_grad=0, lr_decay_iters=100)
+    argv = flags(
+        work,
+        tmp_path,
+        num_rollout=4,
+        critic_lr=1e30,
+        critic_lr_warmup_iters=0,
+        clip_grad=0,
+        lr_decay_iters=100,
+    )
     error = server.train(argv, tmp_path / "log", ranks=2).error()
-    assert "the critic gives values that are not finite" in error or "critic's optimizer step skipped" in error
+    assert (
+        "the critic gives values that are not finite" in error
+        or "critic's optimizer step skipped" in error
+    )

@@ -19,7 +19,9 @@ from tests.fake_sglang import FakeServer, status
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another network than the policy, larger and with opinions: its logits are far from equal."""
-    return save_other_model(tmp_path_factory.mktemp("teacher"), seed=7, std=0.12, hidden_size=64, num_layers=4)
+    return save_other_model(
+        tmp_path_factory.mktemp("teacher"), seed=7, std=0.12, hidden_size=64, num_layers=4
+    )
 
 
 def flags(work: Workspace, out: Path, teacher: Path, **changes: Any) -> list[str]:
@@ -30,7 +32,9 @@ def flags(work: Workspace, out: Path, teacher: Path, **changes: Any) -> list[str
     return work.flags(out, **(settings | changes))
 
 
-def test_the_policy_moves_towards_the_teacher(server: TrainServer, work: Workspace, teacher: Path, tmp_path: Path) -> None:
+def test_the_policy_moves_towards_the_teacher(
+    server: TrainServer, work: Workspace, teacher: Path, tmp_path: Path
+) -> None:
     server.train(flags(work, tmp_path, teacher, num_rollout=16), tmp_path / "log").ok()
     rows = rows_of(tmp_path)
     gaps = [row["rollout/opd_reverse_kl"] for row in rows]
@@ -39,21 +43,39 @@ def test_the_policy_moves_towards_the_teacher(server: TrainServer, work: Workspa
 
 
 @pytest.fixture(scope="module")
-def alone(server: TrainServer, work: Workspace, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def alone(
+    server: TrainServer, work: Workspace, teacher: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, float]]:
     """The rows of a run of one process."""
     out = tmp_path_factory.mktemp("alone")
     server.train(flags(work, out, teacher, num_rollout=2), out / "log").ok()
     return rows_of(out)
 
 
-LAYOUTS = {"TP2": "--tensor-model-parallel-size 2", "PP2": "--pipeline-model-parallel-size 2", "DP2": ""}
+LAYOUTS = {
+    "TP2": "--tensor-model-parallel-size 2",
+    "PP2": "--pipeline-model-parallel-size 2",
+    "DP2": "",
+}
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow if name == "TP2" else ()) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow if name == "TP2" else ()) for name in LAYOUTS],
+)
 def test_every_layout_sees_the_same_teacher(
-    server: TrainServer, work: Workspace, teacher: Path, alone: list[dict[str, float]], tmp_path: Path, layout: str
+    server: TrainServer,
+    work: Workspace,
+    teacher: Path,
+    alone: list[dict[str, float]],
+    tmp_path: Path,
+    layout: str,
 ) -> None:
-    server.train([*flags(work, tmp_path, teacher, num_rollout=2), *LAYOUTS[layout].split()], tmp_path / "log", ranks=2).ok()
+    server.train(
+        [*flags(work, tmp_path, teacher, num_rollout=2), *LAYOUTS[layout].split()],
+        tmp_path / "log",
+        ranks=2,
+    ).ok()
     for one, two in zip(alone, rows_of(tmp_path), strict=True):
         for name in ("rollout/opd_reverse_kl", "train/loss", "train/grad_norm"):
             assert two[name] == pytest.approx(one[name], rel=2e-4, abs=1e-6), name
@@ -71,7 +93,9 @@ def served(work: Workspace, teacher: Path) -> Iterator[FakeServer]:
 SERVED: dict[str, Any] = {"opd_type": "sglang", "opd_teacher_load": None}
 
 
-@pytest.mark.parametrize("more", [{}, {"async_rollout": "", "max_staleness": 0}], ids=["between", "ahead"])
+@pytest.mark.parametrize(
+    "more", [{}, {"async_rollout": "", "max_staleness": 0}], ids=["between", "ahead"]
+)
 def test_a_served_teacher_says_what_one_on_megatron_does(
     server: TrainServer,
     work: Workspace,
@@ -82,7 +106,9 @@ def test_a_served_teacher_says_what_one_on_megatron_does(
     more: dict[str, Any],
 ) -> None:
     """As slime spells its address. Two data-parallel ranks, of which the first asks for both."""
-    line = flags(work, tmp_path, teacher, num_rollout=2, **SERVED, rm_url=f"{served.url}/generate", **more)
+    line = flags(
+        work, tmp_path, teacher, num_rollout=2, **SERVED, rm_url=f"{served.url}/generate", **more
+    )
     server.train(line, tmp_path / "log", ranks=2).ok()
     for one, two in zip(alone, rows_of(tmp_path), strict=True):
         for name in ("rollout/opd_reverse_kl", "train/loss", "train/grad_norm"):
@@ -99,4 +125,8 @@ def test_a_teacher_that_fails_loses_samples_and_then_the_run(
     words = rf"rollout 1: 100\.0% of the samples have no usable response or reward.*the teacher: {served.url}/generate: status 403: no more"
     assert re.search(words, done.error()), done.error()
     (row,) = rows_of(tmp_path)
-    assert row["rollout/opd_dropped"] == 2 and row["rollout/failed_frac"] == 2 / 32 and row["train/grad_norm"] > 0
+    assert (
+        row["rollout/opd_dropped"] == 2
+        and row["rollout/failed_frac"] == 2 / 32
+        and row["train/grad_norm"] > 0
+    )

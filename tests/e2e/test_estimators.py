@@ -15,38 +15,67 @@ def test_remax(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
     """Every sample knows the reward of the greedy response to its prompt; recorded rollouts train to the same numbers without an engine."""
     flags: dict[str, Any] = {"advantage_estimator": "remax", "use_tis": "", "num_rollout": 2}
     recorded = tmp_path / "rollout_{rollout_id}"
-    server.train(work.flags(tmp_path / "one", save_debug_rollout_data=recorded, **flags), tmp_path / "one.log").ok()
+    server.train(
+        work.flags(tmp_path / "one", save_debug_rollout_data=recorded, **flags),
+        tmp_path / "one.log",
+    ).ok()
     rows = rows_of(tmp_path / "one")
     assert all(row["train/grad_norm"] > 1e-3 for row in rows)
     groups = load_rollout(str(recorded), 0)
     greedy = [{s.metadata[GREEDY_REWARD] for s in group.samples} for group in groups]
     assert all(len(rewards) == 1 for rewards in greedy), "one for each prompt"
     sampled = {s.reward for group in groups for s in group.samples}
-    assert {r for rewards in greedy for r in rewards} - sampled, "the greedy response is not one of the samples"
-    again = work.flags(tmp_path / "two", debug_train_only="", load_debug_rollout_data=recorded, **flags)
+    assert {r for rewards in greedy for r in rewards} - sampled, (
+        "the greedy response is not one of the samples"
+    )
+    again = work.flags(
+        tmp_path / "two", debug_train_only="", load_debug_rollout_data=recorded, **flags
+    )
     server.train(again, tmp_path / "two.log").ok()
     assert rows_of(tmp_path / "two")[0]["train/loss"] == rows[0]["train/loss"]
 
 
-def test_recorded_rollouts_without_greedy_rewards_are_refused(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_recorded_rollouts_without_greedy_rewards_are_refused(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     recorded = tmp_path / "rollout_{rollout_id}"
-    server.train(work.flags(tmp_path / "one", num_rollout=1, save_debug_rollout_data=recorded), tmp_path / "one.log").ok()
-    flags = work.flags(tmp_path / "two", num_rollout=1, advantage_estimator="remax", debug_train_only="", load_debug_rollout_data=recorded)
+    server.train(
+        work.flags(tmp_path / "one", num_rollout=1, save_debug_rollout_data=recorded),
+        tmp_path / "one.log",
+    ).ok()
+    flags = work.flags(
+        tmp_path / "two",
+        num_rollout=1,
+        advantage_estimator="remax",
+        debug_train_only="",
+        load_debug_rollout_data=recorded,
+    )
     failed = server.train(flags, tmp_path / "two.log")
     assert "greedy_rewards" in failed.error()
 
 
-def test_an_adaptive_kl_coefficient_is_resumed(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_an_adaptive_kl_coefficient_is_resumed(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     flags: dict[str, Any] = dict(
         advantage_estimator="reinforce_plus_plus", normalize_advantages="", gamma=0.9, ref_load=work.model, kl_coef=0.1, kl_loss_type="k2",
         kl_ctrl_type="adaptive", kl_target=1e-4, kl_horizon=100,
     )  # fmt: skip
-    server.train(work.flags(tmp_path / "whole", num_rollout=3, **flags), tmp_path / "whole.log").ok()
+    server.train(
+        work.flags(tmp_path / "whole", num_rollout=3, **flags), tmp_path / "whole.log"
+    ).ok()
     saved: dict[str, Any] = dict(save=tmp_path / "saved", **flags)
-    server.train(work.flags(tmp_path / "parts", num_rollout=2, **saved), tmp_path / "first.log").ok()
-    server.train(work.flags(tmp_path / "parts", num_rollout=3, load=tmp_path / "saved", **saved), tmp_path / "second.log").ok()
+    server.train(
+        work.flags(tmp_path / "parts", num_rollout=2, **saved), tmp_path / "first.log"
+    ).ok()
+    server.train(
+        work.flags(tmp_path / "parts", num_rollout=3, load=tmp_path / "saved", **saved),
+        tmp_path / "second.log",
+    ).ok()
     whole, parts = rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts")
     coefficients = [row["rollout/kl_coef"] for row in whole]
-    assert coefficients[0] == 0.1 and len(set(coefficients)) == 3, "a coefficient that stands still would hide a lost state"
+    assert coefficients[0] == 0.1 and len(set(coefficients)) == 3, (
+        "a coefficient that stands still would hide a lost state"
+    )
     assert [row["rollout/kl_coef"] for row in parts] == coefficients
     assert same_numbers(parts) == same_numbers(whole)

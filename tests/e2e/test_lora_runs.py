@@ -15,7 +15,14 @@ from slime_like.megatron_backend.checkpoint.tensors import CheckpointTensors
 from tests.e2e.helpers import Workspace, make_workspace, rows_of, same_numbers, weights_of
 from tests.e2e.programs import TrainServer
 
-LORA = dict(lora_rank=4, lr=1e-2, num_steps_per_rollout=1, use_kl_loss="", kl_loss_coef=0.01, lora_target_modules="all-linear unembed")
+LORA = dict(
+    lora_rank=4,
+    lr=1e-2,
+    num_steps_per_rollout=1,
+    use_kl_loss="",
+    kl_loss_coef=0.01,
+    lora_target_modules="all-linear unembed",
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +36,30 @@ def server() -> Iterator[TrainServer]:
         yield server
 
 
-def test_a_run_learns_saves_and_resumes(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
+def test_a_run_learns_saves_and_resumes(
+    work: Workspace, server: TrainServer, tmp_path: Path
+) -> None:
     """Three rollouts at once, and two and one of them: the same numbers, adapter and merged weights bit by bit. The base is not saved."""
     whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
     ends = dict(lora_save_path=tmp_path / "adapter", save_hf=tmp_path / "merged")
     server.train(work.flags(whole, num_rollout=3, **LORA, **ends), whole).ok()
     rows = rows_of(whole)
-    assert rows[0]["train/kl_k3"] == 0.0, "the reference is the base, and the adapter starts as nothing"
+    assert rows[0]["train/kl_k3"] == 0.0, (
+        "the reference is the base, and the adapter starts as nothing"
+    )
     assert rows[-1]["train/kl_k3"] > 1e-5 and len({row["train/loss"] for row in rows}) == 3
-    assert all(row["rollout/train_rollout_log_prob_diff_mean"] < 1e-4 for row in rows), "the engine has the merged weights"
+    assert all(row["rollout/train_rollout_log_prob_diff_mean"] < 1e-4 for row in rows), (
+        "the engine has the merged weights"
+    )
 
     saved = dict(save=tmp_path / "saved", lr_decay_iters=6)
     server.train(work.flags(first, num_rollout=2, **LORA, **saved), first).ok()
-    resumed = dict(**saved, load=tmp_path / "saved", lora_save_path=tmp_path / "adapter2", save_hf=tmp_path / "merged2")
+    resumed = dict(
+        **saved,
+        load=tmp_path / "saved",
+        lora_save_path=tmp_path / "adapter2",
+        save_hf=tmp_path / "merged2",
+    )
     server.train(work.flags(second, num_rollout=3, **LORA, **resumed), second).ok()
     assert same_numbers(rows_of(first) + rows_of(second)) == same_numbers(rows)
     for name, file in (("adapter", "adapter_model.safetensors"), ("merged", "model.safetensors")):
@@ -51,9 +69,15 @@ def test_a_run_learns_saves_and_resumes(work: Workspace, server: TrainServer, tm
     base, merged = weights_of(work.model), weights_of(tmp_path / "merged")
     moved = {name for name in base if not torch.equal(base[name], merged[name])}
     assert moved == {name for name in base if "_proj" in name}
-    assert set(merged) - set(base) == {"lm_head.weight"}, "the output layer of a tied model is one of its own now"
-    names = CheckpointTensors(checkpoint_folder(str(tmp_path / "saved"), 2) / "policy").tensor_names()
-    assert len(names) == 3 * 30 and all("lora_" in name for name in names), "factors and the two moments of each, nothing of the base"
+    assert set(merged) - set(base) == {"lm_head.weight"}, (
+        "the output layer of a tied model is one of its own now"
+    )
+    names = CheckpointTensors(
+        checkpoint_folder(str(tmp_path / "saved"), 2) / "policy"
+    ).tensor_names()
+    assert len(names) == 3 * 30 and all("lora_" in name for name in names), (
+        "factors and the two moments of each, nothing of the base"
+    )
 
 
 @pytest.mark.slow
@@ -61,9 +85,21 @@ def test_two_ranks_go_on_from_one(work: Workspace, server: TrainServer, tmp_path
     one, two, more = (tmp_path / name for name in ("one", "two", "more"))
     common = dict(**LORA, lr_decay_iters=4)
     server.train(work.flags(one, num_rollout=2, save=tmp_path / "saved", **common), one).ok()
-    server.train(work.flags(more, num_rollout=3, load=tmp_path / "saved", lora_save_path=more / "adapter", **common), more).ok()
+    server.train(
+        work.flags(
+            more, num_rollout=3, load=tmp_path / "saved", lora_save_path=more / "adapter", **common
+        ),
+        more,
+    ).ok()
     parallel = dict(tensor_model_parallel_size=2, sequence_parallel="", no_load_rng="")
-    flags = work.flags(two, num_rollout=3, load=tmp_path / "saved", lora_save_path=two / "adapter", **common, **parallel)
+    flags = work.flags(
+        two,
+        num_rollout=3,
+        load=tmp_path / "saved",
+        lora_save_path=two / "adapter",
+        **common,
+        **parallel,
+    )
     server.train(flags, two, ranks=2).ok()
     a, b = (load_file(out / "adapter" / "adapter_model.safetensors") for out in (more, two))
     for name, tensor in a.items():
@@ -73,14 +109,20 @@ def test_two_ranks_go_on_from_one(work: Workspace, server: TrainServer, tmp_path
 @pytest.mark.slow
 def test_a_run_starts_from_an_adapter(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    server.train(work.flags(first, num_rollout=1, lora_save_path=tmp_path / "adapter", **LORA), first).ok()
+    server.train(
+        work.flags(first, num_rollout=1, lora_save_path=tmp_path / "adapter", **LORA), first
+    ).ok()
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 4 and config["base_model_name_or_path"] == str(work.model)
-    server.train(work.flags(second, num_rollout=1, lora_adapter_path=tmp_path / "adapter", **LORA), second).ok()
+    server.train(
+        work.flags(second, num_rollout=1, lora_adapter_path=tmp_path / "adapter", **LORA), second
+    ).ok()
     assert rows_of(second)[0]["train/kl_k3"] > 1e-6, "it is not the base that it starts from"
 
 
-def test_checkpoints_of_another_adapter_or_base_are_refused(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
+def test_checkpoints_of_another_adapter_or_base_are_refused(
+    work: Workspace, server: TrainServer, tmp_path: Path
+) -> None:
     saved = tmp_path / "saved"
     server.train(work.flags(tmp_path / "a", num_rollout=1, save=saved, **LORA), tmp_path / "a").ok()
     other = make_workspace(tmp_path / "other")
@@ -93,42 +135,81 @@ def test_checkpoints_of_another_adapter_or_base_are_refused(work: Workspace, ser
         ({}, "lora_rank 4 (here: 0)"),
     ):
         out = tmp_path / "refused"
-        assert words in server.train(work.flags(out, num_rollout=2, load=saved, **changes), out).error()
+        assert (
+            words
+            in server.train(work.flags(out, num_rollout=2, load=saved, **changes), out).error()
+        )
 
 
-def test_a_critic_of_adapters_learns_saves_and_resumes(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
+def test_a_critic_of_adapters_learns_saves_and_resumes(
+    work: Workspace, server: TrainServer, tmp_path: Path
+) -> None:
     """On the policy's base: two rollouts at once, and one and one of them, the same numbers. A critic of all weights beside a policy with adapters
     starts from the same base, and is another model in a checkpoint."""
     whole, first, second, full = (tmp_path / name for name in ("whole", "first", "second", "full"))
-    ppo = dict(LORA, advantage_estimator="ppo", policy_loss_type="ppo", normalize_advantages="", critic_lr=1e-2, lr_decay_iters=4)
+    ppo = dict(
+        LORA,
+        advantage_estimator="ppo",
+        policy_loss_type="ppo",
+        normalize_advantages="",
+        critic_lr=1e-2,
+        lr_decay_iters=4,
+    )
     adapters = dict(ppo, critic_lora_rank=2)
     server.train(work.flags(whole, num_rollout=2, **adapters), whole).ok()
     rows = rows_of(whole)
-    assert rows[0]["rollout/values_mean"] == 0 != rows[1]["rollout/values_mean"], "a head of zeros, which learns"
-    assert all(row["train/critic_grad_norm"] > 1e-3 and row["train/grad_norm"] > 1e-3 for row in rows)
+    assert rows[0]["rollout/values_mean"] == 0 != rows[1]["rollout/values_mean"], (
+        "a head of zeros, which learns"
+    )
+    assert all(
+        row["train/critic_grad_norm"] > 1e-3 and row["train/grad_norm"] > 1e-3 for row in rows
+    )
 
     server.train(work.flags(first, num_rollout=1, save=tmp_path / "saved", **adapters), first).ok()
-    server.train(work.flags(second, num_rollout=2, load=tmp_path / "saved", **adapters), second).ok()
+    server.train(
+        work.flags(second, num_rollout=2, load=tmp_path / "saved", **adapters), second
+    ).ok()
     assert same_numbers(rows_of(first) + rows_of(second)) == same_numbers(rows)
-    names = CheckpointTensors(checkpoint_folder(str(tmp_path / "saved"), 1) / "critic").tensor_names()
+    names = CheckpointTensors(
+        checkpoint_folder(str(tmp_path / "saved"), 1) / "critic"
+    ).tensor_names()
     head = {name for name in names if "lora_" not in name}
-    assert len(names) == 3 * 30 and len(head) == 3 * 2 and all("value_head." in name for name in head)
+    assert (
+        len(names) == 3 * 30 and len(head) == 3 * 2 and all("value_head." in name for name in head)
+    )
 
     server.train(work.flags(full, num_rollout=1, **ppo), full).ok()
     (row,) = rows_of(full)
     assert row["train/value_loss"] == pytest.approx(rows[0]["train/value_loss"], rel=1e-5)
-    refused = server.train(work.flags(full, num_rollout=2, load=tmp_path / "saved", **ppo), full).error()
+    refused = server.train(
+        work.flags(full, num_rollout=2, load=tmp_path / "saved", **ppo), full
+    ).error()
     assert "critic_lora_rank 2 (here: 0)" in refused
 
 
 @pytest.mark.slow
-def test_a_critic_of_adapters_on_two_ranks(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
-    ppo = dict(LORA, advantage_estimator="ppo", policy_loss_type="ppo", critic_lr=1e-2, lr_decay_iters=4, critic_lora_rank=2, num_rollout=1)
+def test_a_critic_of_adapters_on_two_ranks(
+    work: Workspace, server: TrainServer, tmp_path: Path
+) -> None:
+    ppo = dict(
+        LORA,
+        advantage_estimator="ppo",
+        policy_loss_type="ppo",
+        critic_lr=1e-2,
+        lr_decay_iters=4,
+        critic_lora_rank=2,
+        num_rollout=1,
+    )
     one, two = tmp_path / "one", tmp_path / "two"
     ppo |= dict(num_steps_per_rollout=2)
-    server.train(work.flags(one, save_debug_rollout_data=tmp_path / "rollout_{rollout_id}", **ppo), one).ok()
+    server.train(
+        work.flags(one, save_debug_rollout_data=tmp_path / "rollout_{rollout_id}", **ppo), one
+    ).ok()
     replayed = dict(debug_train_only="", load_debug_rollout_data=tmp_path / "rollout_{rollout_id}")
-    for name, layout in (("TP2", dict(tensor_model_parallel_size=2, sequence_parallel="")), ("DP2", dict(use_distributed_optimizer=""))):
+    for name, layout in (
+        ("TP2", dict(tensor_model_parallel_size=2, sequence_parallel="")),
+        ("DP2", dict(use_distributed_optimizer="")),
+    ):
         server.train(work.flags(two / name, **ppo, **replayed, **layout), two / name, ranks=2).ok()
         for row, other in zip(rows_of(one), rows_of(two / name), strict=True):
             for metric in ("train/value_loss", "train/critic_grad_norm", "train/grad_norm"):

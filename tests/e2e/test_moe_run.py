@@ -26,27 +26,44 @@ def model(work: Workspace) -> Path:
     return work.expert_model
 
 
-def flags(work: Workspace, model: Path, out: Path, **changes: str | int | float | Path | None) -> list[str]:
-    return [*work.flags(out, hf_checkpoint=model, save_hf=out / "hf", lr=5e-3, micro_batch_size=None, **changes), *EXPERTS.split()]
+def flags(
+    work: Workspace, model: Path, out: Path, **changes: str | int | float | Path | None
+) -> list[str]:
+    return [
+        *work.flags(
+            out, hf_checkpoint=model, save_hf=out / "hf", lr=5e-3, micro_batch_size=None, **changes
+        ),
+        *EXPERTS.split(),
+    ]
 
 
 @pytest.mark.slow
-def test_two_and_two_are_four(server: TrainServer, work: Workspace, model: Path, tmp_path: Path) -> None:
+def test_two_and_two_are_four(
+    server: TrainServer, work: Workspace, model: Path, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     whole, parts, root = tmp_path / "whole", tmp_path / "parts", tmp_path / "checkpoints"
-    server.train(flags(work, model, whole, num_rollout=4, save=root, save_interval=2), tmp_path / "log1", ranks=2).ok()
+    server.train(
+        flags(work, model, whole, num_rollout=4, save=root, save_interval=2),
+        tmp_path / "log1",
+        ranks=2,
+    ).ok()
     again = flags(work, model, parts, num_rollout=4, load=root, ckpt_step=2)
     server.train(again, tmp_path / "log2", ranks=2).ok()
 
     rows = rows_of(whole)
     assert len(rows) == 4
     for row in rows:
-        assert row["rollout/train_rollout_log_prob_diff_mean"] < 1e-5, "the engine has other weights or other experts"
+        assert row["rollout/train_rollout_log_prob_diff_mean"] < 1e-5, (
+            "the engine has other weights or other experts"
+        )
         assert row["train/grad_norm"] > 1e-3
         assert 0.5 < row["train/moe_aux_loss"] < 3 and row["train/moe_load_max"] >= 1
         assert 0 <= row["train/moe_replay_disagreement"] < 1 and math.isfinite(row["train/loss"])
-    assert any(row["train/moe_replay_disagreement"] > 0 for row in rows), "the second step's own choice is never another"
+    assert any(row["train/moe_replay_disagreement"] > 0 for row in rows), (
+        "the second step's own choice is never another"
+    )
     assert same_numbers(rows_of(parts)) == same_numbers(rows[2:])
     before, after, resumed = (weights_of(folder) for folder in (model, whole / "hf", parts / "hf"))
     assert before.keys() == after.keys() == resumed.keys()
@@ -56,24 +73,53 @@ def test_two_and_two_are_four(server: TrainServer, work: Workspace, model: Path,
 
     # the weights, without the optimizer, in a run that does not share the experts; steps this small change nothing
     alone = tmp_path / "alone"
-    argv = work.flags(alone, hf_checkpoint=model, save_hf=alone / "hf", lr=1e-30, num_rollout=1, load=root, finetune="")
+    argv = work.flags(
+        alone,
+        hf_checkpoint=model,
+        save_hf=alone / "hf",
+        lr=1e-30,
+        num_rollout=1,
+        load=root,
+        finetune="",
+    )
     server.train(argv, tmp_path / "log3").ok()
     moved = weights_of(alone / "hf")
     assert [name for name in after if not torch.equal(after[name], moved[name])] == []
 
 
-def test_the_samplers_routes_are_replayed(server: TrainServer, work: Workspace, model: Path, tmp_path: Path) -> None:
+def test_the_samplers_routes_are_replayed(
+    server: TrainServer, work: Workspace, model: Path, tmp_path: Path
+) -> None:
     """At the same weights the trainer chooses what the sampler chose, token by token; a recorded rollout with other routes is trained on those."""
-    whole, again, record = tmp_path / "whole", tmp_path / "again", str(tmp_path / "rollout_{rollout_id}")
+    whole, again, record = (
+        tmp_path / "whole",
+        tmp_path / "again",
+        str(tmp_path / "rollout_{rollout_id}"),
+    )
     changes = {"use_rollout_routing_replay": "", "num_rollout": 2, "num_steps_per_rollout": 2}
-    server.train(flags(work, model, whole, save_debug_rollout_data=record, **changes), tmp_path / "log1", ranks=2).ok()
+    server.train(
+        flags(work, model, whole, save_debug_rollout_data=record, **changes),
+        tmp_path / "log1",
+        ranks=2,
+    ).ok()
     for row in rows_of(whole):
-        assert row["rollout/moe_routing_disagreement"] == 0 and row["rollout/train_rollout_log_prob_diff_mean"] < 1e-5
-    assert any(row["train/moe_replay_disagreement"] > 0 for row in rows_of(whole)), "no update changed what a router would choose"
+        assert (
+            row["rollout/moe_routing_disagreement"] == 0
+            and row["rollout/train_rollout_log_prob_diff_mean"] < 1e-5
+        )
+    assert any(row["train/moe_replay_disagreement"] > 0 for row in rows_of(whole)), (
+        "no update changed what a router would choose"
+    )
 
     groups = load_rollout(record, 0)
     other = [
-        SampleGroup(g.group_id, tuple(dataclasses.replace(s, routes=(3 - s.routes).where(s.routes >= 0, s.routes)) for s in g.samples))
+        SampleGroup(
+            g.group_id,
+            tuple(
+                dataclasses.replace(s, routes=(3 - s.routes).where(s.routes >= 0, s.routes))
+                for s in g.samples
+            ),
+        )
         for g in groups
         if all(s.routes is not None for s in g.samples)
     ]
@@ -82,10 +128,15 @@ def test_the_samplers_routes_are_replayed(server: TrainServer, work: Workspace, 
     changes |= {"num_rollout": 1, "load_debug_rollout_data": record, "debug_train_only": ""}
     server.train(flags(work, model, again, **changes), tmp_path / "log2", ranks=2).ok()
     (row,) = rows_of(again)
-    assert row["rollout/moe_routing_disagreement"] > 0.3 and row["rollout/train_rollout_log_prob_diff_mean"] > 1e-3
+    assert (
+        row["rollout/moe_routing_disagreement"] > 0.3
+        and row["rollout/train_rollout_log_prob_diff_mean"] > 1e-3
+    )
 
 
-def test_the_routes_of_servers_are_replayed(server: TrainServer, work: Workspace, model: Path, tmp_path: Path) -> None:
+def test_the_routes_of_servers_are_replayed(
+    server: TrainServer, work: Workspace, model: Path, tmp_path: Path
+) -> None:
     """They come with the answers, whose experts the trainer's two ranks share."""
     changes = {
         "use_rollout_routing_replay": "", "rollout_engine": "sglang", "no_sglang_router": "", "update_weight_transport": "tensor",
@@ -96,5 +147,10 @@ def test_the_routes_of_servers_are_replayed(server: TrainServer, work: Workspace
         server.train(argv, tmp_path / "log", ranks=2).ok()
         assert fake.count("/update_weights_from_tensor") > 10
     for row in rows_of(tmp_path):
-        assert row["rollout/moe_routing_disagreement"] == 0 and row["rollout/train_rollout_log_prob_diff_max"] < 1e-4
-    assert any(row["train/moe_replay_disagreement"] > 0 for row in rows_of(tmp_path)), "no update changed what a router would choose"
+        assert (
+            row["rollout/moe_routing_disagreement"] == 0
+            and row["rollout/train_rollout_log_prob_diff_max"] < 1e-4
+        )
+    assert any(row["train/moe_replay_disagreement"] > 0 for row in rows_of(tmp_path)), (
+        "no update changed what a router would choose"
+    )

@@ -26,7 +26,15 @@ def test_a_recipe_trains(server: TrainServer, work: Workspace, tmp_path: Path, r
     reward = f"--custom-rm-path {work.reward}:letters --rm-num-workers 1 --skip-eval-before-train --no-tensorboard --no-progress"
     if recipe == "ppo":
         small += " --num-critic-only-steps 0"
-    argv = call(recipe, tmp_path, *small.split(), *reward.split(), WORK=str(start), OUTPUT=str(out), MODEL="")
+    argv = call(
+        recipe,
+        tmp_path,
+        *small.split(),
+        *reward.split(),
+        WORK=str(start),
+        OUTPUT=str(out),
+        MODEL="",
+    )
     server.train(argv, tmp_path / "log").ok()
     (row,) = (row for row in rows_of(out) if "train/loss" in row)
     assert math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 1e-3

@@ -28,11 +28,15 @@ def check_same(whole: Path, parts: Path) -> None:
     """Numbers, sampled tokens and weights of 4 rollouts."""
     numbers = same_numbers(rows_of(whole))
     assert [row["step"] for row in numbers] == [1, 2, 3, 4]
-    assert len({row["train/lr"] for row in numbers}) == 4, "a schedule that stands still would hide a lost position"
+    assert len({row["train/lr"] for row in numbers}) == 4, (
+        "a schedule that stands still would hide a lost position"
+    )
     assert min(row["train/grad_norm"] for row in numbers) > 1e-3
     assert same_numbers(rows_of(parts)) == numbers
     for rollout in range(4):
-        assert sampled(parts / "rollout_{rollout_id}", rollout) == sampled(whole / "rollout_{rollout_id}", rollout)
+        assert sampled(parts / "rollout_{rollout_id}", rollout) == sampled(
+            whole / "rollout_{rollout_id}", rollout
+        )
     expected, found = weights_of(whole / "hf"), weights_of(parts / "hf")
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
@@ -42,11 +46,15 @@ def check_same(whole: Path, parts: Path) -> None:
 def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """4 rollouts of one process in one go, with a checkpoint every 2; `whole / "checkpoints"`."""
     out = tmp_path_factory.mktemp("whole")
-    server.train(flags(work, out, num_rollout=4, save=out / "checkpoints", save_interval=2), out / "log").ok()
+    server.train(
+        flags(work, out, num_rollout=4, save=out / "checkpoints", save_interval=2), out / "log"
+    ).ok()
     return out
 
 
-def test_the_same_command_line_after_a_kill(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_the_same_command_line_after_a_kill(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     """--load is --save: the first start finds no folder and begins, the second goes on; SIGKILL comes after the first checkpoint."""
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, num_rollout=4, save=root, load=root, save_interval=2)
@@ -62,7 +70,9 @@ sys.argv = ["train.py", *{argv!r}]
 import train
 train.main()
 """
-    with subprocess.Popen([sys.executable, "-c", slowly], cwd=ROOT, env={**clean_environment(), **ENVIRONMENT}) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", slowly], cwd=ROOT, env={**clean_environment(), **ENVIRONMENT}
+    ) as process:
         deadline = time.monotonic() + 120
         while not (tmp_path / "metrics.jsonl").exists() or len(rows_of(tmp_path)) < 3:
             assert process.poll() is None
@@ -77,56 +87,92 @@ train.main()
     check_same(whole, tmp_path)
 
 
-def test_a_finished_run_says_so(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
-    done = server.train(flags(work, tmp_path, num_rollout=4, load=whole / "checkpoints"), tmp_path / "log").ok()
+def test_a_finished_run_says_so(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
+    done = server.train(
+        flags(work, tmp_path, num_rollout=4, load=whole / "checkpoints"), tmp_path / "log"
+    ).ok()
     assert "nothing to do: the checkpoint has 4 rollouts and the run asks for 4" in done.out
     assert "rollout 4/4" not in done.out
     assert done.err == ""
 
 
-def test_finetune_takes_the_weights_only(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_finetune_takes_the_weights_only(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     argv = flags(work, tmp_path / "tuned", num_rollout=1, load=whole / "checkpoints", finetune="")
     server.train(argv, tmp_path / "log1").ok()
     argv = flags(work, tmp_path / "model", num_rollout=1, load=whole / "hf")
     server.train(argv, tmp_path / "log2").ok()
     tuned, model = (same_numbers(rows_of(tmp_path / name)) for name in ("tuned", "model"))
-    assert tuned == model  # both start at step 0, with the first prompts and a new optimizer, from the weights after 4 rollouts
+    assert (
+        tuned == model
+    )  # both start at step 0, with the first prompts and a new optimizer, from the weights after 4 rollouts
     assert [row["step"] for row in tuned] == [1]
     first = same_numbers(rows_of(whole))[0]
     assert tuned[0]["train/lr"] == first["train/lr"]
     assert tuned[0]["train/loss"] != first["train/loss"]
 
 
-def test_a_kl_to_the_first_model_after_finetuning_is_no_breach(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_a_kl_to_the_first_model_after_finetuning_is_no_breach(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     """The gate on the first KL holds for a policy that is the reference, not for one that was loaded."""
     kl = dict(num_rollout=1, ref_load=work.model, use_kl_loss="", kl_loss_coef=0.1)
-    server.train(flags(work, tmp_path / "a", load=whole / "checkpoints", finetune="", **kl), tmp_path / "log1").ok()
+    server.train(
+        flags(work, tmp_path / "a", load=whole / "checkpoints", finetune="", **kl),
+        tmp_path / "log1",
+    ).ok()
     assert rows_of(tmp_path / "a")[0]["train/kl"] > 1e-6
 
 
-def test_another_reference_model_is_told(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_another_reference_model_is_told(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     """Checkpoints do not hold it, and know which one it was."""
     kl = dict(use_kl_loss="", kl_loss_coef=0.1, num_steps_per_rollout=1)
-    first = flags(work, tmp_path / "a", num_rollout=1, ref_load=work.model, save=tmp_path / "ck", **kl)
+    first = flags(
+        work, tmp_path / "a", num_rollout=1, ref_load=work.model, save=tmp_path / "ck", **kl
+    )
     server.train(first, tmp_path / "log1").ok()
-    for number, (reference, told) in enumerate(((work.model, False), (whole / "hf", True), (whole / "checkpoints", True))):
-        argv = flags(work, tmp_path / f"b{number}", num_rollout=2, ref_load=reference, load=tmp_path / "ck", **kl)
+    for number, (reference, told) in enumerate(
+        ((work.model, False), (whole / "hf", True), (whole / "checkpoints", True))
+    ):
+        argv = flags(
+            work,
+            tmp_path / f"b{number}",
+            num_rollout=2,
+            ref_load=reference,
+            load=tmp_path / "ck",
+            **kl,
+        )
         done = server.train(argv, tmp_path / f"log2-{number}").ok()
-        assert ("warning: the reference model is not the one that the checkpoint's run had" in done.out) is told
+        assert (
+            "warning: the reference model is not the one that the checkpoint's run had" in done.out
+        ) is told
 
 
-def test_no_load_optim_keeps_the_position(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
-    argv = flags(work, tmp_path, num_rollout=3, load=whole / "checkpoints", ckpt_step=2, no_load_optim="")
+def test_no_load_optim_keeps_the_position(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
+    argv = flags(
+        work, tmp_path, num_rollout=3, load=whole / "checkpoints", ckpt_step=2, no_load_optim=""
+    )
     server.train(argv, tmp_path / "log").ok()
     rows = same_numbers(rows_of(tmp_path))
     assert [row["step"] for row in rows] == [3]
-    assert sampled(tmp_path / "rollout_{rollout_id}", 2) == sampled(whole / "rollout_{rollout_id}", 2)
+    assert sampled(tmp_path / "rollout_{rollout_id}", 2) == sampled(
+        whole / "rollout_{rollout_id}", 2
+    )
     mine, other = weights_of(tmp_path / "hf"), weights_of(whole / "hf")
     assert any(not torch.equal(mine[name], other[name]) for name in mine)
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage", "dangling"])
-def test_a_damaged_tracker(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_tracker(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, damage: str
+) -> None:
     """The newest complete checkpoint is taken, and said."""
     root = tmp_path / "checkpoints"
     shutil.copytree(whole / "checkpoints", root)
@@ -140,8 +186,12 @@ def test_a_damaged_tracker(server: TrainServer, work: Workspace, whole: Path, tm
     assert "nothing to do" in done.out
 
 
-def test_a_longer_run_follows_its_own_schedule(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
-    argv = flags(work, tmp_path, num_rollout=6, lr_decay_iters=16, lr=5e-4, load=whole / "checkpoints")
+def test_a_longer_run_follows_its_own_schedule(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
+    argv = flags(
+        work, tmp_path, num_rollout=6, lr_decay_iters=16, lr=5e-4, load=whole / "checkpoints"
+    )
     done = server.train(argv, tmp_path / "log").ok()
     assert "lr_decay_steps 16 (checkpoint: 8)" in done.out
     assert "max_lr 0.0005 (checkpoint: 0.001)" in done.out
@@ -150,34 +200,56 @@ def test_a_longer_run_follows_its_own_schedule(server: TrainServer, work: Worksp
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_of_another_model_is_one_error(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int) -> None:
+def test_a_checkpoint_of_another_model_is_one_error(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int
+) -> None:
     from scripts.make_demo import save_model
 
     model = tmp_path / "wider"
     save_model(model, hidden_size=64, num_layers=2)
     argv = flags(work, tmp_path, num_rollout=4, load=whole / "checkpoints", hf_checkpoint=model)
     error = server.train(argv, tmp_path / "log", ranks=ranks).error()
-    assert "iter_0000004 is of another model: hidden_size 32 (here: 64), ffn_hidden_size 96 (here: 192), kv_channels 8 (here: 16)" in error
+    assert (
+        "iter_0000004 is of another model: hidden_size 32 (here: 64), ffn_hidden_size 96 (here: 192), kv_channels 8 (here: 16)"
+        in error
+    )
 
 
-def test_what_cannot_be_loaded(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     error = server.train(flags(work, tmp_path, load=empty), tmp_path / "log").error()
-    assert error == f"error: --load {empty}: holds neither checkpoints nor a Hugging Face model (config.json)"
+    assert (
+        error
+        == f"error: --load {empty}: holds neither checkpoints nor a Hugging Face model (config.json)"
+    )
     other = tmp_path / "other.jsonl"
     rows = [json.loads(line) for line in work.prompts.read_text().splitlines()]
     other.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
-    error = server.train(flags(work, tmp_path, num_rollout=5, load=whole / "checkpoints", prompt_data=other), tmp_path / "log").error()
+    error = server.train(
+        flags(work, tmp_path, num_rollout=5, load=whole / "checkpoints", prompt_data=other),
+        tmp_path / "log",
+    ).error()
     assert "differs from the data of the saved run" in error
     damaged = tmp_path / "damaged"
     shutil.copytree(whole / "checkpoints", damaged)
-    file = max((damaged / "iter_0000004" / "policy").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    file = max(
+        (damaged / "iter_0000004" / "policy").glob("*.distcp"), key=lambda path: path.stat().st_size
+    )
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    error = server.train(flags(work, tmp_path, num_rollout=5, load=damaged), tmp_path / "log").error()
-    assert f"iter_0000004 is damaged: policy/{file.name}: {file.stat().st_size} bytes, not " in error
+    error = server.train(
+        flags(work, tmp_path, num_rollout=5, load=damaged), tmp_path / "log"
+    ).error()
+    assert (
+        f"iter_0000004 is damaged: policy/{file.name}: {file.stat().st_size} bytes, not " in error
+    )
     assert error.endswith("; --ckpt-step takes another one (2)")
-    error = server.train(flags(work, tmp_path, num_rollout=5, load=damaged, no_verify_checkpoint=""), tmp_path / "log").error()
+    error = server.train(
+        flags(work, tmp_path, num_rollout=5, load=damaged, no_verify_checkpoint=""),
+        tmp_path / "log",
+    ).error()
     assert "is damaged or does not fit this model" in error
 
 
@@ -192,13 +264,26 @@ def test_the_exported_model_answers_as_the_engine_does(work: Workspace, whole: P
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     before = weights_of(work.model)
-    assert any(not torch.equal(before[name], tensor) for name, tensor in model.state_dict().items() if name in before)
+    assert any(
+        not torch.equal(before[name], tensor)
+        for name, tensor in model.state_dict().items()
+        if name in before
+    )
     engine = LocalEngine(str(work.model), tokenizer)
     engine.update_weights(iter(weights_of(whole / "hf").items()), 1)
     messages = [json.loads(line)["messages"] for line in work.prompts.read_text().splitlines()[:6]]
-    prompts = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
+    prompts = [
+        tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)
+        for m in messages
+    ]
     requests = [GenerateRequest(i, tuple(prompt), seed=i) for i, prompt in enumerate(prompts)]
-    for prompt, output in zip(prompts, engine.generate(requests, SamplingParams(temperature=0, max_new_tokens=12)), strict=True):
+    for prompt, output in zip(
+        prompts,
+        engine.generate(requests, SamplingParams(temperature=0, max_new_tokens=12)),
+        strict=True,
+    ):
         ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
+        )
         assert out[0, len(prompt) :].tolist() == list(output.tokens)

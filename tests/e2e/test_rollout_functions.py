@@ -28,45 +28,93 @@ def own(folder: Path, text: str, name: str = "rollout") -> str:
 
 
 @pytest.mark.slow
-def test_slimes_own_rollout_through_a_function_changes_nothing(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_slimes_own_rollout_through_a_function_changes_nothing(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     """Weights, metrics and evaluations bit by bit, on one rank; the same samples on two, of a pipeline."""
     flags: dict[str, Any] = dict(
-        eval_prompt_data=f"few {work.prompts}@[0:5]", eval_interval=1, n_samples_per_eval_prompt=2, rollout_temperature=0.9
+        eval_prompt_data=f"few {work.prompts}@[0:5]",
+        eval_interval=1,
+        n_samples_per_eval_prompt=2,
+        rollout_temperature=0.9,
     )
     path = own(tmp_path, WRAPPED)
     for name, more in (("plain", {}), ("function", {"rollout_function_path": path})):
         out = tmp_path / name
-        server.train(work.flags(out, **flags, **more, save_hf=out / "hf", save_debug_rollout_data=out / "r_{rollout_id}"), out / "log").ok()
+        server.train(
+            work.flags(
+                out,
+                **flags,
+                **more,
+                save_hf=out / "hf",
+                save_debug_rollout_data=out / "r_{rollout_id}",
+            ),
+            out / "log",
+        ).ok()
     plain, function = rows_of(tmp_path / "plain"), rows_of(tmp_path / "function")
     assert same_numbers(function[1:]) == same_numbers(plain[1:])
     names = [name for name in plain[-1] if name.startswith("eval/")]
-    assert len(names) == 6 and [[row[n] for n in names] for row in function] == [[row[n] for n in names] for row in plain]
-    expected, found = weights_of(tmp_path / "plain" / "hf"), weights_of(tmp_path / "function" / "hf")
+    assert len(names) == 6 and [[row[n] for n in names] for row in function] == [
+        [row[n] for n in names] for row in plain
+    ]
+    expected, found = (
+        weights_of(tmp_path / "plain" / "hf"),
+        weights_of(tmp_path / "function" / "hf"),
+    )
     assert [name for name in expected if not expected[name].equal(found[name])] == []
-    assert all(row["rollout/unknown_version_frac"] == 0 and row["rollout/staleness_max"] == 0 for row in function[1:])
+    assert all(
+        row["rollout/unknown_version_frac"] == 0 and row["rollout/staleness_max"] == 0
+        for row in function[1:]
+    )
     two = tmp_path / "two"
-    layout = dict(pipeline_model_parallel_size=2, rollout_function_path=path, save_debug_rollout_data=two / "r_{rollout_id}")
+    layout = dict(
+        pipeline_model_parallel_size=2,
+        rollout_function_path=path,
+        save_debug_rollout_data=two / "r_{rollout_id}",
+    )
     server.train(work.flags(two, **flags, **layout), two / "log", ranks=2).ok()
     assert sampled(two / "r_{rollout_id}", 0) == sampled(tmp_path / "plain" / "r_{rollout_id}", 0)
     assert abs(rows_of(two)[-1]["train/loss"] - plain[-1]["train/loss"]) < 1e-5
 
 
 @pytest.mark.slow
-def test_the_example_carries_groups_over_and_resumes(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_the_example_carries_groups_over_and_resumes(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     """Groups that it gives back are trained on a rollout later, under the version that wrote them; a resumed run goes on with them, and two
     ranks sample what one does."""
-    flags: dict[str, Any] = dict(rollout_function_path=EXAMPLE, num_rollout=3, token_tis_ratio_clip_high=2.0, tis_ratio_type="token")
+    flags: dict[str, Any] = dict(
+        rollout_function_path=EXAMPLE,
+        num_rollout=3,
+        token_tis_ratio_clip_high=2.0,
+        tis_ratio_type="token",
+    )
     whole, parts, two = tmp_path / "whole", tmp_path / "parts", tmp_path / "two"
-    server.train(work.flags(whole, **flags, save_debug_rollout_data=whole / "r_{rollout_id}"), whole / "log").ok()
+    server.train(
+        work.flags(whole, **flags, save_debug_rollout_data=whole / "r_{rollout_id}"), whole / "log"
+    ).ok()
     rows = rows_of(whole)
     assert rows[0]["rollout/carried_groups"] > 0 and rows[0]["rollout/spread_mean"] > 0
     assert max(row["rollout/staleness_max"] for row in rows) == 1
-    carried = [s for g in load_rollout(str(whole / "r_{rollout_id}"), 1) for s in g.samples if s.metadata.get("carried")]
+    carried = [
+        s
+        for g in load_rollout(str(whole / "r_{rollout_id}"), 1)
+        for s in g.samples
+        if s.metadata.get("carried")
+    ]
     assert carried and all(set(s.weight_versions) == {1} for s in carried)
-    server.train(work.flags(parts, **flags | dict(num_rollout=1), save=parts / "c"), parts / "log").ok()
-    server.train(work.flags(parts, **flags, load=parts / "c", save=parts / "c"), parts / "log2").ok()
+    server.train(
+        work.flags(parts, **flags | dict(num_rollout=1), save=parts / "c"), parts / "log"
+    ).ok()
+    server.train(
+        work.flags(parts, **flags, load=parts / "c", save=parts / "c"), parts / "log2"
+    ).ok()
     assert same_numbers(rows_of(parts)) == same_numbers(rows)
-    server.train(work.flags(two, **flags, save_debug_rollout_data=two / "r_{rollout_id}"), two / "log", ranks=2).ok()
+    server.train(
+        work.flags(two, **flags, save_debug_rollout_data=two / "r_{rollout_id}"),
+        two / "log",
+        ranks=2,
+    ).ok()
     assert sampled(two / "r_{rollout_id}", 2) == sampled(whole / "r_{rollout_id}", 2)
 
 
@@ -99,13 +147,20 @@ def rollout(args, rollout_id, data_source, evaluation=False):
 """
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in ("token", "hangs") else pytest.mark.slow) for c in WRONG])
-def test_what_a_function_returns_is_checked(server: TrainServer, work: Workspace, tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if c in ("token", "hangs") else pytest.mark.slow) for c in WRONG],
+)
+def test_what_a_function_returns_is_checked(
+    server: TrainServer, work: Workspace, tmp_path: Path, case: str
+) -> None:
     """The run ends with one message that names the function; every rank does."""
     body, words = WRONG[case]
     path = own(tmp_path, MAKES.format(body=body))
     error = server.train(
-        work.flags(tmp_path / "out", rollout_function_path=path, rollout_function_timeout_s=4), tmp_path / "log", ranks=2
+        work.flags(tmp_path / "out", rollout_function_path=path, rollout_function_timeout_s=4),
+        tmp_path / "log",
+        ranks=2,
     ).error()
     assert words in error and "--rollout-function-path" in error and "Traceback" not in error
 
@@ -128,16 +183,27 @@ def rollout(args, rollout_id, data_source, evaluation=False):
 """
 
 
-def test_samples_of_foreign_weights_are_told_apart(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_samples_of_foreign_weights_are_told_apart(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     """They are trained on, and not compared with the trainer as if it had written them; an evaluation of rewards alone has its own scores."""
     flags: dict[str, Any] = dict(eval_prompt_data=f"few {work.prompts}@[0:5]", eval_interval=1, skip_eval_before_train="", tis_ratio_type="token",
                                  token_tis_ratio_clip_high=2.0, num_rollout=4, max_train_rollout_diff=1e-3)  # fmt: skip
     path = own(tmp_path, FOREIGN)
-    server.train(work.flags(tmp_path / "out", **flags, rollout_function_path=path), tmp_path / "log", ranks=2).ok()
+    server.train(
+        work.flags(tmp_path / "out", **flags, rollout_function_path=path), tmp_path / "log", ranks=2
+    ).ok()
     for row in rows_of(tmp_path / "out"):
         assert row["rollout/unknown_version_frac"] == 1 and "rollout/staleness_max" not in row
-        assert row.get("rollout/train_rollout_log_prob_diff_mean", 0) == 0 and row["rollout/reward_mean"] == 0.5
-        assert (row["eval/mine/mean"], row["eval/mine/unscored_frac"], row["eval/seconds"]) == (0.5, 0.25, 2.5)
+        assert (
+            row.get("rollout/train_rollout_log_prob_diff_mean", 0) == 0
+            and row["rollout/reward_mean"] == 0.5
+        )
+        assert (row["eval/mine/mean"], row["eval/mine/unscored_frac"], row["eval/seconds"]) == (
+            0.5,
+            0.25,
+            2.5,
+        )
         assert row["train/grad_norm"] > 0 and "eval/few/mean" not in row
 
 
@@ -153,17 +219,37 @@ def process(args, samples):
 """
 
 
-def test_rewards_that_a_function_processes(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_rewards_that_a_function_processes(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     """The advantages are what it returns: with GRPO's own formula the run is the one without it, on one rank and on two."""
     path = own(tmp_path, PROCESS, "process")
     runs = {"plain": {}, "own": {"custom_reward_post_process_path": path}}
     for name, more in runs.items():
         server.train(work.flags(tmp_path / name, **more), tmp_path / f"log_{name}").ok()
-    server.train(work.flags(tmp_path / "two", **runs["own"], micro_batch_size=2), tmp_path / "log_two", ranks=2).ok()
+    server.train(
+        work.flags(tmp_path / "two", **runs["own"], micro_batch_size=2),
+        tmp_path / "log_two",
+        ranks=2,
+    ).ok()
     for name in ("own", "two"):
         for ours, theirs in zip(rows_of(tmp_path / name), rows_of(tmp_path / "plain"), strict=True):
-            assert abs(ours["train/loss"] - theirs["train/loss"]) < 1e-5 and ours["rollout/reward_mean"] == theirs["rollout/reward_mean"]
-            assert abs(ours["train/grad_norm"] - theirs["train/grad_norm"]) < 1e-4 * theirs["train/grad_norm"]
-    short = own(tmp_path, "def rewards(args, samples):\n    return [0.0] * len(samples), [1.0]\n", "rewards")
-    error = server.train(work.flags(tmp_path / "short", custom_reward_post_process_path=short), tmp_path / "log_short").error()
-    assert "--custom-reward-post-process-path" in error and "16 raw rewards and 1 rewards; the rollout has 16 samples" in error
+            assert (
+                abs(ours["train/loss"] - theirs["train/loss"]) < 1e-5
+                and ours["rollout/reward_mean"] == theirs["rollout/reward_mean"]
+            )
+            assert (
+                abs(ours["train/grad_norm"] - theirs["train/grad_norm"])
+                < 1e-4 * theirs["train/grad_norm"]
+            )
+    short = own(
+        tmp_path, "def rewards(args, samples):\n    return [0.0] * len(samples), [1.0]\n", "rewards"
+    )
+    error = server.train(
+        work.flags(tmp_path / "short", custom_reward_post_process_path=short),
+        tmp_path / "log_short",
+    ).error()
+    assert (
+        "--custom-reward-post-process-path" in error
+        and "16 raw rewards and 1 rewards; the rollout has 16 samples" in error
+    )

@@ -12,7 +12,11 @@ from tests.e2e.helpers import Workspace, rows_of, sampled
 from tests.e2e.programs import TrainServer
 
 TEMPLATE = "rollout_{rollout_id}"
-TRUNCATED = {"top-k": {"rollout_top_k": 5}, "top-p": {"rollout_top_p": 0.6}, "both": {"rollout_top_k": 9, "rollout_top_p": 0.8}}
+TRUNCATED = {
+    "top-k": {"rollout_top_k": 5},
+    "top-p": {"rollout_top_p": 0.6},
+    "both": {"rollout_top_k": 9, "rollout_top_p": 0.8},
+}
 LAYOUTS = {
     "TP2": "--tensor-model-parallel-size 2 --sequence-parallel",
     "PP2": "--pipeline-model-parallel-size 2",
@@ -40,32 +44,49 @@ def one(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("kind", ["top-k", "top-p"])
-def test_trainer_and_sampler_agree(server: TrainServer, work: Workspace, tmp_path: Path, kind: str) -> None:
+def test_trainer_and_sampler_agree(
+    server: TrainServer, work: Workspace, tmp_path: Path, kind: str
+) -> None:
     done = server.train(flags(work, tmp_path / "with", **TRUNCATED[kind]), tmp_path / "log").ok()
     assert "warning" not in done.out
     for row in rows_of(tmp_path / "with"):
         assert row[DIFFERENCE] < 1e-5
         assert row["train/grad_norm"] > 1e-3 and row["train/entropy"] > 0.1
-    sets = [s.token_sets for g in load_rollout(str(tmp_path / "with" / TEMPLATE), 1) for s in g.samples]
+    sets = [
+        s.token_sets for g in load_rollout(str(tmp_path / "with" / TEMPLATE), 1) for s in g.samples
+    ]
     sizes = torch.cat([(ids >= 0).sum(1) for ids in sets if ids is not None])
     assert (sizes == 5).all() if kind == "top-k" else sizes.unique().numel() > 3
 
     without = flags(
-        work, tmp_path / "without", **TRUNCATED[kind], renormalize_sampled_log_probs=None, max_train_rollout_diff=None, num_rollout=1
+        work,
+        tmp_path / "without",
+        **TRUNCATED[kind],
+        renormalize_sampled_log_probs=None,
+        max_train_rollout_diff=None,
+        num_rollout=1,
     )
     done = server.train(without, tmp_path / "log2").ok()
     assert "--renormalize-sampled-log-probs" in done.out  # in the warning
     # the same responses, whose log-probs were higher by the mass outside of the sets
     assert sampled(tmp_path / "with" / TEMPLATE, 0) == sampled(tmp_path / "without" / TEMPLATE, 0)
     renormalized, whole = (
-        torch.cat([s.rollout_log_probs for g in load_rollout(str(tmp_path / name / TEMPLATE), 0) for s in g.samples])
+        torch.cat(
+            [
+                s.rollout_log_probs
+                for g in load_rollout(str(tmp_path / name / TEMPLATE), 0)
+                for s in g.samples
+            ]
+        )
         for name in ("with", "without")
     )
     assert (renormalized - whole).min() > -1e-6 and (renormalized - whole).mean() > 0.1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_equal_one_process(server: TrainServer, work: Workspace, one: Path, tmp_path: Path, layout: str) -> None:
+def test_layouts_equal_one_process(
+    server: TrainServer, work: Workspace, one: Path, tmp_path: Path, layout: str
+) -> None:
     dynamic = {"micro_batch_size": None} if layout == "DP2" else {}
     argv = flags(work, tmp_path, **TRUNCATED["both"], **dynamic)
     server.train([*argv, *LAYOUTS[layout].split()], tmp_path / "log", ranks=2).ok()
@@ -77,20 +98,37 @@ def test_layouts_equal_one_process(server: TrainServer, work: Workspace, one: Pa
             assert mine[name] == pytest.approx(base[name], rel=1e-4, abs=1e-6), name
 
 
-def test_recorded_sets_train_alike_and_are_not_dropped(server: TrainServer, work: Workspace, one: Path, tmp_path: Path) -> None:
+def test_recorded_sets_train_alike_and_are_not_dropped(
+    server: TrainServer, work: Workspace, one: Path, tmp_path: Path
+) -> None:
     replay = dict(
         debug_train_only="", load_debug_rollout_data=one / TEMPLATE, save_debug_rollout_data=None, prompt_data=None, custom_rm_path=None,
         rm_num_workers=None,
     )  # fmt: skip
     server.train(flags(work, tmp_path, **TRUNCATED["both"], **replay), tmp_path / "log").ok()
-    assert [row["train/loss"] for row in rows_of(tmp_path)] == [row["train/loss"] for row in rows_of(one)]
-    argv = flags(work, tmp_path / "b", **TRUNCATED["both"], **replay, renormalize_sampled_log_probs=None)
-    assert "was recorded with --renormalize-sampled-log-probs" in server.train(argv, tmp_path / "log2").error()
+    assert [row["train/loss"] for row in rows_of(tmp_path)] == [
+        row["train/loss"] for row in rows_of(one)
+    ]
+    argv = flags(
+        work, tmp_path / "b", **TRUNCATED["both"], **replay, renormalize_sampled_log_probs=None
+    )
+    assert (
+        "was recorded with --renormalize-sampled-log-probs"
+        in server.train(argv, tmp_path / "log2").error()
+    )
 
 
 def test_a_teacher_is_restricted_too(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
     """The initial policy is its own teacher: over the same tokens, there is nothing to learn in the first rollout."""
-    argv = flags(work, tmp_path, rollout_top_k=5, num_rollout=1, use_opd="", opd_type="megatron", opd_teacher_load=work.model)
+    argv = flags(
+        work,
+        tmp_path,
+        rollout_top_k=5,
+        num_rollout=1,
+        use_opd="",
+        opd_type="megatron",
+        opd_teacher_load=work.model,
+    )
     server.train(argv, tmp_path / "log").ok()
     (row,) = rows_of(tmp_path)
     assert abs(row["rollout/opd_reverse_kl"]) < 1e-6

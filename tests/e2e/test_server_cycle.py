@@ -11,7 +11,16 @@ import torch
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.api_server import ApiServer, batch, critic, datum, policy, sampler_folder, tokens, weights_of
+from tests.e2e.api_server import (
+    ApiServer,
+    batch,
+    critic,
+    datum,
+    policy,
+    sampler_folder,
+    tokens,
+    weights_of,
+)
 from tests.e2e.helpers import Workspace
 
 ADAM = types.AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=5.0)
@@ -33,13 +42,18 @@ def log_probs(model: Any, one: types.Datum) -> torch.Tensor:
     return model(ids).logits[0].log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
-def test_a_training_run_is_that_of_torch(api: ApiServer, client: tinker.ServiceClient, work: Workspace) -> None:
+def test_a_training_run_is_that_of_torch(
+    api: ApiServer, client: tinker.ServiceClient, work: Workspace
+) -> None:
     """Cross-entropy with weights of any sign, two calls for each step, Adam's settings at every step."""
     model = reference(work)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
     adam = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2, betas=(0.9, 0.95), eps=1e-12
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        eps=1e-12,
     )
     training = policy(client, api)
     info = training.get_info()
@@ -60,25 +74,40 @@ def test_a_training_run_is_that_of_torch(api: ApiServer, client: tinker.ServiceC
         outputs = [output for future in futures for output in future.result().loss_fn_outputs]
         for output, (scores, losses) in zip(outputs, expected, strict=True):
             torch.testing.assert_close(output["logprobs"].to_torch(), scores, atol=2e-5, rtol=1e-5)
-            torch.testing.assert_close(output["elementwise_loss"].to_torch(), losses, atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                output["elementwise_loss"].to_torch(), losses, atol=2e-5, rtol=1e-5
+            )
         total = sum(float(losses.sum()) for _, losses in expected)
-        assert sum(f.result().metrics["loss:sum"] for f in futures) == pytest.approx(total, rel=1e-4, abs=1e-4)
+        assert sum(f.result().metrics["loss:sum"] for f in futures) == pytest.approx(
+            total, rel=1e-4, abs=1e-4
+        )
         assert done.result().metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    saved = weights_of(sampler_folder(api, training.save_weights_for_sampler("trained").result().path))
+    saved = weights_of(
+        sampler_folder(api, training.save_weights_for_sampler("trained").result().path)
+    )
     names = dict(model.named_parameters())
     for name, tensor in saved.items():
         if name in names:
             torch.testing.assert_close(tensor, names[name].detach(), atol=5e-4, rtol=1e-3)
 
 
-def test_targets_need_not_be_the_next_tokens(client: tinker.ServiceClient, api: ApiServer, work: Workspace) -> None:
+def test_targets_need_not_be_the_next_tokens(
+    client: tinker.ServiceClient, api: ApiServer, work: Workspace
+) -> None:
     data = [datum(9, 1, targets=tokens(9, 77)), datum(5, 2, targets=tokens(5, 78))]
     outputs = policy(client, api).forward(data, "cross_entropy").result().loss_fn_outputs
     for output, one in zip(outputs, data, strict=True):
-        torch.testing.assert_close(output["logprobs"].to_torch(), log_probs(reference(work), one).detach(), atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            output["logprobs"].to_torch(),
+            log_probs(reference(work), one).detach(),
+            atol=2e-5,
+            rtol=1e-5,
+        )
 
 
-def test_several_weighted_targets_a_token(client: tinker.ServiceClient, api: ApiServer, work: Workspace) -> None:
+def test_several_weighted_targets_a_token(
+    client: tinker.ServiceClient, api: ApiServer, work: Workspace
+) -> None:
     """Soft targets [N, K], of another K in each datum, one of them sparse: log-probs, losses and gradient norm of plain torch, for every weight
     and adapter."""
     rng = np.random.default_rng(4)
@@ -87,11 +116,15 @@ def test_several_weighted_targets_a_token(client: tinker.ServiceClient, api: Api
     weights = [torch.tensor(rng.normal(size=shape), dtype=torch.float32) for shape in shapes]
     weights[2][torch.tensor(rng.random(shapes[2]) < 0.9)] = 0.0
     data = [
-        types.Datum(model_input=types.ModelInput.from_ints(row), loss_fn_inputs={"target_tokens": t, "weights": w})
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row),
+            loss_fn_inputs={"target_tokens": t, "weights": w},
+        )
         for row, t, w in zip(rows, targets, weights, strict=True)
     ]
     assert (
-        data[2].loss_fn_inputs["weights"].sparse_crow_indices is not None and data[0].loss_fn_inputs["weights"].sparse_crow_indices is None
+        data[2].loss_fn_inputs["weights"].sparse_crow_indices is not None
+        and data[0].loss_fn_inputs["weights"].sparse_crow_indices is None
     )
     training = policy(client, api)
     result = training.forward_backward(data, "cross_entropy").result()
@@ -100,13 +133,21 @@ def test_several_weighted_targets_a_token(client: tinker.ServiceClient, api: Api
         scores = model(torch.tensor([row])).logits[0].log_softmax(-1).gather(1, t)
         losses = -(scores * w).sum(-1)
         losses.sum().backward()
-        torch.testing.assert_close(output["logprobs"].to_torch(), scores.detach(), atol=2e-5, rtol=1e-5)
-        torch.testing.assert_close(output["elementwise_loss"].to_torch(), losses.detach(), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            output["logprobs"].to_torch(), scores.detach(), atol=2e-5, rtol=1e-5
+        )
+        torch.testing.assert_close(
+            output["elementwise_loss"].to_torch(), losses.detach(), atol=1e-4, rtol=1e-4
+        )
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    assert training.optim_step(ADAM).result().metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert training.optim_step(ADAM).result().metrics["grad_norm"] == pytest.approx(
+        float(norm), rel=1e-4
+    )
 
 
-def test_a_forward_pass_leaves_the_gradients_alone(client: tinker.ServiceClient, api: ApiServer) -> None:
+def test_a_forward_pass_leaves_the_gradients_alone(
+    client: tinker.ServiceClient, api: ApiServer
+) -> None:
     """Bit by bit: the same steps with and without forward passes between them."""
     paths = []
     for asks in (False, True):
@@ -115,7 +156,10 @@ def test_a_forward_pass_leaves_the_gradients_alone(client: tinker.ServiceClient,
             training.forward_backward(batch(3, step), "cross_entropy")
             if asks:
                 training.forward(batch(4, 9), "cross_entropy")
-                training.forward([datum(6, 4, logprobs=np.zeros(6), advantages=np.ones(6))], "importance_sampling")
+                training.forward(
+                    [datum(6, 4, logprobs=np.zeros(6), advantages=np.ones(6))],
+                    "importance_sampling",
+                )
             training.optim_step(ADAM).result()
         paths.append(training.save_weights_for_sampler("end").result().path)
     one, other = (weights_of(sampler_folder(api, path)) for path in paths)
@@ -139,34 +183,53 @@ def test_a_saved_state_goes_on_bit_by_bit(client: tinker.ServiceClient, api: Api
             future = one.forward_backward(batch(3, step), "cross_entropy")
             one.optim_step(ADAM)
             losses.append(future.result().metrics["loss:sum"])
-        ends.append(weights_of(sampler_folder(api, one.save_weights_for_sampler("end").result().path)))
+        ends.append(
+            weights_of(sampler_folder(api, one.save_weights_for_sampler("end").result().path))
+        )
     assert losses[0:2] == losses[2:4], "the optimizer was not restored"
-    assert losses[4] == losses[0] and losses[5] != losses[1], "weights alone: the second step is another"
+    assert losses[4] == losses[0] and losses[5] != losses[1], (
+        "weights alone: the second step is another"
+    )
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     rest = tinker.RestClient(base_url=api.url, api_key="tml-key-of-the-tests")
     info = rest.get_weights_info_by_tinker_path(path).result()
     assert info.base_model == str(api.model) and info.is_lora is False
-    listed = {c.tinker_path: c for c in rest.list_checkpoints(training.model_id).result().checkpoints}
+    listed = {
+        c.tinker_path: c for c in rest.list_checkpoints(training.model_id).result().checkpoints
+    }
     assert listed[path].size_bytes and listed[path].size_bytes > 10_000
     assert listed[path].expires_at is None
     for seconds in (3600, None):
         rest.set_checkpoint_ttl_from_tinker_path(path, seconds).result()
-        (found,) = (c for c in rest.list_user_checkpoints().result().checkpoints if c.tinker_path == path)
+        (found,) = (
+            c for c in rest.list_user_checkpoints().result().checkpoints if c.tinker_path == path
+        )
         assert (found.expires_at is None) == (seconds is None)
     runs = {run.training_run_id: run for run in rest.list_training_runs().result().training_runs}
     run = rest.get_training_run(training.model_id).result()
-    assert (run.training_run_id, run.base_model, run.is_lora) == (training.model_id, str(api.model), False)
-    assert runs[training.model_id].model_owner == run.model_owner and runs[training.model_id].base_model == run.base_model
+    assert (run.training_run_id, run.base_model, run.is_lora) == (
+        training.model_id,
+        str(api.model),
+        False,
+    )
+    assert (
+        runs[training.model_id].model_owner == run.model_owner
+        and runs[training.model_id].base_model == run.base_model
+    )
     (offered,) = rest.get_server_capabilities().result().supported_models
     assert offered.model_name == str(api.model)
-    with pytest.raises(tinker.APIStatusError, match=r"POST /api/v1/training_runs/.*/publish is not offered here"):
+    with pytest.raises(
+        tinker.APIStatusError, match=r"POST /api/v1/training_runs/.*/publish is not offered here"
+    ):
         rest.publish_checkpoint_from_tinker_path(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
     with pytest.raises(tinker.RequestFailedError, match="does not exist"):
         client.create_training_client_from_state(path).result()
 
 
-def test_snapshots_stay_as_they_are(client: tinker.ServiceClient, api: ApiServer, work: Workspace) -> None:
+def test_snapshots_stay_as_they_are(
+    client: tinker.ServiceClient, api: ApiServer, work: Workspace
+) -> None:
     """Log-probs belong to the sampled tokens, and to the weights of the snapshot, whatever is trained later."""
     training = policy(client, api)
     sampler = training.save_weights_and_get_sampling_client().result()
@@ -176,19 +239,31 @@ def test_snapshots_stay_as_they_are(client: tinker.ServiceClient, api: ApiServer
     training.forward_backward(batch(4), "cross_entropy")
     training.optim_step(ADAM).result()
     again = sampler.sample(prompt, 3, params, include_prompt_logprobs=True).result()
-    later = training.save_weights_and_get_sampling_client().result().sample(prompt, 3, params, include_prompt_logprobs=True).result()
+    later = (
+        training.save_weights_and_get_sampling_client()
+        .result()
+        .sample(prompt, 3, params, include_prompt_logprobs=True)
+        .result()
+    )
     tokens_of = [[list(s.tokens) for s in answer.sequences] for answer in (before, again, later)]
     assert tokens_of[0] == tokens_of[1]
     assert list(before.sequences[0].logprobs) == list(again.sequences[0].logprobs)
-    assert before.prompt_logprobs[0] is None and before.prompt_logprobs[1:] != later.prompt_logprobs[1:]
+    assert (
+        before.prompt_logprobs[0] is None
+        and before.prompt_logprobs[1:] != later.prompt_logprobs[1:]
+    )
     assert len({tuple(t) for t in tokens_of[0]}) > 1, "samples of one request differ"
     model = reference(work)
     for sequence in before.sequences:
         ids = torch.tensor([[10, 20, 30, *sequence.tokens]])
         with torch.no_grad():
             logits = model(ids).logits[0, 2:-1] / 0.7
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(list(sequence.tokens))[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(list(sequence.logprobs)), expected, atol=2e-5, rtol=1e-5)
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(list(sequence.tokens))[:, None])[
+            :, 0
+        ]
+        torch.testing.assert_close(
+            torch.tensor(list(sequence.logprobs)), expected, atol=2e-5, rtol=1e-5
+        )
         assert sequence.sequence_id
 
 
@@ -211,14 +286,27 @@ def test_ends_of_responses(client: tinker.ServiceClient, api: ApiServer) -> None
     assert len(free.tokens) == 5 and free.tokens[0] == 0 and free.stop_reason == "length"
     assert list(sampled(stop=[0]).tokens) == [0]
     base = client.create_sampling_client(base_model=str(api.model)).result()
-    free = base.sample(prompt, 1, types.SamplingParams(max_tokens=5, seed=1, stop=[])).result().sequences[0]
+    free = (
+        base.sample(prompt, 1, types.SamplingParams(max_tokens=5, seed=1, stop=[]))
+        .result()
+        .sequences[0]
+    )
     second = int(free.tokens[1])
-    stopped = base.sample(prompt, 1, types.SamplingParams(max_tokens=5, seed=1, stop=[second])).result().sequences[0]
+    stopped = (
+        base.sample(prompt, 1, types.SamplingParams(max_tokens=5, seed=1, stop=[second]))
+        .result()
+        .sequences[0]
+    )
     cut = list(free.tokens).index(second) + 1
     assert list(stopped.tokens) == list(free.tokens)[:cut] and stopped.stop_reason == "stop"
     text = base.get_tokenizer().decode([second])
     assert (
-        list(base.sample(prompt, 1, types.SamplingParams(max_tokens=5, seed=1, stop=text)).result().sequences[0].tokens)
+        list(
+            base.sample(prompt, 1, types.SamplingParams(max_tokens=5, seed=1, stop=text))
+            .result()
+            .sequences[0]
+            .tokens
+        )
         == list(free.tokens)[:cut]
     )
 
@@ -228,7 +316,9 @@ def test_a_custom_loss_of_the_client(client: tinker.ServiceClient, api: ApiServe
     training = policy(client, api)
     data = [datum(8, seed) for seed in range(3)]
 
-    def squares(data: list[types.Datum], scores: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    def squares(
+        data: list[types.Datum], scores: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         loss = torch.stack([((s + 1.0) ** 2).sum() for s in scores]).sum()
         return loss, {"squares": float(loss)}
 
@@ -241,7 +331,9 @@ def test_a_custom_loss_of_the_client(client: tinker.ServiceClient, api: ApiServe
 
 
 @pytest.mark.parametrize("rank", [0, 32])
-def test_a_critic_learns_its_returns(client: tinker.ServiceClient, api: ApiServer, rank: int) -> None:
+def test_a_critic_learns_its_returns(
+    client: tinker.ServiceClient, api: ApiServer, rank: int
+) -> None:
     """Declared with user_metadata; starts at values of 0; its loss is a sum; asked without values and returns it only tells. rank 32, which the SDK
     gives unless it is told otherwise: policy and critic are adapters on one base, and take turns on the device."""
     training = policy(client, api, rank=rank)
@@ -260,7 +352,10 @@ def test_a_critic_learns_its_returns(client: tinker.ServiceClient, api: ApiServe
         ]
 
     asked = [types.Datum(model_input=one.model_input, loss_fn_inputs={}) for one in data(returns)]
-    values = [out["values"].to_numpy() for out in judge.forward(asked, "ppo_critic").result().loss_fn_outputs]
+    values = [
+        out["values"].to_numpy()
+        for out in judge.forward(asked, "ppo_critic").result().loss_fn_outputs
+    ]
     assert [v.tolist() for v in values] == [[0.0] * 7, [0.0] * 5]
     losses, norms = [], []
     for _ in range(12):
@@ -270,15 +365,30 @@ def test_a_critic_learns_its_returns(client: tinker.ServiceClient, api: ApiServe
         new = [out["values"].to_numpy() for out in result.loss_fn_outputs]
         expected = sum(0.5 * float(((v - r) ** 2).sum()) for v, r in zip(new, returns, strict=True))
         assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
-        assert {"critic_loss:sum", "values_mean:mean", "values_clipfrac:mean"} <= result.metrics.keys()
+        assert {
+            "critic_loss:sum",
+            "values_mean:mean",
+            "values_clipfrac:mean",
+        } <= result.metrics.keys()
         judge.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-        norms.append(training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"])
+        norms.append(
+            training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
+        )
         losses.append(expected)
     assert losses[-1] < 0.3 * losses[0]
-    assert set(norms) == {norms[0]} and norms[0] > 0, "what the critic learns changes nothing of the policy, or of their base"
+    assert set(norms) == {norms[0]} and norms[0] > 0, (
+        "what the critic learns changes nothing of the policy, or of their base"
+    )
     policy(client, api)
-    again = client.create_training_client_from_state_with_optimizer(judge.save_state("values").result().path).result()
+    again = client.create_training_client_from_state_with_optimizer(
+        judge.save_state("values").result().path
+    ).result()
     for mine, its in zip(
-        judge.forward(asked, "ppo_critic").result().loss_fn_outputs, again.forward(asked, "ppo_critic").result().loss_fn_outputs
+        judge.forward(asked, "ppo_critic").result().loss_fn_outputs,
+        again.forward(asked, "ppo_critic").result().loss_fn_outputs,
     ):
-        assert mine["values"].to_numpy().tolist() == its["values"].to_numpy().tolist() != [0.0] * len(mine["values"].to_numpy())
+        assert (
+            mine["values"].to_numpy().tolist()
+            == its["values"].to_numpy().tolist()
+            != [0.0] * len(mine["values"].to_numpy())
+        )

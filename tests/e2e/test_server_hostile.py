@@ -67,13 +67,21 @@ def bytes_of(rng: random.Random, raw: Raw, model: str) -> tuple[str, bytes, dict
     """(path, body, headers) of one hostile request."""
     kind = rng.random()
     if kind < 0.35:  # protobuf that is bent
-        body = bytearray(raw.pass_body(model, rng.randrange(1, 2**31 - 1), [datum(4, rng.randrange(99), weights=[1, 1, 1, 1])]))
+        body = bytearray(
+            raw.pass_body(
+                model,
+                rng.randrange(1, 2**31 - 1),
+                [datum(4, rng.randrange(99), weights=[1, 1, 1, 1])],
+            )
+        )
         if rng.random() < 0.5:
             for _ in range(rng.randrange(1, 6)):
                 body[rng.randrange(len(body))] = rng.randrange(256)
         else:
             request = pb.ForwardBackwardRequest.FromString(bytes(body))
-            tensor = request.data[0].loss_fn_inputs[rng.choice(["target_tokens", "weights", "", "logprobs", "\u00e9"])]
+            tensor = request.data[0].loss_fn_inputs[
+                rng.choice(["target_tokens", "weights", "", "logprobs", "\u00e9"])
+            ]
             tensor.dtype = rng.randrange(0, 6)
             tensor.dense = rng.randbytes(rng.choice([0, 1, 3, 16, 4000]))
             tensor.shape.extend(rng.choice([[], [-1], [2**62], [0], [4, 4]]))
@@ -82,11 +90,30 @@ def bytes_of(rng: random.Random, raw: Raw, model: str) -> tuple[str, bytes, dict
         return "forward_backward", bytes(body), PROTOBUF
     path = rng.choice(PATHS)
     if kind < 0.5:  # no JSON at all
-        return path, rng.choice([b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b"9" * 10_000, b'"\\ud800"', b"null", rng.randbytes(200)]), {}
+        return (
+            path,
+            rng.choice(
+                [
+                    b"",
+                    b"{",
+                    b"\xff\xfe\x00",
+                    b"[" * 100_000,
+                    b"9" * 10_000,
+                    b'"\\ud800"',
+                    b"null",
+                    rng.randbytes(200),
+                ]
+            ),
+            {},
+        )
     body = mutated(rng, BODIES.get(path, {"session_id": "S"}))
     text = json.dumps(body)
     session = raw.session
-    return path, text.replace('"M', f'"{model}').replace('"S', f'"{session}').encode(), {"Content-Type": "application/json"}
+    return (
+        path,
+        text.replace('"M', f'"{model}').replace('"S', f'"{session}').encode(),
+        {"Content-Type": "application/json"},
+    )
 
 
 def memory(api: ApiServer) -> int:
@@ -121,7 +148,9 @@ def test_unknown_routes_and_methods(api: ApiServer) -> None:
     http = api.http()
     assert http.get("nothing").status_code == 404
     assert http.get("create_model").status_code == 405
-    assert http.request("DELETE", "training_runs/x/checkpoints/../../../etc/passwd").status_code in (404, 405)
+    assert http.request(
+        "DELETE", "training_runs/x/checkpoints/../../../etc/passwd"
+    ).status_code in (404, 405)
     assert http.get("training_runs?limit=-1").status_code == 422
     assert http.get("checkpoints?offset=abc").status_code == 422
 
@@ -130,7 +159,9 @@ def test_a_large_body_is_refused_before_it_is_read(api: ApiServer) -> None:
     """By its announced length, and where none is announced once it is too long. --max-body-mb is 8 here."""
     host, port = api.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as opened:
-        opened.sendall(b"POST /api/v1/optim_step HTTP/1.1\r\nHost: x\r\nX-API-Key: tml-x\r\nContent-Length: 1000000000\r\n\r\n")
+        opened.sendall(
+            b"POST /api/v1/optim_step HTTP/1.1\r\nHost: x\r\nX-API-Key: tml-x\r\nContent-Length: 1000000000\r\n\r\n"
+        )
         assert b" 413 " in opened.recv(200)
 
     def endless() -> Any:
@@ -145,21 +176,34 @@ def test_packed_bodies(api: ApiServer) -> None:
     """zstd, as the SDK packs them when it is told to: what is in it counts, and how large that is."""
 
     def post(content: bytes, encoding: str = "zstd") -> int:
-        return int(api.http().post("create_session", content=content, headers={"Content-Encoding": encoding}).status_code)
+        return int(
+            api.http()
+            .post("create_session", content=content, headers={"Content-Encoding": encoding})
+            .status_code
+        )
 
     pack = zstandard.ZstdCompressor().compress
     assert post(pack(b"{}")) == 200
-    assert post(pack(b"no json")) == 400 and post(b"{}") == 400 and post(pack(b"{}")[:-3]) == 400 and post(b"") == 400
+    assert (
+        post(pack(b"no json")) == 400
+        and post(b"{}") == 400
+        and post(pack(b"{}")[:-3]) == 400
+        and post(b"") == 400
+    )
     bomb = pack(b" " * 200_000_000)
     assert len(bomb) < 100_000 and post(bomb) == 413
     assert post(b"{}", "gzip") == 415
-    assert api.http().post("client/config", json={}).json()["proto_compress_fwdbwd"] is False, "on loopback it would only cost time"
+    assert api.http().post("client/config", json={}).json()["proto_compress_fwdbwd"] is False, (
+        "on loopback it would only cost time"
+    )
 
 
 def test_keys(work: Any, tmp_path: Path) -> None:
     """With --api-key-file: 401 without a key or with another, and what one key has is not there for the other."""
     (tmp_path / "keys").write_text("tml-first-key-000\ntml-second-key-00\n")
-    with ApiServer(work.model, tmp_path / "api", "--api-key-file", str(tmp_path / "keys")) as guarded:
+    with ApiServer(
+        work.model, tmp_path / "api", "--api-key-file", str(tmp_path / "keys")
+    ) as guarded:
         assert guarded.http("tml-wrong").post("create_session", json={}).status_code == 401
         assert httpx.post(f"{guarded.url}/api/v1/create_session", json={}).status_code == 401
         first, second = guarded.http("tml-first-key-000"), guarded.http("tml-second-key-00")
@@ -175,8 +219,12 @@ def test_keys(work: Any, tmp_path: Path) -> None:
             ("retrieve_future", future),
         ):
             assert second.post(path, json=asked).status_code == 404
-        assert (guarded.folder / "server").stat().st_mode & 0o077 == 0, "the server's folder is the user's alone"
-        assert "tml-" not in (guarded.folder / "server" / "journal.sqlite").read_bytes().decode("latin1")
+        assert (guarded.folder / "server").stat().st_mode & 0o077 == 0, (
+            "the server's folder is the user's alone"
+        )
+        assert "tml-" not in (guarded.folder / "server" / "journal.sqlite").read_bytes().decode(
+            "latin1"
+        )
 
 
 @pytest.mark.slow
@@ -189,5 +237,7 @@ def test_a_connection_that_says_nothing_is_closed(api: ApiServer) -> None:
 
 
 def test_it_listens_on_loopback_alone(api: ApiServer) -> None:
-    addresses = {c.laddr.ip for c in psutil.Process(api.api_pid).net_connections() if c.status == "LISTEN"}
+    addresses = {
+        c.laddr.ip for c in psutil.Process(api.api_pid).net_connections() if c.status == "LISTEN"
+    }
     assert addresses == {"127.0.0.1"} and re.match(r"http://127\.0\.0\.1:", api.url)

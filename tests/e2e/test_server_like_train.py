@@ -36,10 +36,14 @@ def datum(sample: Sample, advantage: float, samples_of_step: int) -> types.Datum
         "mask": spread(1.0),
         "weights": spread(1.0 / count / samples_of_step),
     }
-    return types.Datum(model_input=types.ModelInput.from_ints(list(sample.tokens[:-1])), loss_fn_inputs=arrays)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(sample.tokens[:-1])), loss_fn_inputs=arrays
+    )
 
 
-def test_from_the_same_samples_the_same_weights(server: TrainServer, api: ApiServer, work: Workspace, tmp_path: Path) -> None:
+def test_from_the_same_samples_the_same_weights(
+    server: TrainServer, api: ApiServer, work: Workspace, tmp_path: Path
+) -> None:
     dump = tmp_path / "rollout_{rollout_id}"
     flags = work.flags(
         tmp_path / "run", num_rollout=1, entropy_coef=0.01, sapo_tau_pos=1.0, sapo_tau_neg=1.05, save_debug_rollout_data=dump,
@@ -53,13 +57,21 @@ def test_from_the_same_samples_the_same_weights(server: TrainServer, api: ApiSer
         for group in groups[step * GROUPS // STEPS : (step + 1) * GROUPS // STEPS]:
             rewards = np.array([sample.reward for sample in group.samples])
             advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-            data += [datum(sample, float(a), GROUPS // STEPS * GROUP) for sample, a in zip(group.samples, advantages, strict=True)]
+            data += [
+                datum(sample, float(a), GROUPS // STEPS * GROUP)
+                for sample, a in zip(group.samples, advantages, strict=True)
+            ]
         training.forward_backward(data, "sapo", SAPO)
-        adam = types.AdamParams(learning_rate=1e-3, beta2=0.999, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
+        adam = types.AdamParams(
+            learning_rate=1e-3, beta2=0.999, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0
+        )
         norms.append(training.optim_step(adam).result().metrics["grad_norm"])
     row = read_metrics(tmp_path / "run/metrics.jsonl")[-1]
     assert np.mean(norms) == pytest.approx(row["train/grad_norm"], rel=1e-5)
-    ours, theirs = weights_of(sampler_folder(api, training.save_weights_for_sampler("same").result().path)), weights_of(tmp_path / "hf")
+    ours, theirs = (
+        weights_of(sampler_folder(api, training.save_weights_for_sampler("same").result().path)),
+        weights_of(tmp_path / "hf"),
+    )
     start = weights_of(work.model)
     for name, tensor in theirs.items():
         assert (tensor - start[name]).norm() > 0

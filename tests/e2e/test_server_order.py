@@ -26,7 +26,9 @@ class Raw:
 
     def __init__(self, api: ApiServer) -> None:
         self.api, self.http = api, api.http()
-        self.session = self.post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"})["session_id"]
+        self.session = self.post(
+            "create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"}
+        )["session_id"]
 
     def post(self, path: str, body: Any, status: int = 200) -> Any:
         answer = self.http.post(path, json=body)
@@ -34,13 +36,28 @@ class Raw:
         return answer.json()
 
     def create(self, number: int = 0, status: int = 200, **more: Any) -> str:
-        body = {"session_id": self.session, "model_seq_id": number, "base_model": str(self.api.model), "type": "create_model", **more}
+        body = {
+            "session_id": self.session,
+            "model_seq_id": number,
+            "base_model": str(self.api.model),
+            "type": "create_model",
+            **more,
+        }
         future = self.post("create_model", body, status)
         return str(self.wait(future["request_id"])["model_id"])
 
-    def pass_body(self, model: str, seq: int, data: list[types.Datum], loss: str = "cross_entropy", **config: Any) -> bytes:
+    def pass_body(
+        self,
+        model: str,
+        seq: int,
+        data: list[types.Datum],
+        loss: str = "cross_entropy",
+        **config: Any,
+    ) -> bytes:
         inputs = types.ForwardBackwardInput(data=data, loss_fn=loss, loss_fn_config=config or None)
-        request = types.ForwardBackwardRequest(forward_backward_input=inputs, model_id=model, seq_id=seq)
+        request = types.ForwardBackwardRequest(
+            forward_backward_input=inputs, model_id=model, seq_id=seq
+        )
         return bytes(forward_backward_request_to_proto(request).SerializeToString())
 
     def send_pass(self, body: bytes, status: int = 200) -> str:
@@ -50,16 +67,25 @@ class Raw:
 
     def step(self, model: str, seq: int, **adam: float) -> str:
         return str(
-            self.post("optim_step", {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1e-2, **adam}})["request_id"]
+            self.post(
+                "optim_step",
+                {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1e-2, **adam}},
+            )["request_id"]
         )
 
     def save(self, model: str, seq: int) -> str:
-        future = self.post("save_weights_for_sampler", {"model_id": model, "seq_id": seq, "path": "end"})
+        future = self.post(
+            "save_weights_for_sampler", {"model_id": model, "seq_id": seq, "path": "end"}
+        )
         return str(self.wait(future["request_id"])["path"])
 
     def wait(self, request: str) -> Any:
         """The result: JSON, or the SDK's ForwardBackwardOutput."""
-        answer = self.http.post("retrieve_future", json={"request_id": request}, headers={"Accept": "application/x-protobuf"})
+        answer = self.http.post(
+            "retrieve_future",
+            json={"request_id": request},
+            headers={"Accept": "application/x-protobuf"},
+        )
         assert answer.status_code == 200, answer.text
         if answer.headers["content-type"] == "application/x-protobuf":
             return deserialize_forward_backward_output(answer.content)
@@ -84,7 +110,10 @@ def test_shuffled_and_repeated_requests_give_the_same_bits(api: ApiServer) -> No
     for order in ([1, 2, 3, 4, 5, 6, 7], [2, 3, 7, 1, 4, 1, 6, 2, 5, 7, 5]):
         raw = Raw(api)
         model = raw.create()
-        bodies = {seq: raw.pass_body(model, seq, chunk) for seq, chunk in zip((1, 2, 3, 5, 6), chunks, strict=True)}
+        bodies = {
+            seq: raw.pass_body(model, seq, chunk)
+            for seq, chunk in zip((1, 2, 3, 5, 6), chunks, strict=True)
+        }
         ids: dict[int, str] = {}
         for seq in order:
             id = raw.step(model, seq) if seq in (4, 7) else raw.send_pass(bodies[seq])
@@ -105,12 +134,17 @@ def test_chunks_of_the_sdk_make_one_batch(api: ApiServer) -> None:
     for length in (1024, 2):
         client = api.client()
         training = policy(client, api)
-        told = {"fwdbwd_max_chunk_len": length, "proto_compress_fwdbwd": length == 2}  # the second time also packed with zstd
+        told = {
+            "fwdbwd_max_chunk_len": length,
+            "proto_compress_fwdbwd": length == 2,
+        }  # the second time also packed with zstd
         training.holder._client_config = training.holder._client_config.model_copy(update=told)
         result = training.forward_backward(batch(7, 3), "cross_entropy")
         norms.append(training.optim_step(types.AdamParams()).result().metrics["grad_norm"])
         losses.append(result.result().metrics["loss:sum"])
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5) and losses[0] == pytest.approx(
+        losses[1], rel=1e-5
+    )
 
 
 def test_another_request_at_the_same_number_is_refused_for_good(raw: Raw) -> None:
@@ -177,10 +211,14 @@ def test_what_a_batch_may_not_be(raw: Raw) -> None:
         assert said in message and model in message, message
     seq = len(BAD_DATUMS) + 1
     mixed = [datum(4, 0, weights=[1, 1, 1, 1]), good]
-    assert "some datums have weights" in raw.refused(raw.send_pass(raw.pass_body(model, seq, mixed)))
+    assert "some datums have weights" in raw.refused(
+        raw.send_pass(raw.pass_body(model, seq, mixed))
+    )
     request = pb.ForwardBackwardRequest.FromString(raw.pass_body(model, seq + 1, [good]))
     request.data[0].model_input.add().image.data = b"png"
-    assert "datum 0: a chunk of kind image" in raw.refused(raw.send_pass(request.SerializeToString()))
+    assert "datum 0: a chunk of kind image" in raw.refused(
+        raw.send_pass(request.SerializeToString())
+    )
     request = pb.ForwardBackwardRequest.FromString(raw.pass_body(model, seq + 2, [good]))
     request.data[0].loss_fn_inputs["target_tokens"].shape[:] = [2, 2]
     assert "several targets a token" in raw.refused(raw.send_pass(request.SerializeToString()))
@@ -192,7 +230,12 @@ def test_roles(api: ApiServer) -> None:
     raw = Raw(api)
 
     def create(number: int, **more: Any) -> str:
-        body = {"session_id": raw.session, "model_seq_id": number, "base_model": str(api.model), **more}
+        body = {
+            "session_id": raw.session,
+            "model_seq_id": number,
+            "base_model": str(api.model),
+            **more,
+        }
         return raw.refused(raw.post("create_model", body)["request_id"])
 
     as_critic = {"user_metadata": {"model_role": "critic"}}
@@ -203,25 +246,36 @@ def test_roles(api: ApiServer) -> None:
     assert "the only one is adamw" in create(5, optimizer_config={"type": "dimuon"})
     raw.create(6)
     nothing = {"rank": 8, "train_attn": False, "train_mlp": False}
-    assert "train_attn and train_mlp are both False: an adapter of a critic" in create(4, lora_config=nothing, **as_critic)
+    assert "train_attn and train_mlp are both False: an adapter of a critic" in create(
+        4, lora_config=nothing, **as_critic
+    )
     judge = raw.create(7, model_role="critic")
     assert "one critic per policy" in create(8, **as_critic)
     values = {"values": np.zeros(3, np.float32), "returns": np.ones(3, np.float32)}
     rows = types.ModelInput.from_ints(tokens(3, 1))
 
     def refused(seq: int, loss: str, **inputs: Any) -> str:
-        one = types.Datum(model_input=rows, loss_fn_inputs={name: np.asarray(v, dtype=np.float32) for name, v in inputs.items()})
+        one = types.Datum(
+            model_input=rows,
+            loss_fn_inputs={name: np.asarray(v, dtype=np.float32) for name, v in inputs.items()},
+        )
         message = raw.refused(raw.send_pass(raw.pass_body(judge, seq, [one], loss)))
         assert judge in message
         return message
 
     assert "a critic batch must use loss_fn 'ppo_critic'" in refused(1, "cross_entropy")
-    assert "give both values and returns, or neither" in refused(2, "ppo_critic", values=values["values"])
-    assert "values and returns are required for every response token" in refused(3, "ppo_critic", values=[0, 0], returns=[1, 1])
+    assert "give both values and returns, or neither" in refused(
+        2, "ppo_critic", values=values["values"]
+    )
+    assert "values and returns are required for every response token" in refused(
+        3, "ppo_critic", values=[0, 0], returns=[1, 1]
+    )
     assert "required for every response token" in refused(4, "ppo_critic")
     saved = raw.post("save_weights_for_sampler", {"model_id": judge, "seq_id": 5, "path": "x"})
     assert "sampler checkpoints are for policies only" in raw.refused(saved["request_id"])
-    state = raw.wait(raw.post("save_weights", {"model_id": judge, "seq_id": 6, "path": "x"})["request_id"])
+    state = raw.wait(
+        raw.post("save_weights", {"model_id": judge, "seq_id": 6, "path": "x"})["request_id"]
+    )
     assert state["path"] == f"tinker://{judge}/weights/x"
 
 
@@ -231,20 +285,33 @@ def test_losses_are_those_of_their_formulas(api: ApiServer) -> None:
     rng = np.random.default_rng(0)
     lengths = (6, 9)
     asked = [datum(n, i) for i, n in enumerate(lengths)]
-    now = [out["logprobs"].to_torch().double() for out in training.forward(asked, "cross_entropy").result().loss_fn_outputs]
+    now = [
+        out["logprobs"].to_torch().double()
+        for out in training.forward(asked, "cross_entropy").result().loss_fn_outputs
+    ]
     old = [lp.float().numpy() + rng.normal(size=len(lp)) * 0.3 for lp in now]
     advantages = [rng.normal(size=n) for n in lengths]
     masks = [np.array([0] * 2 + [1] * (n - 2)) for n in lengths]
 
     def data(*names: str) -> list[types.Datum]:
-        tables = {"logprobs": old, "advantages": advantages, "sequence_ratio_mask": masks, "mask": masks}
+        tables = {
+            "logprobs": old,
+            "advantages": advantages,
+            "sequence_ratio_mask": masks,
+            "mask": masks,
+        }
         rows = [{name: tables[name][i] for name in names} for i in range(2)]
         for row in rows:
             if "sequence_ratio_mask" in row or "mask" in row:
-                row["advantages"] = row["advantages"] * (row.get("mask", row.get("sequence_ratio_mask")))
+                row["advantages"] = row["advantages"] * (
+                    row.get("mask", row.get("sequence_ratio_mask"))
+                )
         return [datum(n, i, **rows[i]) for i, n in enumerate(lengths)]
 
-    r = [torch.exp(lp - torch.tensor(q, dtype=torch.float32).double()) for lp, q in zip(now, old, strict=True)]
+    r = [
+        torch.exp(lp - torch.tensor(q, dtype=torch.float32).double())
+        for lp, q in zip(now, old, strict=True)
+    ]
     a = [torch.tensor(x, dtype=torch.float32).double() for x in advantages]
     m = [torch.tensor(x).double() for x in masks]
     d = [x.log() for x in r]
@@ -263,8 +330,12 @@ def test_losses_are_those_of_their_formulas(api: ApiServer) -> None:
         names = ("advantages", *more) if name == "gpg" else ("logprobs", "advantages", *more)
         output = training.forward(data(*names), name, config or None).result()
         for got, wanted in zip(output.loss_fn_outputs, expected, strict=True):
-            torch.testing.assert_close(got["elementwise_loss"].to_torch().double(), wanted, atol=2e-5, rtol=1e-4)
-        assert output.metrics["loss:sum"] == pytest.approx(sum(float(x.sum()) for x in expected), rel=1e-4, abs=1e-4)
+            torch.testing.assert_close(
+                got["elementwise_loss"].to_torch().double(), wanted, atol=2e-5, rtol=1e-4
+            )
+        assert output.metrics["loss:sum"] == pytest.approx(
+            sum(float(x.sum()) for x in expected), rel=1e-4, abs=1e-4
+        )
         assert all(key.count(":") == 1 for key in output.metrics)
 
 
@@ -277,7 +348,12 @@ def test_entropy_comes_off_the_loss_and_is_trained(api: ApiServer) -> None:
         log_probs = model(torch.tensor([data[0].model_input.to_ints()])).logits[0].log_softmax(-1)
     expected = 0.3 * (log_probs.exp() * log_probs).sum(-1) * torch.tensor([0, 0] + [1] * 6)
     before = training.forward_backward(data, "gpg", {"entropy_coef": 0.3}).result()
-    torch.testing.assert_close(before.loss_fn_outputs[0]["elementwise_loss"].to_torch().double(), expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        before.loss_fn_outputs[0]["elementwise_loss"].to_torch().double(),
+        expected,
+        atol=2e-5,
+        rtol=1e-4,
+    )
     training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
     after = training.forward(data, "gpg", {"entropy_coef": 0.3}).result()
     assert after.metrics["loss:sum"] < before.metrics["loss:sum"] - 1e-4
@@ -287,13 +363,28 @@ def test_entropy_comes_off_the_loss_and_is_trained(api: ApiServer) -> None:
 
 def test_checkpoints_have_names_and_not_paths(raw: Raw) -> None:
     model = raw.create(6)
-    for seq, path in enumerate(("../../etc/passwd", "/etc/passwd", "a/b", "..", ".hidden", "", "x" * 200, "a\0b"), start=1):
+    for seq, path in enumerate(
+        ("../../etc/passwd", "/etc/passwd", "a/b", "..", ".hidden", "", "x" * 200, "a\0b"), start=1
+    ):
         for call in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
             raw.post(call, {"model_id": model, "seq_id": seq, "path": path}, 422)
-    for path in ("tinker://../../etc/weights/x", f"tinker://{model}/weights/../../x", "tinker:///etc/passwd"):
-        body = {"session_id": raw.session, "model_seq_id": 900 + len(path), "path": path, "optimizer": False}
+    for path in (
+        "tinker://../../etc/weights/x",
+        f"tinker://{model}/weights/../../x",
+        "tinker:///etc/passwd",
+    ):
+        body = {
+            "session_id": raw.session,
+            "model_seq_id": 900 + len(path),
+            "path": path,
+            "optimizer": False,
+        }
         assert "does not exist" in raw.refused(raw.post("load_weights", body)["request_id"])
-        raw.post("create_sampling_session", {"session_id": raw.session, "sampling_session_seq_id": 7, "model_path": path}, 422)
+        raw.post(
+            "create_sampling_session",
+            {"session_id": raw.session, "sampling_session_seq_id": 7, "model_path": path},
+            422,
+        )
         raw.post("weights_info", {"tinker_path": path}, 404)
 
 
@@ -324,7 +415,9 @@ def test_a_session_ends_with_its_models(api: ApiServer) -> None:
     client.close("success").result()
     http = api.http()
     assert http.post("session_heartbeat", json={"session_id": session}).status_code == 410
-    future = http.post("optim_step", json={"model_id": training.model_id, "seq_id": 1, "adam_params": {}}).json()
+    future = http.post(
+        "optim_step", json={"model_id": training.model_id, "seq_id": 1, "adam_params": {}}
+    ).json()
     result = http.post("retrieve_future", json=future).json()
     assert result["category"] == "server" and "its session has finished" in result["error"]
 

@@ -16,7 +16,16 @@ import tinker
 import torch
 from tinker import types
 
-from tests.e2e.api_server import ApiServer, batch, critic, datum, policy, sampler_folder, tokens, weights_of
+from tests.e2e.api_server import (
+    ApiServer,
+    batch,
+    critic,
+    datum,
+    policy,
+    sampler_folder,
+    tokens,
+    weights_of,
+)
 from tests.e2e.helpers import Workspace
 
 LAYOUTS = {
@@ -38,29 +47,57 @@ def run(server: ApiServer) -> dict[str, Any]:
         step = training.optim_step(types.AdamParams(learning_rate=1e-3))
         norms.append(step.result().metrics["grad_norm"])
         losses += [future.result().metrics["loss:sum"] for future in futures]
-        scores += [out["logprobs"].to_torch() for future in futures for out in future.result().loss_fn_outputs]
-    adapters = [client.create_lora_training_client(str(server.model), rank=4, seed=s, train_unembed=False).result() for s in (1, 2)]
+        scores += [
+            out["logprobs"].to_torch()
+            for future in futures
+            for out in future.result().loss_fn_outputs
+        ]
+    adapters = [
+        client.create_lora_training_client(
+            str(server.model), rank=4, seed=s, train_unembed=False
+        ).result()
+        for s in (1, 2)
+    ]
     for chunks in ([batch(5, 0), batch(1, 1)], [batch(3, 5), batch(3, 6)]):
         for chunk in chunks:  # the adapters take turns on the device, between passes whose gradients wait for the step
-            losses += [adapter.forward_backward(chunk, "cross_entropy").result().metrics["loss:sum"] for adapter in adapters]
+            losses += [
+                adapter.forward_backward(chunk, "cross_entropy").result().metrics["loss:sum"]
+                for adapter in adapters
+            ]
         steps = [adapter.optim_step(types.AdamParams(learning_rate=1e-2)) for adapter in adapters]
         norms += [step.result().metrics["grad_norm"] for step in steps]
-    merged = weights_of(sampler_folder(server, adapters[1].save_weights_for_sampler("adapter").result().path))
+    merged = weights_of(
+        sampler_folder(server, adapters[1].save_weights_for_sampler("adapter").result().path)
+    )
     targets = {"values": np.zeros(7, np.float32), "returns": np.ones(7, np.float32)}
-    asked = [types.Datum(model_input=types.ModelInput.from_ints(tokens(7, 1)), loss_fn_inputs=targets)]
+    asked = [
+        types.Datum(model_input=types.ModelInput.from_ints(tokens(7, 1)), loss_fn_inputs=targets)
+    ]
     for judge in (critic(client, server), critic(client, server, rank=4)):
         for _ in range(2):  # the first step moves the head, and the second what is below it
             losses.append(judge.forward_backward(asked, "ppo_critic").result().metrics["loss:sum"])
-            norms.append(judge.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"])
+            norms.append(
+                judge.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"]
+            )
     path = training.save_state("state").result().path
     resumed = client.create_training_client_from_state_with_optimizer(path).result()
     losses.append(resumed.forward([datum(6, 3)], "cross_entropy").result().metrics["loss:sum"])
-    weights = weights_of(sampler_folder(server, training.save_weights_for_sampler("end").result().path))
+    weights = weights_of(
+        sampler_folder(server, training.save_weights_for_sampler("end").result().path)
+    )
     sampler = training.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints([9, 8, 7])
-    answer = sampler.sample(prompt, 3, types.SamplingParams(max_tokens=4, seed=5), include_prompt_logprobs=True).result()
+    answer = sampler.sample(
+        prompt, 3, types.SamplingParams(max_tokens=4, seed=5), include_prompt_logprobs=True
+    ).result()
     weights |= {f"adapter {name}": tensor for name, tensor in merged.items()}
-    return {"norms": norms, "losses": losses, "scores": scores, "weights": weights, "samples": [list(s.tokens) for s in answer.sequences]}
+    return {
+        "norms": norms,
+        "losses": losses,
+        "scores": scores,
+        "weights": weights,
+        "samples": [list(s.tokens) for s in answer.sequences],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +107,19 @@ def alone(api: ApiServer) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_gives_the_same_gradient(layout: str, alone: dict[str, Any], work: Workspace, tmp_path: Path) -> None:
-    with ApiServer(work.model, tmp_path, *LAYOUTS[layout], "--max-tokens-per-gpu", "24", "--max-resident-adapters", "1", ranks=2) as server:
+def test_every_layout_gives_the_same_gradient(
+    layout: str, alone: dict[str, Any], work: Workspace, tmp_path: Path
+) -> None:
+    with ApiServer(
+        work.model,
+        tmp_path,
+        *LAYOUTS[layout],
+        "--max-tokens-per-gpu",
+        "24",
+        "--max-resident-adapters",
+        "1",
+        ranks=2,
+    ) as server:
         found = run(server)
     assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4)
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4, abs=1e-4)
@@ -102,7 +150,9 @@ def test_the_api_process_may_die(work: Workspace, tmp_path: Path) -> None:
         norm = training.optim_step(types.AdamParams()).result().metrics["grad_norm"]
         other = policy(server.client(), server)
         other.forward_backward(batch(3), "cross_entropy")
-        assert other.optim_step(types.AdamParams()).result().metrics["grad_norm"] == norm, "gradients lived through it"
+        assert other.optim_step(types.AdamParams()).result().metrics["grad_norm"] == norm, (
+            "gradients lived through it"
+        )
 
 
 @pytest.mark.slow
@@ -125,11 +175,15 @@ def test_the_workers_may_die(work: Workspace, tmp_path: Path) -> None:
         time.sleep(1.0)
         with pytest.raises(tinker.RequestFailedError, match=r"workers have ended|is lost"):
             training.forward(batch(2), "cross_entropy").result()
-        with pytest.raises(tinker.RequestFailedError, match=rf"go on from its newest checkpoint, {path}"):
+        with pytest.raises(
+            tinker.RequestFailedError, match=rf"go on from its newest checkpoint, {path}"
+        ):
             training.forward(batch(2), "cross_entropy").result()
         server.process.wait(timeout=60)
         api = server.api_pid
         server.start()
         resumed = client.create_training_client_from_state_with_optimizer(path).result()
-        assert resumed.forward(batch(2), "cross_entropy").result().metrics["loss:sum"] == pytest.approx(expected, rel=1e-6)
+        assert resumed.forward(batch(2), "cross_entropy").result().metrics[
+            "loss:sum"
+        ] == pytest.approx(expected, rel=1e-6)
         assert server.api_pid == api, "the API process lived on"

@@ -19,7 +19,9 @@ LONGEST_S = 30.0  # a rollout that waits for none, on a machine with other work
 def slow_first(count: int) -> Callable[[Any], float]:
     """The responses to the first prompts; what goes on after an abort is fast."""
     seen: dict[tuple[int, ...], int] = {}
-    return lambda body: TOKEN_S if seen.setdefault(tuple(body["input_ids"]), len(seen)) < count else 0.0
+    return lambda body: (
+        TOKEN_S if seen.setdefault(tuple(body["input_ids"]), len(seen)) < count else 0.0
+    )
 
 
 def served(work: Workspace, server: FakeServer, out: Path, **changes: Any) -> list[str]:
@@ -29,36 +31,71 @@ def served(work: Workspace, server: FakeServer, out: Path, **changes: Any) -> li
 
 
 def samples_of(out: Path, rollout: int) -> list[Sample]:
-    return [sample for group in load_rollout(str(out / "r_{rollout_id}"), rollout) for sample in group.samples]
+    return [
+        sample
+        for group in load_rollout(str(out / "r_{rollout_id}"), rollout)
+        for sample in group.samples
+    ]
 
 
-def test_stragglers_are_aborted_and_go_on_in_the_next_rollout(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_stragglers_are_aborted_and_go_on_in_the_next_rollout(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     """Over-sampling: two of six groups are slow; four are enough. What the slow ones have is kept, with the version that wrote it."""
     out = tmp_path / "out"
     with FakeServer(str(work.model)) as fake:
         fake.pace_s = slow_first(2)
-        flags = dict(over_sampling_batch_size=6, partial_rollout="", tis_ratio_type="token", token_tis_ratio_clip_high=2.0)
+        flags = dict(
+            over_sampling_batch_size=6,
+            partial_rollout="",
+            tis_ratio_type="token",
+            token_tis_ratio_clip_high=2.0,
+        )
         server.train(served(work, fake, out, **flags), tmp_path / "log", ranks=2).ok()
         assert fake.count("/abort_request") >= 4
     first, second, _ = rows_of(out)
     assert first["perf/generate_s"] < LONGEST_S
-    assert (first["rollout/groups_drawn"], first["rollout/groups_kept"], first["rollout/groups_waiting"]) == (6, 4, 2)
+    assert (
+        first["rollout/groups_drawn"],
+        first["rollout/groups_kept"],
+        first["rollout/groups_waiting"],
+    ) == (6, 4, 2)
     assert second["rollout/staleness_max"] == 1 and second["rollout/failed_frac"] == 0
     late = [s for s in samples_of(out, 1) if "start_rollout_id" in s.metadata]
-    assert len({s.group_id for s in late}) == 2 and all(set(s.weight_versions) == {1, 2} for s in late)
-    assert all(list(s.weight_versions) == sorted(s.weight_versions) for s in late), "the old part comes first"
-    assert second["rollout/train_rollout_log_prob_diff_max"] < 1e-4, "tokens of the newest weights have the trainer's log-probs"
+    assert len({s.group_id for s in late}) == 2 and all(
+        set(s.weight_versions) == {1, 2} for s in late
+    )
+    assert all(list(s.weight_versions) == sorted(s.weight_versions) for s in late), (
+        "the old part comes first"
+    )
+    assert second["rollout/train_rollout_log_prob_diff_max"] < 1e-4, (
+        "tokens of the newest weights have the trainer's log-probs"
+    )
 
 
-def test_a_rollout_out_of_time_takes_what_there_is(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_a_rollout_out_of_time_takes_what_there_is(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     with FakeServer(str(work.model)) as fake:
         fake.pace_s = slow_first(1)
-        server.train(served(work, fake, out, rollout_time_limit_s=4, num_rollout=2), tmp_path / "log").ok()
+        server.train(
+            served(work, fake, out, rollout_time_limit_s=4, num_rollout=2), tmp_path / "log"
+        ).ok()
     first, second = rows_of(out)
     assert first["perf/generate_s"] < LONGEST_S
     assert first["rollout/groups_late"] >= 1 and first["rollout/groups_kept"] == 4
-    cut = [s for s in samples_of(out, 0) if s.status is SampleStatus.TRUNCATED and s.response_length < 8]
-    assert len(cut) == 2 and len({s.group_id for s in cut}) == 1 and all(s.response_length for s in cut)
-    assert all(s.reward is not None and s.loss_mask.all() for s in cut), "they are graded, and trained on"
+    cut = [
+        s
+        for s in samples_of(out, 0)
+        if s.status is SampleStatus.TRUNCATED and s.response_length < 8
+    ]
+    assert (
+        len(cut) == 2
+        and len({s.group_id for s in cut}) == 1
+        and all(s.response_length for s in cut)
+    )
+    assert all(s.reward is not None and s.loss_mask.all() for s in cut), (
+        "they are graded, and trained on"
+    )
     assert second["rollout/groups_late"] == 0 or second["perf/generate_s"] >= 4

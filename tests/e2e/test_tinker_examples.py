@@ -33,8 +33,21 @@ def server(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api
 
 
 def run(server: ApiServer, name: str, *flags: object) -> str:
-    command = [sys.executable, f"examples/tinker/{name}.py", "--base-url", server.url, *map(str, flags)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, env={**clean_environment(), **ENVIRONMENT})
+    command = [
+        sys.executable,
+        f"examples/tinker/{name}.py",
+        "--base-url",
+        server.url,
+        *map(str, flags),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={**clean_environment(), **ENVIRONMENT},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -45,7 +58,12 @@ def run(server: ApiServer, name: str, *flags: object) -> str:
     ids=["grpo", "ppo", "ppo-lora", "custom_loss"],
 )
 def test_rewards_rise(server: ApiServer, name: str, flags: tuple[object, ...]) -> None:
-    rewards = [float(found) for found in REWARD.findall(run(server, name, "--model", server.model, "--steps", 12, *flags))]
+    rewards = [
+        float(found)
+        for found in REWARD.findall(
+            run(server, name, "--model", server.model, "--steps", 12, *flags)
+        )
+    ]
     assert len(rewards) == 13 and rewards[-1] > rewards[0] + 0.05, rewards
 
 
@@ -58,6 +76,10 @@ def test_supervised_fine_tuning(server: ApiServer) -> None:
 def test_the_demo(server: ApiServer, demo: Path) -> None:
     """Two rollouts; train.py's curve beside its own."""
     (demo / "rl").mkdir()
-    (demo / "rl" / "metrics.jsonl").write_text('{"step": 0, "eval/heldout/mean": 0.25}\n{"step": 2, "eval/heldout/mean": 0.5}\n')
+    (demo / "rl" / "metrics.jsonl").write_text(
+        '{"step": 0, "eval/heldout/mean": 0.25}\n{"step": 2, "eval/heldout/mean": 0.5}\n'
+    )
     said = run(server, "demo", "--demo", demo, "--stop-after", 2, "--batch", 4)
-    assert re.search(r"reward \d\.\d{3}, train.py 0.500 after 2 rollouts; both began at \d\.\d{3}, 0.250", said), said
+    assert re.search(
+        r"reward \d\.\d{3}, train.py 0.500 after 2 rollouts; both began at \d\.\d{3}, 0.250", said
+    ), said

@@ -10,15 +10,35 @@ import pytest
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
 
-SAME = ("train/loss", "train/grad_norm", "train/entropy", "rollout/reward_mean", "rollout/train_rollout_log_prob_diff_mean")
+SAME = (
+    "train/loss",
+    "train/grad_norm",
+    "train/entropy",
+    "rollout/reward_mean",
+    "rollout/train_rollout_log_prob_diff_mean",
+)
 # 12 samples in two steps of 6, which 2 ranks x 4 would not divide
-SIZES: dict[str, Any] = {"rollout_batch_size": 3, "micro_batch_size": None, "use_dynamic_batch_size": "", "max_tokens_per_gpu": 64}
+SIZES: dict[str, Any] = {
+    "rollout_batch_size": 3,
+    "micro_batch_size": None,
+    "use_dynamic_batch_size": "",
+    "max_tokens_per_gpu": 64,
+}
 
 
 def test_two_ranks_balanced_by_work(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
-    flags: dict[str, Any] = {"num_rollout": 2, "loss_reduction": "token_mean", "use_tis": "", "rollout_batch_size": 3}
-    server.train(work.flags(tmp_path / "fixed", **(flags | {"micro_batch_size": 1})), tmp_path / "one.log").ok()
-    server.train(work.flags(tmp_path / "budget", **(flags | SIZES)), tmp_path / "two.log", ranks=2).ok()
+    flags: dict[str, Any] = {
+        "num_rollout": 2,
+        "loss_reduction": "token_mean",
+        "use_tis": "",
+        "rollout_batch_size": 3,
+    }
+    server.train(
+        work.flags(tmp_path / "fixed", **(flags | {"micro_batch_size": 1})), tmp_path / "one.log"
+    ).ok()
+    server.train(
+        work.flags(tmp_path / "budget", **(flags | SIZES)), tmp_path / "two.log", ranks=2
+    ).ok()
     fixed, budget = rows_of(tmp_path / "fixed"), rows_of(tmp_path / "budget")
     for a, b in zip(fixed, budget, strict=True):
         for name in SAME:
@@ -34,11 +54,16 @@ def test_supervised_fine_tuning(server: TrainServer, work: Workspace, tmp_path: 
         "rollout_batch_size": 8, "rollout_max_response_len": 3,
     }  # fmt: skip
     done = server.train(work.flags(tmp_path / "fixed", **flags), tmp_path / "one.log").ok()
-    server.train(work.flags(tmp_path / "budget", **(flags | SIZES | {"rollout_batch_size": 8})), tmp_path / "two.log").ok()
+    server.train(
+        work.flags(tmp_path / "budget", **(flags | SIZES | {"rollout_batch_size": 8})),
+        tmp_path / "two.log",
+    ).ok()
     for a, b in zip(rows_of(tmp_path / "fixed"), rows_of(tmp_path / "budget"), strict=True):
         assert b["train/loss"] == pytest.approx(a["train/loss"], rel=1e-5)
         assert b["train/grad_norm"] == pytest.approx(a["train/grad_norm"], rel=1e-4)
         assert b["perf/padding_frac"] == 0
         assert b["rollout/truncated_frac"] == a["rollout/truncated_frac"] > 0
-    words = "of the answers of this step are longer than --rollout-max-response-len 3 and are cut there"
+    words = (
+        "of the answers of this step are longer than --rollout-max-response-len 3 and are cut there"
+    )
     assert (done.out + done.err).count(words) == 1

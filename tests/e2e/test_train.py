@@ -52,9 +52,30 @@ def test_metrics_of_every_rollout(whole: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     wanted = {
-        *("train/loss", "train/policy_loss", "train/kl", "train/kl_loss", "train/entropy", "train/grad_norm", "train/lr", "train/ppo_kl"),
-        *("train/skipped_steps", "rollout/reward_mean", "rollout/reward_std", "rollout/failed_frac", "rollout/truncated_frac"),
-        *("rollout/train_rollout_log_prob_diff_mean", "perf/step_s", "perf/generate_s", "perf/train_s", "perf/peak_rss_gb"),
+        *(
+            "train/loss",
+            "train/policy_loss",
+            "train/kl",
+            "train/kl_loss",
+            "train/entropy",
+            "train/grad_norm",
+            "train/lr",
+            "train/ppo_kl",
+        ),
+        *(
+            "train/skipped_steps",
+            "rollout/reward_mean",
+            "rollout/reward_std",
+            "rollout/failed_frac",
+            "rollout/truncated_frac",
+        ),
+        *(
+            "rollout/train_rollout_log_prob_diff_mean",
+            "perf/step_s",
+            "perf/generate_s",
+            "perf/train_s",
+            "perf/peak_rss_gb",
+        ),
     }
     for row in rows[1:]:
         assert wanted <= row.keys()
@@ -72,8 +93,17 @@ def test_evaluation_before_every_second_and_after_the_last(whole: Path) -> None:
         assert row["eval/held_out/unscored_frac"] == 0
 
 
-def test_evaluation_changes_nothing_else(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
-    argv = work.flags(tmp_path, num_rollout=3, use_kl_loss="", kl_loss_coef=0.05, ref_load=work.model, save_hf=tmp_path / "hf")
+def test_evaluation_changes_nothing_else(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
+    argv = work.flags(
+        tmp_path,
+        num_rollout=3,
+        use_kl_loss="",
+        kl_loss_coef=0.05,
+        ref_load=work.model,
+        save_hf=tmp_path / "hf",
+    )
     server.train(argv, tmp_path / "log").ok()
     assert same_numbers(rows_of(tmp_path)) == same_numbers(rows_of(whole)[1:])
     mine, theirs = weights_of(tmp_path / "hf"), weights_of(whole / "hf-2")
@@ -88,10 +118,23 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow if name == "PP2" else ()) for name in LAYOUTS])
-def test_two_ranks_sample_what_one_does(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, layout: str) -> None:
-    flags = dict(num_rollout=3, use_kl_loss="", kl_loss_coef=0.05, ref_load=work.model, save_debug_rollout_data=tmp_path / TEMPLATE)
-    server.train([*work.flags(tmp_path, **flags), *LAYOUTS[layout].split()], tmp_path / "log", ranks=2).ok()
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow if name == "PP2" else ()) for name in LAYOUTS],
+)
+def test_two_ranks_sample_what_one_does(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, layout: str
+) -> None:
+    flags = dict(
+        num_rollout=3,
+        use_kl_loss="",
+        kl_loss_coef=0.05,
+        ref_load=work.model,
+        save_debug_rollout_data=tmp_path / TEMPLATE,
+    )
+    server.train(
+        [*work.flags(tmp_path, **flags), *LAYOUTS[layout].split()], tmp_path / "log", ranks=2
+    ).ok()
     for rollout in range(3):
         assert sampled(tmp_path / TEMPLATE, rollout) == sampled(whole / TEMPLATE, rollout)
     for mine, one in zip(rows_of(tmp_path), rows_of(whole)[1:], strict=True):
@@ -100,20 +143,30 @@ def test_two_ranks_sample_what_one_does(server: TrainServer, work: Workspace, wh
 
 
 @pytest.mark.slow
-def test_an_interleaved_pipeline_takes_several_steps(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_an_interleaved_pipeline_takes_several_steps(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     """Its micro-batches are padded to the longest; old log-probs are recomputed over all steps of a rollout at once."""
     from scripts.make_demo import save_model
 
     model = tmp_path / "deeper"
     save_model(model, hidden_size=32, num_layers=4)
-    argv = work.flags(tmp_path / "a", hf_checkpoint=model, micro_batch_size=2, pipeline_model_parallel_size=2)
-    server.train([*argv, "--num-virtual-stages-per-pipeline-rank", "2"], tmp_path / "log", ranks=2).ok()
-    server.train(work.flags(tmp_path / "b", hf_checkpoint=model, micro_batch_size=2), tmp_path / "log1").ok()
+    argv = work.flags(
+        tmp_path / "a", hf_checkpoint=model, micro_batch_size=2, pipeline_model_parallel_size=2
+    )
+    server.train(
+        [*argv, "--num-virtual-stages-per-pipeline-rank", "2"], tmp_path / "log", ranks=2
+    ).ok()
+    server.train(
+        work.flags(tmp_path / "b", hf_checkpoint=model, micro_batch_size=2), tmp_path / "log1"
+    ).ok()
     for mine, one in zip(rows_of(tmp_path / "a"), rows_of(tmp_path / "b"), strict=True):
         assert mine["train/loss"] == pytest.approx(one["train/loss"], rel=1e-4)
 
 
-def test_recorded_rollouts_train_alike(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_recorded_rollouts_train_alike(
+    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     argv = work.flags(
         tmp_path, num_rollout=3, use_kl_loss="", kl_loss_coef=0.05, ref_load=work.model, save_hf=tmp_path / "hf", debug_train_only="",
         load_debug_rollout_data=whole / TEMPLATE, prompt_data=None, custom_rm_path=None, rm_num_workers=None, save=tmp_path / "ck",
@@ -126,22 +179,40 @@ def test_recorded_rollouts_train_alike(server: TrainServer, work: Workspace, who
         tmp_path / "more", num_rollout=4, debug_train_only="", load_debug_rollout_data=whole / TEMPLATE, prompt_data=None,
         custom_rm_path=None, rm_num_workers=None, load=tmp_path / "ck",
     )  # fmt: skip
-    error = server.train(argv, tmp_path / "log").error()  # resumed after three, and there is no fourth
+    error = server.train(
+        argv, tmp_path / "log"
+    ).error()  # resumed after three, and there is no fourth
     assert "rollout_3.json: no such file; --load-debug-rollout-data needs it for rollout 3" in error
 
 
 def test_rollout_only(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
-    argv = work.flags(tmp_path, num_rollout=2, debug_rollout_only="", save_debug_rollout_data=tmp_path / TEMPLATE, lr=None)
+    argv = work.flags(
+        tmp_path,
+        num_rollout=2,
+        debug_rollout_only="",
+        save_debug_rollout_data=tmp_path / TEMPLATE,
+        lr=None,
+    )
     server.train(argv, tmp_path / "log").ok()
     assert sampled(tmp_path / TEMPLATE, 0) == sampled(whole / TEMPLATE, 0)
-    assert sampled(tmp_path / TEMPLATE, 1) != sampled(whole / TEMPLATE, 1)  # nothing was learnt in between
+    assert sampled(tmp_path / TEMPLATE, 1) != sampled(
+        whole / TEMPLATE, 1
+    )  # nothing was learnt in between
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
     assert (tmp_path / "report.png").exists()
-    refused = server.train(work.flags(tmp_path, debug_rollout_only="", save=tmp_path / "ck"), tmp_path / "log")
-    assert refused.status == 2 and "--save" in refused.err and "contradicts --debug-rollout-only" in refused.err
+    refused = server.train(
+        work.flags(tmp_path, debug_rollout_only="", save=tmp_path / "ck"), tmp_path / "log"
+    )
+    assert (
+        refused.status == 2
+        and "--save" in refused.err
+        and "contradicts --debug-rollout-only" in refused.err
+    )
 
 
-def test_a_custom_reward_sees_the_sample(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_a_custom_reward_sees_the_sample(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text(
         "import json\n"
@@ -150,7 +221,13 @@ def test_a_custom_reward_sees_the_sample(server: TrainServer, work: Workspace, t
         "        file.write(json.dumps([sample.prompt, sample.label, sample.response_length, len(sample.tokens), args.reward_key]) + '\\n')\n"
         "    return {'score': float(len(sample.response)), 'other': 3}\n"
     )
-    argv = work.flags(tmp_path, num_rollout=1, custom_rm_path=f"{reward}:judge", reward_key="score", rollout_shuffle=None)
+    argv = work.flags(
+        tmp_path,
+        num_rollout=1,
+        custom_rm_path=f"{reward}:judge",
+        reward_key="score",
+        rollout_shuffle=None,
+    )
     server.train(argv, tmp_path / "log").ok()
     seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     rows = [json.loads(line) for line in work.prompts.read_text().splitlines()[:4]]
@@ -164,31 +241,51 @@ def test_a_custom_reward_sees_the_sample(server: TrainServer, work: Workspace, t
 RAISES = "def judge(args, sample):\n    if sample.index % 3 == 0:\n        raise ZeroDivisionError('bad luck')\n    return 1.0 * sample.response_length\n"
 
 
-def test_failed_samples_below_the_limit_are_left_out(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_failed_samples_below_the_limit_are_left_out(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text(RAISES)
-    argv = work.flags(tmp_path, num_rollout=1, custom_rm_path=f"{reward}:judge", max_failed_samples=0.4)
+    argv = work.flags(
+        tmp_path, num_rollout=1, custom_rm_path=f"{reward}:judge", max_failed_samples=0.4
+    )
     server.train(argv, tmp_path / "log").ok()
     row = rows_of(tmp_path)[0]
     assert row["rollout/failed_frac"] == row["rollout/reward_nonfinite"] / 16 == 6 / 16
     assert math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
 
 
-def test_failed_samples_above_the_limit_stop_both_ranks(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_failed_samples_above_the_limit_stop_both_ranks(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     reward = tmp_path / "mine.py"
     reward.write_text(RAISES)
-    done = server.train(work.flags(tmp_path, custom_rm_path=f"{reward}:judge"), tmp_path / "log", ranks=2, timeout_s=60)
+    done = server.train(
+        work.flags(tmp_path, custom_rm_path=f"{reward}:judge"),
+        tmp_path / "log",
+        ranks=2,
+        timeout_s=60,
+    )
     error = done.error()
-    assert error.startswith("error: rollout 0: 37.5% of the samples have no usable response or reward, more than --max-failed-samples 0.1")
+    assert error.startswith(
+        "error: rollout 0: 37.5% of the samples have no usable response or reward, more than --max-failed-samples 0.1"
+    )
     assert "sample 0: the reward raised ZeroDivisionError: bad luck" in error
     assert done.seconds < 30
 
 
-def test_a_failure_of_one_rank_alone_is_told_once(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_a_failure_of_one_rank_alone_is_told_once(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     """Sample 1 is graded by rank 1; rank 0 loses the connection and is quiet about it."""
     reward = tmp_path / "mine.py"
     reward.write_text("def judge(args, sample):\n    return 'good' if sample.index == 1 else 1.0\n")
-    done = server.train(work.flags(tmp_path, custom_rm_path=f"{reward}:judge"), tmp_path / "log", ranks=2, timeout_s=60)
+    done = server.train(
+        work.flags(tmp_path, custom_rm_path=f"{reward}:judge"),
+        tmp_path / "log",
+        ranks=2,
+        timeout_s=60,
+    )
     assert "sample 1" in done.error() and "str" in done.error()
     assert done.seconds < 30
 
@@ -196,11 +293,23 @@ def test_a_failure_of_one_rank_alone_is_told_once(server: TrainServer, work: Wor
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("what", "ranks"), [("SIGINT", 1), pytest.param("SIGKILL", 1, marks=SLOW), pytest.param("SIGINT", 2, marks=SLOW)])
-def test_signals_leave_no_process_behind(work: Workspace, tmp_path: Path, what: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("what", "ranks"),
+    [("SIGINT", 1), pytest.param("SIGKILL", 1, marks=SLOW), pytest.param("SIGINT", 2, marks=SLOW)],
+)
+def test_signals_leave_no_process_behind(
+    work: Workspace, tmp_path: Path, what: str, ranks: int
+) -> None:
     """Neither ranks nor reward workers. With two ranks the signal goes to torchrun."""
-    command = [*torchrun(ranks), *work.flags(tmp_path, num_rollout=100000, save=tmp_path / "ck", save_interval=1)]
-    command = command if ranks > 1 else [command[0], "train.py", *command[command.index("train.py") + 1 :]]
+    command = [
+        *torchrun(ranks),
+        *work.flags(tmp_path, num_rollout=100000, save=tmp_path / "ck", save_interval=1),
+    ]
+    command = (
+        command
+        if ranks > 1
+        else [command[0], "train.py", *command[command.index("train.py") + 1 :]]
+    )
     output = tmp_path / "output.txt"
     with (
         output.open("w") as file,
@@ -236,4 +345,7 @@ def test_signals_leave_no_process_behind(work: Workspace, tmp_path: Path, what: 
     assert status != 0
     if (what, ranks) == ("SIGINT", 1):
         assert status == 130
-        assert output.read_text().rstrip().endswith("interrupted") and "Traceback" not in output.read_text()
+        assert (
+            output.read_text().rstrip().endswith("interrupted")
+            and "Traceback" not in output.read_text()
+        )

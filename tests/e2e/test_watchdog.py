@@ -31,9 +31,15 @@ def flags(work: Workspace, out: Path, **changes: str | int | float) -> list[str]
     return work.flags(out, **(settings | changes))
 
 
-def fails(server: TrainServer, work: Workspace, out: Path, hook: str, **changes: str | int | float) -> Done:
-    done = server.train(flags(work, out, **changes), out / "log", ranks=2, hook=f"{FAULTS}:{hook}", timeout_s=150)
-    assert done.status not in (0, 124), f"the run went on, or did not end by itself\n{done.out}\n{done.err}"
+def fails(
+    server: TrainServer, work: Workspace, out: Path, hook: str, **changes: str | int | float
+) -> Done:
+    done = server.train(
+        flags(work, out, **changes), out / "log", ranks=2, hook=f"{FAULTS}:{hook}", timeout_s=150
+    )
+    assert done.status not in (0, 124), (
+        f"the run went on, or did not end by itself\n{done.out}\n{done.err}"
+    )
     family = psutil.Process(server.pid).children(recursive=True)
     assert not [p for p in family if p.status() != psutil.STATUS_ZOMBIE], "a process is left"
     return done
@@ -46,18 +52,32 @@ def goes_on(server: TrainServer, work: Workspace, out: Path) -> None:
 
 def check_stopped(done: Done, phase: str, rank: int) -> None:
     """The one that runs tells who is silent, and its own stacks."""
-    named = "no sign of life from" if rank == 1 else "no answer from the store"  # without torchrun, rank 0 holds the store
+    named = (
+        "no sign of life from" if rank == 1 else "no answer from the store"
+    )  # without torchrun, rank 0 holds the store
     assert named in done.err, done.err
-    assert re.search(rf"rank {rank} \({HERE}\d+\), last heard of in phase {phase} for ", done.err), done.err
+    assert re.search(
+        rf"rank {rank} \({HERE}\d+\), last heard of in phase {phase} for ", done.err
+    ), done.err
     assert f"rank {1 - rank} on host {socket.gethostname()} ends; it was in phase " in done.err
-    assert "Stacks of its threads:" in done.err and "most recent call first" in done.err and "trainer.py" in done.err
+    assert (
+        "Stacks of its threads:" in done.err
+        and "most recent call first" in done.err
+        and "trainer.py" in done.err
+    )
 
 
 @pytest.mark.parametrize(
     ("phase", "rank"),
-    [(p, r) if (p, r) == ("train", 1) else pytest.param(p, r, marks=pytest.mark.slow) for p in PHASES for r in (0, 1)],
+    [
+        (p, r) if (p, r) == ("train", 1) else pytest.param(p, r, marks=pytest.mark.slow)
+        for p in PHASES
+        for r in (0, 1)
+    ],
 )
-def test_a_stopped_rank_ends_the_run(server: TrainServer, work: Workspace, tmp_path: Path, phase: str, rank: int) -> None:
+def test_a_stopped_rank_ends_the_run(
+    server: TrainServer, work: Workspace, tmp_path: Path, phase: str, rank: int
+) -> None:
     done = fails(server, work, tmp_path, f"stop_in_phase {phase} {PHASES[phase]} {rank}")
     check_stopped(done, phase, rank)
     assert done.seconds < 50
@@ -67,29 +87,45 @@ def test_a_stopped_rank_ends_the_run(server: TrainServer, work: Workspace, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_killed_rank_ends_the_run(server: TrainServer, work: Workspace, tmp_path: Path, phase: str) -> None:
-    done = fails(server, work, tmp_path, f"kill_in_phase {phase} {PHASES[phase]} 1", heartbeat_timeout_s=20)
+def test_a_killed_rank_ends_the_run(
+    server: TrainServer, work: Workspace, tmp_path: Path, phase: str
+) -> None:
+    done = fails(
+        server, work, tmp_path, f"kill_in_phase {phase} {PHASES[phase]} 1", heartbeat_timeout_s=20
+    )
     assert done.status == -signal.SIGKILL
     assert re.search(rf"error: no answer from rank 1 \({HERE}\d+\)", done.err), done.err
     goes_on(server, work, tmp_path)
 
 
-def test_a_slow_rank_is_named_and_waited_for(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_a_slow_rank_is_named_and_waited_for(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     """Twice as long as the limit for silence."""
     argv = flags(work, tmp_path, heartbeat_timeout_s=5, num_rollout=2)
-    done = server.train(argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:sleep_in_phase train 10 1", timeout_s=90).ok()
-    told = re.findall(rf"slow, not gone: the others wait for rank 1 \({HERE}\d+\), last heard of in phase train for .*", done.err)
+    done = server.train(
+        argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:sleep_in_phase train 10 1", timeout_s=90
+    ).ok()
+    told = re.findall(
+        rf"slow, not gone: the others wait for rank 1 \({HERE}\d+\), last heard of in phase train for .*",
+        done.err,
+    )
     assert len(told) == 1, done.err
     assert "rollout 2/2" in done.out
 
 
 @pytest.mark.slow
-def test_a_stuck_rank_is_named_when_the_collectives_time_out(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_a_stuck_rank_is_named_when_the_collectives_time_out(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
     """Its process gives signs of life, so the limit for collectives decides (of megatron-core's groups, a minute at least); the message
     says where it is."""
-    done = fails(server, work, tmp_path, "sleep_in_phase train 1000 1", distributed_timeout_minutes=0.2)
+    done = fails(
+        server, work, tmp_path, "sleep_in_phase train 1000 1", distributed_timeout_minutes=0.2
+    )
     found = re.search(
-        rf"error: no answer from rank 1 \({HERE}\d+\), last heard of in phase train for .*, without a move for \d+ s", done.err
+        rf"error: no answer from rank 1 \({HERE}\d+\), last heard of in phase train for .*, without a move for \d+ s",
+        done.err,
     )
     assert found, done.err
 
@@ -100,14 +136,22 @@ def test_a_stopped_rank_under_torchrun(work: Workspace, tmp_path: Path) -> None:
     log, command = tmp_path / "log.txt", torchrun(2)
     argv = flags(work, tmp_path, num_rollout=1000, save_interval=1000)
     with log.open("w") as file:
-        job = subprocess.Popen([*command, *argv], cwd=ROOT, env={**clean_environment(), **ENVIRONMENT}, stdout=file, stderr=file)
+        job = subprocess.Popen(
+            [*command, *argv],
+            cwd=ROOT,
+            env={**clean_environment(), **ENVIRONMENT},
+            stdout=file,
+            stderr=file,
+        )
     family = psutil.Process(job.pid)
     try:
         deadline = time.monotonic() + 120
         while "rollout    2/1000" not in log.read_text():
             assert job.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
-        ranks = {int(p.environ()["RANK"]): p for p in family.children() if "train.py" in p.cmdline()}
+        ranks = {
+            int(p.environ()["RANK"]): p for p in family.children() if "train.py" in p.cmdline()
+        }
         everyone = family.children(recursive=True)
         ranks[1].suspend()
         assert job.wait(timeout=120) == 1
@@ -115,9 +159,18 @@ def test_a_stopped_rank_under_torchrun(work: Workspace, tmp_path: Path) -> None:
         for process in [family, *family.children(recursive=True)] if job.poll() is None else []:
             process.kill()
     text = log.read_text()
-    assert re.search(rf"error: no sign of life from rank 1 \({HERE}{ranks[1].pid}\), last heard of in phase \w+", text), text
+    assert re.search(
+        rf"error: no sign of life from rank 1 \({HERE}{ranks[1].pid}\), last heard of in phase \w+",
+        text,
+    ), text
     assert f"rank 0 on host {socket.gethostname()} ends; it was in phase " in text
-    assert not [p for p in everyone if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], "a process is left"
-    port = int(next(word for word in command if word.startswith("--master-port=")).removeprefix("--master-port="))
+    assert not [p for p in everyone if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], (
+        "a process is left"
+    )
+    port = int(
+        next(word for word in command if word.startswith("--master-port=")).removeprefix(
+            "--master-port="
+        )
+    )
     with socket.create_server(("127.0.0.1", port)):
         pass

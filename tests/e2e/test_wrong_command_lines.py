@@ -30,14 +30,34 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("--rollout-top-p 1.5", 1, ("--rollout-top-p",)),
     ("--advantage-estimator gea", 1, ("--advantage-estimator",)),
     ("--critic-lr 1e-5 --lambd 0.9", 1, ("--critic-lr", "--lambd")),
-    ("--advantage-estimator ppo --critic-load {folder}/none --critic-num-nodes 2", 1, ("--critic-load", "--critic-num-nodes")),
-    ("--advantage-estimator ppo --critic-pipeline-model-parallel-size 4", 2, ("--critic-tensor-model-parallel-size",)),
+    (
+        "--advantage-estimator ppo --critic-load {folder}/none --critic-num-nodes 2",
+        1,
+        ("--critic-load", "--critic-num-nodes"),
+    ),
+    (
+        "--advantage-estimator ppo --critic-pipeline-model-parallel-size 4",
+        2,
+        ("--critic-tensor-model-parallel-size",),
+    ),
     ("--colocate --rollout-num-gpus 2", 1, ("--colocate", "--rollout-num-gpus")),
     ("--optimizer sgd --save {folder}/out", 1, ("--save",)),
-    ("--loss-type sft_loss --entropy-coef 0.1 --eval-interval 1", 1, ("--entropy-coef", "--eval-interval")),
-    ("--sglang-mem-fraction-static 0.7 --colocate", 1, ("--sglang-mem-fraction-static", "--colocate")),
+    (
+        "--loss-type sft_loss --entropy-coef 0.1 --eval-interval 1",
+        1,
+        ("--entropy-coef", "--eval-interval"),
+    ),
+    (
+        "--sglang-mem-fraction-static 0.7 --colocate",
+        1,
+        ("--sglang-mem-fraction-static", "--colocate"),
+    ),
     ("--num-experts 8", 1, ("--num-experts",)),
-    ("--moe-router-topk 2 --expert-model-parallel-size 2", 2, ("--moe-router-topk", "--expert-model-parallel-size")),
+    (
+        "--moe-router-topk 2 --expert-model-parallel-size 2",
+        2,
+        ("--moe-router-topk", "--expert-model-parallel-size"),
+    ),
     ("--context-parallel-size 2 --cp-comm-type p2p", 2, ("--cp-comm-type",)),
     ("--tensor-model-parallel-size 2", 3, ("--tensor-model-parallel-size",)),
     ("--tensor-model-parallel-size 8", 8, ("--tensor-model-parallel-size",)),
@@ -55,7 +75,11 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("--save-interval 5", 1, ("--save-interval",)),
     ("--debug-train-only", 1, ("--load-debug-rollout-data",)),
     ("--config {folder}/none.yaml", 1, ("--config",)),
-    ("--lr x --bogus --colocate --kl-loss-coef 1 --num-layers 9", 1, ("--lr", "--bogus", "--colocate", "--kl-loss-coef", "--num-layers")),
+    (
+        "--lr x --bogus --colocate --kl-loss-coef 1 --num-layers 9",
+        1,
+        ("--lr", "--bogus", "--colocate", "--kl-loss-coef", "--num-layers"),
+    ),
 ]
 THREE_MISTAKES = ("--polcy-loss-type", "sapo", "--lr", "fast", "--kl-loss-coef", "0.1")
 
@@ -64,11 +88,17 @@ def words_of(text: str, folder: Path) -> list[str]:
     return [word.replace("{folder}", str(folder)) for word in text.split()]
 
 
-@pytest.mark.parametrize(("text", "world_size", "flags"), WRONG, ids=[case[0][:40] for case in WRONG])
-def test_a_wrong_command_line(tmp_path: Path, text: str, world_size: int, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("text", "world_size", "flags"), WRONG, ids=[case[0][:40] for case in WRONG]
+)
+def test_a_wrong_command_line(
+    tmp_path: Path, text: str, world_size: int, flags: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_args(complete(tmp_path, *words_of(text, tmp_path)), world_size)
-    assert tuple(sorted({p.flag for p in caught.value.problems})) == tuple(sorted(flags)), str(caught.value)
+    assert tuple(sorted({p.flag for p in caught.value.problems})) == tuple(sorted(flags)), str(
+        caught.value
+    )
 
 
 def test_there_are_enough() -> None:
@@ -77,7 +107,9 @@ def test_there_are_enough() -> None:
 
 def run(command: list[str], limit_s: float) -> tuple[subprocess.CompletedProcess[str], float]:
     """The finished process, and the processor seconds of it and its children: what it takes whatever else the machine does."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
+    }
     before = processor_seconds()
     done = subprocess.run(
         command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=limit_s, check=False
@@ -90,7 +122,11 @@ def processor_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-@pytest.mark.parametrize("extra", [THREE_MISTAKES, ("--lr",), ("--colocate", "--num-layers", "3")], ids=["typos", "no value", "not yet"])
+@pytest.mark.parametrize(
+    "extra",
+    [THREE_MISTAKES, ("--lr",), ("--colocate", "--num-layers", "3")],
+    ids=["typos", "no value", "not yet"],
+)
 def test_train_py(tmp_path: Path, extra: tuple[str, ...]) -> None:
     done, seconds = run([sys.executable, "train.py", *complete(tmp_path, *extra)], limit_s=60)
     assert done.returncode == 2, done.stderr
@@ -102,7 +138,14 @@ def test_train_py(tmp_path: Path, extra: tuple[str, ...]) -> None:
 
 
 def test_torchrun_prints_once(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     ranks_and_launcher = 3
     done, seconds = run([*torchrun, "train.py", *complete(tmp_path, *THREE_MISTAKES)], limit_s=90)
     assert done.returncode != 0

@@ -15,7 +15,14 @@ import httpx
 import psutil
 import pytest
 
-from slime_like.rollout.sglang.processes import CPU_SETTINGS, Launch, ServerProcess, free_ports, router_command, server_command
+from slime_like.rollout.sglang.processes import (
+    CPU_SETTINGS,
+    Launch,
+    ServerProcess,
+    free_ports,
+    router_command,
+    server_command,
+)
 from tests.e2e.helpers import Workspace, make_expert_model
 from tests.e2e.programs import ROOT, TrainServer
 from tests.own_environment import demo, mark_tests_beside
@@ -54,7 +61,14 @@ class Servers:
     def flags(self) -> list[str]:
         """Of a run that uses them."""
         host, port = self.router.split(":")
-        return ["--rollout-external-engine-addrs", *self.addresses, "--sglang-router-ip", host, "--sglang-router-port", port]
+        return [
+            "--rollout-external-engine-addrs",
+            *self.addresses,
+            "--sglang-router-ip",
+            host,
+            "--sglang-router-port",
+            port,
+        ]
 
     @property
     def flags_without_router(self) -> list[str]:
@@ -62,14 +76,32 @@ class Servers:
 
 
 def server_launch(model: Path, port: int, log: Path, **more: Any) -> Launch:
-    settings = {**CPU_SETTINGS, "model_path": str(model), "host": "127.0.0.1", "port": port, "dtype": "float32", "max_running_requests": 16}
+    settings = {
+        **CPU_SETTINGS,
+        "model_path": str(model),
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": "float32",
+        "max_running_requests": 16,
+    }
     return Launch(server_command(PYTHON, settings | more), log)
 
 
 def router_launch(port: int, log: Path) -> Launch:
     (metrics,) = free_ports(1)
-    settings = {"host": "127.0.0.1", "port": port, "prometheus_host": "127.0.0.1", "prometheus_port": metrics, "log_level": "warn"}
-    return Launch(router_command(PYTHON, settings | {"retry_max_retries": 2, "health_check_interval_secs": 5}), log)
+    settings = {
+        "host": "127.0.0.1",
+        "port": port,
+        "prometheus_host": "127.0.0.1",
+        "prometheus_port": metrics,
+        "log_level": "warn",
+    }
+    return Launch(
+        router_command(
+            PYTHON, settings | {"retry_max_retries": 2, "health_check_interval_secs": 5}
+        ),
+        log,
+    )
 
 
 def wait_for(url: str, process: ServerProcess) -> None:
@@ -93,10 +125,14 @@ def servers(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 @pytest.fixture(scope="session")
-def expert_servers(expert_demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def expert_servers(
+    expert_demo: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
     """Two with experts, that tell where tokens go: those of $SGLANG_EXPERT_SERVERS, or two that are started."""
     logs = tmp_path_factory.mktemp("expert_servers")
-    with two_servers("SGLANG_EXPERT_SERVERS", expert_demo / "model", logs, enable_return_routed_experts=True) as found:
+    with two_servers(
+        "SGLANG_EXPERT_SERVERS", expert_demo / "model", logs, enable_return_routed_experts=True
+    ) as found:
         yield found
 
 
@@ -109,9 +145,14 @@ def two_servers(variable: str, model: Path, logs: Path, **more: Any) -> Iterator
         return
     ports = free_ports(3)
     launches = [server_launch(model, port, logs / f"{port}.log", **more) for port in ports[:2]]
-    processes = [ServerProcess(launch) for launch in (*launches, router_launch(ports[2], logs / "router.log"))]
+    processes = [
+        ServerProcess(launch)
+        for launch in (*launches, router_launch(ports[2], logs / "router.log"))
+    ]
     try:
-        for port, process, path in zip(ports, processes, ("/health", "/health", "/workers"), strict=True):
+        for port, process, path in zip(
+            ports, processes, ("/health", "/health", "/workers"), strict=True
+        ):
             wait_for(f"http://127.0.0.1:{port}{path}", process)
         first, second, router = (f"127.0.0.1:{port}" for port in ports)
         yield Servers((first, second), router)
@@ -142,7 +183,9 @@ def running(url: str) -> int:
 def schedulers_below(pid: int) -> list[int]:
     """Processes that a process has started, itself or through others, and that hold a server's model."""
     return [
-        child.pid for child in psutil.Process(pid).children(recursive=True) if "".join(child.cmdline()[:1]).startswith("sglang::schedul")
+        child.pid
+        for child in psutil.Process(pid).children(recursive=True)
+        if "".join(child.cmdline()[:1]).startswith("sglang::schedul")
     ]
 
 
@@ -152,7 +195,9 @@ def slowed(servers: Servers, seconds: float) -> Iterator[None]:
 
     def tell(value: float) -> None:
         for url in servers.urls:
-            httpx.post(f"{url}/slow_down", json={"forward_sleep_time": value}, timeout=60).raise_for_status()
+            httpx.post(
+                f"{url}/slow_down", json={"forward_sleep_time": value}, timeout=60
+            ).raise_for_status()
 
     tell(seconds)
     try:

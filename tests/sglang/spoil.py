@@ -12,7 +12,12 @@ from torch import Tensor
 
 def one_weight(rank: int) -> None:
     """Every update has one wrong weight: a layer's output projection, twice as large."""
-    change_exports(lambda name, tensor: (name, tensor * 2 if name == "model.layers.0.self_attn.o_proj.weight" else tensor))
+    change_exports(
+        lambda name, tensor: (
+            name,
+            tensor * 2 if name == "model.layers.0.self_attn.o_proj.weight" else tensor,
+        )
+    )
 
 
 def two_experts(rank: int) -> None:

@@ -26,25 +26,40 @@ from tests.sglang.conftest import Servers, running, slowed
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 SAMPLING = SamplingParams(max_new_tokens=160)
-LONG = SamplingParams(max_new_tokens=400, ignore_end_tokens=True)  # with a pause of 0.05 s a token: 20 s
+LONG = SamplingParams(
+    max_new_tokens=400, ignore_end_tokens=True
+)  # with a pause of 0.05 s a token: 20 s
 REQUESTS = [GenerateRequest(i, (7, 20 + i, 30, 40, 8), seed=i) for i in range(12)]
 EXACT = 1e-4
 
 
 @contextlib.contextmanager
-def engine_of(model: str, urls: Sequence[str], transport: Transport, *, router: str | None = None, **more: Any) -> Iterator[SglangEngine]:
+def engine_of(
+    model: str, urls: Sequence[str], transport: Transport, *, router: str | None = None, **more: Any
+) -> Iterator[SglangEngine]:
     """router: host:port. more: of the engine."""
     behind = None if router is None else Router(f"http://{router}", None, 5.0, print)
-    with engine_with(Fleet(urls, [], behind, HealthSettings(interval_s=0.3), 5.0, print), model, transport, **more) as engine:
+    with engine_with(
+        Fleet(urls, [], behind, HealthSettings(interval_s=0.3), 5.0, print),
+        model,
+        transport,
+        **more,
+    ) as engine:
         yield engine
 
 
 @contextlib.contextmanager
-def engine_with(fleet: Fleet, model: str, transport: Transport, **more: Any) -> Iterator[SglangEngine]:
+def engine_with(
+    fleet: Fleet, model: str, transport: Transport, **more: Any
+) -> Iterator[SglangEngine]:
     try:
         fleet.start()
-        updater = WeightUpdater(fleet, UpdateSettings(transport, timeout_s=60), model, torch.device("cpu"))
-        engine = SglangEngine(fleet, updater, RequestSettings(), model, **({"check_updates": True} | more))
+        updater = WeightUpdater(
+            fleet, UpdateSettings(transport, timeout_s=60), model, torch.device("cpu")
+        )
+        engine = SglangEngine(
+            fleet, updater, RequestSettings(), model, **({"check_updates": True} | more)
+        )
     except BaseException:
         fleet.close()
         raise
@@ -55,7 +70,10 @@ def engine_with(fleet: Fleet, model: str, transport: Transport, **more: Any) -> 
 
 
 def weights(model: str, factor: float) -> Iterator[tuple[str, Tensor]]:
-    return iter((name, tensor * factor) for name, tensor in load_file(Path(model) / "model.safetensors").items())
+    return iter(
+        (name, tensor * factor)
+        for name, tensor in load_file(Path(model) / "model.safetensors").items()
+    )
 
 
 def network(model: str, factor: float) -> torch.nn.Module:
@@ -66,23 +84,40 @@ def network(model: str, factor: float) -> torch.nn.Module:
 
 
 def assert_versions_tell_the_weights(
-    requests: Sequence[GenerateRequest], outputs: Sequence[GenerateOutput], networks: dict[int, torch.nn.Module]
+    requests: Sequence[GenerateRequest],
+    outputs: Sequence[GenerateOutput],
+    networks: dict[int, torch.nn.Module],
 ) -> None:
     """Every token has the log-prob of the network of its version, and versions never fall."""
     for request, output in zip(requests, outputs, strict=True):
-        assert list(output.weight_versions) == sorted(output.weight_versions) and len(output.tokens) == len(output.weight_versions)
+        assert list(output.weight_versions) == sorted(output.weight_versions) and len(
+            output.tokens
+        ) == len(output.weight_versions)
         ids = torch.tensor([[*request.prompt_tokens, *output.tokens]])
         with torch.no_grad():
-            own = {v: networks[v](ids).logits[0, len(request.prompt_tokens) - 1 : -1].log_softmax(-1) for v in set(output.weight_versions)}
-        for place, (token, version) in enumerate(zip(output.tokens, output.weight_versions, strict=True)):
-            assert abs(output.log_probs[place] - float(own[version][place, token])) < EXACT, (output.sample_id, place, version)
+            own = {
+                v: networks[v](ids).logits[0, len(request.prompt_tokens) - 1 : -1].log_softmax(-1)
+                for v in set(output.weight_versions)
+            }
+        for place, (token, version) in enumerate(
+            zip(output.tokens, output.weight_versions, strict=True)
+        ):
+            assert abs(output.log_probs[place] - float(own[version][place, token])) < EXACT, (
+                output.sample_id,
+                place,
+                version,
+            )
 
 
 @contextlib.contextmanager
-def in_background(engine: SglangEngine, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> Iterator[list[GenerateOutput]]:
+def in_background(
+    engine: SglangEngine, requests: Sequence[GenerateRequest], sampling: SamplingParams
+) -> Iterator[list[GenerateOutput]]:
     """Outputs, which are there when the context ends."""
     outputs: list[GenerateOutput] = []
-    thread = threading.Thread(target=lambda: outputs.extend(engine.generate(requests, sampling)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: outputs.extend(engine.generate(requests, sampling)), daemon=True
+    )
     thread.start()
     yield outputs
     thread.join(120)
@@ -97,21 +132,36 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) ->
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "disk", "tensor"])
-def test_versions_and_log_probs_of_tokens_around_an_update(demo: Path, servers: Servers, transport: Transport) -> None:
+def test_versions_and_log_probs_of_tokens_around_an_update(
+    demo: Path, servers: Servers, transport: Transport
+) -> None:
     """Through the router, while both servers are in the middle of responses."""
     model = str(demo / "model")
-    with engine_of(model, servers.urls, transport, router=servers.router) as engine, slowed(servers, 0.02):
+    with (
+        engine_of(model, servers.urls, transport, router=servers.router) as engine,
+        slowed(servers, 0.02),
+    ):
         engine.update_weights(weights(model, 1.0), 1)
         with in_background(engine, REQUESTS, SAMPLING) as outputs:
-            wait_until(lambda: all(running(url) for url in servers.urls), "requests at both servers")
+            wait_until(
+                lambda: all(running(url) for url in servers.urls), "requests at both servers"
+            )
             time.sleep(0.3)
-            assert not any(worker.in_flight for worker in engine.fleet.workers), "requests went past the router"
+            assert not any(worker.in_flight for worker in engine.fleet.workers), (
+                "requests went past the router"
+            )
             engine.pause()
             engine.update_weights(weights(model, 1.1), 2)
             engine.resume()
-        assert len(outputs) == len(REQUESTS) and all(o.failure is None for o in outputs), [o.failure for o in outputs]
-        assert any(set(o.weight_versions) == {1, 2} for o in outputs), "the update came too early or too late"
-        assert_versions_tell_the_weights(REQUESTS, outputs, {1: network(model, 1.0), 2: network(model, 1.1)})
+        assert len(outputs) == len(REQUESTS) and all(o.failure is None for o in outputs), [
+            o.failure for o in outputs
+        ]
+        assert any(set(o.weight_versions) == {1, 2} for o in outputs), (
+            "the update came too early or too late"
+        )
+        assert_versions_tell_the_weights(
+            REQUESTS, outputs, {1: network(model, 1.0), 2: network(model, 1.1)}
+        )
 
 
 @pytest.mark.parametrize("routed", [True, False], ids=["router", "direct"])
@@ -130,19 +180,29 @@ def test_an_abort_ends_requests_at_the_servers(demo: Path, servers: Servers, rou
         aborted = [tasks[sample_id] for sample_id in tasks if sample_id not in kept]
         await asyncio.wait_for(asyncio.gather(*aborted), 10)
         seconds = time.monotonic() - start
-        while (left := sum(running(url) for url in servers.urls)) > len(kept) and time.monotonic() < start + 5:  # told once a step
+        while (left := sum(running(url) for url in servers.urls)) > len(
+            kept
+        ) and time.monotonic() < start + 5:  # told once a step
             await asyncio.sleep(0.05)
         await engine.abort()
         outputs = list(await asyncio.wait_for(asyncio.gather(*tasks.values()), 10))
         await engine.leave_loop()
         return outputs, left, seconds
 
-    with engine_of(model, servers.urls, "tensor", router=servers.router if routed else None) as engine, slowed(servers, 0.05):
+    with (
+        engine_of(
+            model, servers.urls, "tensor", router=servers.router if routed else None
+        ) as engine,
+        slowed(servers, 0.05),
+    ):
         engine.update_weights(weights(model, 1.0), 1)
         outputs, left, seconds = asyncio.run(asyncio.wait_for(generate(engine), 120))
         assert left == len(kept) and seconds < 10
         wait_until(lambda: not any(running(url) for url in servers.urls), "no request left", 10)
-    assert all(o.finish_reason == "abort" and o.failure is None and 0 < len(o.tokens) < 400 for o in outputs), outputs
+    assert all(
+        o.finish_reason == "abort" and o.failure is None and 0 < len(o.tokens) < 400
+        for o in outputs
+    ), outputs
     assert_versions_tell_the_weights(REQUESTS, outputs, {1: network(model, 1.0)})
 
 
@@ -158,5 +218,7 @@ def test_memory_is_released_and_taken_back(demo: Path, servers: Servers) -> None
             assert engine.weight_version == -1
             engine.update_weights(weights(model, 1.0), version)
             after = engine.generate(REQUESTS[:2], GREEDY)
-            assert [o.tokens for o in after] == [o.tokens for o in before] and set(after[0].weight_versions) == {version}
+            assert [o.tokens for o in after] == [o.tokens for o in before] and set(
+                after[0].weight_versions
+            ) == {version}
         assert engine.fleet.evictions == 0

@@ -17,9 +17,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("layout", "transport"), [("ep2", "broadcast"), ("ep2", "disk"), ("tp2-ep2", "broadcast"), ("pp2", "disk")])
+@pytest.mark.parametrize(
+    ("layout", "transport"),
+    [("ep2", "broadcast"), ("ep2", "disk"), ("tp2-ep2", "broadcast"), ("pp2", "disk")],
+)
 def test_experts_arrive_and_routes_come_back(
-    expert_demo: Path, expert_servers: Servers, programs: TrainServer, tmp_path: Path, layout: str, transport: str
+    expert_demo: Path,
+    expert_servers: Servers,
+    programs: TrainServer,
+    tmp_path: Path,
+    layout: str,
+    transport: str,
 ) -> None:
     """Through a router, in small buckets. In each of three rollouts, with other weights each time, log-probs are the trainer's, and its routers
     choose what the servers' chose; in the second update on a rollout they would choose otherwise, and follow the servers."""
@@ -30,11 +38,15 @@ def test_experts_arrive_and_routes_come_back(
     done = programs.train(line, tmp_path / "run", ranks=2, timeout_s=300)
     assert_the_servers_have_the_weights(done, tmp_path / "out", engines=2)
     found = rows(tmp_path / "out")
-    assert all(row["rollout/moe_routing_disagreement"] == 0 for row in found)  # NaN where no routes came
+    assert all(
+        row["rollout/moe_routing_disagreement"] == 0 for row in found
+    )  # NaN where no routes came
     assert any(row["train/moe_replay_disagreement"] > 0 for row in found)
 
 
-def test_routes_of_requests_that_new_weights_met(expert_demo: Path, expert_servers: Servers, programs: TrainServer, tmp_path: Path) -> None:
+def test_routes_of_requests_that_new_weights_met(
+    expert_demo: Path, expert_servers: Servers, programs: TrainServer, tmp_path: Path
+) -> None:
     """Asynchronous: weights change under requests, which are put back and computed again, and still bring as many routes as tokens."""
     out = tmp_path / "out"
     line = command_line(
@@ -48,16 +60,25 @@ def test_routes_of_requests_that_new_weights_met(expert_demo: Path, expert_serve
     assert all(0 <= row["rollout/moe_routing_disagreement"] < 0.5 for row in found)
 
 
-def test_experts_in_each_others_place_are_caught(expert_demo: Path, expert_servers: Servers, programs: TrainServer, tmp_path: Path) -> None:
+def test_experts_in_each_others_place_are_caught(
+    expert_demo: Path, expert_servers: Servers, programs: TrainServer, tmp_path: Path
+) -> None:
     """Names, shapes and counts are right."""
     line = command_line(expert_demo, expert_servers.flags_without_router, tmp_path / "out")
-    done = programs.train(line, tmp_path / "run", ranks=1, timeout_s=240, hook="tests.sglang.spoil:two_experts")
+    done = programs.train(
+        line, tmp_path / "run", ranks=1, timeout_s=240, hook="tests.sglang.spoil:two_experts"
+    )
     assert "does not have the weights of version 1: its log-probs of" in done.error()
 
 
 def test_servers_that_tell_no_routes_are_named(
     demo: Path, expert_demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
 ) -> None:
-    line = command_line(expert_demo, servers.flags_without_router, tmp_path / "out", "--use-rollout-routing-replay")
+    line = command_line(
+        expert_demo, servers.flags_without_router, tmp_path / "out", "--use-rollout-routing-replay"
+    )
     done = programs.train(line, tmp_path / "run", ranks=1, timeout_s=240)
-    assert f"the engine {servers.urls[0]} does not tell which experts its tokens go to; start it with" in done.error()
+    assert (
+        f"the engine {servers.urls[0]} does not tell which experts its tokens go to; start it with"
+        in done.error()
+    )

@@ -16,7 +16,15 @@ from slime_like.rollout.sglang.engine import SglangEngine
 from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
 from slime_like.rollout.sglang.processes import free_ports
 from slime_like.rollout.sglang.router import Router
-from tests.sglang.conftest import START_S, Servers, give_own_weights, running, schedulers_below, server_launch, slowed
+from tests.sglang.conftest import (
+    START_S,
+    Servers,
+    give_own_weights,
+    running,
+    schedulers_below,
+    server_launch,
+    slowed,
+)
 from tests.sglang.test_engine import (
     GREEDY,
     REQUESTS,
@@ -45,9 +53,13 @@ def assert_has(url: str, model: str, version: int) -> None:
     assert httpx.get(f"{url}/model_info", timeout=30).json()["weight_version"] == str(version)
     output = ask(url)
     assert set(output.weight_versions) == {version}
-    assert_versions_tell_the_weights(REQUESTS[:1], [output], {version: network(model, FACTORS[version])})
+    assert_versions_tell_the_weights(
+        REQUESTS[:1], [output], {version: network(model, FACTORS[version])}
+    )
     with pytest.raises(AssertionError):
-        assert_versions_tell_the_weights(REQUESTS[:1], [output], {version: network(model, FACTORS[version - 1])})
+        assert_versions_tell_the_weights(
+            REQUESTS[:1], [output], {version: network(model, FACTORS[version - 1])}
+        )
 
 
 def is_ready(engine: SglangEngine, url: str) -> bool:
@@ -57,19 +69,28 @@ def is_ready(engine: SglangEngine, url: str) -> bool:
 def test_one_that_comes_back(demo: Path, servers: Servers) -> None:
     """It was lost in the middle of an update: paused, inside a session, with other weights. The other one is busy all the while."""
     model, lost = str(demo / "model"), servers.urls[1]
-    with engine_of(model, servers.urls, "broadcast", router=servers.router) as engine, slowed(servers, 0.03):
+    with (
+        engine_of(model, servers.urls, "broadcast", router=servers.router) as engine,
+        slowed(servers, 0.03),
+    ):
         for version in (1, 2):
             engine.update_weights(weights(model, FACTORS[version]), version)
         with in_background(engine, REQUESTS, SAMPLING) as outputs:
-            wait_until(lambda: all(running(url) for url in servers.urls), "requests at both servers")
+            wait_until(
+                lambda: all(running(url) for url in servers.urls), "requests at both servers"
+            )
             engine.fleet.evict(engine.fleet.workers[1], "the test takes it out")
-            httpx.post(f"{lost}/pause_generation", json={"mode": "abort"}, timeout=60).raise_for_status()
+            httpx.post(
+                f"{lost}/pause_generation", json={"mode": "abort"}, timeout=60
+            ).raise_for_status()
             httpx.post(f"{lost}/begin_weight_update", json={}, timeout=60)
             assert not is_ready(engine, lost)
             wait_until(lambda: is_ready(engine, lost), "its return")
             assert running(servers.urls[0]), "the other one had nothing to do meanwhile"
             assert_has(lost, model, 2)
-        assert all(set(o.weight_versions) == {2} and o.failure is None for o in outputs), [o.failure for o in outputs]
+        assert all(set(o.weight_versions) == {2} and o.failure is None for o in outputs), [
+            o.failure for o in outputs
+        ]
         assert_versions_tell_the_weights(REQUESTS, outputs, {2: network(model, FACTORS[2])})
         engine.update_weights(weights(model, FACTORS[3]), 3)  # over a new group of both
         for url in servers.urls:
@@ -82,13 +103,19 @@ def test_one_that_is_added_to_the_router(demo: Path, servers: Servers) -> None:
     router = Router(f"http://{servers.router}", None, 5.0, print)
     router.remove(late)
     router.add(first)
-    fleet = Fleet([first], [], router, HealthSettings(interval_s=0.3), 5.0, print, joined_by_router=True)
+    fleet = Fleet(
+        [first], [], router, HealthSettings(interval_s=0.3), 5.0, print, joined_by_router=True
+    )
     with engine_with(fleet, model, "broadcast") as engine:
         for version in (1, 2):
             engine.update_weights(weights(model, FACTORS[version]), version)
-        httpx.post(f"http://{servers.router}/workers", json={"url": late}, timeout=30).raise_for_status()
+        httpx.post(
+            f"http://{servers.router}/workers", json={"url": late}, timeout=30
+        ).raise_for_status()
         wait_until(lambda: is_ready(engine, late), "that it takes part")
-        wait_until(lambda: set(router.workers()) == set(servers.urls), "that the router sends it requests")
+        wait_until(
+            lambda: set(router.workers()) == set(servers.urls), "that the router sends it requests"
+        )
         assert_has(late, model, 2)
         engine.update_weights(weights(model, FACTORS[3]), 3)
         for url in servers.urls:
@@ -112,7 +139,9 @@ def test_the_only_one_is_killed_and_started_again(demo: Path, tmp_path: Path) ->
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     launch = server_launch(demo / "model", port, tmp_path / "server.log")
-    fleet = Fleet([], [(url, launch)], None, HealthSettings(interval_s=0.5, start_s=START_S), 5.0, print)
+    fleet = Fleet(
+        [], [(url, launch)], None, HealthSettings(interval_s=0.5, start_s=START_S), 5.0, print
+    )
     with engine_with(fleet, model, "broadcast") as engine:
         for version in (1, 2):
             engine.update_weights(weights(model, FACTORS[version]), version)
@@ -121,9 +150,15 @@ def test_the_only_one_is_killed_and_started_again(demo: Path, tmp_path: Path) ->
             process = fleet.workers[0].process
             assert process is not None
             os.kill(schedulers_below(process.pid)[0], signal.SIGKILL)
-            wait_until(lambda: is_ready(engine, url) and fleet.workers[0].restarts == 1, "its return", START_S)
+            wait_until(
+                lambda: is_ready(engine, url) and fleet.workers[0].restarts == 1,
+                "its return",
+                START_S,
+            )
             assert_has(url, model, 2)
-        assert len(outputs) == len(REQUESTS) and all(o.failure is None for o in outputs), [o.failure for o in outputs]
+        assert len(outputs) == len(REQUESTS) and all(o.failure is None for o in outputs), [
+            o.failure for o in outputs
+        ]
         assert_versions_tell_the_weights(REQUESTS, outputs, {2: network(model, FACTORS[2])})
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health", timeout=5)

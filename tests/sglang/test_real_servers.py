@@ -49,7 +49,9 @@ def assert_the_servers_have_the_weights(done: Done, out: Path, engines: int) -> 
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "disk", "tensor"])
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"], ids=["tp2", "pp2"])
+@pytest.mark.parametrize(
+    "layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"], ids=["tp2", "pp2"]
+)
 def test_every_way_to_update_weights(
     demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path, transport: str, layout: str
 ) -> None:
@@ -63,14 +65,20 @@ def test_every_way_to_update_weights(
     assert_the_servers_have_the_weights(done, tmp_path / "out", engines=2)
 
 
-def test_a_wrong_weight_is_caught(demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path) -> None:
+def test_a_wrong_weight_is_caught(
+    demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
+) -> None:
     """The negative control: one weight is changed on its way."""
     line = command_line(demo, servers.flags_without_router, tmp_path / "out")
-    done = programs.train(line, tmp_path / "run", ranks=1, timeout_s=240, hook="tests.sglang.spoil:one_weight")
+    done = programs.train(
+        line, tmp_path / "run", ranks=1, timeout_s=240, hook="tests.sglang.spoil:one_weight"
+    )
     assert "does not have the weights of version 1: its log-probs of" in done.error()
 
 
-def test_servers_that_the_run_starts_and_one_that_is_killed(demo: Path, programs: TrainServer, tmp_path: Path) -> None:
+def test_servers_that_the_run_starts_and_one_that_is_killed(
+    demo: Path, programs: TrainServer, tmp_path: Path
+) -> None:
     """Servers and a router of the run's own. One is killed while it works on requests: every sample still arrives, the server is started again and
     gets weights before requests, and at the end nothing is left running."""
     out = tmp_path / "out"
@@ -118,7 +126,11 @@ def writes_to(process: Path, inode: int) -> bool:
 def wait_until_gone(out: Path) -> None:
     deadline = time.monotonic() + 20
     inodes = {log.stat().st_ino for log in (out / "engines").iterdir()}
-    while left := [p.name for p in Path("/proc").iterdir() if p.name.isdigit() and any(writes_to(p, i) for i in inodes)]:
+    while left := [
+        p.name
+        for p in Path("/proc").iterdir()
+        if p.name.isdigit() and any(writes_to(p, i) for i in inodes)
+    ]:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.2)
 
@@ -128,6 +140,8 @@ def test_scores_of_given_tokens(servers: Servers) -> None:
     from slime_like.rollout.sglang.answers import read_scores, scoring_body
 
     tokens = [7, 20, 30, 40, 8, 21]
-    answer = httpx.post(f"{servers.urls[0]}/generate", json=scoring_body(tokens, "scores-1"), timeout=60).json()
+    answer = httpx.post(
+        f"{servers.urls[0]}/generate", json=scoring_body(tokens, "scores-1"), timeout=60
+    ).json()
     scores = read_scores(answer, tokens, "scores-1")
     assert len(scores) == 5 and all(-20 < score < 0 for score in scores)

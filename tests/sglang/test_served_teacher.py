@@ -24,13 +24,23 @@ def test_log_probs_of_a_real_teacher(demo: Path, servers: Servers) -> None:
     teacher.probe()
     generator = torch.Generator().manual_seed(0)
     lengths = (1, 2, 30)
-    tokens = [torch.cat([torch.randint(5, 101, (6 + n - 1,), generator=generator), torch.tensor([100])]) for n in lengths]
-    made = [Sample(0, i, t, n, torch.ones(n, dtype=torch.bool)) for i, (t, n) in enumerate(zip(tokens, lengths, strict=True))]
+    tokens = [
+        torch.cat([torch.randint(5, 101, (6 + n - 1,), generator=generator), torch.tensor([100])])
+        for n in lengths
+    ]
+    made = [
+        Sample(0, i, t, n, torch.ones(n, dtype=torch.bool))
+        for i, (t, n) in enumerate(zip(tokens, lengths, strict=True))
+    ]
     (found,), metrics = teacher.grade([SampleGroup(0, tuple(made))])
     network = AutoModelForCausalLM.from_pretrained(demo / "model", dtype=torch.float32)
     for sample in found.samples:
         with torch.no_grad():
-            own = network(sample.tokens[None]).logits[0, sample.prompt_length - 1 : -1].log_softmax(-1)
+            own = (
+                network(sample.tokens[None])
+                .logits[0, sample.prompt_length - 1 : -1]
+                .log_softmax(-1)
+            )
         assert sample.teacher_log_probs is not None, metrics
         wanted = own.gather(-1, sample.tokens[sample.prompt_length :, None])[:, 0]
         torch.testing.assert_close(sample.teacher_log_probs, wanted, atol=EXACT, rtol=0)
@@ -46,7 +56,9 @@ def test_log_probs_of_a_real_teacher(demo: Path, servers: Servers) -> None:
         ServedTeacher(TeacherSettings((servers.urls[0],)), More(), print).probe()
 
 
-def test_a_run_learns_from_it_as_from_one_on_megatron(demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path) -> None:
+def test_a_run_learns_from_it_as_from_one_on_megatron(
+    demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
+) -> None:
     """The policy samples in its own process, and its teacher is what it was at the start. Later gaps are those of Megatron's teacher too."""
     give_own_weights(servers, demo / "model")
     teachers = {
@@ -55,7 +67,9 @@ def test_a_run_learns_from_it_as_from_one_on_megatron(demo: Path, servers: Serve
     }
     found = {}
     for name, flags in teachers.items():
-        line = command_line(demo, [], tmp_path / name, "--rollout-engine", "local", "--use-opd", *flags)
+        line = command_line(
+            demo, [], tmp_path / name, "--rollout-engine", "local", "--use-opd", *flags
+        )
         python = line.index("--sglang-python")  # of servers that the run starts
         del line[python : python + 2]
         programs.train(line, tmp_path / f"run-{name}", ranks=1, timeout_s=240).ok()

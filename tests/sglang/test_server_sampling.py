@@ -28,22 +28,36 @@ def greedy(model: torch.nn.Module, count: int) -> tuple[list[int], list[float], 
             row.append(int(log_probs[-1].argmax()))
             scores.append(float(log_probs[-1, row[-1]]))
         prompt = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    return row[len(PROMPT) :], scores, [float(prompt[i, token]) for i, token in enumerate(PROMPT[1:])]
+    return (
+        row[len(PROMPT) :],
+        scores,
+        [float(prompt[i, token]) for i, token in enumerate(PROMPT[1:])],
+    )
 
 
-def sample(client: tinker.SamplingClient, count: int = 1, **settings: object) -> types.SampleResponse:
+def sample(
+    client: tinker.SamplingClient, count: int = 1, **settings: object
+) -> types.SampleResponse:
     wanted = types.SamplingParams(**{"temperature": 0.0, "max_tokens": 6, "stop": [], **settings})  # type: ignore[arg-type]
-    return client.sample(types.ModelInput.from_ints(PROMPT), count, wanted, include_prompt_logprobs=True).result()
+    return client.sample(
+        types.ModelInput.from_ints(PROMPT), count, wanted, include_prompt_logprobs=True
+    ).result()
 
 
 def assert_of(response: types.SampleResponse, folder: Path) -> list[int]:
     """Greedy tokens, log-probs and prompt log-probs are those of the weights in the folder."""
-    tokens, scores, prompt = greedy(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 6)
+    tokens, scores, prompt = greedy(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 6
+    )
     (sequence,) = response.sequences
     assert list(sequence.tokens) == tokens and sequence.stop_reason == "length"
     assert list(sequence.logprobs or []) == pytest.approx(scores, abs=EXACT)
     found = response.prompt_logprobs
-    assert found is not None and (found[0] is None or np.isnan(found[0])) and list(found[1:]) == pytest.approx(prompt, abs=EXACT)
+    assert (
+        found is not None
+        and (found[0] is None or np.isnan(found[0]))
+        and list(found[1:]) == pytest.approx(prompt, abs=EXACT)
+    )
     return tokens
 
 
@@ -53,7 +67,9 @@ def test_snapshots_of_several_clients(demo: Path, servers: Servers, tmp_path: Pa
         service = server.client()
         base = service.create_sampling_client(base_model=str(server.model))
         before = assert_of(sample(base), server.model)
-        training = service.create_lora_training_client(str(server.model), rank=4, seed=1, train_unembed=False).result()
+        training = service.create_lora_training_client(
+            str(server.model), rank=4, seed=1, train_unembed=False
+        ).result()
         training.forward_backward(batch(8, 3), "cross_entropy")
         training.optim_step(types.AdamParams(learning_rate=0.1)).result()
         path = training.save_weights_for_sampler("trained").result().path
@@ -63,10 +79,16 @@ def test_snapshots_of_several_clients(demo: Path, servers: Servers, tmp_path: Pa
         training.forward_backward(batch(8, 4), "cross_entropy")
         training.optim_step(types.AdamParams(learning_rate=0.1)).result()
         pending = [
-            client.sample(types.ModelInput.from_ints(PROMPT), 1, types.SamplingParams(temperature=0.0, max_tokens=6, stop=[]))
+            client.sample(
+                types.ModelInput.from_ints(PROMPT),
+                1,
+                types.SamplingParams(temperature=0.0, max_tokens=6, stop=[]),
+            )
             for client in (base, trained) * 3
         ]
-        assert [list(p.result().sequences[0].tokens) for p in pending] == [before, after] * 3, "each its own, and fixed"
+        assert [list(p.result().sequences[0].tokens) for p in pending] == [before, after] * 3, (
+            "each its own, and fixed"
+        )
 
         many = sample(trained, 3, temperature=1.0)
         assert [len(s.tokens) for s in many.sequences] == [6] * 3
@@ -79,7 +101,15 @@ def test_snapshots_of_several_clients(demo: Path, servers: Servers, tmp_path: Pa
         text = AutoTokenizer.from_pretrained(server.model).decode(after[1:2])
         if text:
             cut = sample(trained, stop=[text]).sequences[0]
-            assert cut.stop_reason == "stop" and list(cut.tokens) == after[: len(cut.tokens)] and len(cut.tokens) <= 2
-        with pytest.raises(tinker.RequestFailedError, match="sglang-enable-deterministic-inference"):
+            assert (
+                cut.stop_reason == "stop"
+                and list(cut.tokens) == after[: len(cut.tokens)]
+                and len(cut.tokens) <= 2
+            )
+        with pytest.raises(
+            tinker.RequestFailedError, match="sglang-enable-deterministic-inference"
+        ):
             sample(trained, seed=7)
-        assert training.forward(batch(2), "cross_entropy").result().metrics["loss:sum"], "the models are as they were"
+        assert training.forward(batch(2), "cross_entropy").result().metrics["loss:sum"], (
+            "the models are as they were"
+        )

@@ -42,7 +42,9 @@ def test_stragglers_are_aborted_at_the_servers_and_go_on_in_the_next_rollout(
     hook = f"tests.sglang.spoil:count_what_is_left {left} {' '.join(servers.urls)}"
     with slowed(servers, STEP_S):
         programs.train(line, tmp_path / "run", ranks=2, timeout_s=240, hook=hook).ok()
-    assert [json.loads(line) for line in left.read_text().splitlines()] == [[0, 0]] * 3, "requests are left at the servers"
+    assert [json.loads(line) for line in left.read_text().splitlines()] == [[0, 0]] * 3, (
+        "requests are left at the servers"
+    )
     found = rows(out)
     assert all(row["rollout/groups_kept"] == 4 and row["rollout/failed_frac"] == 0 for row in found)
     assert found[0]["rollout/groups_drawn"] == 10 and found[0]["rollout/groups_waiting"] >= 1
@@ -51,13 +53,22 @@ def test_stragglers_are_aborted_at_the_servers_and_go_on_in_the_next_rollout(
 
 def assert_late_ones_go_on(found: list[dict[str, float]], later: list[Sample], kept: Path) -> None:
     late = [sample for sample in later if "start_rollout_id" in sample.metadata]
-    assert late and found[1]["rollout/groups_resumed"] >= 1, "nothing was under way when there was enough"
-    assert any(len(set(sample.weight_versions)) > 1 for sample in late), "nobody went on with newer weights"
+    assert late and found[1]["rollout/groups_resumed"] >= 1, (
+        "nothing was under way when there was enough"
+    )
+    assert any(len(set(sample.weight_versions)) > 1 for sample in late), (
+        "nobody went on with newer weights"
+    )
     networks: dict[int, torch.nn.Module] = {
-        version: AutoModelForCausalLM.from_pretrained(kept / f"version-{version}", dtype=torch.float32) for version in (1, 2, 3)
+        version: AutoModelForCausalLM.from_pretrained(
+            kept / f"version-{version}", dtype=torch.float32
+        )
+        for version in (1, 2, 3)
     }
     for sample in later:
-        assert len(sample.weight_versions) == sample.response_length and list(sample.weight_versions) == sorted(sample.weight_versions)
+        assert len(sample.weight_versions) == sample.response_length and list(
+            sample.weight_versions
+        ) == sorted(sample.weight_versions)
         assert sample.weight_versions[0] >= sample.metadata.get("start_rollout_id", 0) + 1
         assert_versions_tell_the_weights(sample, networks)
 
@@ -73,12 +84,18 @@ def test_a_rollout_out_of_time_ends_its_responses_at_the_servers(
     hook = f"tests.sglang.spoil:count_what_is_left {left} {' '.join(servers.urls)}"
     with slowed(servers, STEP_S):
         programs.train(line, tmp_path / "run", ranks=1, timeout_s=240, hook=hook).ok()
-    assert [json.loads(line) for line in left.read_text().splitlines()] == [[0, 0]] * 2, "requests are left at the servers"
+    assert [json.loads(line) for line in left.read_text().splitlines()] == [[0, 0]] * 2, (
+        "requests are left at the servers"
+    )
     first, second = rows(out)
     for rollout, row in enumerate((first, second)):
         assert row["rollout/groups_kept"] == 4 and row["rollout/failed_frac"] == 0
         assert row["rollout/train_rollout_log_prob_diff_max"] < EXACT
-        assert len(samples(out, rollout)) == 8 and all(sample.reward is not None for sample in samples(out, rollout))
+        assert len(samples(out, rollout)) == 8 and all(
+            sample.reward is not None for sample in samples(out, rollout)
+        )
     cut = [s for s in samples(out, 0) + samples(out, 1) if s.status is SampleStatus.TRUNCATED]
     assert cut and all(0 < s.response_length < LONGEST and s.loss_mask.all() for s in cut)
-    assert first["rollout/groups_late"] + second["rollout/groups_late"] == len({s.group_id for s in cut})
+    assert first["rollout/groups_late"] + second["rollout/groups_late"] == len(
+        {s.group_id for s in cut}
+    )

@@ -90,26 +90,53 @@ class Cluster:
         (munge / "key").chmod(0o400)
         for path in (munge, munge / "key"):
             shutil.chown(path, "munge", "munge")
-        options = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        self._run("runuser", "-u", "munge", "--", "munged", *(f"--{name}={munge / file}" for name, file in options.items()))
+        options = {
+            "key-file": "key",
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
+        self._run(
+            "runuser",
+            "-u",
+            "munge",
+            "--",
+            "munged",
+            *(f"--{name}={munge / file}" for name, file in options.items()),
+        )
         (self.folder / "state").mkdir()
         host = socket.gethostname()
-        configuration = CONFIGURATION.format(host=host, folder=self.folder, ports=[free_port() for _ in range(3)])
+        configuration = CONFIGURATION.format(
+            host=host, folder=self.folder, ports=[free_port() for _ in range(3)]
+        )
         (self.folder / "slurm.conf").write_text(configuration)
         for node in (host, "localhost"):
             (self.folder / f"spool-{node}").mkdir()
         self._run("slurmctld", "-f", str(self.folder / "slurm.conf"))
         for node in (host, "localhost"):
             self._run("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", node)
-        self._wait_for(lambda: self._run("sinfo", "--noheader", "--states=idle", "--format=%D") == "2", 60, "the nodes are not idle")
+        self._wait_for(
+            lambda: self._run("sinfo", "--noheader", "--states=idle", "--format=%D") == "2",
+            60,
+            "the nodes are not idle",
+        )
 
     @property
     def environment(self) -> dict[str, str]:
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": SEARCH}
 
-    def submit(self, script: Path, *flags: str, options: tuple[str, ...] = (), variables: dict[str, str] | None = None) -> int:
+    def submit(
+        self,
+        script: Path,
+        *flags: str,
+        options: tuple[str, ...] = (),
+        variables: dict[str, str] | None = None,
+    ) -> int:
         """The number of the new job. flags: of train.py; options: of sbatch."""
-        out = self._run("sbatch", "--parsable", *options, str(script), *flags, environment=variables or {})
+        out = self._run(
+            "sbatch", "--parsable", *options, str(script), *flags, environment=variables or {}
+        )
         return int(out)
 
     def state(self, job: int) -> dict[str, str]:
@@ -120,7 +147,9 @@ class Cluster:
     def ended(self, job: int, limit_s: float, log: Path) -> dict[str, str]:
         """The state of a job that is over, and none of whose processes is left."""
         final = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self._wait_for(lambda: self.state(job)["JobState"] in final, limit_s, f"job {job} goes on", log)
+        self._wait_for(
+            lambda: self.state(job)["JobState"] in final, limit_s, f"job {job} goes on", log
+        )
         self._wait_for(lambda: not self.processes(job), 15, f"job {job} has left processes", log)
         return self.state(job)
 
@@ -131,7 +160,12 @@ class Cluster:
         self._run("scontrol", "requeue", str(job))
 
     def wait_for_line(self, log: Path, words: str, limit_s: float, *, times: int = 1) -> None:
-        self._wait_for(lambda: log.exists() and log.read_text().count(words) >= times, limit_s, f"no line with {words!r}", log)
+        self._wait_for(
+            lambda: log.exists() and log.read_text().count(words) >= times,
+            limit_s,
+            f"no line with {words!r}",
+            log,
+        )
 
     def processes(self, job: int) -> list[psutil.Process]:
         """Of this job, whoever their parent is now."""
@@ -139,14 +173,20 @@ class Cluster:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 variables = process.environ()
-                mine = variables.get("SLURM_CONF") == self.environment["SLURM_CONF"] and variables.get("SLURM_JOB_ID") == str(job)
+                mine = variables.get("SLURM_CONF") == self.environment[
+                    "SLURM_CONF"
+                ] and variables.get("SLURM_JOB_ID") == str(job)
                 if mine and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
     def ranks(self, job: int) -> dict[int, psutil.Process]:
         """The training processes by rank."""
-        return {int(p.environ()["RANK"]): p for p in self.processes(job) if "RANK" in p.environ() and "train.py" in p.cmdline()}
+        return {
+            int(p.environ()["RANK"]): p
+            for p in self.processes(job)
+            if "RANK" in p.environ() and "train.py" in p.cmdline()
+        }
 
     def _run(self, program: str, *words: str, environment: dict[str, str] | None = None) -> str:
         command = [shutil.which(program, path=SEARCH) or program, *words]
@@ -156,12 +196,20 @@ class Cluster:
         assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def _wait_for(self, condition: object, limit_s: float, words: str, log: Path | None = None) -> None:
+    def _wait_for(
+        self, condition: object, limit_s: float, words: str, log: Path | None = None
+    ) -> None:
         assert callable(condition)
         deadline = time.monotonic() + limit_s
         while not condition():
-            shown = [file for file in (log, self.folder / "slurmctld.log") if file is not None and file.exists()]
-            assert time.monotonic() < deadline, f"{words} after {limit_s} s\n" + "\n".join(file.read_text()[-4000:] for file in shown)
+            shown = [
+                file
+                for file in (log, self.folder / "slurmctld.log")
+                if file is not None and file.exists()
+            ]
+            assert time.monotonic() < deadline, f"{words} after {limit_s} s\n" + "\n".join(
+                file.read_text()[-4000:] for file in shown
+            )
             time.sleep(0.2)
 
 
@@ -174,7 +222,9 @@ def end(pid_file: Path, grace_s: float = 10.0) -> None:
     with contextlib.suppress(psutil.Error):
         process.terminate()
         deadline = time.monotonic() + grace_s
-        while process.status() != psutil.STATUS_ZOMBIE:  # a container's first process may not collect them
+        while (
+            process.status() != psutil.STATUS_ZOMBIE
+        ):  # a container's first process may not collect them
             if time.monotonic() > deadline:
                 process.kill()
                 return

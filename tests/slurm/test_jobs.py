@@ -41,17 +41,29 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def variables(**more: str) -> dict[str, str]:
-    found = {"REPOSITORY": str(ROOT), "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port())}
+    found = {
+        "REPOSITORY": str(ROOT),
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        "MASTER_PORT": str(free_port()),
+    }
     return ENVIRONMENT | found | more
 
 
-def submit(cluster: Cluster, work: Workspace, out: Path, *, nodes: int = 1, **changes: str | int | float) -> tuple[int, Path]:
+def submit(
+    cluster: Cluster, work: Workspace, out: Path, *, nodes: int = 1, **changes: str | int | float
+) -> tuple[int, Path]:
     """A job of two processes on one or two nodes, and its log."""
     out.mkdir()
     log = out / "job.log"
-    flags = work.flags(out, num_rollout=ROLLOUTS, save_hf=out / "hf", save=out / "ck", load=out / "ck", **changes)
+    flags = work.flags(
+        out, num_rollout=ROLLOUTS, save_hf=out / "hf", save=out / "ck", load=out / "ck", **changes
+    )
     job = cluster.submit(
-        TRAIN, *flags, options=(f"--nodes={nodes}", f"--output={log}"), variables=variables(PROCESSES_PER_NODE=str(2 // nodes))
+        TRAIN,
+        *flags,
+        options=(f"--nodes={nodes}", f"--output={log}"),
+        variables=variables(PROCESSES_PER_NODE=str(2 // nodes)),
     )
     return job, log
 
@@ -66,7 +78,9 @@ def whole(cluster: Cluster, work: Workspace, tmp_path_factory: pytest.TempPathFa
     return out
 
 
-def test_a_preempted_job_goes_on_to_the_same_weights(cluster: Cluster, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_a_preempted_job_goes_on_to_the_same_weights(
+    cluster: Cluster, work: Workspace, whole: Path, tmp_path: Path
+) -> None:
     """SIGTERM to the ranks, after which the job requeues itself; then SLURM requeues it; over two nodes, so that the ranks of both agree when
     to stop. The uninterrupted run had its processes on one."""
     out = tmp_path / "run"
@@ -80,25 +94,35 @@ def test_a_preempted_job_goes_on_to_the_same_weights(cluster: Cluster, work: Wor
     cluster.wait_for_line(log, "rollout 20/", STARTED_S)
     cluster.requeue(job)
     state = cluster.ended(job, ENDED_S, log)
-    assert (state["JobState"], state["Restarts"], state["ExitCode"]) == ("COMPLETED", "2", "0:0"), log.read_text()
+    assert (state["JobState"], state["Restarts"], state["ExitCode"]) == ("COMPLETED", "2", "0:0"), (
+        log.read_text()
+    )
     assert 3 <= int(first.removeprefix("iter_")) < 20, "it stopped where it was told to"
     starts = log.read_text().split("start ")
-    assert len(starts) == 4 and all("rollout  1/" not in start for start in starts[2:]), "no start began at the first rollout again"
+    assert len(starts) == 4 and all("rollout  1/" not in start for start in starts[2:]), (
+        "no start began at the first rollout again"
+    )
     theirs, mine = weights_of(whole / "hf"), weights_of(out / "hf")
     assert theirs.keys() == mine.keys()
     different = [name for name in theirs if not torch.equal(theirs[name], mine[name])]
     assert not different
     start = weights_of(work.model)
-    assert any(not torch.equal(start[name], mine[name]) for name in start), "the runs trained nothing"
+    assert any(not torch.equal(start[name], mine[name]) for name in start), (
+        "the runs trained nothing"
+    )
 
 
-def test_a_signal_to_the_batch_script_ends_the_run_with_a_checkpoint(cluster: Cluster, work: Workspace, tmp_path: Path) -> None:
+def test_a_signal_to_the_batch_script_ends_the_run_with_a_checkpoint(
+    cluster: Cluster, work: Workspace, tmp_path: Path
+) -> None:
     """As before the time limit. A job that may not be requeued ends with status 75."""
     out = tmp_path / "run"
     out.mkdir()
     log = out / "job.log"
     flags = work.flags(out, num_rollout=2000, save=out / "ck", load=out / "ck")
-    job = cluster.submit(TRAIN, *flags, options=("--no-requeue", f"--output={log}"), variables=variables())
+    job = cluster.submit(
+        TRAIN, *flags, options=("--no-requeue", f"--output={log}"), variables=variables()
+    )
     cluster.wait_for_line(log, "rollout    2/2000", STARTED_S)
     cluster.signal(job, "--signal=TERM", "--batch")
     state = cluster.ended(job, 90, log)
@@ -108,7 +132,9 @@ def test_a_signal_to_the_batch_script_ends_the_run_with_a_checkpoint(cluster: Cl
     assert len(list((out / "ck").glob("iter_*"))) == 1
 
 
-def test_a_dead_rank_ends_the_job_on_both_nodes(cluster: Cluster, work: Workspace, tmp_path: Path) -> None:
+def test_a_dead_rank_ends_the_job_on_both_nodes(
+    cluster: Cluster, work: Workspace, tmp_path: Path
+) -> None:
     job, log = submit(cluster, work, tmp_path / "run", nodes=2)
     cluster.wait_for_line(log, f"rollout  2/{ROLLOUTS}", STARTED_S)
     victim = cluster.ranks(job)[1]
@@ -122,7 +148,9 @@ def test_a_dead_rank_ends_the_job_on_both_nodes(cluster: Cluster, work: Workspac
     assert "error: no answer from rank 1 (host " in text and f"process {pid})" in text
 
 
-def test_a_stopped_rank_ends_the_job_on_both_nodes(cluster: Cluster, work: Workspace, tmp_path: Path) -> None:
+def test_a_stopped_rank_ends_the_job_on_both_nodes(
+    cluster: Cluster, work: Workspace, tmp_path: Path
+) -> None:
     """The rank on the second node; the first holds the store. torchrun kills it, or srun."""
     job, log = submit(cluster, work, tmp_path / "run", nodes=2, heartbeat_timeout_s=5)
     cluster.wait_for_line(log, f"rollout  2/{ROLLOUTS}", STARTED_S)
@@ -132,7 +160,10 @@ def test_a_stopped_rank_ends_the_job_on_both_nodes(cluster: Cluster, work: Works
     state = cluster.ended(job, 120, log)
     text = log.read_text()
     assert state["JobState"] == "FAILED" and state["Restarts"] == "0", text
-    assert "error: no sign of life from rank 1 (host " in text and f"process {pid}), last heard of in phase " in text
+    assert (
+        "error: no sign of life from rank 1 (host " in text
+        and f"process {pid}), last heard of in phase " in text
+    )
     assert "rank 0 on host " in text and "Stacks of its threads:" in text and "trainer.py" in text
 
 
@@ -142,10 +173,15 @@ def test_a_port_in_use_is_named(cluster: Cluster, work: Workspace, tmp_path: Pat
         other.listen()
         port = other.getsockname()[1]
         log = tmp_path / "job.log"
-        job = cluster.submit(TRAIN, options=(f"--output={log}",), variables=variables(MASTER_PORT=str(port)))
+        job = cluster.submit(
+            TRAIN, options=(f"--output={log}",), variables=variables(MASTER_PORT=str(port))
+        )
         state = cluster.ended(job, 60, log)
     assert state["JobState"] == "FAILED"
-    assert f"error: node 0 of 1 on host {socket.gethostname()}: port {port} of localhost is in use by another program" in log.read_text()
+    assert (
+        f"error: node 0 of 1 on host {socket.gethostname()}: port {port} of localhost is in use by another program"
+        in log.read_text()
+    )
 
 
 ENGINE = """#!{python}
@@ -191,7 +227,10 @@ def test_trainer_and_engines_on_nodes_of_their_own(cluster: Cluster, tmp_path: P
     nodes = state["NodeList"]
     assert "localhost" in nodes
     engine = (tmp_path / "engine.txt").read_text()
-    assert engine == f"-m sglang.launch_server --model-path /models/small --host 0.0.0.0 --port {port} --tp-size 2 --device cpu"
+    assert (
+        engine
+        == f"-m sglang.launch_server --model-path /models/small --host 0.0.0.0 --port {port} --tp-size 2 --device cpu"
+    )
     argv = json.loads((tmp_path / "trainer.json").read_text())
     last = cluster._run("scontrol", "show", "hostnames", nodes).split()[-1]
     assert argv[argv.index("train.py") + 1 :] == [
@@ -205,8 +244,14 @@ def test_trainer_and_a_real_engine_on_nodes_of_their_own(cluster: Cluster, tmp_p
     """The split job with SGLang on the second node: weights over a process group between the nodes, log-probs that agree, and nothing that
     the job leaves behind."""
     demo, out, log = make_demo(tmp_path / "demo"), tmp_path / "run", tmp_path / "job.log"
-    names = {"MODEL": str(demo / "model"), "ENGINE_PYTHON": str(ROOT / "scripts" / "sglang_cpu" / "python"), "PROCESSES_PER_NODE": "2"}
-    engine = " ".join(command_words({**CPU_SETTINGS, "dtype": "float32", "max_running_requests": 16}))
+    names = {
+        "MODEL": str(demo / "model"),
+        "ENGINE_PYTHON": str(ROOT / "scripts" / "sglang_cpu" / "python"),
+        "PROCESSES_PER_NODE": "2",
+    }
+    engine = " ".join(
+        command_words({**CPU_SETTINGS, "dtype": "float32", "max_running_requests": 16})
+    )
     flags = [
         "--prompt-data", str(demo / "train.jsonl"), "--input-key", "messages", "--label-key", "answer", "--apply-chat-template",
         "--custom-rm-path", "scripts/demo_reward.py:score", "--rollout-max-response-len", "8", "--num-rollout", "3", "--rollout-batch-size", "4",
@@ -217,11 +262,17 @@ def test_trainer_and_a_real_engine_on_nodes_of_their_own(cluster: Cluster, tmp_p
         SPLIT,
         *flags,
         options=("--nodes=2", f"--output={log}"),
-        variables=variables(ENGINE_PORT=str(free_port()), ENGINE_FLAGS=engine, SGLANG_ENV=str(SGLANG), **names),
+        variables=variables(
+            ENGINE_PORT=str(free_port()), ENGINE_FLAGS=engine, SGLANG_ENV=str(SGLANG), **names
+        ),
     )
     state = cluster.ended(job, 500, log)
     assert state["JobState"] == "COMPLETED", log.read_text()
     rows = rows_of(out)
-    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["rollout/failed_frac"] == 0 for row in rows)
-    assert all(row["rollout/train_rollout_log_prob_diff_max"] < 1e-4 for row in rows), "the engine has the trainer's weights"
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(
+        row["rollout/failed_frac"] == 0 for row in rows
+    )
+    assert all(row["rollout/train_rollout_log_prob_diff_max"] < 1e-4 for row in rows), (
+        "the engine has the trainer's weights"
+    )
     assert sum(row["train/grad_norm"] for row in rows) > 0

@@ -56,7 +56,9 @@ def complete(folder: Path, *more: str, without: tuple[str, ...] = ()) -> list[st
         "--rollout-batch-size": "4",
         "--n-samples-per-prompt": "4",
     }
-    return [word for flag, value in flags.items() if flag not in without for word in (flag, value)] + list(more)
+    return [
+        word for flag, value in flags.items() if flag not in without for word in (flag, value)
+    ] + list(more)
 
 
 TWO_STEPS = "--num-steps-per-rollout 2 "  # an old policy that differs from the new one: without, some losses warn

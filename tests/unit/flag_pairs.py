@@ -67,9 +67,16 @@ OTHERS_OF_EXPERTS = {
 # Those that one rules out in the other's presence, beside what megatron-core has on this machine no kernels for
 BUDGETS = ("budgets", "budgets, not balanced", "budget of log-probs")
 FULL_RECOMPUTE = ("full recompute", "recompute by block", "distributed activations")
-SELECTIVE_RECOMPUTE = ("recompute attention", "recompute norms", "recompute networks", "recompute experts")
+SELECTIVE_RECOMPUTE = (
+    "recompute attention",
+    "recompute norms",
+    "recompute networks",
+    "recompute experts",
+)
 APART = {
-    *product(("micro-batch 2", "padded", "micro-batches of log-probs", "token_mean_legacy"), BUDGETS),
+    *product(
+        ("micro-batch 2", "padded", "micro-batches of log-probs", "token_mean_legacy"), BUDGETS
+    ),
     *product(FULL_RECOMPUTE, SELECTIVE_RECOMPUTE),
     ("TP2 SP", "distributed activations"),
     ("PP2", "allgather"),

@@ -12,7 +12,11 @@ from slime_like.metrics.typed import Metric, MetricAccumulator
 
 
 def make(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor | None = None, seq_ids: Tensor | None = None, **fields: Any
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None = None,
+    seq_ids: Tensor | None = None,
+    **fields: Any,
 ) -> tuple[Tensor, LossInputs]:
     """Leaf log-probs [T] and inputs with the given log-ratio, to the old policy and to the sampler alike. fields: of LossInputs."""
     old = torch.linspace(-3, -0.1, log_ratio.numel(), dtype=torch.float64)
@@ -33,7 +37,9 @@ def make(
 
 def grid() -> tuple[Tensor, Tensor]:
     """Every sign of the advantage with ratios inside and on both sides of any clip range, +-50 included."""
-    log_ratio = torch.tensor([0.0, 0.05, -0.05, 0.5, -0.5, 1.3, -3.0, 2.5, 50.0, -50.0], dtype=torch.float64)
+    log_ratio = torch.tensor(
+        [0.0, 0.05, -0.05, 0.5, -0.5, 1.3, -3.0, 2.5, 50.0, -50.0], dtype=torch.float64
+    )
     advantages = torch.tensor([1.5, -0.7, 0.0, -2.0], dtype=torch.float64)
     return log_ratio.repeat(4), advantages.repeat_interleave(10)
 

@@ -11,13 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.advantages import AdvantageOutput, OutcomeEstimator, advantage_estimators, compute_advantages
+from slime_like.advantages import (
+    AdvantageOutput,
+    OutcomeEstimator,
+    advantage_estimators,
+    compute_advantages,
+)
 
 NAN, INF = math.nan, math.inf
-OUTCOME = [name for name, entry in advantage_estimators.items() if isinstance(entry, OutcomeEstimator)]
+OUTCOME = [
+    name for name, entry in advantage_estimators.items() if isinstance(entry, OutcomeEstimator)
+]
 
 
-def compute(estimator: str, rewards: Sequence[float], groups: Sequence[int], **settings: Any) -> AdvantageOutput:
+def compute(
+    estimator: str, rewards: Sequence[float], groups: Sequence[int], **settings: Any
+) -> AdvantageOutput:
     return compute_advantages(
         estimator,
         rewards=torch.tensor(rewards, dtype=torch.float64),
@@ -27,7 +36,9 @@ def compute(estimator: str, rewards: Sequence[float], groups: Sequence[int], **s
     )
 
 
-def by_loop(estimator: str, rewards: Sequence[float], groups: Sequence[int], normalize_std: bool = True) -> list[float]:
+def by_loop(
+    estimator: str, rewards: Sequence[float], groups: Sequence[int], normalize_std: bool = True
+) -> list[float]:
     """Lengths are 1, 2, 3, ..., as in `compute`."""
     values = []
     differing = 0
@@ -36,7 +47,11 @@ def by_loop(estimator: str, rewards: Sequence[float], groups: Sequence[int], nor
         differing += math.isfinite(reward) and len(set(peers)) > 1
     for reward, group in zip(rewards, groups):
         peers = [r for r, g in zip(rewards, groups) if g == group and math.isfinite(r)]
-        lengths = [i + 1 for i, (r, g) in enumerate(zip(rewards, groups)) if g == group and math.isfinite(r)]
+        lengths = [
+            i + 1
+            for i, (r, g) in enumerate(zip(rewards, groups))
+            if g == group and math.isfinite(r)
+        ]
         if not math.isfinite(reward) or len(peers) < 2:
             values.append(0.0)
         elif estimator == "rloo":
@@ -59,16 +74,23 @@ REWARDS = [1.0, 0.0, 0.5, 2.0, -1.0, 0.0, 0.25, 7.0, 1e6]
 GROUPS = [3, 1, 3, 1, 3, 1, 1, -4, -4]  # uneven and interleaved
 
 
-@pytest.mark.parametrize(("estimator", "settings"), [(name, {}) for name in OUTCOME] + [("grpo", {"normalize_std": False})])
+@pytest.mark.parametrize(
+    ("estimator", "settings"),
+    [(name, {}) for name in OUTCOME] + [("grpo", {"normalize_std": False})],
+)
 def test_advantages_are_the_formula(estimator: str, settings: dict[str, bool]) -> None:
     output = compute(estimator, REWARDS, GROUPS, **settings)
     assert output.values.dtype == torch.float32
-    assert output.values.tolist() == pytest.approx(by_loop(estimator, REWARDS, GROUPS, **settings), rel=1e-6)
+    assert output.values.tolist() == pytest.approx(
+        by_loop(estimator, REWARDS, GROUPS, **settings), rel=1e-6
+    )
 
 
 def test_grpo_uses_bessels_correction() -> None:
     """Rewards 1 and 0: mean 0.5, std sqrt(0.5); without Bessel it would be 0.5 and the advantage 1."""
-    assert compute("grpo", [1.0, 0.0], [0, 0]).values.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-5)
+    assert compute("grpo", [1.0, 0.0], [0, 0]).values.tolist() == pytest.approx(
+        [0.5**0.5, -(0.5**0.5)], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("estimator", OUTCOME)
@@ -88,7 +110,9 @@ def test_order_of_samples_and_other_groups_do_not_matter(estimator: str) -> None
         group_ids=torch.tensor([3, 3, 3]),
         lengths=torch.tensor([1, 3, 5]),
     ).values
-    torch.testing.assert_close(alone, values[[0, 2, 4]])  # gpg too: all groups here differ, so its factor is 1
+    torch.testing.assert_close(
+        alone, values[[0, 2, 4]]
+    )  # gpg too: all groups here differ, so its factor is 1
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -100,7 +124,10 @@ def test_a_bad_reward_leaves_its_group_unharmed(estimator: str, bad: float) -> N
     if estimator != "gpg":  # whose factor counts all samples
         kept = torch.tensor([0, 2, 3, 4, 5])
         without = compute_advantages(
-            estimator, rewards=torch.tensor(rewards)[kept], group_ids=torch.tensor(groups)[kept], lengths=torch.arange(1, 7)[kept]
+            estimator,
+            rewards=torch.tensor(rewards)[kept],
+            group_ids=torch.tensor(groups)[kept],
+            lengths=torch.arange(1, 7)[kept],
         ).values
         torch.testing.assert_close(output.values[kept], without)
     assert output.values[1] == 0
@@ -145,17 +172,26 @@ def test_the_warning_about_groups_of_one_comes_once() -> None:
 
 
 def test_an_unknown_estimator_names_the_legal_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown advantage estimator 'ppo2'; legal values: gpg, grpo, maxrl, opo"):
+    with pytest.raises(
+        ValueError, match=r"unknown advantage estimator 'ppo2'; legal values: gpg, grpo, maxrl, opo"
+    ):
         compute("ppo2", [1.0], [0])
 
 
 def test_maxrl_gives_up_groups_without_success() -> None:
     """A mean of 0 or below would divide by 0 or turn the sign."""
-    assert compute("maxrl", [-1.0, 0.5, 1.0, -1.0, 1.0, 0.0], [0, 0, 1, 1, 2, 2]).values.tolist() == [0, 0, 0, 0, 1, -1]
+    assert compute(
+        "maxrl", [-1.0, 0.5, 1.0, -1.0, 1.0, 0.0], [0, 0, 1, 1, 2, 2]
+    ).values.tolist() == [0, 0, 0, 0, 1, -1]
 
 
 def test_gpg_counts_the_samples_of_groups_that_differ() -> None:
-    values = compute("gpg", [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, NAN, 1.0], [0, 0, 1, 1, 2, 2, 3, 3], singleton="reward").values
+    values = compute(
+        "gpg",
+        [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, NAN, 1.0],
+        [0, 0, 1, 1, 2, 2, 3, 3],
+        singleton="reward",
+    ).values
     assert values.tolist() == [4 * 0.5, -4 * 0.5, 0, 0, 0, 0, 0, 1]
 
 

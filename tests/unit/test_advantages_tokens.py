@@ -39,11 +39,18 @@ def samples(seed: int) -> tuple[list[Tensor], list[Tensor]]:
     masks[0][:] = torch.tensor([False, True, True, False, False, True])
     masks[3][:] = False
     masks[5][-2:] = False
-    kl = [torch.where(m, torch.randn(m.numel(), generator=generator, dtype=torch.float64), 0.0) for m in masks]
+    kl = [
+        torch.where(m, torch.randn(m.numel(), generator=generator, dtype=torch.float64), 0.0)
+        for m in masks
+    ]
     return masks, kl
 
 
-def outcomes(masks: Sequence[Tensor], rewards: Sequence[float] = REWARDS, greedy: Sequence[float] | None = None) -> Outcomes:
+def outcomes(
+    masks: Sequence[Tensor],
+    rewards: Sequence[float] = REWARDS,
+    greedy: Sequence[float] | None = None,
+) -> Outcomes:
     return Outcomes(
         rewards=torch.tensor(rewards, dtype=torch.float64),
         group_ids=torch.tensor(GROUPS),
@@ -65,7 +72,9 @@ def estimate(
 ) -> TokenAdvantages:  # fmt: skip
     values = critic_values(masks) if settings.estimator == "ppo" else None
     told = outcomes(masks, rewards, greedy)
-    return estimate_advantages(settings, told, mine=range(len(masks)), masks=masks, kl=kl, critic_values=values)
+    return estimate_advantages(
+        settings, told, mine=range(len(masks)), masks=masks, kl=kl, critic_values=values
+    )
 
 
 def returns_by_loop(rewards: Sequence[float], mask: Sequence[bool], gamma: float) -> list[float]:
@@ -78,7 +87,11 @@ def returns_by_loop(rewards: Sequence[float], mask: Sequence[bool], gamma: float
 
 
 def gae_by_loop(
-    rewards: Sequence[float], values: Sequence[float], mask: Sequence[bool], gamma: float, lambd: float
+    rewards: Sequence[float],
+    values: Sequence[float],
+    mask: Sequence[bool],
+    gamma: float,
+    lambd: float,
 ) -> tuple[list[float], list[float]]:
     """The recursion of the specification, over the full response."""
     advantage = following = 0.0
@@ -111,7 +124,10 @@ def test_reinforce_plus_plus(gamma: float, seed: int) -> None:
     masks, kl = samples(seed)
     settings = AdvantageSettings("reinforce_plus_plus", gamma=gamma, kl_coef=0.3)
     got = estimate(settings, masks, kl)
-    expected = [returns_by_loop(penalised(r, m, k, 0.3), m.tolist(), gamma) for r, m, k in zip(REWARDS, masks, kl)]
+    expected = [
+        returns_by_loop(penalised(r, m, k, 0.3), m.tolist(), gamma)
+        for r, m, k in zip(REWARDS, masks, kl)
+    ]
     assert flat(got.values) == pytest.approx(flat(expected), rel=1e-6, abs=1e-7)
     assert all(v.dtype == torch.float32 for v in got.values)
     total, active = sum(float(k.sum()) for k in kl), sum(int(m.sum()) for m in masks)
@@ -124,7 +140,9 @@ def test_reinforce_plus_plus_baseline() -> None:
     for i, (mask, k) in enumerate(zip(masks, kl)):
         peers = [r for r, g in zip(REWARDS, GROUPS) if g == GROUPS[i]]
         mean = sum(peers) / len(peers)
-        expected = [REWARDS[i] - mean - 0.3 * float(k[t]) if mask[t] else 0.0 for t in range(mask.numel())]
+        expected = [
+            REWARDS[i] - mean - 0.3 * float(k[t]) if mask[t] else 0.0 for t in range(mask.numel())
+        ]
         assert got.values[i].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
@@ -135,7 +153,9 @@ def test_remax(gamma: float) -> None:
     got = estimate(AdvantageSettings("remax", gamma=gamma, kl_coef=0.1), masks, kl, greedy=greedy)
     for i, (mask, k) in enumerate(zip(masks, kl)):
         returns = returns_by_loop(penalised(REWARDS[i], mask, k, 0.1), mask.tolist(), gamma)
-        expected = [value - greedy[i] if active else 0.0 for value, active in zip(returns, mask.tolist())]
+        expected = [
+            value - greedy[i] if active else 0.0 for value, active in zip(returns, mask.tolist())
+        ]
         assert got.values[i].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
@@ -152,9 +172,13 @@ def test_remax_without_greedy_rewards_is_an_error_and_a_bad_one_is_left_out() ->
 def test_estimators_of_samples_take_the_kl_off_before_grouping(name: str) -> None:
     masks, kl = samples(6)
     got = estimate(AdvantageSettings(name, kl_coef=0.2), masks, kl)
-    rewards = torch.tensor([r - 0.2 * float(k.sum()) for r, k in zip(REWARDS, kl)], dtype=torch.float64)
+    rewards = torch.tensor(
+        [r - 0.2 * float(k.sum()) for r, k in zip(REWARDS, kl)], dtype=torch.float64
+    )
     lengths = torch.tensor([int(m.sum()) for m in masks])
-    expected = compute_advantages(name, rewards=rewards, group_ids=torch.tensor(GROUPS), lengths=lengths).values
+    expected = compute_advantages(
+        name, rewards=rewards, group_ids=torch.tensor(GROUPS), lengths=lengths
+    ).values
     for value, mask, number in zip(got.values, masks, expected):
         torch.testing.assert_close(value, torch.where(mask, number, 0.0))
 
@@ -164,11 +188,16 @@ def test_estimators_of_samples_take_the_kl_off_before_grouping(name: str) -> Non
 def test_gae(seed: int, gamma: float, lambd: float) -> None:
     masks, rewards = samples(seed)
     draw = random.Random(seed)
-    values = [torch.tensor([draw.gauss(0, 2) for _ in range(n)], dtype=torch.float64) for n in LENGTHS]
+    values = [
+        torch.tensor([draw.gauss(0, 2) for _ in range(n)], dtype=torch.float64) for n in LENGTHS
+    ]
     for value, mask in zip(values, masks):
         value[~mask] = NAN  # never seen
     advantages, returns = gae(rewards, values, masks, gamma, lambd)
-    expected = [gae_by_loop(r.tolist(), v.tolist(), m.tolist(), gamma, lambd) for r, v, m in zip(rewards, values, masks)]
+    expected = [
+        gae_by_loop(r.tolist(), v.tolist(), m.tolist(), gamma, lambd)
+        for r, v, m in zip(rewards, values, masks)
+    ]
     assert flat(advantages) == pytest.approx(flat([e[0] for e in expected]), rel=1e-12, abs=1e-12)
     assert flat(returns) == pytest.approx(flat([e[1] for e in expected]), rel=1e-12, abs=1e-12)
 
@@ -203,7 +232,11 @@ def test_ppo_without_values_is_an_error_and_a_bad_reward_is_no_target() -> None:
     masks, _ = samples(7)
     with pytest.raises(ValueError, match="a critic's value"):
         estimate_advantages(AdvantageSettings("ppo"), outcomes(masks), mine=range(7), masks=masks)
-    got = estimate(AdvantageSettings("ppo"), masks, rewards=[NAN if i == 2 else r for i, r in enumerate(REWARDS)])
+    got = estimate(
+        AdvantageSettings("ppo"),
+        masks,
+        rewards=[NAN if i == 2 else r for i, r in enumerate(REWARDS)],
+    )
     assert got.returns is not None
     for i, (mask, value) in enumerate(zip(masks, got.returns)):
         assert torch.equal(value.isnan(), mask if i == 2 else torch.zeros_like(mask))
@@ -215,7 +248,9 @@ def test_a_tools_output_is_passed_over_and_a_reward_crosses_it() -> None:
     rewards = token_rewards([1.0], [mask], [torch.zeros(6)])
     assert rewards[0].tolist() == [0, 0, 0, 0, 1, 0], "paid at the last active token"
     assert discounted_returns(rewards, [mask], 0.5)[0].tolist() == [0.25, 0.5, 0, 0, 1, 0]
-    same = discounted_returns([torch.tensor([0.0, 0, 0, 0, 0, 1.0])], [mask], 0.5)  # at an inactive token: the active one before it
+    same = discounted_returns(
+        [torch.tensor([0.0, 0, 0, 0, 0, 1.0])], [mask], 0.5
+    )  # at an inactive token: the active one before it
     assert same[0].tolist() == [0.25, 0.5, 0, 0, 1, 0]
     inside = discounted_returns([torch.tensor([0.0, 0, 0, 1.0, 0, 0])], [mask], 0.5)
     assert inside[0].tolist() == [0.5, 1, 0, 0, 0, 0]
@@ -234,7 +269,9 @@ def test_a_bad_reward_or_kl_leaves_the_others_alone(name: str, normalize: bool, 
     missing = [NAN if i == 2 else r for i, r in enumerate(REWARDS)]
     rewards = [bad if i == 2 else r for i, r in enumerate(REWARDS)]
     got = estimate(settings, masks, kl, rewards=rewards, greedy=greedy)
-    expected = estimate(settings, [m & (i != 2) for i, m in enumerate(masks)], kl, rewards=missing, greedy=greedy)
+    expected = estimate(
+        settings, [m & (i != 2) for i, m in enumerate(masks)], kl, rewards=missing, greedy=greedy
+    )
     broken = [torch.where(m & (i == 2), bad, k) for i, (m, k) in enumerate(zip(masks, kl))]
     by_kl = estimate(settings, masks, broken, greedy=greedy)
     for i in range(7):
@@ -253,28 +290,39 @@ def test_parts_of_a_rollout_give_what_the_whole_gives(name: str) -> None:
     masks, _ = samples(2)
     settings, told = AdvantageSettings(name, gamma=0.9), outcomes(masks, greedy=[0.5] * 7)
     critic = critic_values(masks)
-    whole = estimate_advantages(settings, told, mine=range(7), masks=masks, critic_values=critic).values
+    whole = estimate_advantages(
+        settings, told, mine=range(7), masks=masks, critic_values=critic
+    ).values
     for part in ([0, 3, 6], [5], [2, 1, 4]):
         some = [critic[i] for i in part]
-        values = estimate_advantages(settings, told, mine=part, masks=[masks[i] for i in part], critic_values=some).values
+        values = estimate_advantages(
+            settings, told, mine=part, masks=[masks[i] for i in part], critic_values=some
+        ).values
         for i, value in zip(part, values):
             torch.testing.assert_close(value, whole[i])
 
 
 def test_whitening() -> None:
     masks, kl = samples(3)
-    values = [torch.where(m, 1e4 + k, NAN) for m, k in zip(masks, kl)]  # far from 0: one pass in float32 would lose the variance
+    values = [
+        torch.where(m, 1e4 + k, NAN) for m, k in zip(masks, kl)
+    ]  # far from 0: one pass in float32 would lose the variance
     got = whiten(values, masks)
     active = [float(x) for k, m in zip(kl, masks) for x in k[m]]
     mean = sum(active) / len(active)
     variance = sum((x - mean) ** 2 for x in active) / (len(active) - 1)
     for result, k, mask in zip(got, kl, masks):
-        expected = [(float(x) - mean) / math.sqrt(variance + 1e-8) if m else 0.0 for x, m in zip(k, mask.tolist())]
+        expected = [
+            (float(x) - mean) / math.sqrt(variance + 1e-8) if m else 0.0
+            for x, m in zip(k, mask.tolist())
+        ]
         assert result.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_whitening_of_equal_values_of_one_token_and_of_none() -> None:
-    assert whiten([torch.tensor([3.0, 3.0, 3.0])], [torch.tensor([True, True, False])])[0].tolist() == [0, 0, 0]
+    assert whiten([torch.tensor([3.0, 3.0, 3.0])], [torch.tensor([True, True, False])])[
+        0
+    ].tolist() == [0, 0, 0]
     assert whiten([torch.tensor([7.0, 9.0])], [torch.tensor([True, False])])[0].tolist() == [0, 0]
     with pytest.raises(ValueError, match="no token of this rollout"):
         whiten([torch.tensor([7.0])], [torch.tensor([False])])

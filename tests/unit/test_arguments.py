@@ -20,22 +20,45 @@ from tests.unit.command_lines import complete, problems_of, write_files
 
 
 def test_a_complete_command_line(tmp_path: Path) -> None:
-    argv = complete(tmp_path, "--policy-loss-type", "sapo", "--sapo-tau-pos", "1.5", "--num-steps-per-rollout", "2")
+    argv = complete(
+        tmp_path,
+        "--policy-loss-type",
+        "sapo",
+        "--sapo-tau-pos",
+        "1.5",
+        "--num-steps-per-rollout",
+        "2",
+    )
     config = parse_args(argv, 2)
     assert config.argv == tuple(argv)
     assert config.policy_loss == SAPOConfig(sapo_tau_pos=1.5)
-    assert config.algorithm.policy_loss_type == "sapo" and config.algorithm.loss_reduction == "rollout_mean"
+    assert (
+        config.algorithm.policy_loss_type == "sapo"
+        and config.algorithm.loss_reduction == "rollout_mean"
+    )
     assert (config.algorithm.global_batch_size, config.algorithm.num_steps_per_rollout) == (8, 2)
     assert (config.world_size, config.data_parallel_size, config.virtual_stages) == (2, 2, None)
-    assert (config.gpt.vocab_size, config.gpt.position_embedding_type, config.gpt.max_position_embeddings) == (320, "rope", 512)
+    assert (
+        config.gpt.vocab_size,
+        config.gpt.position_embedding_type,
+        config.gpt.max_position_embeddings,
+    ) == (320, "rope", 512)
     assert config.model.transformer_impl in ("local", "transformer_engine")
     assert config.warnings == ()
 
 
 def test_megatron_configs_come_from_the_checkpoint(tmp_path: Path) -> None:
     transformer = parse_args(complete(tmp_path), 1).megatron.transformer
-    assert (transformer.num_layers, transformer.hidden_size, transformer.ffn_hidden_size) == (4, 64, 128)
-    assert (transformer.num_attention_heads, transformer.num_query_groups, transformer.kv_channels) == (4, 2, 16)
+    assert (transformer.num_layers, transformer.hidden_size, transformer.ffn_hidden_size) == (
+        4,
+        64,
+        128,
+    )
+    assert (
+        transformer.num_attention_heads,
+        transformer.num_query_groups,
+        transformer.kv_channels,
+    ) == (4, 2, 16)
     assert transformer.activation_func is torch.nn.functional.silu and transformer.gated_linear_unit
     assert transformer.normalization == "RMSNorm" and transformer.layernorm_epsilon == 1e-6
     assert transformer.add_qkv_bias and not transformer.add_bias_linear
@@ -45,16 +68,39 @@ def test_megatron_configs_come_from_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_optimizer_and_data_parallelism(tmp_path: Path) -> None:
-    flags = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--weight-decay", "0.1", "--adam-beta2", "0.98", "--clip-grad", "0.5"]
+    flags = [
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--weight-decay",
+        "0.1",
+        "--adam-beta2",
+        "0.98",
+        "--clip-grad",
+        "0.5",
+    ]
     megatron = parse_args(complete(tmp_path, *flags), 1).megatron
-    assert (megatron.optimizer.lr, megatron.optimizer.min_lr, megatron.optimizer.weight_decay) == (1e-5, 0.0, 0.1)
-    assert (megatron.optimizer.adam_beta2, megatron.optimizer.clip_grad, megatron.optimizer.optimizer) == (0.98, 0.5, "adam")
-    assert megatron.optimizer.use_distributed_optimizer and megatron.ddp.use_distributed_optimizer and megatron.ddp.overlap_grad_reduce
+    assert (megatron.optimizer.lr, megatron.optimizer.min_lr, megatron.optimizer.weight_decay) == (
+        1e-5,
+        0.0,
+        0.1,
+    )
+    assert (
+        megatron.optimizer.adam_beta2,
+        megatron.optimizer.clip_grad,
+        megatron.optimizer.optimizer,
+    ) == (0.98, 0.5, "adam")
+    assert (
+        megatron.optimizer.use_distributed_optimizer
+        and megatron.ddp.use_distributed_optimizer
+        and megatron.ddp.overlap_grad_reduce
+    )
     assert not megatron.ddp.check_for_nan_in_grad, "a non-finite gradient is counted, not raised"
 
 
 @pytest.mark.parametrize(("flag", "dtype"), [("--bf16", torch.bfloat16), (None, torch.float32)])
-def test_precision_is_the_same_everywhere(tmp_path: Path, flag: str | None, dtype: torch.dtype) -> None:
+def test_precision_is_the_same_everywhere(
+    tmp_path: Path, flag: str | None, dtype: torch.dtype
+) -> None:
     megatron = parse_args(complete(tmp_path, *([flag] if flag else [])), 1).megatron
     transformer, optimizer = megatron.transformer, megatron.optimizer
     assert transformer.params_dtype == transformer.pipeline_dtype == optimizer.params_dtype == dtype
@@ -64,12 +110,28 @@ def test_precision_is_the_same_everywhere(tmp_path: Path, flag: str | None, dtyp
 
 
 def test_layout(tmp_path: Path) -> None:
-    argv = complete(tmp_path, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--pipeline-model-parallel-size", "2")
-    config = parse_args([*argv, "--num-layers-per-virtual-pipeline-stage", "1", "--distributed-backend", "gloo"], 4)
+    argv = complete(
+        tmp_path,
+        "--tensor-model-parallel-size",
+        "2",
+        "--sequence-parallel",
+        "--pipeline-model-parallel-size",
+        "2",
+    )
+    config = parse_args(
+        [*argv, "--num-layers-per-virtual-pipeline-stage", "1", "--distributed-backend", "gloo"], 4
+    )
     transformer = config.megatron.transformer
-    assert (transformer.tensor_model_parallel_size, transformer.pipeline_model_parallel_size) == (2, 2)
+    assert (transformer.tensor_model_parallel_size, transformer.pipeline_model_parallel_size) == (
+        2,
+        2,
+    )
     assert transformer.virtual_pipeline_model_parallel_size == config.virtual_stages == 2
-    assert transformer.sequence_parallel and not transformer.variable_seq_lengths and transformer.moe_token_dispatcher_type == "alltoall"
+    assert (
+        transformer.sequence_parallel
+        and not transformer.variable_seq_lengths
+        and transformer.moe_token_dispatcher_type == "alltoall"
+    )
     assert not transformer.batch_p2p_comm and not transformer.overlap_p2p_comm
     assert config.data_parallel_size == 1
 
@@ -81,7 +143,10 @@ MODEL_ARGS = """
 
 
 def test_flags_that_agree_with_the_checkpoint(tmp_path: Path) -> None:
-    with_flags, without = parse_args(complete(tmp_path, *MODEL_ARGS), 1), parse_args(complete(tmp_path), 1)
+    with_flags, without = (
+        parse_args(complete(tmp_path, *MODEL_ARGS), 1),
+        parse_args(complete(tmp_path), 1),
+    )
     assert with_flags.gpt == without.gpt
 
     def plain(config: Any) -> dict[str, Any]:
@@ -94,7 +159,10 @@ def test_flags_that_agree_with_the_checkpoint(tmp_path: Path) -> None:
     ("argv", "said"),
     [
         (["--num-layers", "3"], "--num-layers: 3 disagrees with --hf-checkpoint's 4"),
-        (["--norm-epsilon", "1e-5"], "--norm-epsilon: 1e-05 disagrees with --hf-checkpoint's 1e-06"),
+        (
+            ["--norm-epsilon", "1e-5"],
+            "--norm-epsilon: 1e-05 disagrees with --hf-checkpoint's 1e-06",
+        ),
         (["--rotary-base", "500"], "--rotary-base: 500.0 disagrees with --hf-checkpoint's 10000.0"),
         (["--squared-relu"], "--squared-relu: disagrees with --hf-checkpoint's gated silu"),
         (["--qk-layernorm"], "--qk-layernorm: True disagrees with --hf-checkpoint's False"),
@@ -103,7 +171,9 @@ def test_flags_that_agree_with_the_checkpoint(tmp_path: Path) -> None:
         (["--vocab-size", "321"], "--vocab-size: 321 disagrees with --hf-checkpoint's 320"),
     ],
 )
-def test_flags_that_disagree_with_the_checkpoint(tmp_path: Path, argv: list[str], said: str) -> None:
+def test_flags_that_disagree_with_the_checkpoint(
+    tmp_path: Path, argv: list[str], said: str
+) -> None:
     found = problems_of(complete(tmp_path, *argv))
     assert len(found) == 1 and said in str(found[0])
 
@@ -125,18 +195,28 @@ def test_the_reference_has_the_shape_of_the_policy(tmp_path: Path) -> None:
     other.mkdir()
     ref = write_files(other, num_hidden_layers=2)["hf"]
     found = problems_of(complete(tmp_path, "--use-kl-loss", "--ref-load", ref))
-    assert [p.flag for p in found] == ["--ref-load"] and "num_layers 2 (there: 4)" in found[0].message
+    assert [p.flag for p in found] == ["--ref-load"] and "num_layers 2 (there: 4)" in found[
+        0
+    ].message
     write_files(other)
     parse_args(complete(tmp_path, "--use-kl-loss", "--ref-load", ref), 1)
     write_files(other, hidden_act="gelu")
-    assert [p.flag for p in problems_of(complete(tmp_path, "--use-kl-loss", "--ref-load", ref))] == ["--ref-load"]
+    assert [
+        p.flag for p in problems_of(complete(tmp_path, "--use-kl-loss", "--ref-load", ref))
+    ] == ["--ref-load"]
 
 
 @pytest.mark.parametrize(
     ("cuda", "engine", "impl", "fused", "rope"),
-    [(False, False, "local", False, False), (True, False, "local", False, False), (True, True, "transformer_engine", True, True)],
+    [
+        (False, False, "local", False, False),
+        (True, False, "local", False, False),
+        (True, True, "transformer_engine", True, True),
+    ],
 )
-def test_defaults_follow_the_machine(cuda: bool, engine: bool, impl: str, fused: bool, rope: bool) -> None:
+def test_defaults_follow_the_machine(
+    cuda: bool, engine: bool, impl: str, fused: bool, rope: bool
+) -> None:
     machine = Machine(cuda=cuda, transformer_engine=engine, gradient_fusion=False)
     values = {"activation_func": "silu", "gated_linear_unit": True}
     build = Build(values, ParallelConfig(), None, impl, cuda, machine)
@@ -148,19 +228,33 @@ def test_defaults_follow_the_machine(cuda: bool, engine: bool, impl: str, fused:
 
 def without_checkpoint(folder: Path, *more: str) -> list[str]:
     return complete(
-        folder, "--debug-train-only", "--load-debug-rollout-data", str(folder / "{rollout_id}"), *more, without=("--hf-checkpoint",)
+        folder,
+        "--debug-train-only",
+        "--load-debug-rollout-data",
+        str(folder / "{rollout_id}"),
+        *more,
+        without=("--hf-checkpoint",),
     )
 
 
 def test_a_network_of_flags_alone(tmp_path: Path) -> None:
     config = parse_args(without_checkpoint(tmp_path, *MODEL_ARGS), 1)
-    assert (config.megatron.transformer.num_layers, config.megatron.transformer.num_query_groups) == (4, 2)
+    assert (
+        config.megatron.transformer.num_layers,
+        config.megatron.transformer.num_query_groups,
+    ) == (4, 2)
     assert (config.gpt.vocab_size, config.gpt.rotary_base) == (320, 10000.0)
 
 
 def test_each_missing_flag_of_a_network_is_named(tmp_path: Path) -> None:
     found = problems_of(without_checkpoint(tmp_path))
-    missing = ["--num-layers", "--hidden-size", "--num-attention-heads", "--vocab-size", "--position-embedding-type"]
+    missing = [
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--vocab-size",
+        "--position-embedding-type",
+    ]
     assert [p.flag for p in found] == missing
 
 
@@ -170,7 +264,9 @@ def test_group_query_attention_without_groups_is_one_group(tmp_path: Path) -> No
     assert config.megatron.transformer.num_query_groups == 1
 
 
-def test_what_megatron_core_refuses_is_a_problem_with_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_megatron_core_refuses_is_a_problem_with_a_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What none of our rules has foreseen."""
     from megatron.core.transformer import TransformerConfig
 
@@ -186,7 +282,9 @@ def test_what_megatron_core_refuses_is_a_problem_with_a_flag(tmp_path: Path, mon
 def test_aliases_of_losses_bring_their_defaults(tmp_path: Path) -> None:
     config = parse_args(complete(tmp_path, "--policy-loss-type", "dual_clip"), 1)
     assert config.algorithm.policy_loss_type == "ppo" and config.policy_loss.eps_clip_c == 3.0
-    config = parse_args(complete(tmp_path, "--policy-loss-type", "dual_clip", "--eps-clip-c", "2"), 1)
+    config = parse_args(
+        complete(tmp_path, "--policy-loss-type", "dual_clip", "--eps-clip-c", "2"), 1
+    )
     assert config.policy_loss.eps_clip_c == 2.0
 
 
@@ -198,7 +296,10 @@ def test_settings_of_another_loss_are_told(tmp_path: Path) -> None:
 def test_supervised_fine_tuning(tmp_path: Path) -> None:
     config = parse_args(complete(tmp_path, "--loss-type", "sft_loss"), 1)
     assert config.rollout.n_samples_per_prompt == 1 and config.algorithm.global_batch_size == 4
-    assert config.algorithm.loss_reduction == "token_mean" and config.algorithm.policy_loss_type == "cross_entropy"
+    assert (
+        config.algorithm.loss_reduction == "token_mean"
+        and config.algorithm.policy_loss_type == "cross_entropy"
+    )
 
 
 def test_the_command_line_wins_over_the_run_file(tmp_path: Path) -> None:
@@ -206,7 +307,9 @@ def test_the_command_line_wins_over_the_run_file(tmp_path: Path) -> None:
     file.write_text("lr: 1e-3\npolicy_loss_type: sapo\nsapo_tau_neg: 1.5\n")
     argv = complete(tmp_path, "--config", str(file), "--sapo-tau-neg", "2")
     config = parse_args(argv, 1)
-    assert config.megatron.optimizer.lr == 1e-5 and config.policy_loss == SAPOConfig(sapo_tau_neg=2.0)
+    assert config.megatron.optimizer.lr == 1e-5 and config.policy_loss == SAPOConfig(
+        sapo_tau_neg=2.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,8 +319,16 @@ def test_the_command_line_wins_over_the_run_file(tmp_path: Path) -> None:
         ("num_rollout: 3", ("--num-rollout",), "--num-epoch 1"),
         ("num_steps_per_rollout: 4", (), "--global-batch-size 8"),
         ("global_batch_size: 8", (), "--num-steps-per-rollout 4"),
-        ("num_layers_per_virtual_pipeline_stage: 1", (), "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
-        ("num_virtual_stages_per_pipeline_rank: 2", (), "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+        (
+            "num_layers_per_virtual_pipeline_stage: 1",
+            (),
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        ),
+        (
+            "num_virtual_stages_per_pipeline_rank: 2",
+            (),
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        ),
         ("lr_warmup_iters: 1", (), "--lr-warmup-fraction 0.1"),
         ("lr_warmup_fraction: 0.1", (), "--lr-warmup-iters 1"),
         ("custom_rm_path: json.dumps", (), ""),
@@ -248,13 +359,31 @@ def test_a_run_file_contradicts_itself(tmp_path: Path) -> None:
 def test_problems_of_run_file_command_line_and_rules_come_together(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("polcy_loss_type: sapo\n")
-    found = problems_of(complete(tmp_path, "--config", str(file), "--release-train", "--kl-loss-coef", "0.1", "--num-layers", "7"))
-    assert [p.flag for p in found] == ["--polcy-loss-type", "--release-train", "--num-layers", "--kl-loss-coef"]
+    found = problems_of(
+        complete(
+            tmp_path,
+            "--config",
+            str(file),
+            "--release-train",
+            "--kl-loss-coef",
+            "0.1",
+            "--num-layers",
+            "7",
+        )
+    )
+    assert [p.flag for p in found] == [
+        "--polcy-loss-type",
+        "--release-train",
+        "--num-layers",
+        "--kl-loss-coef",
+    ]
 
 
 def test_a_value_that_cannot_be_read_is_told_once(tmp_path: Path) -> None:
     assert [p.flag for p in problems_of(complete(tmp_path, "--lr", "fast"))] == ["--lr"]
-    assert [p.flag for p in problems_of(complete(tmp_path, "--num-rollout", "many"))] == ["--num-rollout"]
+    assert [p.flag for p in problems_of(complete(tmp_path, "--num-rollout", "many"))] == [
+        "--num-rollout"
+    ]
 
 
 def test_a_bad_checkpoint_is_told_with_the_rest(tmp_path: Path) -> None:
@@ -265,7 +394,13 @@ def test_a_bad_checkpoint_is_told_with_the_rest(tmp_path: Path) -> None:
 def test_help_and_version() -> None:
     with pytest.raises(HelpWanted) as everything:
         parse_args(["--help"], 1)
-    for flag in ("--policy-loss-type", "--sapo-tau-pos", "--num-layers", "--disable-bias-linear", "--config"):
+    for flag in (
+        "--policy-loss-type",
+        "--sapo-tau-pos",
+        "--num-layers",
+        "--disable-bias-linear",
+        "--config",
+    ):
         assert flag in str(everything.value)
     with pytest.raises(HelpWanted) as part:
         parse_args(["--lr", "x", "--help", "sapo"], 1)
@@ -283,15 +418,26 @@ def test_each_program_shows_the_flags_that_it_takes(tmp_path: Path) -> None:
         with pytest.raises(HelpWanted) as wanted:
             parse_args(["--help"], 1, program)
         shown[name] = str(wanted.value)
-    assert shown["train"].startswith("usage: python train.py") and "  --max-models " not in shown["train"] and "  --lr " in shown["train"]
-    assert shown["server"].startswith("usage: python -m slime_like.server") and "  --max-models " in shown["server"]
+    assert (
+        shown["train"].startswith("usage: python train.py")
+        and "  --max-models " not in shown["train"]
+        and "  --lr " in shown["train"]
+    )
+    assert (
+        shown["server"].startswith("usage: python -m slime_like.server")
+        and "  --max-models " in shown["server"]
+    )
     for flag in ("--lr", "--prompt-data", "--sapo-tau-pos", "--ref-load"):
         assert f"  {flag} " not in shown["server"]
-        with pytest.raises(ConfigError, match=f"{flag}\\b.*(setting of train.py|told by the client)"):
+        with pytest.raises(
+            ConfigError, match=f"{flag}\\b.*(setting of train.py|told by the client)"
+        ):
             parse_args(["--hf-checkpoint", str(tmp_path), flag, "1"], 1, parse.SERVER)
 
 
-def test_only_rank_0_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(parse, "_WAIT_FOR_RANK_0_S", 0.05)
     with pytest.raises(SystemExit) as first:
         parse_or_exit(["--bogus"], 2, 0)

@@ -42,9 +42,19 @@ def test_an_unknown_estimator_lists_the_legal_ones(tmp_path: Path) -> None:
 def test_kl_in_the_reward(tmp_path: Path) -> None:
     flags = "--kl-coef 0.01 --kl-ctrl-type adaptive --kl-target 0.2 --kl-horizon 500 --ref-load {folder}/hf"
     algorithm = parse(tmp_path, flags).algorithm
-    assert (algorithm.kl_coef, algorithm.kl_ctrl_type, algorithm.kl_target, algorithm.kl_horizon) == (0.01, "adaptive", 0.2, 500.0)
+    assert (
+        algorithm.kl_coef,
+        algorithm.kl_ctrl_type,
+        algorithm.kl_target,
+        algorithm.kl_horizon,
+    ) == (0.01, "adaptive", 0.2, 500.0)
     defaults = parse(tmp_path, "").algorithm
-    assert (defaults.kl_ctrl_type, defaults.kl_target, defaults.kl_horizon, defaults.gamma) == ("fixed", 0.1, 10000.0, 1.0)
+    assert (defaults.kl_ctrl_type, defaults.kl_target, defaults.kl_horizon, defaults.gamma) == (
+        "fixed",
+        0.1,
+        10000.0,
+        1.0,
+    )
 
 
 def test_skyrls_names(tmp_path: Path) -> None:
@@ -54,17 +64,37 @@ def test_skyrls_names(tmp_path: Path) -> None:
         "--ref-load {folder}/hf"
     )
     algorithm = parse(tmp_path, flags).algorithm
-    assert (algorithm.kl_coef, algorithm.kl_loss_coef, algorithm.kl_ctrl_type) == (0.02, 0.0, "adaptive")
-    assert (algorithm.kl_target, algorithm.kl_horizon, algorithm.normalize_advantages) == (0.3, 70.0, True)
+    assert (algorithm.kl_coef, algorithm.kl_loss_coef, algorithm.kl_ctrl_type) == (
+        0.02,
+        0.0,
+        "adaptive",
+    )
+    assert (algorithm.kl_target, algorithm.kl_horizon, algorithm.normalize_advantages) == (
+        0.3,
+        70.0,
+        True,
+    )
     run_file = tmp_path / "run.yaml"
-    run_file.write_text("trainer:\n  algorithm:\n    use_kl_in_reward: false\n    kl_ctrl:\n      type: fixed\n")
+    run_file.write_text(
+        "trainer:\n  algorithm:\n    use_kl_in_reward: false\n    kl_ctrl:\n      type: fixed\n"
+    )
     assert parse(tmp_path, f"--config {run_file}").algorithm.kl_coef == 0
 
 
 # name of the rule, or "" for what reading finds; flags; the flag that is named; words
 REFUSED = [
-    ("whitening_is_on", "--advantage-estimator reinforce_plus_plus", "--normalize-advantages", "--advantage-estimator reinforce_plus_plus"),
-    ("whitening_is_on", "--advantage-estimator reinforce_plus_plus_baseline", "--normalize-advantages", "reinforce_plus_plus_baseline"),
+    (
+        "whitening_is_on",
+        "--advantage-estimator reinforce_plus_plus",
+        "--normalize-advantages",
+        "--advantage-estimator reinforce_plus_plus",
+    ),
+    (
+        "whitening_is_on",
+        "--advantage-estimator reinforce_plus_plus_baseline",
+        "--normalize-advantages",
+        "reinforce_plus_plus_baseline",
+    ),
     ("adaptive_kl_has_a_start", "--kl-ctrl-type adaptive", "--kl-ctrl-type", "--kl-coef above 0"),
     ("", "--use-kl-in-reward", "--use-kl-in-reward", "--kl-coef"),
     ("", "--kl-ctrl-type adaptiv", "--kl-ctrl-type", "legal values: fixed, adaptive"),
@@ -75,7 +105,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "flags", "flag", "said"), REFUSED, ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("rule", "flags", "flag", "said"),
+    REFUSED,
+    ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
+)
 def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
     found = problems_of(tmp_path, flags)
     assert [p.flag for p in found] == [flag] and said in str(found[0])
@@ -89,10 +123,16 @@ def test_every_rule_is_broken_somewhere() -> None:
     ("flags", "said"),
     [
         ("--gamma 0.9", "--gamma has no effect with --advantage-estimator grpo"),
-        ("--advantage-estimator rloo --disable-grpo-std-normalization", "has no effect with --advantage-estimator rloo"),
+        (
+            "--advantage-estimator rloo --disable-grpo-std-normalization",
+            "has no effect with --advantage-estimator rloo",
+        ),
         ("--kl-target 0.3", "--kl-target has no effect without --kl-ctrl-type adaptive"),
         ("--n-samples-per-prompt 1", "every advantage is 0"),
-        ("--n-samples-per-prompt 1 --advantage-estimator reinforce_plus_plus_baseline --normalize-advantages", "every advantage is 0"),
+        (
+            "--n-samples-per-prompt 1 --advantage-estimator reinforce_plus_plus_baseline --normalize-advantages",
+            "every advantage is 0",
+        ),
     ],
 )
 def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
@@ -101,5 +141,13 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo", "remax", "reinforce_plus_plus"])
-def test_estimators_without_groups_take_one_sample_for_each_prompt(tmp_path: Path, name: str) -> None:
-    assert parse(tmp_path, f"--advantage-estimator {name} --normalize-advantages --n-samples-per-prompt 1 --gamma 0.9").warnings == ()
+def test_estimators_without_groups_take_one_sample_for_each_prompt(
+    tmp_path: Path, name: str
+) -> None:
+    assert (
+        parse(
+            tmp_path,
+            f"--advantage-estimator {name} --normalize-advantages --n-samples-per-prompt 1 --gamma 0.9",
+        ).warnings
+        == ()
+    )

@@ -18,7 +18,12 @@ PPO = "--advantage-estimator ppo --num-steps-per-rollout 2 "
 def write_critic(folder: Path, **changes: object) -> None:
     """A Hugging Face folder {folder}/critic, as far as the command line reads it."""
     (folder / "critic").mkdir()
-    config = {**HF_CONFIG, "architectures": ["Qwen2ForTokenClassification"], "num_labels": 1, "classifier_dropout": 0.1}
+    config = {
+        **HF_CONFIG,
+        "architectures": ["Qwen2ForTokenClassification"],
+        "num_labels": 1,
+        "classifier_dropout": 0.1,
+    }
     (folder / "critic" / "config.json").write_text(json.dumps({**config, **changes}))
 
 
@@ -28,7 +33,12 @@ def test_defaults(tmp_path: Path) -> None:
     assert run.trains_critic and run.algorithm.lambd == 1.0 and run.warnings == ()
     assert (run.value_loss.value_clip, run.value_loss.value_loss_scale) == (0.2, 0.5)
     critic = run.critic
-    assert (critic.critic_lr, critic.critic_min_lr, critic.critic_lr_warmup_iters, critic.num_critic_only_steps) == (1e-5, 0, 0, 0)
+    assert (
+        critic.critic_lr,
+        critic.critic_min_lr,
+        critic.critic_lr_warmup_iters,
+        critic.num_critic_only_steps,
+    ) == (1e-5, 0, 0, 0)
     assert critic.critic_load is None
     assert not parse(tmp_path, "--num-steps-per-rollout 2").trains_critic
     assert not parse(tmp_path, PPO + "--debug-rollout-only").trains_critic
@@ -42,26 +52,44 @@ def test_what_follows(tmp_path: Path) -> None:
 
 
 def test_slimes_words(tmp_path: Path) -> None:
-    words = (
-        "--advantage-estimator gae --num-critic-only-steps 1 --value_clip 1e9 --lambd 0.95 --critic_lr_warmup_iters 3 --value-loss-scale 1"
-    )
+    words = "--advantage-estimator gae --num-critic-only-steps 1 --value_clip 1e9 --lambd 0.95 --critic_lr_warmup_iters 3 --value-loss-scale 1"
     run = parse(tmp_path, words)
-    assert (run.algorithm.advantage_estimator, run.algorithm.lambd, run.value_loss.value_clip) == ("ppo", 0.95, 1e9)
-    assert (run.critic.num_critic_only_steps, run.critic.critic_lr_warmup_iters, run.value_loss.value_loss_scale) == (1, 3, 1.0)
-    assert parse(tmp_path, PPO + "--trainer.algorithm.lambd 0.5 --trainer.algorithm.value_clip 0.1").value_loss.value_clip == 0.1
+    assert (run.algorithm.advantage_estimator, run.algorithm.lambd, run.value_loss.value_clip) == (
+        "ppo",
+        0.95,
+        1e9,
+    )
+    assert (
+        run.critic.num_critic_only_steps,
+        run.critic.critic_lr_warmup_iters,
+        run.value_loss.value_loss_scale,
+    ) == (1, 3, 1.0)
+    assert (
+        parse(
+            tmp_path, PPO + "--trainer.algorithm.lambd 0.5 --trainer.algorithm.value_clip 0.1"
+        ).value_loss.value_clip
+        == 0.1
+    )
 
 
-@pytest.mark.parametrize("suffix", ["ForTokenClassification", "ForSequenceClassification", "ForCausalLM"])
+@pytest.mark.parametrize(
+    "suffix", ["ForTokenClassification", "ForSequenceClassification", "ForCausalLM"]
+)
 def test_a_critic_to_start_from(tmp_path: Path, suffix: str) -> None:
     """It may have an output layer of its own or none: it is not used."""
     write_critic(tmp_path, architectures=[f"Qwen2{suffix}"], tie_word_embeddings=False)
-    assert parse(tmp_path, PPO + "--critic-load {folder}/critic").critic.critic_load == str(tmp_path / "critic")
+    assert parse(tmp_path, PPO + "--critic-load {folder}/critic").critic.critic_load == str(
+        tmp_path / "critic"
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 2}, "is shaped otherwise than --hf-checkpoint: num_layers 2 (there: 4)"),
+        (
+            {"num_hidden_layers": 2},
+            "is shaped otherwise than --hf-checkpoint: num_layers 2 (there: 4)",
+        ),
         ({"rope_theta": 5000.0}, "rotary_base 5000.0 (there: 10000.0)"),
         ({"architectures": ["Qwen2ForQuestionAnswering"]}, "legal values: one of LlamaForCausalLM"),
     ],
@@ -102,7 +130,11 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "flags", "flag", "said"), REFUSED, ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("rule", "flags", "flag", "said"),
+    REFUSED,
+    ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
+)
 def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
     found = problems_of(tmp_path, flags)
     assert [p.flag for p in found] == [flag] and said in str(found[0])
@@ -113,7 +145,10 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 
 def test_supervised_training_has_no_critic(tmp_path: Path) -> None:
-    assert {p.flag for p in problems_of(tmp_path, f"--loss-type sft_loss {PPO} --critic-lr 1e-4 --lambd 0.9")} == {
+    assert {
+        p.flag
+        for p in problems_of(tmp_path, f"--loss-type sft_loss {PPO} --critic-lr 1e-4 --lambd 0.9")
+    } == {
         "--advantage-estimator",
         "--critic-lr",
         "--lambd",

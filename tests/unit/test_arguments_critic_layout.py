@@ -33,7 +33,10 @@ def parse(folder: Path, flags: str, world_size: int = 4) -> RunConfig:
 def layout(parallel: ParallelConfig) -> dict[str, Any]:
     """What is not 1, off or absent."""
     sizes = {name: getattr(parallel, name) for name in LAYOUT}
-    short = {name.removesuffix("_model_parallel_size").removesuffix("_size"): value for name, value in sizes.items()}
+    short = {
+        name.removesuffix("_model_parallel_size").removesuffix("_size"): value
+        for name, value in sizes.items()
+    }
     return {name: value for name, value in short.items() if value is True or (value or 1) > 1}
 
 
@@ -68,8 +71,12 @@ def test_what_is_taken_over(tmp_path: Path, flags: str, expected: dict[str, Any]
         expected.get("pipeline", 1),
     )
     assert config.sequence_parallel == expected.get("sequence_parallel", False)
-    assert config.virtual_pipeline_model_parallel_size == expected.get("num_virtual_stages_per_pipeline_rank")
-    assert config.variable_seq_lengths == (expected.get("pipeline", 1) > 1 and "num_virtual_stages_per_pipeline_rank" not in expected)
+    assert config.virtual_pipeline_model_parallel_size == expected.get(
+        "num_virtual_stages_per_pipeline_rank"
+    )
+    assert config.variable_seq_lengths == (
+        expected.get("pipeline", 1) > 1 and "num_virtual_stages_per_pipeline_rank" not in expected
+    )
 
 
 def test_who_has_groups_of_its_own(tmp_path: Path) -> None:
@@ -80,9 +87,13 @@ def test_who_has_groups_of_its_own(tmp_path: Path) -> None:
         assert run.critic_model is not None
         return run.critic_model.parallel.grid == run.parallel.grid
 
-    assert same(TP2 + "--sequence-parallel --no-critic-sequence-parallel") and same("--critic-tensor-model-parallel-size 1")
+    assert same(TP2 + "--sequence-parallel --no-critic-sequence-parallel") and same(
+        "--critic-tensor-model-parallel-size 1"
+    )
     assert same(VP2 + critics(PP2 + "--num-layers-per-virtual-pipeline-stage 1"))
-    assert not same(VP2 + "--critic-num-virtual-stages-per-pipeline-rank 1") and not same(critics(TP2))
+    assert not same(VP2 + "--critic-num-virtual-stages-per-pipeline-rank 1") and not same(
+        critics(TP2)
+    )
     assert parse_args(complete(tmp_path), 4).critic_model is None
 
 
@@ -116,26 +127,51 @@ def test_the_policys_rules_hold(tmp_path: Path, flags: str, flag: str, said: str
 
 
 def test_what_is_wrong_with_both_is_told_once(tmp_path: Path) -> None:
-    argv = complete(tmp_path, *(PPO + "--tensor-model-parallel-size 3 --critic-pipeline-model-parallel-size 2 --lr -1").split())
+    argv = complete(
+        tmp_path,
+        *(
+            PPO + "--tensor-model-parallel-size 3 --critic-pipeline-model-parallel-size 2 --lr -1"
+        ).split(),
+    )
     found = problems_of(argv, 4)
     assert [p.flag for p in found].count("--lr") == 1
     assert len({str(p) for p in found}) == len(found)
-    assert any("--critic-tensor-model-parallel-size 3 x --critic-pipeline-model-parallel-size 2 = 6" in str(p) for p in found)
+    assert any(
+        "--critic-tensor-model-parallel-size 3 x --critic-pipeline-model-parallel-size 2 = 6"
+        in str(p)
+        for p in found
+    )
 
 
 def test_experts(tmp_path: Path) -> None:
     """The experts' layout is checked in the critic's, and their tensor-parallel size follows the critic's own."""
     argv = on_experts(tmp_path, PPO)
     found = problems_of([*argv, "--critic-expert-model-parallel-size", "3"], 4)[0]
-    assert found.flag == "--critic-expert-model-parallel-size" and "does not divide the" in str(found)
+    assert found.flag == "--critic-expert-model-parallel-size" and "does not divide the" in str(
+        found
+    )
     (found,) = problems_of([*argv, "--critic-tensor-model-parallel-size", "2"], 4)
-    assert found.flag == "--critic-sequence-parallel" and "experts with --critic-tensor-model-parallel-size above 1 need it" in str(found)
-    run = parse_args([*argv, "--expert-model-parallel-size", "2", "--critic-expert-model-parallel-size", "4"], 4)
-    assert run.critic_model is not None and run.critic_model.megatron.transformer.expert_model_parallel_size == 4
+    assert (
+        found.flag == "--critic-sequence-parallel"
+        and "experts with --critic-tensor-model-parallel-size above 1 need it" in str(found)
+    )
+    run = parse_args(
+        [*argv, "--expert-model-parallel-size", "2", "--critic-expert-model-parallel-size", "4"], 4
+    )
+    assert (
+        run.critic_model is not None
+        and run.critic_model.megatron.transformer.expert_model_parallel_size == 4
+    )
 
 
 def test_every_size_has_a_flag() -> None:
     """What is left is of the whole program."""
-    names = {name for name in ParallelConfig.__dataclass_fields__ if not name.startswith(("distributed_", "heartbeat_"))}
-    assert set(LAYOUT) == names and all(PREFIX + name in CriticConfig.__dataclass_fields__ for name in names)
+    names = {
+        name
+        for name in ParallelConfig.__dataclass_fields__
+        if not name.startswith(("distributed_", "heartbeat_"))
+    }
+    assert set(LAYOUT) == names and all(
+        PREFIX + name in CriticConfig.__dataclass_fields__ for name in names
+    )
     assert layout_flags(CriticConfig()) == {}

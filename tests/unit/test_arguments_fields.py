@@ -33,7 +33,11 @@ class Example:
 def test_flags_of_our_own_dataclass() -> None:
     flags = {flag.dest: flag for flag in flags_of(Example, "example")}
     assert flags["name"].on == ("--name", "--title") and flags["name"].choices == ("x", "y")
-    assert flags["rate"].item is float and flags["rate"].legal is POSITIVE and flags["rate"].default is None
+    assert (
+        flags["rate"].item is float
+        and flags["rate"].legal is POSITIVE
+        and flags["rate"].default is None
+    )
     assert (flags["layers"].kind, flags["layers"].item) == ("list", int)
     assert (flags["options"].kind, flags["options"].default) == ("json", {})
     assert flags["fused"].name == "--no-fused" and flags["fused"].on == ("--fused",)
@@ -94,11 +98,20 @@ def test_source_text_agrees_with_the_imported_classes() -> None:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig
         from megatron.core.transformer.transformer_config import TransformerConfig
-    classes = {"network": TransformerConfig, "optimizer": OptimizerConfig, "data": DistributedDataParallelConfig}
+    classes = {
+        "network": TransformerConfig,
+        "optimizer": OptimizerConfig,
+        "data": DistributedDataParallelConfig,
+    }
     read = megatron_fields()
     for word, config_type in classes.items():
         real = {f.name: f for f in dataclasses.fields(config_type)}
-        here = {name: source for name, places in read.items() for group, source in places if group.startswith(word)}
+        here = {
+            name: source
+            for name, places in read.items()
+            for group, source in places
+            if group.startswith(word)
+        }
         assert set(here) == set(real)
         for name, source in here.items():
             if source.known_default:
@@ -113,18 +126,32 @@ def test_supported_fields_exist_and_each_field_is_decided_once() -> None:
     assert {name for name, flag in flags.items() if not flag.refused} == SUPPORTED
     without_flag = names - set(flags) - OURS
     types = {name: str(megatron_fields()[name][0][1].annotation) for name in without_flag}
-    assert all("Callable" in words or name.endswith("dtype") for name, words in types.items()), types
+    assert all("Callable" in words or name.endswith("dtype") for name, words in types.items()), (
+        types
+    )
 
 
 def test_every_exposed_flag_of_megatron_core_has_a_sentence_of_its_own() -> None:
     """And no sentence is about a flag that is refused or gone, nor names a flag that does not exist."""
     exposed = {flag.dest: flag for flag in megatron_flags() if not flag.refused}
     assert set(SENTENCES) == set(exposed)
-    assert len(NETWORK) + len(EXPERTS) + len(OPTIMIZER) + len(DATA_PARALLEL) == len(SENTENCES) == len(set(SENTENCES.values()))
-    assert {name: len(words) for name, words in SENTENCES.items() if len(words) > 160 or not words.endswith(".")} == {}
+    assert (
+        len(NETWORK) + len(EXPERTS) + len(OPTIMIZER) + len(DATA_PARALLEL)
+        == len(SENTENCES)
+        == len(set(SENTENCES.values()))
+    )
+    assert {
+        name: len(words)
+        for name, words in SENTENCES.items()
+        if len(words) > 160 or not words.endswith(".")
+    } == {}
     assert exposed["clip_grad"].help == f"{SENTENCES['clip_grad']} (clip_grad of OptimizerConfig)"
     known = flag_table().spellings
-    named = {word for words in SENTENCES.values() for word in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", words)}
+    named = {
+        word
+        for words in SENTENCES.values()
+        for word in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", words)
+    }
     assert len(named) > 20 and named <= set(known), named - set(known)
 
 
@@ -136,9 +163,17 @@ def test_every_exposed_flag_of_megatron_core_has_a_sentence_of_its_own() -> None
         ("grad_reduce_in_fp32", "--accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-fp32"),
         ("apply_rope_fusion", "--apply-rope-fusion", "--no-rope-fusion"),
         ("bias_activation_fusion", "--bias-activation-fusion", "--no-bias-swiglu-fusion"),
-        ("gradient_accumulation_fusion", "--gradient-accumulation-fusion", "--no-gradient-accumulation-fusion"),
+        (
+            "gradient_accumulation_fusion",
+            "--gradient-accumulation-fusion",
+            "--no-gradient-accumulation-fusion",
+        ),
         ("perform_initialization", "--no-initialization", "--perform-initialization"),
-        ("attention_softmax_in_fp32", "--no-attention-softmax-in-fp32", "--attention-softmax-in-fp32"),
+        (
+            "attention_softmax_in_fp32",
+            "--no-attention-softmax-in-fp32",
+            "--attention-softmax-in-fp32",
+        ),
         ("num_moe_experts", "--num-experts", "--num-moe-experts"),
         ("fp8", "--fp8-format", "--fp8"),
     ],

@@ -35,7 +35,10 @@ def test_defaults_and_groups(tmp_path: Path) -> None:
 
 
 def test_the_critic_has_the_policys_modules_without_the_output_layer(tmp_path: Path) -> None:
-    run = parse(tmp_path, f"{PPO} --lora-rank 8 --critic-lora-rank 2 --lora-alpha 6 --lora-target-modules attn unembed")
+    run = parse(
+        tmp_path,
+        f"{PPO} --lora-rank 8 --critic-lora-rank 2 --lora-alpha 6 --lora-target-modules attn unembed",
+    )
     critic = critic_lora_spec(run.lora, run.critic.critic_lora_rank, run.model.seed)
     assert critic.value_head and critic.rank == 2 and critic.scale == 3
     assert lora_spec(run.lora, 1).targets - critic.targets == {"lm_head"}
@@ -46,20 +49,34 @@ def test_the_reference_is_the_base(tmp_path: Path) -> None:
     kl = "--lora-rank 8 --use-kl-loss --kl-loss-coef 0.1 "
     assert parse(tmp_path, kl).reference_is_base
     assert parse(tmp_path, f"{kl} --ref-load {hf}/../hf").reference_is_base
-    assert not parse(tmp_path, f"--use-kl-loss --kl-loss-coef 0.1 --ref-load {hf}").reference_is_base
+    assert not parse(
+        tmp_path, f"--use-kl-loss --kl-loss-coef 0.1 --ref-load {hf}"
+    ).reference_is_base
 
 
 PPO = "--advantage-estimator ppo"
 REFUSED = [
     ("", "--lora-rank -1", "--lora-rank (given: '-1'): must be >= 0"),
     ("", "--lora-rank 4 --lora-alpha 0", "--lora-alpha (given: '0'): must be > 0"),
-    ("targets_are_there", "--lora-rank 4 --lora-target-modules lm_head --rollout-engine sglang", "shares its weight with the embedding"),
+    (
+        "targets_are_there",
+        "--lora-rank 4 --lora-target-modules lm_head --rollout-engine sglang",
+        "shares its weight with the embedding",
+    ),
     ("settings_have_adapters", "--lora-alpha 4", "--lora-alpha: has no effect without --lora-rank"),
-    ("settings_have_adapters", "--lora-save-path {folder}/x", "--lora-save-path: has no effect without --lora-rank"),
+    (
+        "settings_have_adapters",
+        "--lora-save-path {folder}/x",
+        "--lora-save-path: has no effect without --lora-rank",
+    ),
     ("", "--lora-rank 4 --lora-dropout 0.1", "dropout within adapters"),
     ("", "--lora-rank 4 --exclude-modules q_proj", "--lora-target-modules names the layers"),
     ("adapters_have_a_base", "--lora-rank 4 --load {folder}/hf", "give it as --hf-checkpoint"),
-    ("adapters_are_supported", "--lora-rank 4 --debug-rollout-only", "--debug-rollout-only: does not go with --lora-rank"),
+    (
+        "adapters_are_supported",
+        "--lora-rank 4 --debug-rollout-only",
+        "--debug-rollout-only: does not go with --lora-rank",
+    ),
     (
         "adapters_are_supported",
         "--lora-rank 4 --decoupled-lr 1e-3",
@@ -70,8 +87,16 @@ REFUSED = [
         "--lora-rank 4 --use-kl-loss --kl-loss-coef 0.1 --ref-load {folder}/hf --ref-offload",
         "the reference is the model without",
     ),
-    ("adapter_to_start_from", "--lora-rank 4 --lora-adapter-path {folder}/none", "adapter_config.json cannot be read"),
-    ("adapter_to_start_from", "--lora-rank 4 --lora-adapter-path {folder}/adapter", "--lora-rank (given: 4): is 8 in --lora-adapter-path"),
+    (
+        "adapter_to_start_from",
+        "--lora-rank 4 --lora-adapter-path {folder}/none",
+        "adapter_config.json cannot be read",
+    ),
+    (
+        "adapter_to_start_from",
+        "--lora-rank 4 --lora-adapter-path {folder}/adapter",
+        "--lora-rank (given: 4): is 8 in --lora-adapter-path",
+    ),
     (
         "adapter_to_start_from",
         "--lora-rank 8 --lora-adapter-path {folder}/adapter",
@@ -82,15 +107,31 @@ REFUSED = [
         "--lora-rank 8 --lora-alpha 16 --lora-adapter-path {folder}/dora",
         "use_dora is True, which is not supported",
     ),
-    ("critics_adapters", f"{PPO} --critic-lora-rank 4", "--critic-lora-rank (given: 4): needs --lora-rank"),
-    ("", "--lora-rank 4 --critic-lora-rank 4", "--critic-lora-rank: goes with --advantage-estimator ppo only"),
-    ("", f"{PPO} --lora-rank 4 --critic-lora-rank 4 --critic-load {{folder}}/hf", "the critic's base is the policy's"),
+    (
+        "critics_adapters",
+        f"{PPO} --critic-lora-rank 4",
+        "--critic-lora-rank (given: 4): needs --lora-rank",
+    ),
+    (
+        "",
+        "--lora-rank 4 --critic-lora-rank 4",
+        "--critic-lora-rank: goes with --advantage-estimator ppo only",
+    ),
+    (
+        "",
+        f"{PPO} --lora-rank 4 --critic-lora-rank 4 --critic-load {{folder}}/hf",
+        "the critic's base is the policy's",
+    ),
     (
         "",
         f"{PPO} --lora-rank 4 --critic-lora-rank 4 --tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1",
         "needs the critic in the policy's layout, whose base it shares; leave out --critic-tensor-model-parallel-size",
     ),
-    ("", f"{PPO} --lora-rank 4 --critic-lora-rank 4 --lora-target-modules unembed", "a critic has no output layer; add attn or mlp"),
+    (
+        "",
+        f"{PPO} --lora-rank 4 --critic-lora-rank 4 --lora-target-modules unembed",
+        "a critic has no output layer; add attn or mlp",
+    ),
 ]  # (rule, flags, words)
 
 
@@ -106,12 +147,26 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 
 def test_overlap_is_told_to_have_no_effect(tmp_path: Path) -> None:
-    run = parse(tmp_path, "--lora-rank 4 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
-    assert any("--overlap-grad-reduce and --overlap-param-gather have no effect" in words for words in run.warnings)
+    run = parse(
+        tmp_path,
+        "--lora-rank 4 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    )
+    assert any(
+        "--overlap-grad-reduce and --overlap-param-gather have no effect" in words
+        for words in run.warnings
+    )
 
 
 @pytest.mark.parametrize(
-    "changes", [{"peft_type": "IA3"}, {"r": 0}, {"r": True}, {"lora_alpha": "x"}, {"bias": "all"}, {"rank_pattern": {"q": 2}}]
+    "changes",
+    [
+        {"peft_type": "IA3"},
+        {"r": 0},
+        {"r": True},
+        {"lora_alpha": "x"},
+        {"bias": "all"},
+        {"rank_pattern": {"q": 2}},
+    ],
 )
 def test_adapters_of_other_kinds_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
     write_adapter(tmp_path / "adapter", **changes)

@@ -24,7 +24,12 @@ def problems_of(folder: Path, flags: str) -> tuple[Problem, ...]:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in policy_losses.names(with_aliases=True) if policy_losses.canonical(n) not in ("cross_entropy", "dro")]
+    "name",
+    [
+        n
+        for n in policy_losses.names(with_aliases=True)
+        if policy_losses.canonical(n) not in ("cross_entropy", "dro")
+    ],
 )
 def test_every_loss_is_chosen_by_its_names(tmp_path: Path, name: str) -> None:
     """With its own defaults, and without a warning under the default reduction."""
@@ -40,22 +45,46 @@ def test_every_loss_is_chosen_by_its_names(tmp_path: Path, name: str) -> None:
 # flags -> settings of the chosen loss
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("--policy-loss-type dro --dro-beta 0.5", {"dro_beta": 0.5}),
-    ("--policy-loss-type gspo --eps-clip 3e-4 --eps-clip-high 4e-4", {"eps_clip": 3e-4, "eps_clip_high": 4e-4}),
-    ("--policy-loss-type gmpo --gmpo-eps-low 0.3 --gmpo-eps-high 0.5", {"gmpo_eps_low": 0.3, "gmpo_eps_high": 0.5}),
+    (
+        "--policy-loss-type gspo --eps-clip 3e-4 --eps-clip-high 4e-4",
+        {"eps_clip": 3e-4, "eps_clip_high": 4e-4},
+    ),
+    (
+        "--policy-loss-type gmpo --gmpo-eps-low 0.3 --gmpo-eps-high 0.5",
+        {"gmpo_eps_low": 0.3, "gmpo_eps_high": 0.5},
+    ),
     (
         "--policy-loss-type cispo --cispo-anchor rollout --cispo.cispo-eps-clip-high 3",
         {"cispo_anchor": "rollout", "cispo_eps_clip_high": 3.0},
     ),
-    ("--policy-loss-type clip_cov --clip_cov.clip_ratio 0.1 --clip-cov.clip-cov-lb -1", {"clip_cov_ratio": 0.1, "clip_cov_lb": -1.0}),
-    ("--policy-loss-type kl_cov --kl_cov.kl_cov_frac 0.1 --kl_cov.ppo_kl_coef 2", {"kl_cov_frac": 0.1, "kl_cov_coef": 2.0}),
-    ("--policy-loss-type dppo_kl --dppo.delta_high 0.1", {"dppo_type": "binary_kl", "dppo_delta_low": None, "dppo_delta_high": 0.1}),
+    (
+        "--policy-loss-type clip_cov --clip_cov.clip_ratio 0.1 --clip-cov.clip-cov-lb -1",
+        {"clip_cov_ratio": 0.1, "clip_cov_lb": -1.0},
+    ),
+    (
+        "--policy-loss-type kl_cov --kl_cov.kl_cov_frac 0.1 --kl_cov.ppo_kl_coef 2",
+        {"kl_cov_frac": 0.1, "kl_cov_coef": 2.0},
+    ),
+    (
+        "--policy-loss-type dppo_kl --dppo.delta_high 0.1",
+        {"dppo_type": "binary_kl", "dppo_delta_low": None, "dppo_delta_high": 0.1},
+    ),
     ("--policy-loss-type dppo --dppo.dppo-type binary_kl", {"dppo_type": "binary_kl"}),
-    ("--policy-loss-type topr --topr-negative-weight 0", {"topr_positive_weight": 1.0, "topr_negative_weight": 0.0}),
+    (
+        "--policy-loss-type topr --topr-negative-weight 0",
+        {"topr_positive_weight": 1.0, "topr_negative_weight": 0.0},
+    ),
     ("--policy-loss-type kimi15 --kimi-tau 1", {"kimi_tau": 1.0}),
-    ("--policy-loss-type vespo --vespo-k-pos 1 --vespo-lambda-neg 4", {"vespo_k_pos": 1.0, "vespo_lambda_neg": 4.0, "vespo_k_neg": 3.0}),
+    (
+        "--policy-loss-type vespo --vespo-k-pos 1 --vespo-lambda-neg 4",
+        {"vespo_k_pos": 1.0, "vespo_lambda_neg": 4.0, "vespo_k_neg": 3.0},
+    ),
     ("--policy-loss-type rollout_is --eps-clip 0.5", {"eps_clip": 0.5, "bounds": (0.5, 1.5)}),
     ("--policy-loss-type sapo --advantage-estimator gspo", {"sapo_ratio_level": "sequence"}),
-    ("--policy-loss-type sapo --advantage-estimator gspo --sapo-ratio-level token", {"sapo_ratio_level": "token"}),
+    (
+        "--policy-loss-type sapo --advantage-estimator gspo --sapo-ratio-level token",
+        {"sapo_ratio_level": "token"},
+    ),
     ("--policy-loss-type sapo", {"sapo_ratio_level": "token"}),
 ]
 
@@ -70,13 +99,23 @@ def test_settings_of_the_chosen_loss(tmp_path: Path, flags: str, settings: dict[
 
 @pytest.mark.parametrize("name", ["gspo", "cispo"])
 def test_slimes_estimator_chooses_a_loss(tmp_path: Path, name: str) -> None:
-    for flags in (f"--advantage-estimator {name}", f"--advantage-estimator {name} --policy-loss-type {name}"):
+    for flags in (
+        f"--advantage-estimator {name}",
+        f"--advantage-estimator {name} --policy-loss-type {name}",
+    ):
         run = parse(tmp_path, flags)
         assert (run.algorithm.advantage_estimator, run.algorithm.policy_loss_type) == ("grpo", name)
 
 
 @pytest.mark.parametrize(
-    ("estimator", "loss"), [("gspo", "cispo"), ("cispo", "gspo"), ("cispo", "sapo"), ("gspo", "ppo"), ("gspo", "geo_mean")]
+    ("estimator", "loss"),
+    [
+        ("gspo", "cispo"),
+        ("cispo", "gspo"),
+        ("cispo", "sapo"),
+        ("gspo", "ppo"),
+        ("gspo", "geo_mean"),
+    ],
 )
 def test_an_estimator_that_contradicts_the_loss(tmp_path: Path, estimator: str, loss: str) -> None:
     (found,) = problems_of(tmp_path, f"--advantage-estimator {estimator} --policy-loss-type {loss}")
@@ -89,11 +128,20 @@ def test_slimes_cispo_takes_eps_clip(tmp_path: Path) -> None:
     assert (run.policy_loss.cispo_eps_clip_low, run.policy_loss.cispo_eps_clip_high) == (0.2, 0.28)
     assert len(run.warnings) == 1 and "--cispo-eps-clip-low 1" in run.warnings[0]
     run = parse(tmp_path, "--advantage-estimator cispo --eps-clip 1 --eps-clip-high 5")
-    assert (run.policy_loss.cispo_eps_clip_low, run.policy_loss.cispo_eps_clip_high) == (1.0, 5.0) and not run.warnings
+    assert (run.policy_loss.cispo_eps_clip_low, run.policy_loss.cispo_eps_clip_high) == (
+        1.0,
+        5.0,
+    ) and not run.warnings
     run = parse(tmp_path, "--advantage-estimator cispo --eps-clip 1")
     assert run.policy_loss.cispo_eps_clip_high == 1.0
-    run = parse(tmp_path, "--advantage-estimator cispo --eps-clip 0.2 --cispo-eps-clip-low 1 --cispo-eps-clip-high 4")
-    assert (run.policy_loss.cispo_eps_clip_low, run.policy_loss.cispo_eps_clip_high) == (1.0, 4.0) and not run.warnings
+    run = parse(
+        tmp_path,
+        "--advantage-estimator cispo --eps-clip 0.2 --cispo-eps-clip-low 1 --cispo-eps-clip-high 4",
+    )
+    assert (run.policy_loss.cispo_eps_clip_low, run.policy_loss.cispo_eps_clip_high) == (
+        1.0,
+        4.0,
+    ) and not run.warnings
     run = parse(tmp_path, "--policy-loss-type cispo --eps-clip 0.2")
     assert run.policy_loss.cispo_eps_clip_low == 1.0
     assert len(run.warnings) == 1 and "--eps-clip has no effect" in run.warnings[0]
@@ -133,7 +181,9 @@ REFUSED: list[tuple[str, str, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "flags", "flag", "said"), REFUSED, ids=[f"{r[2]}-{i}" for i, r in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("rule", "flags", "flag", "said"), REFUSED, ids=[f"{r[2]}-{i}" for i, r in enumerate(REFUSED)]
+)
 def test_what_is_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
     (tmp_path / "mine.py").write_text("def mine(inputs, config): ...\n")
     (found,) = problems_of(tmp_path, flags)
@@ -146,7 +196,12 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 def test_a_loss_against_the_sampler_takes_masks(tmp_path: Path) -> None:
     for loss in ("rollout_is", "dppo", "cispo --cispo-anchor rollout"):
-        assert parse(tmp_path, f"--policy-loss-type {loss} --sequence-mask-metric geometric").off_policy.sequence_mask_metric == "geometric"
+        assert (
+            parse(
+                tmp_path, f"--policy-loss-type {loss} --sequence-mask-metric geometric"
+            ).off_policy.sequence_mask_metric
+            == "geometric"
+        )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +223,9 @@ def test_a_clip_range_that_acts_on_a_geometric_mean_is_not_warned_about(tmp_path
 
 
 def test_the_terms_of_the_loss(tmp_path: Path) -> None:
-    terms = make_objective(parse(tmp_path, "--use-opsm --opsm-delta 0.01 --positive-nll-coef 0.1")).terms
+    terms = make_objective(
+        parse(tmp_path, "--use-opsm --opsm-delta 0.01 --positive-nll-coef 0.1")
+    ).terms
     assert (terms.opsm_delta, terms.positive_nll_coef) == (0.01, 0.1)
     assert make_objective(parse(tmp_path, "")).terms.opsm_delta is None
     assert make_objective(parse(tmp_path, "--use-opsm")).terms.opsm_delta == 1e-4
@@ -178,13 +235,25 @@ def test_the_terms_of_the_loss(tmp_path: Path) -> None:
 def test_a_custom_loss(tmp_path: Path, also: str) -> None:
     """It sees the settings of all losses, as given or by default."""
     (tmp_path / "mine.py").write_text("def mine(inputs, config): ...\n")
-    run = parse(tmp_path, f"--custom-loss-function-path {{folder}}/mine.py:mine --eps-clip 0.3 --dppo-delta-high 0.1 {also}")
+    run = parse(
+        tmp_path,
+        f"--custom-loss-function-path {{folder}}/mine.py:mine --eps-clip 0.3 --dppo-delta-high 0.1 {also}",
+    )
     assert not run.warnings
     assert run.algorithm.loss_type == "policy_loss"
-    assert (run.policy_loss.eps_clip, run.policy_loss.dppo_delta_high, run.policy_loss.sapo_tau_neg) == (0.3, 0.1, 1.05)
+    assert (
+        run.policy_loss.eps_clip,
+        run.policy_loss.dppo_delta_high,
+        run.policy_loss.sapo_tau_neg,
+    ) == (0.3, 0.1, 1.05)
     objective = make_objective(run)
     assert objective.policy_loss.name == "custom" and objective.policy_config is run.policy_loss
 
 
 def test_the_legacy_reduction_is_accepted_with_whole_micro_batches(tmp_path: Path) -> None:
-    assert parse(tmp_path, "--loss-reduction token_mean_legacy --micro-batch-size 2").algorithm.loss_reduction == "token_mean_legacy"
+    assert (
+        parse(
+            tmp_path, "--loss-reduction token_mean_legacy --micro-batch-size 2"
+        ).algorithm.loss_reduction
+        == "token_mean_legacy"
+    )

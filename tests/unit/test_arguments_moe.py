@@ -87,9 +87,14 @@ def test_qwen3_moe(tmp_path: Path) -> None:
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "softmax",
     }
-    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in QWEN3_MOE.items()}
+    renamed = {
+        ("num_local_experts" if key == "num_experts" else key): value
+        for key, value in QWEN3_MOE.items()
+    }
     assert moe_of(tmp_path, renamed) == found  # transformers 5 writes it so
-    assert moe_of(tmp_path, {**QWEN3_MOE, "norm_topk_prob": False})["moe_router_pre_softmax"] is True
+    assert (
+        moe_of(tmp_path, {**QWEN3_MOE, "norm_topk_prob": False})["moe_router_pre_softmax"] is True
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,12 +113,24 @@ def test_dense_layers(tmp_path: Path, changes: dict[str, Any], pattern: int | li
 
 def test_mixtral_and_qwen2_moe(tmp_path: Path) -> None:
     mixtral = moe_of(tmp_path, MIXTRAL)
-    assert (mixtral["moe_ffn_hidden_size"], mixtral["moe_router_pre_softmax"], mixtral["moe_layer_freq"]) == (128, False, 1)
-    qwen2 = {**QWEN3_MOE, "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "shared_expert_intermediate_size": 40}
+    assert (
+        mixtral["moe_ffn_hidden_size"],
+        mixtral["moe_router_pre_softmax"],
+        mixtral["moe_layer_freq"],
+    ) == (128, False, 1)
+    qwen2 = {
+        **QWEN3_MOE,
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 40,
+    }
     qwen2 = {**qwen2, "norm_topk_prob": False, "qkv_bias": True}
     del qwen2["head_dim"]
     shared = moe_of(tmp_path, qwen2)
-    assert (shared["moe_shared_expert_intermediate_size"], shared["moe_shared_expert_gate"]) == (40, True)
+    assert (shared["moe_shared_expert_intermediate_size"], shared["moe_shared_expert_gate"]) == (
+        40,
+        True,
+    )
     assert shared["moe_router_pre_softmax"] is True
     with pytest.raises(ConfigError, match="qkv_bias False"):
         read_hf_model(write(tmp_path, {**qwen2, "qkv_bias": False}))
@@ -131,7 +148,10 @@ def test_mixtral_and_qwen2_moe(tmp_path: Path) -> None:
         ({**MIXTRAL, "sliding_window": 64}, "sliding windows are not supported"),
         ({**MIXTRAL, "num_local_experts": None}, "num_local_experts is missing"),
         ({**HF_CONFIG, "num_experts": 8}, "num_experts 8 is unknown"),
-        ({**HF_CONFIG, "architectures": ["DeepseekV2ForCausalLM"]}, "DeepseekV2ForCausalLM'] is not supported"),
+        (
+            {**HF_CONFIG, "architectures": ["DeepseekV2ForCausalLM"]},
+            "DeepseekV2ForCausalLM'] is not supported",
+        ),
         ({**DEEPSEEK_V3, "num_nextn_predict_layers": 1}, "multi-token prediction is not supported"),
         ({**DEEPSEEK_V3, "topk_group": 1}, "scores a group by its best"),
         ({**DEEPSEEK_V3, "norm_topk_prob": False}, "norm_topk_prob False is not supported"),
@@ -139,7 +159,10 @@ def test_mixtral_and_qwen2_moe(tmp_path: Path) -> None:
         ({**DEEPSEEK_V3, "rope_interleave": False}, "rope_interleave False is not supported"),
         ({**DEEPSEEK_V3, "rms_norm_eps": 1e-5}, "the norms of the latents"),
         ({**DEEPSEEK_V3, "num_key_value_heads": 2}, "latent attention has no groups"),
-        ({**DEEPSEEK_V3, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "needs original_max_position_embeddings"),
+        (
+            {**DEEPSEEK_V3, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "needs original_max_position_embeddings",
+        ),
     ],
 )
 def test_refused_by_name(tmp_path: Path, config: dict[str, Any], said: str) -> None:
@@ -150,7 +173,11 @@ def test_refused_by_name(tmp_path: Path, config: dict[str, Any], said: str) -> N
 
 def test_layer_patterns() -> None:
     assert layer_pattern("[0]*2+[1]*3") == [0, 0, 1, 1, 1] == layer_pattern("([0] * 2 + [1] * 3)")
-    assert layer_pattern("[1,0,1]") == [1, 0, 1] and layer_pattern("2") == 2 and layer_pattern("[1]*4") == 1
+    assert (
+        layer_pattern("[1,0,1]") == [1, 0, 1]
+        and layer_pattern("2") == 2
+        and layer_pattern("[1]*4") == 1
+    )
     for wrong in ("0", "x", "[2]", "[1]*x", "[1]+", "1.5", "__import__('os')"):
         with pytest.raises(ValueError, match="must be a number, or a list"):
             layer_pattern(wrong)
@@ -210,11 +237,19 @@ def on_experts(folder: Path, flags: str) -> list[str]:
     return argv
 
 
-@pytest.mark.parametrize(("rule", "flags", "world_size", "flag", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
-def test_wrong_combinations(tmp_path: Path, rule: str, flags: str, world_size: int, flag: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "flags", "world_size", "flag", "said"),
+    CASES,
+    ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)],
+)
+def test_wrong_combinations(
+    tmp_path: Path, rule: str, flags: str, world_size: int, flag: str, said: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_args(on_experts(tmp_path, flags), world_size)
-    assert [p for p in caught.value.problems if p.flag == flag and said in str(p)], str(caught.value)
+    assert [p for p in caught.value.problems if p.flag == flag and said in str(p)], str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,11 +265,17 @@ def test_wrong_combinations(tmp_path: Path, rule: str, flags: str, world_size: i
 def test_settings_of_experts_in_a_dense_network(tmp_path: Path, flags: str, flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_args(complete(tmp_path, *flags.split()), 2)
-    assert [p for p in caught.value.problems if p.flag == flag and "the network has no experts" in str(p)]
+    assert [
+        p
+        for p in caught.value.problems
+        if p.flag == flag and "the network has no experts" in str(p)
+    ]
 
 
 def test_every_rule_is_broken_somewhere() -> None:
-    assert {rule.__name__ for rule in MOE_RULES} == {case[0] for case in CASES if case[0]} | {"experts_are_there"}
+    assert {rule.__name__ for rule in MOE_RULES} == {case[0] for case in CASES if case[0]} | {
+        "experts_are_there"
+    }
 
 
 @pytest.mark.parametrize(
@@ -253,32 +294,66 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "world_size"),
     [
-        (f"{TP2} --sequence-parallel --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 4),
+        (
+            f"{TP2} --sequence-parallel --expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+            4,
+        ),
         (f"{TP2} --sequence-parallel --expert-model-parallel-size 2", 4),
-        ("--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [1]*4 --moe-router-dtype fp32", 1),
-        ("--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2 --moe-z-loss-coeff 1e-3", 1),
-        ("--recompute-granularity selective --recompute-modules core_attn moe --moe-token-dispatcher-type allgather", 1),
+        (
+            "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-layer-freq [1]*4 --moe-router-dtype fp32",
+            1,
+        ),
+        (
+            "--moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0.2 --moe-z-loss-coeff 1e-3",
+            1,
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn moe --moe-token-dispatcher-type allgather",
+            1,
+        ),
     ],
 )
 def test_what_is_right_passes(tmp_path: Path, flags: str, world_size: int) -> None:
     config = parse_args(on_experts(tmp_path, flags), world_size).megatron.transformer
     assert config.num_moe_experts == 8
     if "aux_loss seq_aux_loss" in flags:
-        assert config.moe_router_load_balancing_type == ["aux_loss", "seq_aux_loss"] and config.moe_aux_loss_coeff == [0.1, 0.2]
+        assert config.moe_router_load_balancing_type == [
+            "aux_loss",
+            "seq_aux_loss",
+        ] and config.moe_aux_loss_coeff == [0.1, 0.2]
 
 
 def test_modules_of_latent_attention(tmp_path: Path) -> None:
     """An adapter is of modules that the model has: no keys and values apart, and queries in one piece or in two."""
-    words = "--lora-rank 4 --lora-target-modules k_proj q_proj q_a_proj kv_a_proj_with_mqa o_proj w1"
-    for rank, strange in ((DEEPSEEK_V3["q_lora_rank"], {"k_proj", "q_proj", "w1"}), (None, {"k_proj", "q_a_proj", "w1"})):
+    words = (
+        "--lora-rank 4 --lora-target-modules k_proj q_proj q_a_proj kv_a_proj_with_mqa o_proj w1"
+    )
+    for rank, strange in (
+        (DEEPSEEK_V3["q_lora_rank"], {"k_proj", "q_proj", "w1"}),
+        (None, {"k_proj", "q_a_proj", "w1"}),
+    ):
         argv = complete(tmp_path, *words.split())
-        (tmp_path / "hf" / "config.json").write_text(json.dumps({**DEEPSEEK_V3, "num_hidden_layers": 4, "q_lora_rank": rank}))
+        (tmp_path / "hf" / "config.json").write_text(
+            json.dumps({**DEEPSEEK_V3, "num_hidden_layers": 4, "q_lora_rank": rank})
+        )
         assert {p.value for p in problems_of(argv) if "is no module of" in p.message} == strange
 
 
-def test_context_parallel_latent_attention_is_of_local_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Machine, "here", lambda: Machine(cuda=True, transformer_engine=True, gradient_fusion=False))
+def test_context_parallel_latent_attention_is_of_local_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Machine, "here", lambda: Machine(cuda=True, transformer_engine=True, gradient_fusion=False)
+    )
     argv = complete(tmp_path, *["--context-parallel-size", "2"])
-    (tmp_path / "hf" / "config.json").write_text(json.dumps({**DEEPSEEK_V3, "num_hidden_layers": 4}))
-    assert "--transformer-impl local" in "".join(p.message for p in problems_of(argv, 2) if p.flag == "--context-parallel-size")
-    assert not [p for p in problems_of([*argv, "--transformer-impl", "local", "--gamma", "2"], 2) if p.flag != "--gamma"]
+    (tmp_path / "hf" / "config.json").write_text(
+        json.dumps({**DEEPSEEK_V3, "num_hidden_layers": 4})
+    )
+    assert "--transformer-impl local" in "".join(
+        p.message for p in problems_of(argv, 2) if p.flag == "--context-parallel-size"
+    )
+    assert not [
+        p
+        for p in problems_of([*argv, "--transformer-impl", "local", "--gamma", "2"], 2)
+        if p.flag != "--gamma"
+    ]

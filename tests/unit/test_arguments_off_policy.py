@@ -73,13 +73,31 @@ def test_accepted(tmp_path: Path, flags: str, expected: dict[str, Any]) -> None:
     ("flags", "said"),
     [
         ("--get-mismatch-metrics", "always computed"),
-        ("--use-tis --tis-imp-ratio-cap 3", "--tis-imp-ratio-cap is deprecated; use --token-tis-ratio-clip-high"),
+        (
+            "--use-tis --tis-imp-ratio-cap 3",
+            "--tis-imp-ratio-cap is deprecated; use --token-tis-ratio-clip-high",
+        ),
         ("--trainer.algorithm.use_tis=true", "is deprecated; use --tis-ratio-type token"),
-        ("--tis-clip 3", "--token-tis-ratio-clip-high has no effect without --tis-ratio-type token"),
-        ("--tis-ratio-type sequence --tis-clip-low 0.2", "--token-tis-ratio-clip-low has no effect"),
-        ("--tis-ratio-type token --sequence-tis-ratio-clip-high 3", "without --tis-ratio-type sequence"),
-        ("--sequence-mask-metric product --geo-mask-high 1.2", "without --sequence-mask-metric geometric"),
-        ("--sequence-mask-metric geometric --product-mask-high 1.2", "without --sequence-mask-metric product"),
+        (
+            "--tis-clip 3",
+            "--token-tis-ratio-clip-high has no effect without --tis-ratio-type token",
+        ),
+        (
+            "--tis-ratio-type sequence --tis-clip-low 0.2",
+            "--token-tis-ratio-clip-low has no effect",
+        ),
+        (
+            "--tis-ratio-type token --sequence-tis-ratio-clip-high 3",
+            "without --tis-ratio-type sequence",
+        ),
+        (
+            "--sequence-mask-metric product --geo-mask-high 1.2",
+            "without --sequence-mask-metric geometric",
+        ),
+        (
+            "--sequence-mask-metric geometric --product-mask-high 1.2",
+            "without --sequence-mask-metric product",
+        ),
     ],
 )
 def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
@@ -88,8 +106,12 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
 
 
 def test_skyrl_names_are_deprecated_and_work(tmp_path: Path) -> None:
-    config = parse(tmp_path, "--trainer.algorithm.use_tis=true --trainer.algorithm.tis_imp_ratio_cap=3")
-    assert config.off_policy == OffPolicyConfig(tis_ratio_type="token", token_tis_ratio_clip_high=3.0)
+    config = parse(
+        tmp_path, "--trainer.algorithm.use_tis=true --trainer.algorithm.tis_imp_ratio_cap=3"
+    )
+    assert config.off_policy == OffPolicyConfig(
+        tis_ratio_type="token", token_tis_ratio_clip_high=3.0
+    )
     assert sum("deprecated" in w for w in config.warnings) == 2
 
 
@@ -102,7 +124,9 @@ def test_run_file_of_skyrl(tmp_path: Path) -> None:
     )
     config = parse(tmp_path, f"--config {file}")
     assert config.off_policy == OffPolicyConfig(
-        tis_ratio_type="sequence", sequence_tis_ratio_clip_high=3.0, outlier_token_is_threshold_low=1e-4
+        tis_ratio_type="sequence",
+        sequence_tis_ratio_clip_high=3.0,
+        outlier_token_is_threshold_low=1e-4,
     )
 
 
@@ -139,7 +163,11 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "flags", "flag", "said"), REFUSED, ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("rule", "flags", "flag", "said"),
+    REFUSED,
+    ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
+)
 def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
     found = problems_of(tmp_path, flags)
     assert [p.flag for p in found] == [flag], "one mistake is told once"
@@ -150,29 +178,49 @@ def test_every_rule_is_broken_somewhere() -> None:
     assert {rule.__name__ for rule in CORRECTION_RULES} == {case[0] for case in REFUSED if case[0]}
 
 
-ANCHORED = ("--policy-loss-type rollout_is", "--policy-loss-type dppo", "--policy-loss-type cispo --cispo-anchor rollout")
+ANCHORED = (
+    "--policy-loss-type rollout_is",
+    "--policy-loss-type dppo",
+    "--policy-loss-type cispo --cispo-anchor rollout",
+)
 
 
 @pytest.mark.parametrize("loss", ANCHORED)
-@pytest.mark.parametrize("weights", ["--use-tis", "--tis-ratio-type sequence", "--use-tis --custom-tis-function-path json.dumps"])
-def test_a_loss_anchored_on_the_sampler_takes_masks_only(tmp_path: Path, loss: str, weights: str) -> None:
+@pytest.mark.parametrize(
+    "weights",
+    ["--use-tis", "--tis-ratio-type sequence", "--use-tis --custom-tis-function-path json.dumps"],
+)
+def test_a_loss_anchored_on_the_sampler_takes_masks_only(
+    tmp_path: Path, loss: str, weights: str
+) -> None:
     found = problems_of(tmp_path, f"{loss} {weights}")
     assert [p.flag for p in found] == ["--tis-ratio-type"] and "count double" in str(found[0])
     assert parse(tmp_path, f"{loss} --sequence-mask-metric geometric").off_policy.enabled
 
 
-@pytest.mark.parametrize("name", [name for name, loss in policy_losses.items() if loss.correction in ("outer", "internal")])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, loss in policy_losses.items() if loss.correction in ("outer", "internal")],
+)
 def test_every_other_loss_takes_weights_and_masks(tmp_path: Path, name: str) -> None:
     needed = {"gmpo": "--loss-reduction sequence_mean", "dro": "--dro-beta 0.1"}.get(name, "")
-    config = parse(tmp_path, f"--policy-loss-type {name} {needed} --use-tis --sequence-mask-metric product")
-    assert config.off_policy == OffPolicyConfig(tis_ratio_type="token", sequence_mask_metric="product")
+    config = parse(
+        tmp_path, f"--policy-loss-type {name} {needed} --use-tis --sequence-mask-metric product"
+    )
+    assert config.off_policy == OffPolicyConfig(
+        tis_ratio_type="token", sequence_mask_metric="product"
+    )
 
 
 def test_the_table_of_combinations() -> None:
     taking = {
-        loss.correction: {n for n, other in policy_losses.items() if other.correction == loss.correction}
+        loss.correction: {
+            n for n, other in policy_losses.items() if other.correction == loss.correction
+        }
         for _, loss in policy_losses.items()
     }
     assert (
-        taking["internal"] == {"gmpo", "vespo"} and taking["masks"] == {"rollout_is", "dppo"} and taking["forbidden"] == {"cross_entropy"}
+        taking["internal"] == {"gmpo", "vespo"}
+        and taking["masks"] == {"rollout_is", "dppo"}
+        and taking["forbidden"] == {"cross_entropy"}
     )

@@ -43,25 +43,41 @@ CASES: list[tuple[str, str, dict[str, Any], str, str]] = [
 
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, **has: bool) -> None:
-    machine = Machine(**{"cuda": False, "transformer_engine": False, "gradient_fusion": False, **has})
+    machine = Machine(
+        **{"cuda": False, "transformer_engine": False, "gradient_fusion": False, **has}
+    )
     monkeypatch.setattr(Machine, "here", lambda: machine)
 
 
-@pytest.mark.parametrize(("rule", "flags", "machine", "flag", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("rule", "flags", "machine", "flag", "said"),
+    CASES,
+    ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)],
+)
 def test_wrong_combinations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, flags: str, machine: dict[str, bool], flag: str, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    flags: str,
+    machine: dict[str, bool],
+    flag: str,
+    said: str,
 ) -> None:
     on_machine(monkeypatch, **machine)
     with pytest.raises(ConfigError) as caught:
         parse_args(complete(tmp_path, *flags.split()), 1)
-    assert [p for p in caught.value.problems if p.flag == flag and said in str(p)], str(caught.value)
+    assert [p for p in caught.value.problems if p.flag == flag and said in str(p)], str(
+        caught.value
+    )
 
 
 def test_every_rule_is_broken_somewhere() -> None:
     assert {rule.__name__ for rule in OPTIMIZER_RULES} == {case[0] for case in CASES}
 
 
-def test_what_transformer_engine_can_do_passes_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_transformer_engine_can_do_passes_the_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second mistake is on the line, so that megatron-core is not asked."""
     on_machine(monkeypatch, cuda=True, transformer_engine=True)
     types = "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16"
@@ -75,16 +91,30 @@ def test_types_reach_megatron_core(tmp_path: Path) -> None:
     flags = f"--bf16 {PRECISE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16 --adam-beta2 0.98"
     run = parse_args(complete(tmp_path, *flags.split()), 1)
     optimizer, bf16 = run.megatron.optimizer, torch.bfloat16
-    assert (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype, optimizer.main_grads_dtype) == (bf16, bf16, bf16)
+    assert (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype, optimizer.main_grads_dtype) == (
+        bf16,
+        bf16,
+        bf16,
+    )
     assert optimizer.main_params_dtype == torch.float32
-    assert optimizer.use_precision_aware_optimizer and optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    assert (
+        optimizer.use_precision_aware_optimizer
+        and optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    )
     assert run.megatron.ddp.grad_reduce_in_fp32 is False and "shrink" not in "".join(run.warnings)
     kept = parse_args(complete(tmp_path, *f"--bf16 {PRECISE}".split()), 1).megatron
     assert kept.optimizer.main_grads_dtype == torch.float32 and kept.ddp.grad_reduce_in_fp32 is True
 
 
 def test_warnings(tmp_path: Path) -> None:
-    said = "\n".join(map(str, parse_args(complete(tmp_path, *f"--bf16 {PRECISE} --exp-avg-sq-dtype bf16".split()), 1).warnings))
+    said = "\n".join(
+        map(
+            str,
+            parse_args(
+                complete(tmp_path, *f"--bf16 {PRECISE} --exp-avg-sq-dtype bf16".split()), 1
+            ).warnings,
+        )
+    )
     assert "does not shrink" in said
     offloaded = parse_args(complete(tmp_path, *OFFLOADED.split()), 1)
     assert "saves nothing without a GPU" in "\n".join(map(str, offloaded.warnings))

@@ -48,7 +48,9 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "flags", "flag", "said"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("rule", "flags", "flag", "said"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)]
+)
 def test_a_broken_rule(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
     found = problems_of(complete(tmp_path, *flags.replace("{folder}", str(tmp_path)).split()), 1)
     assert [p.flag for p in found] == [flag], found
@@ -66,7 +68,12 @@ def test_slimes_filters_are_built_in(tmp_path: Path) -> None:
 
 def read_sets(folder: Path, text: str, *flags: str) -> tuple[EvalSet, ...]:
     (folder / "eval.yaml").write_text(text.replace("{folder}", str(folder)))
-    return parse_args(complete(folder, "--eval-interval", "1", "--eval-config", str(folder / "eval.yaml"), *flags), 1).eval_sets
+    return parse_args(
+        complete(
+            folder, "--eval-interval", "1", "--eval-config", str(folder / "eval.yaml"), *flags
+        ),
+        1,
+    ).eval_sets
 
 
 def test_slimes_own_rollout_functions(tmp_path: Path) -> None:
@@ -76,7 +83,9 @@ def test_slimes_own_rollout_functions(tmp_path: Path) -> None:
     assert run.scheduling.rollout_function_path == own
     path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
     (found,) = problems_of(complete(tmp_path, "--rollout-function-path", path))
-    assert "is slime's own, and not here: --async-rollout samples ahead of the training" in str(found)
+    assert "is slime's own, and not here: --async-rollout samples ahead of the training" in str(
+        found
+    )
 
 
 def test_evaluation_sets_of_a_file(tmp_path: Path) -> None:
@@ -88,9 +97,23 @@ eval:
     - {name: b, path: "{folder}/prompts.jsonl", temperature: 0, top_k: 5, stop: "x", rm_type: zero, metadata_overrides: {k: 1}}
 """
     a, b = read_sets(tmp_path, text, "--eval-top-p", "0.9", "--eval-temperature", "2")
-    assert (a.temperature, a.top_p, a.n_samples_per_eval_prompt, a.top_k, a.metadata) == (0.5, 0.9, 4, None, {})
-    assert (b.temperature, b.top_k, b.stop, b.n_samples_per_eval_prompt, b.metadata) == (0, 5, ("x",), 4, {"rm_type": "zero", "k": 1})
-    (by_name,) = read_sets(tmp_path, "datasets: {c: {path: '{folder}/prompts.jsonl', prompt_key: input}}")
+    assert (a.temperature, a.top_p, a.n_samples_per_eval_prompt, a.top_k, a.metadata) == (
+        0.5,
+        0.9,
+        4,
+        None,
+        {},
+    )
+    assert (b.temperature, b.top_k, b.stop, b.n_samples_per_eval_prompt, b.metadata) == (
+        0,
+        5,
+        ("x",),
+        4,
+        {"rm_type": "zero", "k": 1},
+    )
+    (by_name,) = read_sets(
+        tmp_path, "datasets: {c: {path: '{folder}/prompts.jsonl', prompt_key: input}}"
+    )
     assert (by_name.name, by_name.input_key, by_name.temperature) == ("c", "input", None)
 
 
@@ -100,15 +123,33 @@ eval:
         ("datasets: []", "must hold 'datasets'"),
         ("sets: [1]\ndatasets: [1]", "unknown key 'sets'"),
         ("datasets: [{path: x}]", "set 0 has no 'name'"),
-        ("datasets: [{name: a, path: x, temprature: 1}]", "set a has the unknown key 'temprature'; did you mean temperature"),
-        ("datasets: [{name: a, path: x, temperature: -1}]", "set a: temperature is -1, must be >= 0"),
+        (
+            "datasets: [{name: a, path: x, temprature: 1}]",
+            "set a has the unknown key 'temprature'; did you mean temperature",
+        ),
+        (
+            "datasets: [{name: a, path: x, temperature: -1}]",
+            "set a: temperature is -1, must be >= 0",
+        ),
         ("datasets: [{name: a, path: x, top_k: many}]", "set a: top_k is 'many', must be a int"),
         ("datasets: [{name: a, path: x}, {name: a, path: x}]", "names the set 'a' twice"),
-        ("defaults: {name: a}\ndatasets: [{name: a, path: x}]", "defaults has the unknown key 'name'"),
+        (
+            "defaults: {name: a}\ndatasets: [{name: a, path: x}]",
+            "defaults has the unknown key 'name'",
+        ),
         ("datasets: [{name: a, path: none.jsonl}]", "no such file"),
-        ("datasets: [{name: a, path: '{folder}/prompts.jsonl', rm_type: maths}]", "set a: rm_type is 'maths'; legal values: code"),
-        ("datasets: [{name: a, path: '{folder}/prompts.jsonl', custom_rm_path: json.nothing}]", "set a: custom_rm_path 'json.nothing'"),
-        ("datasets: [{name: a, path: '{folder}/prompts.jsonl', max_response_len: 600}]", "exceeds the 512 positions"),
+        (
+            "datasets: [{name: a, path: '{folder}/prompts.jsonl', rm_type: maths}]",
+            "set a: rm_type is 'maths'; legal values: code",
+        ),
+        (
+            "datasets: [{name: a, path: '{folder}/prompts.jsonl', custom_rm_path: json.nothing}]",
+            "set a: custom_rm_path 'json.nothing'",
+        ),
+        (
+            "datasets: [{name: a, path: '{folder}/prompts.jsonl', max_response_len: 600}]",
+            "exceeds the 512 positions",
+        ),
         ("{", "cannot be read"),
     ],
 )
@@ -122,5 +163,9 @@ def test_a_wrong_file_of_evaluation_sets(tmp_path: Path, text: str, said: str) -
 def test_two_ways_to_name_evaluation_sets(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="excludes --eval-prompt-data"):
         read_sets(
-            tmp_path, "datasets: [{name: a, path: '{folder}/prompts.jsonl'}]", "--eval-prompt-data", "b", str(tmp_path / "prompts.jsonl")
+            tmp_path,
+            "datasets: [{name: a, path: '{folder}/prompts.jsonl'}]",
+            "--eval-prompt-data",
+            "b",
+            str(tmp_path / "prompts.jsonl"),
         )

@@ -162,7 +162,12 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("only_the_server_has_these", "--port 8000", (), 1, "--port", "python -m slime_like.server"),
     ("debug_files", "--load-debug-rollout-data {folder}/none", (), 1, "--load-debug-rollout-data", "no such file"),
 ]  # fmt: skip
-NEEDS_A_DEVICE = {"backend_is_there", "transformer_engine_is_there", "local_layers_have_limits", "attention_backend_is_there"}
+NEEDS_A_DEVICE = {
+    "backend_is_there",
+    "transformer_engine_is_there",
+    "local_layers_have_limits",
+    "attention_backend_is_there",
+}
 # Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of validate_critic.py: test_arguments_critic.py;
 # of validate_moe.py: test_arguments_moe.py; of validate_scheduling.py: test_arguments_rollouts.py; of validate_lora.py: test_arguments_lora.py;
 # of validate_sglang.py: test_arguments_sglang.py.
@@ -186,9 +191,19 @@ ELSEWHERE |= {"critic_layout_is_possible"}  # test_arguments_critic_layout.py
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "without", "world_size", "flag", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)]
+    ("rule", "flags", "without", "world_size", "flag", "said"),
+    CASES,
+    ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)],
 )
-def test_a_broken_rule(tmp_path: Path, rule: str, flags: str, without: tuple[str, ...], world_size: int, flag: str, said: str) -> None:
+def test_a_broken_rule(
+    tmp_path: Path,
+    rule: str,
+    flags: str,
+    without: tuple[str, ...],
+    world_size: int,
+    flag: str,
+    said: str,
+) -> None:
     words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
     found = problems_of(complete(tmp_path, *words, without=without), world_size)
     named = [p for p in found if p.flag == flag and said in str(p)]
@@ -205,10 +220,19 @@ def test_every_rule_is_broken_somewhere() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--policy-loss-type sapo --loss-reduction token_mean --num-steps-per-rollout 2", "is meant for --loss-reduction"),
-        ("--use-kl-loss --ref-load {folder}/hf --kl-loss-type k1 --num-steps-per-rollout 2", "only noise"),
+        (
+            "--policy-loss-type sapo --loss-reduction token_mean --num-steps-per-rollout 2",
+            "is meant for --loss-reduction",
+        ),
+        (
+            "--use-kl-loss --ref-load {folder}/hf --kl-loss-type k1 --num-steps-per-rollout 2",
+            "only noise",
+        ),
         ("--n-samples-per-prompt 1 --num-steps-per-rollout 2", "every advantage is 0"),
-        ("--lora-rank 4 --overlap-grad-reduce --use-distributed-optimizer --num-steps-per-rollout 2", "adapters are exchanged at once"),
+        (
+            "--lora-rank 4 --overlap-grad-reduce --use-distributed-optimizer --num-steps-per-rollout 2",
+            "adapters are exchanged at once",
+        ),
         ("--num-steps-per-rollout 1", "every ratio is 1"),
         ("--policy-loss-type gspo --eps-clip 0.2 --num-steps-per-rollout 2", "never acts"),
         (
@@ -217,8 +241,14 @@ def test_every_rule_is_broken_somewhere() -> None:
         ),
         ("--rm-type zero --num-steps-per-rollout 2", "nothing to learn from"),
         ("--rollout-top-p 0.9 --num-steps-per-rollout 2", "truncates what is sampled"),
-        ("--geo-mask-low 0.9 --num-steps-per-rollout 2", "has no effect without --sequence-mask-metric geometric"),
-        ("--gamma 0.9 --num-steps-per-rollout 2", "--gamma has no effect with --advantage-estimator grpo"),
+        (
+            "--geo-mask-low 0.9 --num-steps-per-rollout 2",
+            "has no effect without --sequence-mask-metric geometric",
+        ),
+        (
+            "--gamma 0.9 --num-steps-per-rollout 2",
+            "--gamma has no effect with --advantage-estimator grpo",
+        ),
         ("--load {folder}/run --save {folder}/run --num-steps-per-rollout 2", "does not exist yet"),
     ],
 )
@@ -226,7 +256,9 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
     words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
     warnings = parse_args(complete(tmp_path, *words), 1).warnings
     assert len(warnings) == 1 and said in warnings[0]
-    assert len(set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS}) == 12, "a new warning has a case here"
+    assert len(set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS}) == 12, (
+        "a new warning has a case here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,14 +298,26 @@ def test_a_task_source_scores_itself_unless_a_reward_is_chosen(tmp_path: Path) -
     source = ("--prompt-data", "reasoning_gym:spell_backward?size=4")
     left_out = ("--prompt-data", "--label-key", "--rm-type")
     assert parse_args(complete(tmp_path, *source, without=left_out), 1).reward.rm_type is None
-    assert reward_of(None, {"task": {"name": "spell_backward", "options": {}}, "entry": {}}) == "task"
+    assert (
+        reward_of(None, {"task": {"name": "spell_backward", "options": {}}, "entry": {}}) == "task"
+    )
     file = ("--eval-interval", "2", "--eval-prompt-data", "a", f"{tmp_path}/prompts.jsonl")
     (found,) = problems_of(complete(tmp_path, *source, *file, without=left_out), 1)
     assert found.flag == "--rm-type", "a file beside it has no scorer"
-    assert parse_args(complete(tmp_path, *source, "--rm-type", "math", without=left_out), 1).reward.rm_type == "math"
+    assert (
+        parse_args(
+            complete(tmp_path, *source, "--rm-type", "math", without=left_out), 1
+        ).reward.rm_type
+        == "math"
+    )
     (tmp_path / "own.py").write_text("def reward(args, sample):\n    return 1.0\n")
     own = f"{tmp_path}/own.py:reward"
-    assert parse_args(complete(tmp_path, *source, "--custom-rm-path", own, without=left_out), 1).reward.rm_type is None
+    assert (
+        parse_args(
+            complete(tmp_path, *source, "--custom-rm-path", own, without=left_out), 1
+        ).reward.rm_type
+        is None
+    )
 
 
 def test_a_checkpoint_that_is_there(tmp_path: Path) -> None:
@@ -287,7 +331,9 @@ def test_a_checkpoint_that_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--save", "--save-hf", "--output-dir", "--tensorboard-dir"])
-def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
     """Also for root, whom modes do not stop: what the system says is replaced."""
     argv = complete(tmp_path, flag, str(tmp_path / "locked/new/run"))
     (tmp_path / "locked").mkdir()
@@ -312,19 +358,35 @@ def test_balancing_comes_with_token_budgets(tmp_path: Path) -> None:
         (False, "--attention-backend auto", {"NVTE_FLASH_ATTN": "0"}, None),
         (True, "--attention-backend local", {}, "attention of layers without Transformer Engine"),
         (True, "--attention-backend local --transformer-impl local", {}, None),
-        (True, "--attention-backend flash", {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "1"}, "environment's NVTE_FUSED_ATTN=1"),
+        (
+            True,
+            "--attention-backend flash",
+            {"NVTE_FUSED_ATTN": "1", "NVTE_FLASH_ATTN": "1"},
+            "environment's NVTE_FUSED_ATTN=1",
+        ),
         (True, "--attention-backend fused", {"NVTE_FUSED_ATTN": "1"}, None),
     ],
 )
 def test_attention_backends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, flags: str, environment: dict[str, str], said: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: bool,
+    flags: str,
+    environment: dict[str, str],
+    said: str | None,
 ) -> None:
     """What can be chosen depends on the layers. A second mistake is on the line, so that megatron-core need not be there for a GPU."""
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(Machine, "here", lambda: Machine(cuda=gpu, transformer_engine=gpu, gradient_fusion=False))
-    found = [p for p in problems_of(complete(tmp_path, *flags.split(), "--gamma", "2"), 1) if p.flag != "--gamma"]
+    monkeypatch.setattr(
+        Machine, "here", lambda: Machine(cuda=gpu, transformer_engine=gpu, gradient_fusion=False)
+    )
+    found = [
+        p
+        for p in problems_of(complete(tmp_path, *flags.split(), "--gamma", "2"), 1)
+        if p.flag != "--gamma"
+    ]
     assert [p.flag for p in found] == ([] if said is None else ["--attention-backend"])
     assert all(said is not None and said in p.message for p in found)

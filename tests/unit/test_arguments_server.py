@@ -22,7 +22,12 @@ CASES = [
     ("nothing_of_the_trainer", "--save {folder}", "--save", "of train.py"),
     ("nothing_of_the_trainer", "--lr 1e-4", "--lr", "with every optimizer step"),
     ("nothing_of_the_trainer", "--clip-grad 1", "--clip-grad", "with every optimizer step"),
-    ("gradients_wait_for_the_step", "--overlap-grad-reduce", "--overlap-grad-reduce", "at the optimizer step"),
+    (
+        "gradients_wait_for_the_step",
+        "--overlap-grad-reduce",
+        "--overlap-grad-reduce",
+        "at the optimizer step",
+    ),
     ("optimizer_is_adam", "--optimizer sgd", "--optimizer", "AdamW alone"),
     (
         "optimizer_state_is_swapped",
@@ -34,20 +39,60 @@ CASES = [
     ("address_needs_a_key", "--host somewhere.else", "--host", "--api-key-file is needed"),
     ("keys_are_usable", "--api-key-file {folder}/none", "--api-key-file", "cannot be read"),
     ("keys_are_usable", "--api-key-file {folder}/empty", "--api-key-file", "holds no key"),
-    ("keys_are_usable", "--api-key-file {folder}/bad", "--api-key-file", "key 2 does not begin with tml-"),
-    ("sequences_fit_the_model", "--max-sequence-length 513", "--max-sequence-length", "512 positions"),
-    ("snapshots_are_folders", f"{SGLANG} --update-weight-transport broadcast", "--update-weight-transport", "from --server-dir"),
-    ("snapshots_are_folders", f"{SGLANG} --update-weight-disk-dir {{folder}}", "--update-weight-disk-dir", "from --server-dir"),
-    ("snapshots_are_folders", f"{SGLANG} --max-sampler-engines 3", "--max-sampler-engines", "hold one snapshot"),
-    ("snapshots_are_folders", f"{SGLANG} --rollout-local-batch-size 3", "--rollout-local-batch-size", "--sglang-server-concurrency"),
+    (
+        "keys_are_usable",
+        "--api-key-file {folder}/bad",
+        "--api-key-file",
+        "key 2 does not begin with tml-",
+    ),
+    (
+        "sequences_fit_the_model",
+        "--max-sequence-length 513",
+        "--max-sequence-length",
+        "512 positions",
+    ),
+    (
+        "snapshots_are_folders",
+        f"{SGLANG} --update-weight-transport broadcast",
+        "--update-weight-transport",
+        "from --server-dir",
+    ),
+    (
+        "snapshots_are_folders",
+        f"{SGLANG} --update-weight-disk-dir {{folder}}",
+        "--update-weight-disk-dir",
+        "from --server-dir",
+    ),
+    (
+        "snapshots_are_folders",
+        f"{SGLANG} --max-sampler-engines 3",
+        "--max-sampler-engines",
+        "hold one snapshot",
+    ),
+    (
+        "snapshots_are_folders",
+        f"{SGLANG} --rollout-local-batch-size 3",
+        "--rollout-local-batch-size",
+        "--sglang-server-concurrency",
+    ),
     (
         "idle_sglang_settings",
         "--rollout-external-engine-addrs 127.0.0.1:3",
         "--rollout-external-engine-addrs",
         "add --rollout-engine sglang",
     ),
-    ("engines_are_named", "--rollout-engine sglang --no-sglang-router", "--rollout-engine", "needs servers"),
-    ("engines_that_are_started", f"{SGLANG} --rollout-num-gpus-per-engine 2", "--rollout-num-gpus-per-engine", "add --rollout-num-gpus"),
+    (
+        "engines_are_named",
+        "--rollout-engine sglang --no-sglang-router",
+        "--rollout-engine",
+        "needs servers",
+    ),
+    (
+        "engines_that_are_started",
+        f"{SGLANG} --rollout-num-gpus-per-engine 2",
+        "--rollout-num-gpus-per-engine",
+        "add --rollout-num-gpus",
+    ),
     (
         "sglang_is_installed",
         "--rollout-engine sglang --rollout-num-gpus 1 --no-sglang-router --sglang-python {folder}/no",
@@ -67,7 +112,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("rule", "flags", "flag", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("rule", "flags", "flag", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)]
+)
 def test_a_broken_rule(folder: Path, rule: str, flags: str, flag: str, said: str) -> None:
     words = [word.replace("{folder}", str(folder)) for word in flags.split()]
     with pytest.raises(ConfigError) as caught:
@@ -77,7 +124,11 @@ def test_a_broken_rule(folder: Path, rule: str, flags: str, flag: str, said: str
 
 
 def test_every_rule_is_broken_somewhere() -> None:
-    own = {rule.__name__ for rule in SERVER_RULES if rule not in (*PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *OPTIMIZER_RULES)}
+    own = {
+        rule.__name__
+        for rule in SERVER_RULES
+        if rule not in (*PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *OPTIMIZER_RULES)
+    }
     assert own - {"libraries_are_there", "checkpoint_of_the_servers"} == {case[0] for case in CASES}
 
 
@@ -95,7 +146,12 @@ def test_a_model_is_enough(folder: Path) -> None:
         "--max-tokens-per-gpu",
         "99",
     ]
-    assert parse_args(["--hf-checkpoint", str(folder / "hf"), *open_to_all], 2, SERVER).algorithm.max_tokens_per_gpu == 99
+    assert (
+        parse_args(
+            ["--hf-checkpoint", str(folder / "hf"), *open_to_all], 2, SERVER
+        ).algorithm.max_tokens_per_gpu
+        == 99
+    )
 
 
 def test_loopback() -> None:

@@ -65,7 +65,9 @@ REFUSED = [
 NEEDS_MORE = {"checkpoint_of_the_servers"}  # --hf-checkpoint is a folder, by another rule
 
 
-@pytest.mark.parametrize(("rule", "flags", "flag", "said"), REFUSED, ids=[f"{c[0]}-{i}" for i, c in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("rule", "flags", "flag", "said"), REFUSED, ids=[f"{c[0]}-{i}" for i, c in enumerate(REFUSED)]
+)
 def test_refused(tmp_path: Path, python: str, rule: str, flags: str, flag: str, said: str) -> None:
     words = flags.replace("{python}", python).replace("{folder}", str(tmp_path)).split()
     found = problems_of(complete(tmp_path, *words))
@@ -78,7 +80,13 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 def test_flags_that_are_passed_on(tmp_path: Path, python: str) -> None:
     words = STARTED.replace("{python}", python).split()
-    more = ["--sglang-mem-fraction-static", "0.7", "--sglang_log_level=warning", "--router-policy", "round_robin"]
+    more = [
+        "--sglang-mem-fraction-static",
+        "0.7",
+        "--sglang_log_level=warning",
+        "--router-policy",
+        "round_robin",
+    ]
     run = parse_args(complete(tmp_path, *words, *more), 1)
     assert run.sglang.sglang_server_flags == {"mem_fraction_static": "0.7", "log_level": "warning"}
     assert run.sglang.sglang_router_flags == {"policy": "round_robin"}
@@ -87,7 +95,10 @@ def test_flags_that_are_passed_on(tmp_path: Path, python: str) -> None:
 
 def test_a_switch_that_is_passed_on_is_true() -> None:
     given = read_command_line(["--sglang-disable-radix-cache", "--lr", "1"], flag_table())
-    assert given.values == {"sglang_server_flags": {"disable_radix_cache": True}, "lr": 1.0} and not given.problems
+    assert (
+        given.values == {"sglang_server_flags": {"disable_radix_cache": True}, "lr": 1.0}
+        and not given.problems
+    )
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,14 @@ def messages(given: Given) -> str:
 
 
 @pytest.mark.parametrize(
-    "typed", ["--sapo-tau-pos", "--sapo_tau_pos", "--sapo.tau_pos", "--algorithm.sapo.tau_pos", "--trainer.algorithm.sapo.tau_pos"]
+    "typed",
+    [
+        "--sapo-tau-pos",
+        "--sapo_tau_pos",
+        "--sapo.tau_pos",
+        "--algorithm.sapo.tau_pos",
+        "--trainer.algorithm.sapo.tau_pos",
+    ],
 )
 def test_dashes_underscores_and_dots(typed: str) -> None:
     assert read(typed, "1.5").values == {"sapo_tau_pos": 1.5}
@@ -111,8 +118,28 @@ def test_prefixes_are_not_completed() -> None:
 
 
 def test_all_problems_are_collected() -> None:
-    given = read("--lr", "x", "--num-rolout", "3", "--release-train", "--sapo-tau-pos", "-1", "--bogus", "a", "b", "--save-interval", "0")
-    assert [p.flag for p in given.problems] == ["--lr", "--num-rolout", "--release-train", "--sapo-tau-pos", "--bogus", "--save-interval"]
+    given = read(
+        "--lr",
+        "x",
+        "--num-rolout",
+        "3",
+        "--release-train",
+        "--sapo-tau-pos",
+        "-1",
+        "--bogus",
+        "a",
+        "b",
+        "--save-interval",
+        "0",
+    )
+    assert [p.flag for p in given.problems] == [
+        "--lr",
+        "--num-rolout",
+        "--release-train",
+        "--sapo-tau-pos",
+        "--bogus",
+        "--save-interval",
+    ]
     assert given.bad == {"lr", "sapo_tau_pos", "save_interval"}
 
 
@@ -130,7 +157,9 @@ SLIME_FLAGS_NOT_HERE = """
 def test_known_flags_of_peers_are_refused_by_name(typed: str) -> None:
     given = read(typed, "1", "--lr", "1e-6")
     assert given.values == {"lr": 1e-6}
-    assert len(given.problems) == 1 and f"{typed}: is known but not implemented yet" in messages(given)
+    assert len(given.problems) == 1 and f"{typed}: is known but not implemented yet" in messages(
+        given
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +169,11 @@ def test_known_flags_of_peers_are_refused_by_name(typed: str) -> None:
 )  # fmt: skip
 def test_known_values_of_peers_are_refused_by_name(dest: str, flag: str, value: str) -> None:
     given = read(flag, value)
-    assert dest in given.bad and "is known but not implemented yet" in messages(given) and "legal values" in messages(given)
+    assert (
+        dest in given.bad
+        and "is known but not implemented yet" in messages(given)
+        and "legal values" in messages(given)
+    )
 
 
 def test_what_is_registered_is_implemented() -> None:
@@ -148,7 +181,9 @@ def test_what_is_registered_is_implemented() -> None:
     for dest, values in VALUES_NOT_IMPLEMENTED.items():
         assert not set(values) & set(by_dest[dest].choices or ()), dest
     assert not set(VALUES_NOT_IMPLEMENTED["rm_type"]) & set(rewards.names())
-    usable = {name for name, spelling in flag_table().spellings.items() if not spelling.flag.refused}
+    usable = {
+        name for name, spelling in flag_table().spellings.items() if not spelling.flag.refused
+    }
     assert not usable & NOT_IMPLEMENTED.keys()
     assert not usable & ALIASES.keys() and not usable & NO_EFFECT.keys()
 
@@ -231,7 +266,9 @@ def test_problems_of_a_run_file(tmp_path: Path, text: str, said: str) -> None:
     assert len(given.problems) == 1 and said in messages(given)
 
 
-@pytest.mark.parametrize(("text", "said"), [("a: [", "cannot be read"), ("- a", "must hold keys and values")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("a: [", "cannot be read"), ("- a", "must hold keys and values")]
+)
 def test_damaged_run_files(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_yaml(tmp_path, text)

@@ -17,7 +17,11 @@ from slime_like.ops.attention import PackedAttention, packed_rows  # noqa: E402
 
 def attention(heads: int, groups: int, size: int) -> PackedAttention:
     config = TransformerConfig(
-        num_layers=1, hidden_size=heads * size, num_attention_heads=heads, num_query_groups=groups, attention_dropout=0.0
+        num_layers=1,
+        hidden_size=heads * size,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        attention_dropout=0.0,
     )
     return PackedAttention(config, 1, AttnMaskType.causal, "self")
 
@@ -31,14 +35,19 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int
             row = []
             for h in range(heads):
                 g = h * groups // heads
-                scores = torch.stack([q[i, h] @ k[j, g] / math.sqrt(size) for j in range(start, i + 1)])
+                scores = torch.stack(
+                    [q[i, h] @ k[j, g] / math.sqrt(size) for j in range(start, i + 1)]
+                )
                 row.append((scores.softmax(0)[:, None] * v[start : i + 1, g]).sum(0))
             out.append(torch.cat(row))
         start += length
     return torch.stack(out)
 
 
-@pytest.mark.parametrize(("lengths", "is_padded"), [([5, 4, 6], True), ([1, 1, 14], False), ([9], False), ([4, 4], False)])
+@pytest.mark.parametrize(
+    ("lengths", "is_padded"),
+    [([5, 4, 6], True), ([1, 1, 14], False), ([9], False), ([4, 4], False)],
+)
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_against_loops(lengths: list[int], is_padded: bool, groups: int) -> None:
     torch.manual_seed(1)
@@ -48,7 +57,10 @@ def test_against_loops(lengths: list[int], is_padded: bool, groups: int) -> None
     assert (rows.gather_index is not None) == is_padded
     grad = torch.randn(total, 32)
     results = []
-    for compute in (lambda: attention(4, groups, 8)(q, k, v, None, packed_seq_params=rows), lambda: by_hand(q, k, v, lengths)):
+    for compute in (
+        lambda: attention(4, groups, 8)(q, k, v, None, packed_seq_params=rows),
+        lambda: by_hand(q, k, v, lengths),
+    ):
         out = compute()
         results.append((out.detach(), torch.autograd.grad(out, (q, k, v), grad)))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)

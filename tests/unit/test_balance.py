@@ -8,7 +8,14 @@ import time
 import numpy as np
 import pytest
 
-from slime_like.balance import even_rows, imbalance, linear_cost, pack_by_budget, partition, sequence_costs
+from slime_like.balance import (
+    even_rows,
+    imbalance,
+    linear_cost,
+    pack_by_budget,
+    partition,
+    sequence_costs,
+)
 
 A = 24000.0  # of a model with a hidden size of 4096, roughly
 
@@ -20,7 +27,11 @@ def lognormal(count: int, seed: int = 0) -> np.ndarray:
 def bimodal(count: int, seed: int = 0) -> np.ndarray:
     """A tenth of the sequences are sixteen times as long as the others."""
     rng = np.random.default_rng(seed)
-    return np.where(rng.random(count) < 0.1, rng.normal(8000, 500, count), rng.normal(500, 100, count)).clip(16).astype(np.int64)
+    return (
+        np.where(rng.random(count) < 0.1, rng.normal(8000, 500, count), rng.normal(500, 100, count))
+        .clip(16)
+        .astype(np.int64)
+    )
 
 
 def covers(parts: list[np.ndarray], count: int) -> bool:
@@ -34,7 +45,9 @@ def loads_of(costs: np.ndarray, parts: list[np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize("equal_counts", [False, True])
 @pytest.mark.parametrize("lengths", [lognormal, bimodal])
 @pytest.mark.parametrize(("count", "parts"), [(4096, 64), (16384, 128)])
-def test_large_batches_are_level(lengths: object, count: int, parts: int, equal_counts: bool) -> None:
+def test_large_batches_are_level(
+    lengths: object, count: int, parts: int, equal_counts: bool
+) -> None:
     costs = sequence_costs(lengths(count), A)  # type: ignore[operator]
     found = partition(costs, parts, equal_counts=equal_counts)
     assert covers(found, count) and len(found) == parts
@@ -121,7 +134,9 @@ def test_any_number_of_rows_from_what_is_needed(more: int) -> None:
     assert len(rows) == needed + more and covers(rows, 40)
     assert max(tokens[row].sum() for row in rows) <= 9000
     filled = [row for row in rows if row.size]
-    assert len(filled) == min(40, needed + more), "padding only where there are fewer sequences than rows"
+    assert len(filled) == min(40, needed + more), (
+        "padding only where there are fewer sequences than rows"
+    )
     assert all(row.size for row in rows[: len(filled)]), "empty rows come last"
 
 
@@ -132,7 +147,9 @@ def test_rows_that_only_a_tight_packing_fits() -> None:
     assert max(tokens[part].sum() for part in partition(tokens, 4)) > 10
     for count in (4, 5, 6):
         rows = even_rows(tokens, count, 10)
-        assert covers(rows, 8) and len(rows) == count and max(tokens[row].sum() for row in rows) <= 10
+        assert (
+            covers(rows, 8) and len(rows) == count and max(tokens[row].sum() for row in rows) <= 10
+        )
 
 
 def test_the_same_on_every_rank() -> None:
@@ -145,10 +162,23 @@ def test_linear_cost_counts_the_multiplications() -> None:
     """Against FLOPs counted by hand for one sequence: matrices 2 * weights * L, causal attention 2 products of L^2 / 2 pairs."""
     hidden, ffn, heads, groups, dim, layers, vocab, length = 64, 160, 4, 2, 24, 3, 500, 37
     query, key = heads * dim, groups * dim
-    matrices = 2 * length * (layers * (hidden * query + 2 * hidden * key + query * hidden + 3 * hidden * ffn) + hidden * vocab)
+    matrices = (
+        2
+        * length
+        * (
+            layers * (hidden * query + 2 * hidden * key + query * hidden + 3 * hidden * ffn)
+            + hidden * vocab
+        )
+    )
     attention = layers * 2 * (2 * query * length * length / 2)
     a = linear_cost(
-        hidden_size=hidden, ffn_hidden_size=ffn, attention_size=query, key_value_size=key, gated=True, num_layers=layers, vocab_size=vocab
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        attention_size=query,
+        key_value_size=key,
+        gated=True,
+        num_layers=layers,
+        vocab_size=vocab,
     )
     ours = sequence_costs([length, 2 * length], a)
     assert ours[0] * 2 * query * layers == pytest.approx(matrices + attention)

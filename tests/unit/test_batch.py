@@ -9,15 +9,33 @@ import pytest
 import torch
 
 from slime_like.losses.reductions import LOSS_REDUCTIONS
-from slime_like.rollout.batch import StepPlan, map_steps, step_weights, train_samples, usable, with_routes
+from slime_like.rollout.batch import (
+    StepPlan,
+    map_steps,
+    step_weights,
+    train_samples,
+    usable,
+    with_routes,
+)
 from slime_like.types import Sample, SampleStatus
 
 
-def make(sample_id: int, length: int = 3, holes: int = 0, status: SampleStatus = SampleStatus.COMPLETED) -> Sample:
+def make(
+    sample_id: int, length: int = 3, holes: int = 0, status: SampleStatus = SampleStatus.COMPLETED
+) -> Sample:
     mask = torch.ones(length, dtype=torch.bool)
     mask[:holes] = False
     tokens = torch.arange(length + 2) + 100 * sample_id
-    return Sample(sample_id // 4, sample_id, tokens, length, mask, torch.zeros(length), float(sample_id), status)
+    return Sample(
+        sample_id // 4,
+        sample_id,
+        tokens,
+        length,
+        mask,
+        torch.zeros(length),
+        float(sample_id),
+        status,
+    )
 
 
 ROLLOUT = [make(i, length=1 + i % 5, holes=i % 2) for i in range(24)]
@@ -28,8 +46,13 @@ ROLLOUT = [make(i, length=1 + i % 5, holes=i % 2) for i in range(24)]
 def test_ranks_share_each_step(dp_size: int, reduction: str) -> None:
     """Together the ranks hold what one would, in its order, with its weights."""
     plans = [StepPlan(8, dp_size, rank) for rank in range(dp_size)]
-    parts = [train_samples(plan, ROLLOUT, reduction=reduction, loss_norm_length=7, micro_batch_size=2) for plan in plans]
-    whole = train_samples(StepPlan(8, 1, 0), ROLLOUT, reduction=reduction, loss_norm_length=7, micro_batch_size=2)
+    parts = [
+        train_samples(plan, ROLLOUT, reduction=reduction, loss_norm_length=7, micro_batch_size=2)
+        for plan in plans
+    ]
+    whole = train_samples(
+        StepPlan(8, 1, 0), ROLLOUT, reduction=reduction, loss_norm_length=7, micro_batch_size=2
+    )
     assert len(whole) == 3
     for k, step in enumerate(whole):
         joined = [sample for part in parts for sample in part[k]]
@@ -68,14 +91,24 @@ def test_aborted_samples_keep_their_place_and_train_nothing() -> None:
 
 def test_unscored_samples_keep_their_mask_and_every_denominator() -> None:
     good, unscored = make(0, 3), usable(make(1, 3, status=SampleStatus.FAILED))
-    assert torch.equal(unscored.loss_mask, make(1, 3).loss_mask) and math.isnan(unscored.reward or 0.0)
-    assert step_weights([good, unscored], "token_mean", None) == step_weights([good, make(1, 3)], "token_mean", None)
+    assert torch.equal(unscored.loss_mask, make(1, 3).loss_mask) and math.isnan(
+        unscored.reward or 0.0
+    )
+    assert step_weights([good, unscored], "token_mean", None) == step_weights(
+        [good, make(1, 3)], "token_mean", None
+    )
 
 
 def test_map_steps_counts_over_all_steps() -> None:
     steps = train_samples(StepPlan(8, 2, 1), ROLLOUT, reduction="token_mean")
     seen: list[int] = []
-    batches = map_steps(steps, lambda i, s: seen.append(i) or dataclasses.replace(s, advantages=torch.full((s.response_length,), float(i))))  # type: ignore[func-returns-value]
+    batches = map_steps(
+        steps,
+        lambda i, s: (
+            seen.append(i)
+            or dataclasses.replace(s, advantages=torch.full((s.response_length,), float(i)))
+        ),
+    )  # type: ignore[func-returns-value]
     assert seen == list(range(12))
     assert [batch.samples[0].advantages[0].item() for batch in batches] == [0.0, 4.0, 8.0]  # type: ignore[index]
 
@@ -88,20 +121,29 @@ def test_positive_samples_of_the_whole_step_share_their_weight() -> None:
     assert any(positive) and not all(positive)
     for sample, source, good in zip(whole, ROLLOUT, positive):
         assert sample.nll_weights is not None and sample.rewards is not None
-        assert sample.nll_weights.tolist() == pytest.approx([1 / tokens if good else 0.0] * source.response_length)
+        assert sample.nll_weights.tolist() == pytest.approx(
+            [1 / tokens if good else 0.0] * source.response_length
+        )
         assert sample.rewards.tolist() == [source.reward] * source.response_length
     half = train_samples(StepPlan(8, 2, 1), ROLLOUT, reduction="token_mean", positive_nll=True)[0]
     assert [s.nll_weights.tolist() for s in half] == [s.nll_weights.tolist() for s in whole[4:]]
-    assert train_samples(StepPlan(8, 1, 0), ROLLOUT, reduction="token_mean")[0][0].nll_weights is None
+    assert (
+        train_samples(StepPlan(8, 1, 0), ROLLOUT, reduction="token_mean")[0][0].nll_weights is None
+    )
 
 
 def test_log_probs_of_the_sampler_are_there_for_all_or_for_none() -> None:
     """On every rank alike: a sample that trains nothing does not hide the others', and one that trains and has none does."""
-    failed = dataclasses.replace(make(1, 4), loss_mask=torch.zeros(4, dtype=torch.bool), rollout_log_probs=None, reward=None)
+    failed = dataclasses.replace(
+        make(1, 4), loss_mask=torch.zeros(4, dtype=torch.bool), rollout_log_probs=None, reward=None
+    )
     told = [make(0), failed, make(2), make(3)]
     for rank in range(2):
         (step,) = train_samples(StepPlan(4, 2, rank), told, reduction="token_mean")
-        assert all(s.rollout_log_probs is not None and s.rollout_log_probs.shape == (s.response_length,) for s in step)
+        assert all(
+            s.rollout_log_probs is not None and s.rollout_log_probs.shape == (s.response_length,)
+            for s in step
+        )
         assert all(s.rewards is not None for s in step)
     untold = [make(0), make(1), make(2), dataclasses.replace(make(3), rollout_log_probs=None)]
     for rank in range(2):
@@ -115,7 +157,9 @@ LONG_AND_SHORT = [make(i, length=40 if i % 8 == 0 else 1 + i % 5) for i in range
 @pytest.mark.parametrize("equal_counts", [False, True])
 def test_a_cost_changes_who_trains_on_what_and_nothing_else(equal_counts: bool) -> None:
     """Of each step the ranks hold the same samples with the same weights; the rank of the long one has the fewer others."""
-    plans = [StepPlan(8, 2, rank, linear_cost=100.0, equal_counts=equal_counts) for rank in range(2)]
+    plans = [
+        StepPlan(8, 2, rank, linear_cost=100.0, equal_counts=equal_counts) for rank in range(2)
+    ]
     parts = [train_samples(plan, LONG_AND_SHORT, reduction="token_mean") for plan in plans]
     whole = train_samples(StepPlan(8, 1, 0), LONG_AND_SHORT, reduction="token_mean")
     for k, step in enumerate(whole):
@@ -127,7 +171,10 @@ def test_a_cost_changes_who_trains_on_what_and_nothing_else(equal_counts: bool) 
     for plan, part in zip(plans, parts, strict=True):
         share = plan.share(LONG_AND_SHORT)
         assert share.local_indices == [s.tokens[0].item() // 100 for step in part for s in step]
-        assert share.metrics.keys() == {"perf/rank_work_max_over_mean", "perf/rank_tokens_max_over_mean"}
+        assert share.metrics.keys() == {
+            "perf/rank_work_max_over_mean",
+            "perf/rank_tokens_max_over_mean",
+        }
         tokens = [[sum(s.tokens.numel() for s in part[k]) for part in parts] for k in range(3)]
         expected = sum(max(pair) / (sum(pair) / 2) for pair in tokens) / 3
         assert share.metrics["perf/rank_tokens_max_over_mean"] == pytest.approx(expected)
@@ -137,10 +184,15 @@ def test_a_cost_changes_who_trains_on_what_and_nothing_else(equal_counts: bool) 
 def test_a_step_need_not_be_divisible_by_the_ranks() -> None:
     positions = [
         StepPlan(8, 3, 0).share(ROLLOUT).mine(1),
-        *(StepPlan(8, 3, r, linear_cost=9.0, equal_counts=False).share(ROLLOUT).mine(1) for r in range(3)),
+        *(
+            StepPlan(8, 3, r, linear_cost=9.0, equal_counts=False).share(ROLLOUT).mine(1)
+            for r in range(3)
+        ),
     ]
     assert positions[0] == (0, 1)
-    assert sorted(i for part in positions[1:] for i in part) == list(range(8)) and all(positions[1:])
+    assert sorted(i for part in positions[1:] for i in part) == list(range(8)) and all(
+        positions[1:]
+    )
 
 
 def test_every_sample_has_routes_of_this_network() -> None:
@@ -150,9 +202,17 @@ def test_every_sample_has_routes_of_this_network() -> None:
     first, second = with_routes([told, aborted], **sizes)
     assert first.routes is told.routes and second.routes is not None
     assert second.routes.shape == (5, 3, 2) and bool((second.routes == -1).all())
-    wrong = [torch.zeros(4, 3, 2), torch.zeros(5, 2, 2), torch.full((5, 3, 2), 4), torch.full((5, 3, 2), -2)]
+    wrong = [
+        torch.zeros(4, 3, 2),
+        torch.zeros(5, 2, 2),
+        torch.full((5, 3, 2), 4),
+        torch.full((5, 3, 2), -2),
+    ]
     for routes in wrong:
-        with pytest.raises(ValueError, match=r"--use-rollout-routing-replay: the routes of sample 3 .* expected .* \(5, 3, 2\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"--use-rollout-routing-replay: the routes of sample 3 .* expected .* \(5, 3, 2\)",
+        ):
             with_routes([dataclasses.replace(make(3), routes=routes.to(torch.int16))], **sizes)
     with pytest.raises(ValueError, match="sample 4 does not tell which experts"):
         with_routes([make(4)], **sizes)

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts import bench_attention, bench_balancing, bench_packing, bench_server, bench_training_step, plot_costs
+from scripts import (
+    bench_attention,
+    bench_balancing,
+    bench_packing,
+    bench_server,
+    bench_training_step,
+    plot_costs,
+)
 from scripts.bench_common import LENGTHS, fastest, growth_exponent, write_json
 from slime_like.balance import imbalance
 
@@ -36,22 +43,43 @@ def results(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", BENCHES)
-def test_every_benchmark_has_help_and_writes_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_every_benchmark_has_help_and_writes_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     assert call(monkeypatch, name, "--help") == 0
     assert "--json" in capsys.readouterr().out
-    assert "sys.path.insert(0, " in (SCRIPTS / f"{name}.py").read_text(), "a script finds the repository by itself"
+    assert "sys.path.insert(0, " in (SCRIPTS / f"{name}.py").read_text(), (
+        "a script finds the repository by itself"
+    )
 
 
 def test_a_benchmark_starts_from_any_folder(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, str(SCRIPTS / "bench_packing.py"), "--repeats", "1", "--json", "found.json"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    command = [
+        sys.executable,
+        str(SCRIPTS / "bench_packing.py"),
+        "--repeats",
+        "1",
+        "--json",
+        "found.json",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = results(tmp_path / "found.json")
     assert len(found["table"]) == 2 and all(row["ms"] > 0 for row in found["growth"])
 
 
-def test_costs_are_drawn_from_what_the_benchmarks_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_costs_are_drawn_from_what_the_benchmarks_write(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(bench_balancing, "SIZES", ((256, 4),))
     for module in (bench_balancing, bench_packing):
         monkeypatch.setattr(module, "GROWTH", (256, 512))
@@ -79,8 +107,17 @@ def test_growth_exponent() -> None:
 
 
 def test_attention_runs_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert call(monkeypatch, "bench_attention", f"--tokens 256 --repeats 1 --json {tmp_path / 'found.json'}") == 0
-    assert [(row["sequences"], row["cp"]) for row in results(tmp_path / "found.json")] == [(n, cp) for n in (1, 8, 32) for cp in (2, 4)]
+    assert (
+        call(
+            monkeypatch,
+            "bench_attention",
+            f"--tokens 256 --repeats 1 --json {tmp_path / 'found.json'}",
+        )
+        == 0
+    )
+    assert [(row["sequences"], row["cp"]) for row in results(tmp_path / "found.json")] == [
+        (n, cp) for n in (1, 8, 32) for cp in (2, 4)
+    ]
 
 
 def test_losses_run_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -91,10 +128,18 @@ def test_losses_run_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_missed_targets_are_told() -> None:
-    good = {"sequences": 16384, "load": "work", "lengths": "bimodal", "ours": {"max_over_mean": 1.0009, "ms": 99.0}}
+    good = {
+        "sequences": 16384,
+        "load": "work",
+        "lengths": "bimodal",
+        "ours": {"max_over_mean": 1.0009, "ms": 99.0},
+    }
     uneven = {**good, "ours": {"max_over_mean": 1.002, "ms": 99.0}}
     slow = {**good, "ours": {"max_over_mean": 1.0, "ms": 120.0}}
-    assert not bench_balancing.missed([good]) and len(bench_balancing.missed([good, uneven, slow])) == 2
+    assert (
+        not bench_balancing.missed([good])
+        and len(bench_balancing.missed([good, uneven, slow])) == 2
+    )
     steps = {"packed by tokens": 2.1, "padded": 1.0, "Hugging Face, one by one": 1.5}
     one = {name: {"speed": speed} for name, speed in steps.items()}
     assert not bench_training_step.missed(one)
@@ -105,7 +150,9 @@ def test_karmarkar_karp_gives_equal_counts_and_levels() -> None:
     """What ours is compared with is the real method: on continuous lengths it is nearly perfect, and every item is in one part."""
     costs = LENGTHS["lognormal"](512).astype(np.float64)
     parts = bench_balancing.karmarkar_karp(costs, 8)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(512)) and {len(part) for part in parts} == {64}
+    assert sorted(np.concatenate(parts).tolist()) == list(range(512)) and {
+        len(part) for part in parts
+    } == {64}
     loads = np.array([costs[part].sum() for part in parts])
     contiguous = np.array([costs[part].sum() for part in bench_balancing.contiguous(costs, 8)])
     assert imbalance(loads) < 1.001 < imbalance(contiguous)
@@ -119,14 +166,19 @@ def test_karmarkar_karp_by_hand() -> None:
 
 @pytest.mark.parametrize("method", bench_balancing.METHODS)
 def test_every_method_is_measured(method: str) -> None:
-    found = bench_balancing.measure(method, LENGTHS["bimodal"](256).astype(np.float64), 4, repeats=1)
+    found = bench_balancing.measure(
+        method, LENGTHS["bimodal"](256).astype(np.float64), 4, repeats=1
+    )
     assert 1 <= found["max_over_mean"] < 2 and found["ms"] > 0
 
 
 def test_packing_against_rows_of_a_number() -> None:
     lengths = LENGTHS["bimodal"](64)
     found = bench_packing.packed(lengths, repeats=1)
-    assert found["bound"] <= found["rows"] <= found["bound"] + 1 and found["emptiest"] <= found["fullest"] <= bench_packing.BUDGET
+    assert (
+        found["bound"] <= found["rows"] <= found["bound"] + 1
+        and found["emptiest"] <= found["fullest"] <= bench_packing.BUDGET
+    )
     fixed = bench_packing.by_number(np.array([1, 9, 4, 4]), 2)
     assert fixed == {"rows": 2, "largest": 10, "padding_frac": pytest.approx(1 - 18 / 26)}
 
@@ -137,7 +189,10 @@ def test_samples_of_the_training_step() -> None:
     samples, old, advantages = bench_training_step.make_samples(sizes)
     again = bench_training_step.make_samples(sizes)[0]
     assert [s.tokens.tolist() for s in samples] == [s.tokens.tolist() for s in again]
-    assert all(o.numel() == a.numel() == s.response_length for s, o, a in zip(samples, old, advantages, strict=True))
+    assert all(
+        o.numel() == a.numel() == s.response_length
+        for s, o, a in zip(samples, old, advantages, strict=True)
+    )
     assert 1 <= sum(s.response_length > 100 for s in samples) <= 10
 
 
@@ -157,12 +212,30 @@ def test_methods_of_the_training_step_compute_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every way answers, every client is served, and one that floods takes nothing from the others."""
-    monkeypatch.setattr("sys.argv", ["bench", "--repeats", "2", "--seconds", "2", "--clients", "3", "--output", str(tmp_path / "out.json")])
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "bench",
+            "--repeats",
+            "2",
+            "--seconds",
+            "2",
+            "--clients",
+            "3",
+            "--output",
+            str(tmp_path / "out.json"),
+        ],
+    )
     assert bench_server.main() == 0
     found = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert all(row["http"] > 0 and row["sdk"] > 0 and row["direct"] > 0 for row in found["latency"].values())
+    assert all(
+        row["http"] > 0 and row["sdk"] > 0 and row["direct"] > 0
+        for row in found["latency"].values()
+    )
     flooded = found["shares"][f"one keeps {bench_server.FLOOD} waiting"]["calls"]
     assert min(flooded[1:]) > 0.5 * flooded[0] - 2, "no more to the one that asks for more"
     assert "| one token |" in capsys.readouterr().out

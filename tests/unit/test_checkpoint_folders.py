@@ -24,7 +24,13 @@ from slime_like.checkpoints.folders import (
     steps_to_remove,
     writing_folder,
 )
-from slime_like.checkpoints.manifest import MANIFEST, damaged_files, read_manifest, split_by_size, write_manifest
+from slime_like.checkpoints.manifest import (
+    MANIFEST,
+    damaged_files,
+    read_manifest,
+    split_by_size,
+    write_manifest,
+)
 
 
 def write_checkpoint(root: Path, step: int, content: str = "") -> None:
@@ -32,7 +38,10 @@ def write_checkpoint(root: Path, step: int, content: str = "") -> None:
     folder = writing_folder(root, step)
     files.remove_folder(folder)
     (folder / "policy").mkdir(parents=True)
-    records = {name: write_file(folder / name, f"{name} {step} {content}") for name in ("policy/a.distcp", "policy/b", "trainer.json")}
+    records = {
+        name: write_file(folder / name, f"{name} {step} {content}")
+        for name in ("policy/a.distcp", "policy/b", "trainer.json")
+    }
     files.sync_path(folder / "policy")
     write_manifest(folder, records)
     files.sync_path(folder)
@@ -69,16 +78,26 @@ def test_the_tracker_is_believed(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "is missing"), ("", "holds no step"), ("x", "holds no step"), ("14", "names step 14, which is not complete")],
+    [
+        (None, "is missing"),
+        ("", "holds no step"),
+        ("x", "holds no step"),
+        ("14", "names step 14, which is not complete"),
+    ],
 )
-def test_a_bad_tracker_falls_back_to_the_newest(root: Path, content: str | None, words: str) -> None:
+def test_a_bad_tracker_falls_back_to_the_newest(
+    root: Path, content: str | None, words: str
+) -> None:
     if content is None:
         (root / TRACKER).unlink()
     else:
         (root / TRACKER).write_text(content)
     step, warning = newest_step(root)
     assert step == 10
-    assert warning == f"--load {root}: {TRACKER} {words}; taking the newest complete checkpoint, step 10"
+    assert (
+        warning
+        == f"--load {root}: {TRACKER} {words}; taking the newest complete checkpoint, step 10"
+    )
 
 
 @pytest.mark.parametrize("content", ["5", "", None])
@@ -86,7 +105,9 @@ def test_nothing_to_fall_back_to(tmp_path: Path, content: str | None) -> None:
     checkpoint_folder(tmp_path, 5).mkdir()
     if content is not None:
         (tmp_path / TRACKER).write_text(content)
-    assert is_checkpoint_root(tmp_path), "damaged checkpoints are no reason to start at 0 in silence"
+    assert is_checkpoint_root(tmp_path), (
+        "damaged checkpoints are no reason to start at 0 in silence"
+    )
     with pytest.raises(ValueError, match="and there is no complete checkpoint"):
         newest_step(tmp_path)
 
@@ -103,16 +124,33 @@ def test_what_is_a_folder_of_checkpoints(root: Path, tmp_path: Path) -> None:
 
 def test_clean_up(root: Path) -> None:
     aside = checkpoint_folder(root, 10).with_name("iter_0000010.replaced")
-    checkpoint_folder(root, 10).rename(aside)  # killed between setting it aside and publishing its successor
+    checkpoint_folder(root, 10).rename(
+        aside
+    )  # killed between setting it aside and publishing its successor
     checkpoint_folder(root, 2).rename(root / "iter_0000002.removed")
     (root / "iter_notes.tmp").mkdir()
-    assert clean_up(root) == ["iter_0000010 restored", "iter_0000012.tmp removed", "iter_0000002.removed removed"]
-    assert sorted(path.name for path in root.iterdir()) == ["iter_0000004", "iter_0000010", "iter_0000014", "iter_notes.tmp", TRACKER]
+    assert clean_up(root) == [
+        "iter_0000010 restored",
+        "iter_0000012.tmp removed",
+        "iter_0000002.removed removed",
+    ]
+    assert sorted(path.name for path in root.iterdir()) == [
+        "iter_0000004",
+        "iter_0000010",
+        "iter_0000014",
+        "iter_notes.tmp",
+        TRACKER,
+    ]
     assert clean_up(root) == []
 
 
-@pytest.mark.parametrize(("content", "newest", "done"), [("4", 4, [f"{TRACKER} set to 4"]), ("6", 10, []), ("", 10, []), ("x", 10, [])])
-def test_a_tracker_that_was_about_to_change(tmp_path: Path, content: str, newest: int, done: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("content", "newest", "done"),
+    [("4", 4, [f"{TRACKER} set to 4"]), ("6", 10, []), ("", 10, []), ("x", 10, [])],
+)
+def test_a_tracker_that_was_about_to_change(
+    tmp_path: Path, content: str, newest: int, done: list[str]
+) -> None:
     """A run that had gone back from 10 was killed when 4 was complete; or before that."""
     for step in (4, 10):
         write_checkpoint(tmp_path, step)
@@ -176,7 +214,9 @@ def test_killed_at_every_write_sync_and_rename(tmp_path: Path, again: bool) -> N
         step, warning = newest_step(root)
         found = content_of(root, step)
         assert (step, found.split()[-1]) in ((2, "old"), (new, "new"))
-        assert (step, warning) == (max(complete_steps(root)), None), "the tracker neither lags nor leads"
+        assert (step, warning) == (max(complete_steps(root)), None), (
+            "the tracker neither lags nor leads"
+        )
         for whole in complete_steps(root):
             content_of(root, whole)
         assert {path.name for path in root.iterdir()} <= {TRACKER, "iter_0000002", "iter_0000004"}
@@ -203,7 +243,10 @@ def test_killed_at_every_write_sync_and_rename(tmp_path: Path, again: bool) -> N
 )
 def test_what_goes(keep_last: int | None, keep_every: int | None, going: list[int]) -> None:
     """14 is of a run that went another way; 12 has just been written."""
-    assert steps_to_remove([2, 4, 6, 8, 10, 12, 14], 12, keep_last=keep_last, keep_every=keep_every) == going
+    assert (
+        steps_to_remove([2, 4, 6, 8, 10, 12, 14], 12, keep_last=keep_last, keep_every=keep_every)
+        == going
+    )
 
 
 # --- manifest --------------------------------------------------------------------------------------------------------
@@ -250,9 +293,11 @@ def test_readers_get_equal_shares() -> None:
     records = {f"{i}": FileRecord(size, "") for i, size in enumerate([100, 1, 60, 40, 30, 70, 2])}
     shares = split_by_size(records, 3)
     assert sorted(name for share in shares for name in share) == sorted(records)
-    assert [sum(records[name].size for name in share) for share in shares] == [103, 100, 100] or max(
-        sum(records[name].size for name in share) for share in shares
-    ) <= 104  # of 303 bytes
+    assert [sum(records[name].size for name in share) for share in shares] == [
+        103,
+        100,
+        100,
+    ] or max(sum(records[name].size for name in share) for share in shares) <= 104  # of 303 bytes
     assert split_by_size({}, 2) == [[], []]
 
 

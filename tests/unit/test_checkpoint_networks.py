@@ -26,9 +26,21 @@ from slime_like.megatron_backend.checkpoint.networks import (  # noqa: E402
 LAYERS = "decoder.layers."
 # what a layer is called in checkpoints of Transformer Engine's specification
 DENSE = [
-    LAYERS + name for name in ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight")
+    LAYERS + name
+    for name in (
+        "self_attention.linear_qkv.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_weight",
+        "mlp.linear_fc1.weight",
+    )
 ]
-MOE = [LAYERS + name for name in ("self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight", "mlp.router.weight")]
+MOE = [
+    LAYERS + name
+    for name in (
+        "self_attention.linear_qkv.layer_norm_weight",
+        "pre_mlp_layernorm.weight",
+        "mlp.router.weight",
+    )
+]
 LATENT = [LAYERS + "self_attention.linear_kv_up_proj.layer_norm_weight"]
 
 
@@ -62,8 +74,16 @@ def test_a_state_asks_for_what_is_there() -> None:
     extra = ShardedObject(LAYERS + "mlp.linear_fc1._extra_state", None, (1,), (0,))
     kept = ShardedObject(LAYERS + "mlp.router.counts", None, (1,), (0,))
     wanted = {
-        "model0": {"a": tensor(LAYERS + "mlp.linear_fc1.layer_norm_weight", 4), "b": extra, "c": kept},
-        "optimizer": {"param_state": [{"d": tensor("optimizer.state.param." + LAYERS + "input_layernorm.weight", 4)}]},
+        "model0": {
+            "a": tensor(LAYERS + "mlp.linear_fc1.layer_norm_weight", 4),
+            "b": extra,
+            "c": kept,
+        },
+        "optimizer": {
+            "param_state": [
+                {"d": tensor("optimizer.state.param." + LAYERS + "input_layernorm.weight", 4)}
+            ]
+        },
     }
     leave_out_extra_state(wanted["model0"])
     adapt_names(wanted, [*MOE, "optimizer.state.param." + MOE[0], kept.unique_key])
@@ -76,12 +96,21 @@ def test_a_local_model_saves_under_the_names_of_transformer_engine(tmp_path: Any
     """megatron-core's own local specification does, for a dense layer; our checkpoints keep it so."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    renamed = get_gpt_layer_local_spec(normalization="RMSNorm").submodules.sharded_state_dict_keys_map
-    assert renamed == {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    renamed = get_gpt_layer_local_spec(
+        normalization="RMSNorm"
+    ).submodules.sharded_state_dict_keys_map
+    assert renamed == {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
 
 
 def test_shapes_that_differ_are_named() -> None:
-    saved = {"a": SimpleNamespace(size=torch.Size([4, 2])), "b": SimpleNamespace(size=torch.Size([8])), "object": SimpleNamespace()}
+    saved = {
+        "a": SimpleNamespace(size=torch.Size([4, 2])),
+        "b": SimpleNamespace(size=torch.Size([8])),
+        "object": SimpleNamespace(),
+    }
     wanted = {
         "model0": {
             "a": tensor("a", 4, 3),
@@ -90,7 +119,11 @@ def test_shapes_that_differ_are_named() -> None:
             "object": tensor("object", 1),
         }
     }
-    assert shape_problems(wanted, saved) == ["a is [4, 2] there and [4, 3] here", "c is not in it", "object is not in it"]
+    assert shape_problems(wanted, saved) == [
+        "a is [4, 2] there and [4, 3] here",
+        "c is not in it",
+        "object is not in it",
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

@@ -35,7 +35,8 @@ class Prompts:
     def next_prompts(self, n: int) -> list[Prompt]:
         self.next_id += n
         return [
-            Prompt(i, f"prompt {i}", (1, 2), label=str(i), metadata={"at": (i, math.nan)}) for i in range(self.next_id - n, self.next_id)
+            Prompt(i, f"prompt {i}", (1, 2), label=str(i), metadata={"at": (i, math.nan)})
+            for i in range(self.next_id - n, self.next_id)
         ]
 
 
@@ -47,7 +48,9 @@ class Script:
     def __init__(self, length: Callable[[int], int], reward: Callable[[int], float]) -> None:
         self.length, self.reward, self.version = length, reward, 1
 
-    def extend(self, samples: Sequence[Sample], sampling: SamplingParams, *, limit: int | None) -> list[Sample]:
+    def extend(
+        self, samples: Sequence[Sample], sampling: SamplingParams, *, limit: int | None
+    ) -> list[Sample]:
         return [self._grow(s, limit) for s in samples]
 
     def grade_groups(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
@@ -73,7 +76,12 @@ class Script:
 def collector(folder: Path, script: Script, *flags: str) -> Collector:
     """Rollouts of 2 groups of 2 samples: group g has the samples 2g and 2g + 1."""
     sizes = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2")
-    run = parse_args(complete(folder, *sizes, *flags, without=("--rollout-batch-size", "--n-samples-per-prompt")), 1)
+    run = parse_args(
+        complete(
+            folder, *sizes, *flags, without=("--rollout-batch-size", "--n-samples-per-prompt")
+        ),
+        1,
+    )
     buffer = GroupBuffer(cast(PromptSource, Prompts()), 2)
     return Collector(run, cast(Rollouter, script), buffer, training_sampling(run.rollout))
 
@@ -85,64 +93,131 @@ def ids(groups: Sequence[Any]) -> list[int]:
 def test_without_scheduling_it_is_the_next_prompts(tmp_path: Path) -> None:
     c = collector(tmp_path, Script(lambda i: 3, float))
     first, second = c.collect(0), c.collect(1)
-    assert ids(first.groups) == [0, 1] and ids(second.groups) == [2, 3] and ids(second.prompts) == [2, 3]
+    assert (
+        ids(first.groups) == [0, 1]
+        and ids(second.groups) == [2, 3]
+        and ids(second.prompts) == [2, 3]
+    )
     assert first.metrics == {}
     assert [s.reward for g in second.groups for s in g.samples] == [4, 5, 6, 7]
 
 
 def test_groups_without_spread_are_replaced(tmp_path: Path) -> None:
     """Groups 0 and 2 have equal rewards."""
-    c = collector(tmp_path, Script(lambda i: 3, lambda i: 1.0 if i // 2 in (0, 2) else i % 2), "--dynamic-sampling-filter-path", NONZERO)
+    c = collector(
+        tmp_path,
+        Script(lambda i: 3, lambda i: 1.0 if i // 2 in (0, 2) else i % 2),
+        "--dynamic-sampling-filter-path",
+        NONZERO,
+    )
     found = c.collect(0)
     assert ids(found.groups) == [1, 3] == ids(found.prompts)
     m = found.metrics
-    assert (m["rollout/groups_drawn"], m["rollout/groups_kept"], m["rollout/groups_dropped"], m["rollout/draws"]) == (4, 2, 2, 2)
-    assert m["rollout/dynamic_filter/drop_zero_std_1"] == 2 and m["rollout/wasted_tokens"] == 2 * 2 * 3
+    assert (
+        m["rollout/groups_drawn"],
+        m["rollout/groups_kept"],
+        m["rollout/groups_dropped"],
+        m["rollout/draws"],
+    ) == (4, 2, 2, 2)
+    assert (
+        m["rollout/dynamic_filter/drop_zero_std_1"] == 2 and m["rollout/wasted_tokens"] == 2 * 2 * 3
+    )
 
 
 def test_a_filter_that_keeps_nothing_ends_the_run(tmp_path: Path) -> None:
-    c = collector(tmp_path, Script(lambda i: 3, lambda i: 0.5), "--dynamic-sampling-filter-path", NONZERO, "--max-num-gen-batches", "3")
-    with pytest.raises(RunError, match=r"rollout 7: 3 draws of 2 prompts .* brought 0 of the 2 groups .* zero_std_0.5 6"):
+    c = collector(
+        tmp_path,
+        Script(lambda i: 3, lambda i: 0.5),
+        "--dynamic-sampling-filter-path",
+        NONZERO,
+        "--max-num-gen-batches",
+        "3",
+    )
+    with pytest.raises(
+        RunError,
+        match=r"rollout 7: 3 draws of 2 prompts .* brought 0 of the 2 groups .* zero_std_0.5 6",
+    ):
         c.collect(7)
 
 
 def test_the_filter_with_fallback_draws_no_more(tmp_path: Path) -> None:
     """Of three groups one is spare: group 0, without spread, goes, and group 1, without it too, is needed."""
-    flags = ("--dynamic-sampling-filter-path", f"{NONZERO}_with_fallback", "--over-sampling-batch-size", "3")
-    found = collector(tmp_path, Script(lambda i: 3, lambda i: i if i >= 4 else 0.0), *flags).collect(0)
-    assert ids(found.groups) == [1, 2] and found.metrics["rollout/draws"] == 1 and found.metrics["rollout/groups_dropped"] == 1
+    flags = (
+        "--dynamic-sampling-filter-path",
+        f"{NONZERO}_with_fallback",
+        "--over-sampling-batch-size",
+        "3",
+    )
+    found = collector(
+        tmp_path, Script(lambda i: 3, lambda i: i if i >= 4 else 0.0), *flags
+    ).collect(0)
+    assert (
+        ids(found.groups) == [1, 2]
+        and found.metrics["rollout/draws"] == 1
+        and found.metrics["rollout/groups_dropped"] == 1
+    )
 
 
 def test_over_sampling_keeps_the_first_to_end(tmp_path: Path) -> None:
     """Groups 0 and 2 are long. A slice is 4 tokens; without one all of them end in the same round, and the first by id are kept."""
     script = Script(lambda i: 10 if i // 2 in (0, 2) else 3, float)
-    sliced = collector(tmp_path, script, "--over-sampling-batch-size", "4", "--rollout-slice-len", "4").collect(0)
+    sliced = collector(
+        tmp_path, script, "--over-sampling-batch-size", "4", "--rollout-slice-len", "4"
+    ).collect(0)
     assert ids(sliced.groups) == [1, 3]
-    assert sliced.metrics["rollout/groups_lost"] == 2 and sliced.metrics["rollout/wasted_tokens"] == 2 * 2 * 4
+    assert (
+        sliced.metrics["rollout/groups_lost"] == 2
+        and sliced.metrics["rollout/wasted_tokens"] == 2 * 2 * 4
+    )
     whole = collector(tmp_path, script, "--over-sampling-batch-size", "4").collect(0)
     assert ids(whole.groups) == [0, 1] and whole.metrics["rollout/groups_surplus"] == 2
 
 
 def test_partial_groups_go_on_in_the_next_rollout(tmp_path: Path) -> None:
     script = Script(lambda i: 10 if i // 2 in (0, 2) else 3, float)
-    c = collector(tmp_path, script, "--over-sampling-batch-size", "4", "--partial-rollout", "--rollout-slice-len", "4")
+    c = collector(
+        tmp_path,
+        script,
+        "--over-sampling-batch-size",
+        "4",
+        "--partial-rollout",
+        "--rollout-slice-len",
+        "4",
+    )
     first = c.collect(0)
-    assert ids(first.groups) == [1, 3] and first.metrics["rollout/groups_waiting"] == 2 and first.metrics["rollout/wasted_tokens"] == 0
+    assert (
+        ids(first.groups) == [1, 3]
+        and first.metrics["rollout/groups_waiting"] == 2
+        and first.metrics["rollout/wasted_tokens"] == 0
+    )
     script.version = 2
     second = c.collect(1)
-    assert second.metrics["rollout/groups_resumed"] == 2 and second.metrics["rollout/groups_drawn"] == 4
+    assert (
+        second.metrics["rollout/groups_resumed"] == 2
+        and second.metrics["rollout/groups_drawn"] == 4
+    )
     assert ids(second.groups) == [4, 5], "new short ones end before them"
     script.version = 3
     third = c.collect(2)
     assert ids(third.groups) == [0, 2] and third.metrics["rollout/groups_waiting"] == 2
     sample = third.groups[0].samples[1]
-    assert sample.weight_versions == (1,) * 4 + (2,) * 4 + (3,) * 2 and sample.tokens.tolist() == [1, 2] + [1] * 10
+    assert (
+        sample.weight_versions == (1,) * 4 + (2,) * 4 + (3,) * 2
+        and sample.tokens.tolist() == [1, 2] + [1] * 10
+    )
     assert sample.metadata["start_rollout_id"] == 0 and sample.loss_mask.all()
 
 
 def test_older_tokens_are_masked_on_request(tmp_path: Path) -> None:
     script = Script(lambda i: 6 if i < 2 else 2, float)
-    flags = ("--over-sampling-batch-size", "3", "--partial-rollout", "--rollout-slice-len", "4", "--mask-offpolicy-in-partial-rollout")
+    flags = (
+        "--over-sampling-batch-size",
+        "3",
+        "--partial-rollout",
+        "--rollout-slice-len",
+        "4",
+        "--mask-offpolicy-in-partial-rollout",
+    )
     c = collector(tmp_path, script, *flags)
     assert ids(c.collect(0).groups) == [1, 2]
     second = c.collect(1)
@@ -158,7 +233,10 @@ def test_the_buffer_goes_through_json_bit_by_bit(tmp_path: Path) -> None:
     c = collector(tmp_path, script, *flags)
     c.collect(0)
     waiting = c.buffer.waiting
-    assert {s.status for g in waiting for s in g.samples} == {SampleStatus.PARTIAL, SampleStatus.COMPLETED}
+    assert {s.status for g in waiting for s in g.samples} == {
+        SampleStatus.PARTIAL,
+        SampleStatus.COMPLETED,
+    }
     state = json.loads(json.dumps(c.buffer.state_dict(), allow_nan=False))
     other = collector(tmp_path, script, *flags)
     other.buffer.load_state_dict(state)
@@ -191,15 +269,25 @@ def test_a_buffer_filter_chooses_and_throws_away(tmp_path: Path) -> None:
     )
     script = Script(lambda i: 9 if i // 2 < 3 else 2, float)
     flags = ("--over-sampling-batch-size", "5", "--partial-rollout", "--rollout-slice-len", "2")
-    c = collector(tmp_path, script, *flags, "--buffer-filter-path", f"{tmp_path / 'mine.py'}:newest")
+    c = collector(
+        tmp_path, script, *flags, "--buffer-filter-path", f"{tmp_path / 'mine.py'}:newest"
+    )
     c.collect(0)
     assert ids(c.buffer.waiting) == [0, 1, 2]
     found = c.collect(1)
-    assert found.metrics["rollout/groups_discarded"] == 1 and found.metrics["rollout/wasted_tokens"] == 4
+    assert (
+        found.metrics["rollout/groups_discarded"] == 1
+        and found.metrics["rollout/wasted_tokens"] == 4
+    )
     assert ids(c.buffer.waiting) == [1, 7, 8, 2]
-    c = collector(tmp_path, script, *flags, "--buffer-filter-path", f"{tmp_path / 'mine.py'}:invents")
+    c = collector(
+        tmp_path, script, *flags, "--buffer-filter-path", f"{tmp_path / 'mine.py'}:invents"
+    )
     c.collect(0)
-    with pytest.raises(ValueError, match=r"--buffer-filter-path .*invents: was asked for at most 5 .* returned \[0, 0\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"--buffer-filter-path .*invents: was asked for at most 5 .* returned \[0, 0\]",
+    ):
         c.collect(1)
 
 
@@ -207,8 +295,18 @@ def test_a_sample_filter_empties_masks(tmp_path: Path) -> None:
     (tmp_path / "drop.py").write_text(
         "def odd(args, groups):\n    for g in groups:\n        for s in g:\n            s.remove_sample = s.index % 2 == 1\n"
     )
-    found = collector(tmp_path, Script(lambda i: 3, float), "--rollout-sample-filter-path", f"{tmp_path / 'drop.py'}:odd").collect(0)
-    assert [bool(s.loss_mask.any()) for g in found.groups for s in g.samples] == [True, False, True, False]
+    found = collector(
+        tmp_path,
+        Script(lambda i: 3, float),
+        "--rollout-sample-filter-path",
+        f"{tmp_path / 'drop.py'}:odd",
+    ).collect(0)
+    assert [bool(s.loss_mask.any()) for g in found.groups for s in g.samples] == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +315,12 @@ def test_a_sample_filter_empties_masks(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_wrong_dynamic_filter_is_named(tmp_path: Path, body: str, words: str) -> None:
     (tmp_path / "wrong.py").write_text(f"def f(args, samples, **more):\n    {body}\n")
-    c = collector(tmp_path, Script(lambda i: 3, float), "--dynamic-sampling-filter-path", f"{tmp_path / 'wrong.py'}:f")
+    c = collector(
+        tmp_path,
+        Script(lambda i: 3, float),
+        "--dynamic-sampling-filter-path",
+        f"{tmp_path / 'wrong.py'}:f",
+    )
     with pytest.raises(ValueError, match=words):
         c.collect(0)
 
@@ -234,14 +337,31 @@ def test_a_stop_string_across_a_cut_ends_the_response() -> None:
     sample = replace(sample, tokens=torch.tensor([65, *b"say </an"]), response_length=8)
     output = GenerateOutput(0, tuple(b"s> and on"), (-1.0,) * 9, "length", (3,) * 9)
     cut = cut_at_stop(Letters(), sample, output, ("</ans>",))
-    assert bytes(cut.tokens) == b"s>" and cut.finish_reason == "stop" and len(cut.log_probs) == len(cut.weight_versions) == 2
+    assert (
+        bytes(cut.tokens) == b"s>"
+        and cut.finish_reason == "stop"
+        and len(cut.log_probs) == len(cut.weight_versions) == 2
+    )
     assert cut_at_stop(Letters(), sample, output, ("</end>",)) is output
-    assert cut_at_stop(Letters(), unwritten(Prompt(0, "", tuple(b"</an")), 0), output, ("</ans>",)) is output, "a prompt is no response"
+    assert (
+        cut_at_stop(Letters(), unwritten(Prompt(0, "", tuple(b"</an")), 0), output, ("</ans>",))
+        is output
+    ), "a prompt is no response"
 
 
 def test_open_groups() -> None:
     group = OpenGroup(Prompt(0, "", (1,)), (unwritten(Prompt(0, "", (1,)), 0),))
-    old = OpenGroup(group.prompt, (replace(group.samples[0], tokens=torch.tensor([1, 5]), response_length=1, weight_versions=(4,)),))
+    old = OpenGroup(
+        group.prompt,
+        (
+            replace(
+                group.samples[0],
+                tokens=torch.tensor([1, 5]),
+                response_length=1,
+                weight_versions=(4,),
+            ),
+        ),
+    )
     assert not group.ended and not group.is_stale(9) and old.is_stale(5) and not old.is_stale(4)
     assert old.restarted().response_tokens == 0 and old.response_tokens == 1
 

@@ -23,11 +23,19 @@ from arguments.megatron import merge_network  # noqa: E402
 from arguments.megatron_configs import build_megatron_configs  # noqa: E402
 from arguments.validate_layout import CutNetwork, layout_problems  # noqa: E402
 from slime_like.convert.blueprint import NO_ACCELERATOR, conversion_layout  # noqa: E402
-from slime_like.convert.families import FAMILIES, canonical_name, expert_number, family_map, model_sizes  # noqa: E402
+from slime_like.convert.families import (  # noqa: E402
+    FAMILIES,
+    canonical_name,
+    expert_number,
+    family_map,
+    model_sizes,
+)
 from slime_like.convert.load import _fill  # noqa: E402
 from slime_like.convert.weight_files import WeightFiles  # noqa: E402
 
-mbridge = pytest.importorskip("mbridge", reason="mbridge is not installed: pip install --no-deps mbridge einops")
+mbridge = pytest.importorskip(
+    "mbridge", reason="mbridge is not installed: pip install --no-deps mbridge einops"
+)
 pytestmark = pytest.mark.slow
 
 COMMON: dict[str, Any] = dict(
@@ -41,9 +49,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {"head_dim": 16},
     "Qwen3Moe": {"head_dim": 16, **EXPERTS},
     "Qwen2Moe": {"shared_expert_intermediate_size": 40, **EXPERTS},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},  # mbridge does not derive it
+    "Mixtral": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+    },  # mbridge does not derive it
 }
-TIED = {"Qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}), "Qwen3 tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 16})}
+TIED = {
+    "Qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "Qwen3 tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
+}
 CASES = {name: (name, settings) for name, settings in MODELS.items()} | TIED
 
 
@@ -52,11 +67,16 @@ def names_of_transformer_engine(name: str, experts: bool) -> str:
     dense = not experts
     for plain, fused in (
         (".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"),
-        (".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight" if dense else ".pre_mlp_layernorm.weight"),
+        (
+            ".pre_mlp_layernorm.weight",
+            ".mlp.linear_fc1.layer_norm_weight" if dense else ".pre_mlp_layernorm.weight",
+        ),
     ):
         name = name.replace(plain, fused)
     if (number := expert_number(name)) is not None:
-        name = name.replace(f"local_experts.{number}.", "").removesuffix("weight") + f"weight{number}"
+        name = (
+            name.replace(f"local_experts.{number}.", "").removesuffix("weight") + f"weight{number}"
+        )
     return name
 
 
@@ -83,7 +103,9 @@ def bridge_of() -> Iterator[Any]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_the_same_shards_and_the_same_tensors_back(bridge_of: Any, tmp_path: Path, case: str, tp_size: int) -> None:
+def test_the_same_shards_and_the_same_tensors_back(
+    bridge_of: Any, tmp_path: Path, case: str, tp_size: int
+) -> None:
     import transformers
 
     family_name, settings = CASES[case]
@@ -96,15 +118,23 @@ def test_the_same_shards_and_the_same_tensors_back(bridge_of: Any, tmp_path: Pat
     model.save_pretrained(tmp_path)
     bridge = bridge_of(tmp_path)
     hf = read_hf_model(str(tmp_path))
-    assert not layout_problems(CutNetwork(conversion_layout(hf, tensor=tp_size), hf.transformer, tp_size))
+    assert not layout_problems(
+        CutNetwork(conversion_layout(hf, tensor=tp_size), hf.transformer, tp_size)
+    )
     gpt = GPTModelConfig(**hf.gpt)
     core = merge_network({}, hf.transformer, {})
     built, problems = build_megatron_configs(
-        core, model=ModelConfig(transformer_impl="local"), parallel=conversion_layout(hf), virtual_stages=None, machine=NO_ACCELERATOR
+        core,
+        model=ModelConfig(transformer_impl="local"),
+        parallel=conversion_layout(hf),
+        virtual_stages=None,
+        machine=NO_ACCELERATOR,
     )
     assert built is not None, problems
     sizes = model_sizes(built.transformer, gpt)
-    family = family_map(hf.architecture, built.transformer, tied=not gpt.untie_embeddings_and_output_weights)
+    family = family_map(
+        hf.architecture, built.transformer, tied=not gpt.untie_embeddings_and_output_weights
+    )
     seen: set[str] = set()
     with WeightFiles(str(tmp_path)) as files:
         for name, mapping in family.items():
@@ -117,13 +147,22 @@ def test_the_same_shards_and_the_same_tensors_back(bridge_of: Any, tmp_path: Pat
             shard_shape = list(whole.shape)
             if mapping.sharded:
                 shard_shape[mapping.dim] //= tp_size
-            expected = bridge._weight_split_across_tp(theirs, whole, torch.empty(shard_shape), tp_size)
+            expected = bridge._weight_split_across_tp(
+                theirs, whole, torch.empty(shard_shape), tp_size
+            )
             for rank in range(tp_size):
                 shard = torch.full(shard_shape, float("nan"))
-                _fill(shard, mapping.dim, mapping.parts(sizes, rank, tp_size, rows=shard_shape[mapping.dim]), files)
+                _fill(
+                    shard,
+                    mapping.dim,
+                    mapping.parts(sizes, rank, tp_size, rows=shard_shape[mapping.dim]),
+                    files,
+                )
                 assert torch.equal(shard, expected[rank]), (name, rank)
             back_names, back = bridge._weight_to_hf_format(theirs, whole)
-            assert back_names == hf_names and all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True)), name
+            assert back_names == hf_names and all(
+                torch.equal(a, b) for a, b in zip(back, tensors, strict=True)
+            ), name
             seen |= set(hf_names)
         assert seen == files.names - {"lm_head.weight"} if "tied" in case else seen == files.names
 

@@ -41,7 +41,9 @@ def train_samples() -> tuple[list[list[TrainSample]], list[Tensor]]:
 
 def test_every_step_is_corrected_on_its_own() -> None:
     steps, old = train_samples()
-    config = OffPolicyConfig(tis_ratio_type="token", sequence_mask_metric="product", m2po_threshold=0.2)
+    config = OffPolicyConfig(
+        tis_ratio_type="token", sequence_mask_metric="product", m2po_threshold=0.2
+    )
     got, metrics = correct_steps(config, steps, old, None)
     accumulator = MetricAccumulator()
     for start, step in zip((0, 3), steps):
@@ -49,7 +51,9 @@ def test_every_step_is_corrected_on_its_own() -> None:
         expected = off_policy_correction(
             config,
             old_log_probs=torch.cat(old[start : start + 3]),
-            rollout_log_probs=torch.cat([s.rollout_log_probs for s in step if s.rollout_log_probs is not None]),
+            rollout_log_probs=torch.cat(
+                [s.rollout_log_probs for s in step if s.rollout_log_probs is not None]
+            ),
             loss_mask=torch.cat([s.loss_mask for s in step]),
             seq_ids=torch.repeat_interleave(torch.arange(3), lengths),
             num_seqs=3,
@@ -57,8 +61,13 @@ def test_every_step_is_corrected_on_its_own() -> None:
         accumulator.add(expected.metrics)
         mine = got[start : start + 3]
         assert expected.keep_mask is not None and expected.importance_weights is not None
-        assert torch.equal(torch.cat([c.keep_mask for c in mine if c.keep_mask is not None]), expected.keep_mask)
-        assert torch.equal(torch.cat([c.importance_weights for c in mine if c.importance_weights is not None]), expected.importance_weights)
+        assert torch.equal(
+            torch.cat([c.keep_mask for c in mine if c.keep_mask is not None]), expected.keep_mask
+        )
+        assert torch.equal(
+            torch.cat([c.importance_weights for c in mine if c.importance_weights is not None]),
+            expected.importance_weights,
+        )
     assert metrics == accumulator.reduce()
 
 
@@ -67,12 +76,29 @@ def test_masks_and_weights_travel_to_the_rows_of_their_tokens() -> None:
 
     steps, old = train_samples()
     got, _ = correct_steps(
-        OffPolicyConfig(tis_ratio_type="token", token_mask_is_threshold_low=0.7, token_mask_is_threshold_high=1.4), steps, old, None
+        OffPolicyConfig(
+            tis_ratio_type="token",
+            token_mask_is_threshold_low=0.7,
+            token_mask_is_threshold_high=1.4,
+        ),
+        steps,
+        old,
+        None,
     )
-    samples = [replace(s, keep_mask=c.keep_mask, importance_weights=c.importance_weights) for s, c in zip([*steps[0], *steps[1]], got)]
+    samples = [
+        replace(s, keep_mask=c.keep_mask, importance_weights=c.importance_weights)
+        for s, c in zip([*steps[0], *steps[1]], got)
+    ]
     packed = pack(samples, multiple=4, device=torch.device("cpu"))
-    assert packed.keep_mask is not None and packed.importance_weights is not None and packed.keep_mask.dtype == torch.bool
-    for values, name in ((packed.keep_mask, "keep_mask"), (packed.importance_weights, "importance_weights")):
+    assert (
+        packed.keep_mask is not None
+        and packed.importance_weights is not None
+        and packed.keep_mask.dtype == torch.bool
+    )
+    for values, name in (
+        (packed.keep_mask, "keep_mask"),
+        (packed.importance_weights, "importance_weights"),
+    ):
         for sample, value in zip(samples, unpack(values, samples, packed.cu_seqlens)):
             assert torch.equal(value, getattr(sample, name))
 
@@ -85,7 +111,9 @@ def test_without_a_correction_the_mismatch_is_still_measured() -> None:
 
 
 def sample(sample_id: int, log_probs: Tensor | None, active: bool = True) -> Sample:
-    return Sample(0, sample_id, torch.arange(4), 2, torch.full((2,), active), rollout_log_probs=log_probs)
+    return Sample(
+        0, sample_id, torch.arange(4), 2, torch.full((2,), active), rollout_log_probs=log_probs
+    )
 
 
 def test_missing_log_probs_of_the_sampler() -> None:
@@ -95,17 +123,31 @@ def test_missing_log_probs_of_the_sampler() -> None:
     untold = [*told, sample(7, None)]
     assert not sampler_told(untold)
     require_sampler_log_probs(OffPolicyConfig(), untold)
-    for config in (OffPolicyConfig(tis_ratio_type="token"), OffPolicyConfig(outlier_token_is_threshold_low=0.1)):
-        with pytest.raises(ValueError, match=r"sample 7 has no log-probs of the sampler \(rollout_log_probs\)"):
+    for config in (
+        OffPolicyConfig(tis_ratio_type="token"),
+        OffPolicyConfig(outlier_token_is_threshold_low=0.1),
+    ):
+        with pytest.raises(
+            ValueError, match=r"sample 7 has no log-probs of the sampler \(rollout_log_probs\)"
+        ):
             require_sampler_log_probs(config, untold)
 
 
 # --- functions of the user's own ---------------------------------------------------------------------------------------
 
 
-def slimes_truncation(args: CustomTISArgs, **kwargs: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+def slimes_truncation(
+    args: CustomTISArgs, **kwargs: Any
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """What slime's own function computes, written anew."""
-    assert set(kwargs) == {"pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths"}
+    assert set(kwargs) == {
+        "pg_loss",
+        "train_log_probs",
+        "rollout_log_probs",
+        "loss_masks",
+        "total_lengths",
+        "response_lengths",
+    }
     x = (torch.cat(kwargs["train_log_probs"]) - torch.cat(kwargs["rollout_log_probs"])).exp()
     return (
         kwargs["pg_loss"] * x.clamp(args.tis_clip_low, args.tis_clip),
@@ -124,7 +166,10 @@ def custom(function: Callable[..., Any], **changes: Any) -> Any:
         total_lengths=[int(s.tokens.numel()) for s in step],
     )
     config = OffPolicyConfig(
-        tis_ratio_type="token", custom_tis_function_path=PATH, token_tis_ratio_clip_high=1.3, token_tis_ratio_clip_low=0.6
+        tis_ratio_type="token",
+        custom_tis_function_path=PATH,
+        token_tis_ratio_clip_high=1.3,
+        token_tis_ratio_clip_low=0.6,
     )
     return custom_correction(function, config, **{**values, **changes})
 
@@ -136,13 +181,26 @@ def test_a_function_written_for_slime() -> None:
         OffPolicyConfig(tis_ratio_type="token", token_tis_ratio_clip_high=1.3, token_tis_ratio_clip_low=0.6), [[*steps[0], *steps[1]]], old, None
     )  # fmt: skip
     mask = torch.cat([s.loss_mask for step in steps for s in step])
-    torch.testing.assert_close(got.importance_weights, torch.cat([c.importance_weights for c in own if c.importance_weights is not None]))
-    assert got.keep_mask.all() and torch.equal(got.importance_weights[~mask], torch.ones(int((~mask).sum())))
+    torch.testing.assert_close(
+        got.importance_weights,
+        torch.cat([c.importance_weights for c in own if c.importance_weights is not None]),
+    )
+    assert got.keep_mask.all() and torch.equal(
+        got.importance_weights[~mask], torch.ones(int((~mask).sum()))
+    )
     accumulator = MetricAccumulator()
     accumulator.add(got.metrics)
     reported = accumulator.reduce()
-    x = (torch.cat(old) - torch.cat([s.rollout_log_probs for step in steps for s in step if s.rollout_log_probs is not None])).exp()
-    assert reported["mine/ratio"] == pytest.approx(float(x[mask].mean())) and reported["mine/number"] == 3
+    x = (
+        torch.cat(old)
+        - torch.cat(
+            [s.rollout_log_probs for step in steps for s in step if s.rollout_log_probs is not None]
+        )
+    ).exp()
+    assert (
+        reported["mine/ratio"] == pytest.approx(float(x[mask].mean()))
+        and reported["mine/number"] == 3
+    )
     assert reported["is_ratio_mean"] == pytest.approx(float(x[mask].mean()))
 
 
@@ -161,13 +219,20 @@ def test_masks_and_weights_of_zero_reject() -> None:
 
 
 def test_a_broken_sequence_is_dropped_before_the_function_sees_it() -> None:
-    def finite(args: CustomTISArgs, **kwargs: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    def finite(
+        args: CustomTISArgs, **kwargs: Any
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
         assert torch.cat(kwargs["rollout_log_probs"]).isfinite().all()
         return slimes_truncation(args, **kwargs)
 
     masks = [torch.ones(n, dtype=torch.bool) for n in LENGTHS]
     steps, _ = train_samples()
-    rollout = [s.rollout_log_probs.clone() for step in steps for s in step if s.rollout_log_probs is not None]
+    rollout = [
+        s.rollout_log_probs.clone()
+        for step in steps
+        for s in step
+        if s.rollout_log_probs is not None
+    ]
     rollout[1][2] = NAN
     got = custom(finite, loss_masks=masks, rollout_log_probs=rollout)
     assert (~got.keep_mask).nonzero().squeeze(1).tolist() == list(range(4, 10))
@@ -188,9 +253,13 @@ def test_what_a_function_may_not_return(result: Callable[..., Any], said: str) -
 
 
 def test_the_function_is_found_by_its_path(tmp_path: Path) -> None:
-    (tmp_path / "weights.py").write_text("def half(args, *, pg_loss, loss_masks, **kwargs):\n    return pg_loss / 2, loss_masks, {}\n")
+    (tmp_path / "weights.py").write_text(
+        "def half(args, *, pg_loss, loss_masks, **kwargs):\n    return pg_loss / 2, loss_masks, {}\n"
+    )
     steps, old = train_samples()
-    config = OffPolicyConfig(tis_ratio_type="token", custom_tis_function_path=f"{tmp_path}/weights.py:half")
+    config = OffPolicyConfig(
+        tis_ratio_type="token", custom_tis_function_path=f"{tmp_path}/weights.py:half"
+    )
     got, _ = correct_steps(config, steps, old, None)
     for correction, one in zip(got, [*steps[0], *steps[1]]):
         assert correction.importance_weights is not None

@@ -41,21 +41,40 @@ class Scripted:
         self.texts = list(texts)
         self.requests: list[GenerateRequest] = []
 
-    async def generate_one(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
         self.requests.append(request)
         await asyncio.sleep(0)
         text = self.texts.pop(0)
         if text == "ABORT":
-            return GenerateOutput(request.sample_id, (88,), (-1.0,), "abort", (3,), failure="the engine died")
+            return GenerateOutput(
+                request.sample_id, (88,), (-1.0,), "abort", (3,), failure="the engine died"
+            )
         ends = [text.index(s) + len(s) for s in sampling.stop if s in text]
         whole = min([len(text), *ends])
         cut = min(whole, sampling.max_new_tokens)
         tokens = tuple(map(ord, text[:cut]))
         log_probs = tuple(-i / 10 for i in range(cut))
-        return GenerateOutput(request.sample_id, tokens, log_probs, "stop" if cut == whole else "length", (len(self.requests),) * cut)
+        return GenerateOutput(
+            request.sample_id,
+            tokens,
+            log_probs,
+            "stop" if cut == whole else "length",
+            (len(self.requests),) * cut,
+        )
 
 
-def play(folder: Path, path: str, engine: Scripted, *, limit: int = 200, label: str = "7", timeout_s: float = 5, flags: str = "") -> Sample:
+def play(
+    folder: Path,
+    path: str,
+    engine: Scripted,
+    *,
+    limit: int = 200,
+    label: str = "7",
+    timeout_s: float = 5,
+    flags: str = "",
+) -> Sample:
     run = parse_args(complete(folder, "--custom-generate-function-path", path, *flags.split()), 1)
     custom = CustomGenerate(path, slime_args(run), timeout_s=timeout_s)
     prompt = Prompt(2, "Q:", (81, 58), label=label)
@@ -66,23 +85,41 @@ def play(folder: Path, path: str, engine: Scripted, *, limit: int = 200, label: 
         seeds.append((sample_id, position))
         return position
 
-    (sample,) = custom.run([unwritten(prompt, 9)], cast(RolloutEngine, engine), Letters(), sampling, seed_of, evaluation=False)
-    assert {i for i, _ in seeds} <= {9} and len(set(seeds)) == len(seeds), "every request has a seed of its own"
+    (sample,) = custom.run(
+        [unwritten(prompt, 9)],
+        cast(RolloutEngine, engine),
+        Letters(),
+        sampling,
+        seed_of,
+        evaluation=False,
+    )
+    assert {i for i, _ in seeds} <= {9} and len(set(seeds)) == len(seeds), (
+        "every request has a seed of its own"
+    )
     return sample
 
 
 def mine(sample: Sample) -> str:
     """What is trained on."""
     response = sample.tokens[sample.prompt_length :]
-    return "".join(chr(t) if m else "." for t, m in zip(response.tolist(), sample.loss_mask.tolist(), strict=True))
+    return "".join(
+        chr(t) if m else "."
+        for t, m in zip(response.tolist(), sample.loss_mask.tolist(), strict=True)
+    )
 
 
 def test_the_calculator_answers_and_is_not_trained_on(tmp_path: Path) -> None:
     engine = Scripted("I ask <calc>6*(1+7)</calc> and more", "so #### 48")
     sample = play(tmp_path, CALCULATOR, engine)
     assert sample.response == "I ask <calc>6*(1+7)</calc><result>48</result>so #### 48"
-    assert mine(sample) == "I ask <calc>6*(1+7)</calc>" + "." * len("<result>48</result>") + "so #### 48"
-    assert "".join(map(chr, engine.requests[1].prompt_tokens)) == "Q:I ask <calc>6*(1+7)</calc><result>48</result>"
+    assert (
+        mine(sample)
+        == "I ask <calc>6*(1+7)</calc>" + "." * len("<result>48</result>") + "so #### 48"
+    )
+    assert (
+        "".join(map(chr, engine.requests[1].prompt_tokens))
+        == "Q:I ask <calc>6*(1+7)</calc><result>48</result>"
+    )
     first, second = len("I ask <calc>6*(1+7)</calc>"), len("<result>48</result>")
     told = sample.rollout_log_probs
     assert told is not None
@@ -90,13 +127,19 @@ def test_the_calculator_answers_and_is_not_trained_on(tmp_path: Path) -> None:
     assert told[first : first + second].tolist() == [0.0] * second
     assert told[first + second :].tolist() == pytest.approx([-i / 10 for i in range(10)])
     assert sample.weight_versions == (1,) * first + (-1,) * second + (2,) * 10
-    assert (sample.status, sample.reward, sample.metadata) == (SampleStatus.COMPLETED, None, {"calculator_calls": 1})
+    assert (sample.status, sample.reward, sample.metadata) == (
+        SampleStatus.COMPLETED,
+        None,
+        {"calculator_calls": 1},
+    )
 
 
 @pytest.mark.parametrize("limit", [26, 30, 45, 46, 50])
 def test_a_response_never_outgrows_its_limit(tmp_path: Path, limit: int) -> None:
     """26: the call; 45: the result; 50: in the middle of what follows."""
-    sample = play(tmp_path, CALCULATOR, Scripted("I ask <calc>6*(1+7)</calc>", "so #### 48"), limit=limit)
+    sample = play(
+        tmp_path, CALCULATOR, Scripted("I ask <calc>6*(1+7)</calc>", "so #### 48"), limit=limit
+    )
     assert sample.response_length == limit and sample.status == SampleStatus.TRUNCATED
     assert sample.response == "I ask <calc>6*(1+7)</calc><result>48</result>so #### 48"[:limit]
 
@@ -153,7 +196,9 @@ WRONG = {
 @pytest.mark.parametrize("body", WRONG)
 def test_a_wrong_function_ends_the_run(tmp_path: Path, body: str) -> None:
     path = tmp_path / "mine.py"
-    path.write_text(f"from slime_like.rollout.slime_api import post\nasync def generate(args, sample, sampling_params):\n    {body}\n")
+    path.write_text(
+        f"from slime_like.rollout.slime_api import post\nasync def generate(args, sample, sampling_params):\n    {body}\n"
+    )
     with pytest.raises(ValueError, match=WRONG[body]):
         play(tmp_path, f"{path}:generate", Scripted("x"))
 
@@ -167,7 +212,11 @@ def test_a_function_that_fails_loses_its_sample(tmp_path: Path, body: str, words
     path = tmp_path / "mine.py"
     path.write_text(f"async def generate(model, episode):\n    {body}\n")
     sample = play(tmp_path, f"{path}:generate", Scripted(), timeout_s=0.2)
-    assert sample.status == SampleStatus.ABORTED and words in sample.metadata["failure"] and sample.response_length == 0
+    assert (
+        sample.status == SampleStatus.ABORTED
+        and words in sample.metadata["failure"]
+        and sample.response_length == 0
+    )
 
 
 def test_settings_and_evaluation_reach_a_slime_function(tmp_path: Path) -> None:
@@ -183,5 +232,9 @@ def test_settings_and_evaluation_reach_a_slime_function(tmp_path: Path) -> None:
         "    return sample\n"
     )
     sample = play(tmp_path, f"{path}:generate", Scripted(), flags="--reward-key score")
-    assert sample.metadata == {"n": 4, "evaluation": False, "told": "args.lr: the settings of a run do not change"}
+    assert sample.metadata == {
+        "n": 4,
+        "evaluation": False,
+        "told": "args.lr: the settings of a run do not change",
+    }
     assert sample.reward == 3 and sample.response == "A" and sample.rollout_log_probs is None

@@ -9,7 +9,11 @@ from slime_like.data.source import JsonlSource, open_source
 
 
 def check(row):
-    return None if "input" in row else f"missing key 'input'; the keys that are there: {', '.join(sorted(row))}"
+    return (
+        None
+        if "input" in row
+        else f"missing key 'input'; the keys that are there: {', '.join(sorted(row))}"
+    )
 
 
 def open_jsonl(path, **options):
@@ -49,7 +53,9 @@ def test_harmless_forms_keep_every_row(tmp_path, content):
 
 def test_non_ascii_text_survives(tmp_path):
     row = {"input": "naïve \u2028 数学 🙂"}
-    source = open_jsonl(write(tmp_path / "a.jsonl", json.dumps(row, ensure_ascii=False).encode() + b"\n", line(1)))
+    source = open_jsonl(
+        write(tmp_path / "a.jsonl", json.dumps(row, ensure_ascii=False).encode() + b"\n", line(1))
+    )
     assert source.rows([0, 1]) == [row, {"input": "question 1", "answer": 1}]
 
 
@@ -59,8 +65,14 @@ PREFIX = line(0) + line(1)
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (b'{"input": "the end is mis', ["a.jsonl:3", "truncated last line", f"byte offset {len(PREFIX)}"]),
-        ('{"input": "é", oops}\n'.encode(), ["a.jsonl:3", "bad JSON", f"byte offset {len(PREFIX) + 16}"]),
+        (
+            b'{"input": "the end is mis',
+            ["a.jsonl:3", "truncated last line", f"byte offset {len(PREFIX)}"],
+        ),
+        (
+            '{"input": "é", oops}\n'.encode(),
+            ["a.jsonl:3", "bad JSON", f"byte offset {len(PREFIX) + 16}"],
+        ),
         (b'{"input": "\xff"}\n', ["a.jsonl:3", "invalid UTF-8", f"byte offset {len(PREFIX) + 11}"]),
         (b"[1, 2]\n", ["a.jsonl:3", "a JSON array, not an object"]),
         (b"null\n", ["a.jsonl:3", "a JSON null, not an object"]),
@@ -86,15 +98,22 @@ def test_one_bad_line_in_ten_thousand(tmp_path):
     source = open_jsonl(path, skip_bad_rows=1)
     assert len(source) == 9_999
     (note,) = source.notes
-    assert note.startswith(f"{path}: left out 1 bad rows (--skip-bad-rows 1); the first: {path}:7655: bad JSON")
-    assert source.rows([7_653, 7_654]) == [{"input": "question 7653", "answer": 7653}, {"input": "question 7655", "answer": 7655}]
+    assert note.startswith(
+        f"{path}: left out 1 bad rows (--skip-bad-rows 1); the first: {path}:7655: bad JSON"
+    )
+    assert source.rows([7_653, 7_654]) == [
+        {"input": "question 7653", "answer": 7653},
+        {"input": "question 7655", "answer": 7655},
+    ]
     assert source.where(7_654).endswith("a.jsonl:7656")
 
 
 def test_more_bad_rows_than_allowed(tmp_path):
     path = write(tmp_path / "a.jsonl", line(0), b"x\n", b"y\n", b"z\n")
     assert len(open_jsonl(path, skip_bad_rows=3)) == 1
-    with pytest.raises(ValueError, match=r"a\.jsonl:4.*more than the 2 bad rows that --skip-bad-rows allows"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:4.*more than the 2 bad rows that --skip-bad-rows allows"
+    ):
         open_jsonl(path, skip_bad_rows=2)
 
 
@@ -109,14 +128,23 @@ def test_names_that_are_no_data_file(tmp_path):
     write(tmp_path / "a.csv", b"x")
     with pytest.raises(ValueError, match=r"folder\.jsonl: is a directory"):
         open_jsonl(tmp_path / "folder.jsonl")
-    with pytest.raises(ValueError, match=r"a\.csv: unknown kind of data; legal: \.jsonl, \.parquet"):
+    with pytest.raises(
+        ValueError, match=r"a\.csv: unknown kind of data; legal: \.jsonl, \.parquet"
+    ):
         open_jsonl(tmp_path / "a.csv")
     with pytest.raises(ValueError, match=r"--eval-prompt-data .*none\.jsonl: no such file"):
         open_jsonl(tmp_path / "none.jsonl", flag="--eval-prompt-data")
 
 
 @pytest.mark.parametrize(
-    ("bounds", "expected"), [("[0:3]", [0, 1, 2]), ("[7:]", [7, 8, 9]), ("[:-8]", [0, 1]), ("[-2:]", [8, 9]), ("[5:99]", [5, 6, 7, 8, 9])]
+    ("bounds", "expected"),
+    [
+        ("[0:3]", [0, 1, 2]),
+        ("[7:]", [7, 8, 9]),
+        ("[:-8]", [0, 1]),
+        ("[-2:]", [8, 9]),
+        ("[5:99]", [5, 6, 7, 8, 9]),
+    ],
 )
 def test_row_range(tmp_path, bounds, expected):
     path = write(tmp_path / "a.jsonl", *map(line, range(10)))
@@ -133,7 +161,9 @@ def test_empty_row_range(tmp_path):
 
 def test_a_row_of_ten_megabytes(tmp_path):
     text = "x" * 10_000_000
-    source = open_jsonl(write(tmp_path / "a.jsonl", line(0), json.dumps({"input": text}).encode() + b"\n", line(2)))
+    source = open_jsonl(
+        write(tmp_path / "a.jsonl", line(0), json.dumps({"input": text}).encode() + b"\n", line(2))
+    )
     assert source.rows([1])[0]["input"] == text
     assert source.rows([2])[0]["answer"] == 2
 
@@ -180,18 +210,26 @@ def test_parquet_over_row_groups(tmp_path):
     rows = [{"input": f"question {i}", "answer": i, "other": "x" * 100} for i in range(100)]
     source = open_jsonl(write_parquet(tmp_path / "a.parquet", rows, row_group_size=7))
     assert len(source) == 100
-    assert source.rows([99, 0, 50, 50]) == [{"input": f"question {i}", "answer": i} for i in (99, 0, 50, 50)]
+    assert source.rows([99, 0, 50, 50]) == [
+        {"input": f"question {i}", "answer": i} for i in (99, 0, 50, 50)
+    ]
 
 
 def test_parquet_nested_rows_and_range(tmp_path):
     rows = [{"input": [{"role": "user", "content": f"q{i}"}], "answer": str(i)} for i in range(10)]
     source = open_jsonl(f"{write_parquet(tmp_path / 'a.parquet', rows)}@[4:6]")
-    assert [row["input"] for row in source.rows([0, 1])] == [[{"role": "user", "content": "q4"}], [{"role": "user", "content": "q5"}]]
+    assert [row["input"] for row in source.rows([0, 1])] == [
+        [{"role": "user", "content": "q4"}],
+        [{"role": "user", "content": "q5"}],
+    ]
 
 
 def test_parquet_missing_column(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", [{"question": "x", "answer": 1}])
-    with pytest.raises(ValueError, match=r"a\.parquet: row 0: missing key 'input'; the keys that are there: answer, question"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.parquet: row 0: missing key 'input'; the keys that are there: answer, question",
+    ):
         open_jsonl(path)
 
 

@@ -28,13 +28,21 @@ def test_rows_are_the_tasks_own():
         assert row["question"] == entry["question"]
         assert row["answer"] == entry["answer"]
         assert row["metadata"]["entry"] == entry
-        assert row["metadata"]["task"] == {"name": "chain_sum", "options": {"size": 5, "seed": 7, "min_terms": 2, "max_terms": 3}}
+        assert row["metadata"]["task"] == {
+            "name": "chain_sum",
+            "options": {"size": 5, "seed": 7, "min_terms": 2, "max_terms": 3},
+        }
 
 
 def test_without_a_seed_the_rows_are_still_the_same_every_time():
-    first, second = make("reasoning_gym:leg_counting?size=3"), make("reasoning_gym:leg_counting?size=3")
+    first, second = (
+        make("reasoning_gym:leg_counting?size=3"),
+        make("reasoning_gym:leg_counting?size=3"),
+    )
     assert first.rows(range(3)) == second.rows(range(3))
-    assert first.content == second.content != make("reasoning_gym:leg_counting?size=3&seed=1").content
+    assert (
+        first.content == second.content != make("reasoning_gym:leg_counting?size=3&seed=1").content
+    )
 
 
 def test_row_range_of_a_task():
@@ -62,7 +70,9 @@ def test_errors(spec, words):
 
 def test_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match=r"needs reasoning-gym; install it with: pip install 'slime_like\[tasks\]'"):
+    with pytest.raises(
+        ValueError, match=r"needs reasoning-gym; install it with: pip install 'slime_like\[tasks\]'"
+    ):
         TaskSource("reasoning_gym:chain_sum")
 
 

@@ -43,7 +43,13 @@ GROUPS = [
         7,
         (
             _sample(0),
-            _sample(1, reward=None, status=SampleStatus.FAILED, rollout_log_probs=None, weight_versions=()),
+            _sample(
+                1,
+                reward=None,
+                status=SampleStatus.FAILED,
+                rollout_log_probs=None,
+                weight_versions=(),
+            ),
             _sample(
                 2,
                 reward=float("nan"),
@@ -53,9 +59,22 @@ GROUPS = [
                 loss_mask=torch.zeros(0, dtype=torch.bool),
                 rollout_log_probs=torch.zeros(0),
             ),
-            _sample(3, reward=float("-inf"), status=SampleStatus.TRUNCATED, rollout_log_probs=torch.full((6,), float("nan"))),
             _sample(
-                4, label=[1, (2, "3")], metadata={"t": (1, (2,)), 3: {"x": float("inf")}, "__tuple__": 1, "d": {"__items__": [1]}, "e": {}}
+                3,
+                reward=float("-inf"),
+                status=SampleStatus.TRUNCATED,
+                rollout_log_probs=torch.full((6,), float("nan")),
+            ),
+            _sample(
+                4,
+                label=[1, (2, "3")],
+                metadata={
+                    "t": (1, (2,)),
+                    3: {"x": float("inf")},
+                    "__tuple__": 1,
+                    "d": {"__items__": [1]},
+                    "e": {},
+                },
             ),
         ),
     ),
@@ -68,13 +87,19 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(nan=123.0), b.nan_to_num(nan=123.0))
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(a.nan_to_num(nan=123.0), b.nan_to_num(nan=123.0))
+        )
     if dataclasses.is_dataclass(a):
         return all(_same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict):
-        return [(type(k), k) for k in a] == [(type(k), k) for k in b] and all(_same(a[k], b[k]) for k in a)
+        return [(type(k), k) for k in a] == [(type(k), k) for k in b] and all(
+            _same(a[k], b[k]) for k in a
+        )
     return a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
@@ -82,19 +107,26 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     template = str(tmp_path / "deep" / "rollout_{rollout_id}")
     path = save_rollout(template, 12, GROUPS)
     assert path == tmp_path / "deep" / "rollout_12.json"
-    assert sorted(p.name for p in path.parent.iterdir()) == ["rollout_12.json", "rollout_12.safetensors"]
+    assert sorted(p.name for p in path.parent.iterdir()) == [
+        "rollout_12.json",
+        "rollout_12.safetensors",
+    ]
     assert _same(load_rollout(template, 12), GROUPS)
 
 
 def test_shared_and_strided_tensors_are_saved(tmp_path: Path) -> None:
     mask, tokens = torch.ones(4, dtype=torch.bool), torch.arange(16).view(8, 2)[:, 1]
-    shared = dict(tokens=tokens, loss_mask=mask, response_length=4, rollout_log_probs=None, weight_versions=())
+    shared = dict(
+        tokens=tokens, loss_mask=mask, response_length=4, rollout_log_probs=None, weight_versions=()
+    )
     groups = [SampleGroup(0, (_sample(0, **shared), _sample(1, **shared)))]
     save_rollout(str(tmp_path / "r"), 0, groups)
     assert _same(load_rollout(str(tmp_path / "r"), 0), groups)
 
 
-@pytest.mark.parametrize("template", ["a/{rollout_id}", "a/{rollout_id}.json", "a/{rollout_id}.safetensors"])
+@pytest.mark.parametrize(
+    "template", ["a/{rollout_id}", "a/{rollout_id}.json", "a/{rollout_id}.safetensors"]
+)
 def test_paths(template: str) -> None:
     assert debug_data_paths(template, 3) == (Path("a/3.json"), Path("a/3.safetensors"))
 
@@ -107,7 +139,9 @@ def test_a_template_without_id_serves_every_rollout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [torch.zeros(2), {1, 2}, object()])
 def test_what_json_cannot_hold_is_refused_by_name(tmp_path: Path, value: object) -> None:
     groups = [SampleGroup(0, (_sample(3, metadata={"a": [0, value]}),))]
-    with pytest.raises(ValueError, match=r"sample 3: metadata\['a'\]\[1\] is a (Tensor|set|object)"):
+    with pytest.raises(
+        ValueError, match=r"sample 3: metadata\['a'\]\[1\] is a (Tensor|set|object)"
+    ):
         save_rollout(str(tmp_path / "r"), 0, groups)
     assert list(tmp_path.iterdir()) == []
 
@@ -116,7 +150,9 @@ def test_what_json_cannot_hold_is_refused_by_name(tmp_path: Path, value: object)
 def test_a_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
     save_rollout(str(tmp_path / "r{rollout_id}"), 1, GROUPS)
     (tmp_path / f"r1.{suffix}").unlink()
-    with pytest.raises(FileNotFoundError, match=rf"r1\.{suffix}: no such file; --load-debug-rollout-data"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"r1\.{suffix}: no such file; --load-debug-rollout-data"
+    ):
         load_rollout(str(tmp_path / "r{rollout_id}"), 1)
 
 

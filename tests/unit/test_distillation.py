@@ -15,15 +15,34 @@ from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantag
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of
 
 STEPS = ("--num-steps-per-rollout", "2")
-MASKS = [torch.tensor([True, False, True]), torch.tensor([True, True]), torch.tensor([False]), torch.tensor([True])]
-OLD = [torch.tensor([-1.0, math.nan, -3.0]), torch.tensor([-0.5, -2.0]), torch.tensor([-1.0]), torch.tensor([-4.0])]
-TEACHER = [torch.tensor([-2.0, -math.inf, -1.0]), torch.tensor([-0.5, -1.0]), torch.tensor([-9.0]), torch.tensor([-3.0])]
+MASKS = [
+    torch.tensor([True, False, True]),
+    torch.tensor([True, True]),
+    torch.tensor([False]),
+    torch.tensor([True]),
+]
+OLD = [
+    torch.tensor([-1.0, math.nan, -3.0]),
+    torch.tensor([-0.5, -2.0]),
+    torch.tensor([-1.0]),
+    torch.tensor([-4.0]),
+]
+TEACHER = [
+    torch.tensor([-2.0, -math.inf, -1.0]),
+    torch.tensor([-0.5, -1.0]),
+    torch.tensor([-9.0]),
+    torch.tensor([-3.0]),
+]
 REWARDS = [1.0, 0.0, 0.5, 0.0]
 
 
 def outcomes() -> Outcomes:
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
-    return Outcomes(rewards=rewards, group_ids=torch.tensor([0, 0, 1, 1]), lengths=torch.tensor([int(m.sum()) for m in MASKS]))
+    return Outcomes(
+        rewards=rewards,
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        lengths=torch.tensor([int(m.sum()) for m in MASKS]),
+    )
 
 
 def estimate(**settings: object) -> tuple[list[list[float]], dict[str, float]]:
@@ -50,7 +69,10 @@ def test_the_gap_comes_off_each_active_token() -> None:
 
 def test_whitening_comes_after() -> None:
     plain, _ = estimate(distillation_coef=2.0)
-    active = torch.tensor([v for value, mask in zip(plain, MASKS) for v, m in zip(value, mask.tolist()) if m], dtype=torch.float64)
+    active = torch.tensor(
+        [v for value, mask in zip(plain, MASKS) for v, m in zip(value, mask.tolist()) if m],
+        dtype=torch.float64,
+    )
     wanted = (active - active.mean()) / (active.var() + 1e-8).sqrt()
     values, _ = estimate(distillation_coef=2.0, normalize=True)
     found = [v for value, mask in zip(values, MASKS) for v, m in zip(value, mask.tolist()) if m]
@@ -66,8 +88,12 @@ def test_a_token_that_the_teacher_cannot_say_leaves_its_sample_out() -> None:
         masks=MASKS,
         teacher_gap=teacher_gaps(OLD, broken, MASKS),
     )
-    assert output.values[1].tolist() == [0.0, 0.0] and all(bool(torch.isfinite(v).all()) for v in output.values)
-    assert output.metrics["rollout/opd_nonfinite"] == 1 and math.isfinite(output.metrics["rollout/opd_reverse_kl"])
+    assert output.values[1].tolist() == [0.0, 0.0] and all(
+        bool(torch.isfinite(v).all()) for v in output.values
+    )
+    assert output.metrics["rollout/opd_nonfinite"] == 1 and math.isfinite(
+        output.metrics["rollout/opd_reverse_kl"]
+    )
 
 
 def teacher(folder: Path, **changes: object) -> str:
@@ -78,17 +104,46 @@ def teacher(folder: Path, **changes: object) -> str:
 
 
 def distil(folder: Path, *more: str, **changes: object) -> list[str]:
-    return complete(folder, *STEPS, "--use-opd", "--opd-type", "megatron", "--opd-teacher-load", teacher(folder, **changes), *more)
+    return complete(
+        folder,
+        *STEPS,
+        "--use-opd",
+        "--opd-type",
+        "megatron",
+        "--opd-teacher-load",
+        teacher(folder, **changes),
+        *more,
+    )
 
 
 def test_a_teacher_of_another_shape(tmp_path: Path) -> None:
     config = parse_args(
-        distil(tmp_path, "--opd-kl-coef", "0.5", num_hidden_layers=6, hidden_size=96, num_attention_heads=6, vocab_size=384), 1
+        distil(
+            tmp_path,
+            "--opd-kl-coef",
+            "0.5",
+            num_hidden_layers=6,
+            hidden_size=96,
+            num_attention_heads=6,
+            vocab_size=384,
+        ),
+        1,
     )
-    assert config.distillation.opd_kl_coef == 0.5 and config.teacher is not None and config.warnings == ()
+    assert (
+        config.distillation.opd_kl_coef == 0.5
+        and config.teacher is not None
+        and config.warnings == ()
+    )
     shape = config.teacher.transformer
-    assert (shape.num_layers, shape.hidden_size, shape.num_attention_heads, config.teacher.gpt.vocab_size) == (6, 96, 6, 384)
-    assert (config.megatron.transformer.num_layers, config.gpt.vocab_size) == (4, 320), "the policy keeps its own"
+    assert (
+        shape.num_layers,
+        shape.hidden_size,
+        shape.num_attention_heads,
+        config.teacher.gpt.vocab_size,
+    ) == (6, 96, 6, 384)
+    assert (config.megatron.transformer.num_layers, config.gpt.vocab_size) == (4, 320), (
+        "the policy keeps its own"
+    )
 
 
 def test_pure_distillation_needs_one_sample_of_a_prompt_and_no_reward(tmp_path: Path) -> None:
@@ -102,11 +157,26 @@ SERVED = "--use-opd --opd-type sglang --opd-teacher-url http://10.0.0.7:30000 "
 # name of the rule; flags; the flag that is named; words
 REFUSED = [
     ("distillation_is_complete", "--use-opd", "--opd-type", "is missing"),
-    ("distillation_is_complete", "--use-opd --opd-type megatron", "--opd-teacher-load", "is missing"),
-    ("distillation_is_complete", "--opd-teacher-load {folder}/hf", "--opd-teacher-load", "--use-opd"),
+    (
+        "distillation_is_complete",
+        "--use-opd --opd-type megatron",
+        "--opd-teacher-load",
+        "is missing",
+    ),
+    (
+        "distillation_is_complete",
+        "--opd-teacher-load {folder}/hf",
+        "--opd-teacher-load",
+        "--use-opd",
+    ),
     ("distillation_is_complete", "--opd-kl-coef 2", "--opd-kl-coef", "--use-opd"),
     ("distillation_is_complete", "--use-opd --loss-type sft_loss", "--use-opd", "sft_loss"),
-    ("teacher_is_there", "--use-opd --opd-type megatron --opd-teacher-load {folder}/nowhere", "--opd-teacher-load", "config.json"),
+    (
+        "teacher_is_there",
+        "--use-opd --opd-type megatron --opd-teacher-load {folder}/nowhere",
+        "--opd-teacher-load",
+        "config.json",
+    ),
     ("teacher_is_of_its_type", "--use-opd --opd-type sglang", "--opd-teacher-url", "is missing"),
     (
         "teacher_is_of_its_type",
@@ -114,14 +184,24 @@ REFUSED = [
         "--opd-teacher-url",
         "must be http://host:port",
     ),
-    ("teacher_is_of_its_type", SERVED + "--opd-teacher-load {folder}/hf", "--opd-teacher-load", "--opd-type megatron"),
+    (
+        "teacher_is_of_its_type",
+        SERVED + "--opd-teacher-load {folder}/hf",
+        "--opd-teacher-load",
+        "--opd-type megatron",
+    ),
     (
         "teacher_is_of_its_type",
         "--use-opd --opd-type megatron --opd-teacher-load {folder}/hf --opd-teacher-timeout-s 5",
         "--opd-teacher-timeout-s",
         "--opd-type sglang",
     ),
-    ("served_teacher_fits", SERVED + "--rollout-temperature 0.7", "--rollout-temperature", "must be 1"),
+    (
+        "served_teacher_fits",
+        SERVED + "--rollout-temperature 0.7",
+        "--rollout-temperature",
+        "must be 1",
+    ),
     (
         "served_teacher_fits",
         SERVED + "--rollout-top-k 5 --renormalize-sampled-log-probs",
@@ -135,37 +215,68 @@ REFUSED = [
         "is built in",
     ),
     ("", "--use-opd --opd-type self", "--opd-type", "sees more"),
-    ("", "--use-opd --opd-type megatron --opd-teacher-load {folder}/hf --opd-kl-coef 0", "--opd-kl-coef", "> 0"),
+    (
+        "",
+        "--use-opd --opd-type megatron --opd-teacher-load {folder}/hf --opd-kl-coef 0",
+        "--opd-kl-coef",
+        "> 0",
+    ),
     ("", "--opd-teacher-ckpt-step 3", "--opd-teacher-ckpt-step", "Megatron's format"),
 ]
 
 
-@pytest.mark.parametrize(("rule", "flags", "flag", "said"), REFUSED, ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("rule", "flags", "flag", "said"),
+    REFUSED,
+    ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
+)
 def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
-    found = problems_of(complete(tmp_path, *STEPS, *flags.replace("{folder}", str(tmp_path)).split()))
+    found = problems_of(
+        complete(tmp_path, *STEPS, *flags.replace("{folder}", str(tmp_path)).split())
+    )
     assert [p.flag for p in found] == [flag] and said in str(found[0])
 
 
-@pytest.mark.parametrize("flags", ["--opd-teacher-url http://10.0.0.7:30000 http://[::1]:9", "--rm-url http://10.0.0.7:30000/generate"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--opd-teacher-url http://10.0.0.7:30000 http://[::1]:9",
+        "--rm-url http://10.0.0.7:30000/generate",
+    ],
+)
 def test_the_address_of_a_served_teacher(tmp_path: Path, flags: str) -> None:
     """Ours, several servers; or slime's --rm-url, beside any reward that is not one of a server."""
-    config = parse_args(complete(tmp_path, *STEPS, "--use-opd", "--opd-type", "sglang", *flags.split()), 1).distillation
-    assert config.served and config.opd_teacher_url is not None and server_url(config.opd_teacher_url[0]) == "http://10.0.0.7:30000"
+    config = parse_args(
+        complete(tmp_path, *STEPS, "--use-opd", "--opd-type", "sglang", *flags.split()), 1
+    ).distillation
+    assert (
+        config.served
+        and config.opd_teacher_url is not None
+        and server_url(config.opd_teacher_url[0]) == "http://10.0.0.7:30000"
+    )
 
 
 def test_every_rule_is_broken_somewhere() -> None:
-    assert {rule.__name__ for rule in DISTILLATION_RULES} == {case[0] for case in REFUSED if case[0]}
+    assert {rule.__name__ for rule in DISTILLATION_RULES} == {
+        case[0] for case in REFUSED if case[0]
+    }
 
 
 @pytest.mark.parametrize(
     ("changes", "flags", "said"),
     [
-        (dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=96), "--tensor-model-parallel-size 2", "3 attention heads"),
+        (
+            dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=96),
+            "--tensor-model-parallel-size 2",
+            "3 attention heads",
+        ),
         (dict(num_hidden_layers=5), "--pipeline-model-parallel-size 2", "5 layers"),
         (dict(vocab_size=100), "", "100 tokens"),
         (dict(hidden_act="relu"), "", "hidden_act 'relu'"),
     ],
 )
-def test_a_teacher_that_does_not_fit_is_named(tmp_path: Path, changes: dict[str, object], flags: str, said: str) -> None:
+def test_a_teacher_that_does_not_fit_is_named(
+    tmp_path: Path, changes: dict[str, object], flags: str, said: str
+) -> None:
     found = problems_of(distil(tmp_path, *flags.split(), **changes), 2 if flags else 1)
     assert {p.flag for p in found} == {"--opd-teacher-load"} and any(said in str(p) for p in found)

@@ -19,10 +19,15 @@ from slime_like.losses import LOSS_REDUCTIONS, policy_losses
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH, CHINESE = ROOT / "docs" / "en", ROOT / "docs" / "zh"
-DOCUMENTS = [ROOT / n for n in ("README.md", "README_zh.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [
+    ROOT / n for n in ("README.md", "README_zh.md", "CONTRIBUTING.md", "CHANGELOG.md")
+] + sorted((ROOT / "docs").rglob("*.md"))
 SCRIPTS = sorted(p for p in (ROOT / "scripts").rglob("*") if p.suffix in (".sh", ".sbatch"))
 PAGES = sorted(ENGLISH.rglob("*.md"))
-PAIRS = [(ROOT / "README.md", ROOT / "README_zh.md"), *((page, CHINESE / page.relative_to(ENGLISH)) for page in PAGES)]
+PAIRS = [
+    (ROOT / "README.md", ROOT / "README_zh.md"),
+    *((page, CHINESE / page.relative_to(ENGLISH)) for page in PAGES),
+]
 # Flags of other programs that the documents and scripts call
 FOREIGN = {
     "pip": "--constraint --no-build-isolation --editable --quiet --upgrade --no-deps --requirement",
@@ -48,18 +53,30 @@ def name(path: Path) -> str:
 
 def flags_of_our_scripts() -> set[str]:
     text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").rglob("*.py"))
-    return set(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)) | set(re.findall(r"\"(--[\w-]+)\" in sys\.argv", text))
+    return set(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)) | set(
+        re.findall(r"\"(--[\w-]+)\" in sys\.argv", text)
+    )
 
 
 def is_usable(flag: str) -> bool:
     table = flag_table()
     flag = normalise(ALIASES.get(flag, flag))
     found = table.spellings.get(flag)
-    return (found is not None and not found.flag.refused) or flag in {*PRESETS, *NO_EFFECT, "--help", "--version"}
+    return (found is not None and not found.flag.refused) or flag in {
+        *PRESETS,
+        *NO_EFFECT,
+        "--help",
+        "--version",
+    }
 
 
 def is_known(flag: str) -> bool:
-    return is_usable(flag) or flag in flag_table().spellings or not_implemented(flag) is not None or flag in WRONG_ON_PURPOSE
+    return (
+        is_usable(flag)
+        or flag in flag_table().spellings
+        or not_implemented(flag) is not None
+        or flag in WRONG_ON_PURPOSE
+    )
 
 
 def headings(path: Path) -> list[tuple[str, str]]:
@@ -82,7 +99,11 @@ def test_flags_in_scripts_can_be_used(path: Path) -> None:
 
 
 def test_the_check_of_flags_sees_a_wrong_one() -> None:
-    assert is_usable("--sapo-tau-pos") and not is_usable("--use-tis-never") and not is_known("--sapo-tau-poss")
+    assert (
+        is_usable("--sapo-tau-pos")
+        and not is_usable("--use-tis-never")
+        and not is_known("--sapo-tau-poss")
+    )
 
 
 def slug(title: str) -> str:
@@ -96,7 +117,9 @@ def broken_links(path: Path) -> Iterator[str]:
             continue
         file, _, anchor = target.partition("#")
         there = (path.parent / file).resolve() if file else path
-        if not there.exists() or (anchor and anchor not in {slug(title) for _, title in headings(there)}):
+        if not there.exists() or (
+            anchor and anchor not in {slug(title) for _, title in headings(there)}
+        ):
             yield target
 
 
@@ -106,7 +129,9 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_both_languages_have_the_same_pages() -> None:
-    assert [p.relative_to(ENGLISH) for p in PAGES] == [p.relative_to(CHINESE) for p in sorted(CHINESE.rglob("*.md"))]
+    assert [p.relative_to(ENGLISH) for p in PAGES] == [
+        p.relative_to(CHINESE) for p in sorted(CHINESE.rglob("*.md"))
+    ]
 
 
 @pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=lambda path: name(path))
@@ -122,17 +147,25 @@ def test_both_languages_say_the_same(english: Path, chinese: Path) -> None:
 def test_every_page_is_linked_from_the_readme() -> None:
     for readme, folder in ((ROOT / "README.md", ENGLISH), (ROOT / "README_zh.md", CHINESE)):
         text = readme.read_text(encoding="utf-8")
-        assert not [page.name for page in folder.glob("*.md") if f"]({page.relative_to(ROOT)})" not in text]
+        assert not [
+            page.name for page in folder.glob("*.md") if f"]({page.relative_to(ROOT)})" not in text
+        ]
 
 
 def test_every_page_of_a_folder_is_linked_from_its_index() -> None:
     indices = [index for language in (ENGLISH, CHINESE) for index in language.glob("*/index.md")]
     assert indices
     for index in indices:
-        readme = (ROOT / ("README.md" if ENGLISH in index.parents else "README_zh.md")).read_text(encoding="utf-8")
+        readme = (ROOT / ("README.md" if ENGLISH in index.parents else "README_zh.md")).read_text(
+            encoding="utf-8"
+        )
         assert f"]({index.relative_to(ROOT)})" in readme
         text = index.read_text(encoding="utf-8")
-        assert not [page.name for page in index.parent.glob("*.md") if page != index and f"]({page.name})" not in text]
+        assert not [
+            page.name
+            for page in index.parent.glob("*.md")
+            if page != index and f"]({page.name})" not in text
+        ]
 
 
 _DEFAULT_ROW = re.compile(r"^\| `(--[\w-]+)` \| ([^|]+) \| [^|]* \|$", re.MULTILINE)
@@ -147,7 +180,10 @@ def test_the_defaults_in_the_guides_are_those_of_the_flags() -> None:
     ]
     assert len(rows) > 80
     table = flag_table()
-    told = {(page.name, flag): (default, default_words(table.spellings[flag].flag) or "–") for page, flag, default in rows}
+    told = {
+        (page.name, flag): (default, default_words(table.spellings[flag].flag) or "–")
+        for page, flag, default in rows
+    }
     assert not {place: pair for place, pair in told.items() if pair[0] != pair[1]}
 
 
@@ -168,13 +204,19 @@ def test_the_results_have_a_row_for_all_that_is_registered(folder: Path) -> None
 
 def table_rows(path: Path) -> list[list[str]]:
     """Cells of the table of what works and what is refused: name, works, refused."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("| ") and line.count("|") == 4]
+    lines = [
+        line
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ") and line.count("|") == 4
+    ]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 @pytest.mark.parametrize("readme", [ROOT / "README.md", ROOT / "README_zh.md"], ids=name)
 @pytest.mark.parametrize(
-    "registered", [policy_losses.names(), advantage_estimators.names(), LOSS_REDUCTIONS], ids=["losses", "advantages", "reductions"]
+    "registered",
+    [policy_losses.names(), advantage_estimators.names(), LOSS_REDUCTIONS],
+    ids=["losses", "advantages", "reductions"],
 )
 def test_the_readme_lists_what_is_registered(readme: Path, registered: Sequence[str]) -> None:
     """Neither less nor more: a row of the table holds exactly these names."""
@@ -185,7 +227,11 @@ def test_the_readme_lists_what_is_registered(readme: Path, registered: Sequence[
 @pytest.mark.parametrize("folder", [ENGLISH, CHINESE], ids=name)
 def test_the_wrong_command_line_is_answered_as_documented(folder: Path) -> None:
     page = (folder / "getting_started.md").read_text(encoding="utf-8")
-    example = re.search(r"^\$ python train\.py (.*)\n(\d+ problems in the configuration:\n(?:  - .*\n)+)```", page, re.MULTILINE)
+    example = re.search(
+        r"^\$ python train\.py (.*)\n(\d+ problems in the configuration:\n(?:  - .*\n)+)```",
+        page,
+        re.MULTILINE,
+    )
     assert example is not None
     with pytest.raises(ConfigError) as error:
         parse_args(example[1].split(), 1)
@@ -205,7 +251,9 @@ HOSTS = [
 
 
 def test_no_tracked_file_names_a_machine_or_a_registry() -> None:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False, timeout=30)
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False, timeout=30
+    )
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
     banned = re.compile("|".join(PLACES + HOSTS))
@@ -215,5 +263,7 @@ def test_no_tracked_file_names_a_machine_or_a_registry() -> None:
         if not file or path.suffix in (".png", ".parquet", ".safetensors") or not path.is_file():
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
-        found += [f"{file}:{text.count(chr(10), 0, m.start()) + 1}: {m[0]}" for m in banned.finditer(text)]
+        found += [
+            f"{file}:{text.count(chr(10), 0, m.start()) + 1}: {m[0]}" for m in banned.finditer(text)
+        ]
     assert not found

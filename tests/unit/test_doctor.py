@@ -18,11 +18,22 @@ def test_this_environment_can_run() -> None:
     import torch
     import transformers
 
-    done = subprocess.run([sys.executable, "-m", "slime_like.doctor"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "slime_like.doctor"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {line.split()[1]: line.split()[:3] for line in done.stdout.splitlines()[1:]}
-    assert rows["torch"] == ["has", "torch", torch.__version__] and rows["transformers"][2] == transformers.__version__
-    assert "every run needs" not in done.stdout and re.search(r"^(has|lacks) +CUDA", done.stdout, re.MULTILINE)
+    assert (
+        rows["torch"] == ["has", "torch", torch.__version__]
+        and rows["transformers"][2] == transformers.__version__
+    )
+    assert "every run needs" not in done.stdout and re.search(
+        r"^(has|lacks) +CUDA", done.stdout, re.MULTILINE
+    )
 
 
 def test_what_is_missing_is_told() -> None:
@@ -33,7 +44,11 @@ def test_what_is_missing_is_told() -> None:
     ]
     lines, status = report(things, device=lambda: "not asked")
     assert status == 1
-    assert [line.split()[:2] for line in lines[1:4]] == [["has", "no-such-package"], ["lacks", "outer"], ["LACKS", "needed"]]
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["has", "no-such-package"],
+        ["lacks", "outer"],
+        ["LACKS", "needed"],
+    ]
     assert lines[-1] == "every run needs: needed"
 
 

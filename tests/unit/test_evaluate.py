@@ -12,10 +12,13 @@ from slime_like.rollout.evaluate import pass_at_k, score
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
 
-def group(group_id: int, rewards: list[float | None], status: SampleStatus = SampleStatus.COMPLETED) -> SampleGroup:
+def group(
+    group_id: int, rewards: list[float | None], status: SampleStatus = SampleStatus.COMPLETED
+) -> SampleGroup:
     mask = torch.ones(2, dtype=torch.bool)
     samples = [
-        Sample(group_id, 100 * group_id + j, torch.arange(5), 2, mask, reward=reward, status=status) for j, reward in enumerate(rewards)
+        Sample(group_id, 100 * group_id + j, torch.arange(5), 2, mask, reward=reward, status=status)
+        for j, reward in enumerate(rewards)
     ]
     return SampleGroup(group_id, tuple(samples))
 
@@ -30,7 +33,10 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_pass(n: int) -> None:
 
 
 def test_scores_of_a_set() -> None:
-    metrics = score("words", [group(0, [1.0, 0.0, 0.0, 0.5]), group(1, [1.0, 1.0, 2.0, 0.0], SampleStatus.TRUNCATED)])
+    metrics = score(
+        "words",
+        [group(0, [1.0, 0.0, 0.0, 0.5]), group(1, [1.0, 1.0, 2.0, 0.0], SampleStatus.TRUNCATED)],
+    )
     assert metrics["eval/words/mean"] == pytest.approx(5.5 / 8)
     assert metrics["eval/words/pass@1"] == pytest.approx((1 / 4 + 3 / 4) / 2)
     assert metrics["eval/words/pass@2"] == pytest.approx((1 / 2 + 1) / 2)

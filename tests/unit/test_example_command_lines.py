@@ -22,13 +22,19 @@ from tests.unit.command_lines import write_files
 from tests.unit.test_launch_scripts import recorded, recorder
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path.stem for path in (ROOT / "scripts/examples").glob("*.sh") if path.stem != "common")
+RECIPES = sorted(
+    path.stem for path in (ROOT / "scripts/examples").glob("*.sh") if path.stem != "common"
+)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/en").rglob("*.md"))]
 INDEX = ROOT / "docs/en/algorithms/index.md"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^(?:python|torchrun --nproc-per-node (\d)) train\.py (.+)$", re.MULTILINE)
-_SERVER = re.compile(r"^(?:python|torchrun --nproc-per-node (\d)) -m slime_like\.server (.+)$", re.MULTILINE)
-_SCRIPT = re.compile(r"(?:python|\.venv-cookbook/bin/python) ((?:scripts|examples)/[\w/]+\.py)\b([^`\n#]*)")
+_SERVER = re.compile(
+    r"^(?:python|torchrun --nproc-per-node (\d)) -m slime_like\.server (.+)$", re.MULTILINE
+)
+_SCRIPT = re.compile(
+    r"(?:python|\.venv-cookbook/bin/python) ((?:scripts|examples)/[\w/]+\.py)\b([^`\n#]*)"
+)
 
 
 def call(recipe: str, folder: Path, *flags: str, **variables: str) -> list[str]:
@@ -78,7 +84,17 @@ def test_a_recipe_parses_with_the_demos_model(recipe: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_parses_with_a_model_of_the_users(recipe: str, tmp_path: Path) -> None:
     files = write_files(tmp_path, max_position_embeddings=40960)
-    run = parse_args(call(recipe, tmp_path, MODEL=files["hf"], TRAIN=files["prompts"], TEST=files["prompts"], OUTPUT=str(tmp_path)), 1)
+    run = parse_args(
+        call(
+            recipe,
+            tmp_path,
+            MODEL=files["hf"],
+            TRAIN=files["prompts"],
+            TEST=files["prompts"],
+            OUTPUT=str(tmp_path),
+        ),
+        1,
+    )
     assert run.megatron.transformer.bf16 and run.reward.rm_type == "gsm8k"
     assert all(words.startswith("--load ") for words in run.warnings), run.warnings
 
@@ -88,9 +104,13 @@ def test_the_first_call_makes_the_warm_start(tmp_path: Path) -> None:
     python = Path(environment["PYTHON"])
     calls = tmp_path / "calls"
     python.write_text(f'#!/usr/bin/env bash\necho "$@" >> {calls}\n')
-    subprocess.run(["bash", str(ROOT / "scripts/examples/grpo.sh")], env=environment, check=True, timeout=60)
+    subprocess.run(
+        ["bash", str(ROOT / "scripts/examples/grpo.sh")], env=environment, check=True, timeout=60
+    )
     first, second = calls.read_text().splitlines()
-    assert first == f"scripts/warm_start.py --output-dir {tmp_path / 'new'}" and second.startswith("train.py ")
+    assert first == f"scripts/warm_start.py --output-dir {tmp_path / 'new'}" and second.startswith(
+        "train.py "
+    )
 
 
 def commands(page: Path, program: re.Pattern[str] = _COMMAND) -> Iterator[tuple[int, list[str]]]:
@@ -124,11 +144,15 @@ def parsed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Ru
     for path in (page, ROOT / "README.md"):
         write_named_files(path, folder)
     monkeypatch.chdir(folder)
-    return [parse_args(words, processes) for processes, words in commands(page) if "--help" not in words]
+    return [
+        parse_args(words, processes) for processes, words in commands(page) if "--help" not in words
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_command_lines_of_the_documents_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_lines_of_the_documents_parse(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for run in parsed(page, tmp_path, monkeypatch):
         assert all(words.startswith("--load ") for words in run.warnings), run.warnings
 
@@ -152,7 +176,9 @@ def test_scripts_have_the_flags_that_the_documents_give_them(page: Path) -> None
         if script.startswith("examples/tinker/") and "from common import" in text:
             text += (ROOT / "examples/tinker/common.py").read_text(encoding="utf-8")
         for flag in re.findall(r"(?<!\S)--([a-z][\w-]*)", words):
-            assert re.search(rf'"--{flag}"|\b{flag.replace("-", "_")}\b', text), f"{script} --{flag}"
+            assert re.search(rf'"--{flag}"|\b{flag.replace("-", "_")}\b', text), (
+                f"{script} --{flag}"
+            )
 
 
 def test_the_loss_of_the_guide_is_one(tmp_path: Path) -> None:
@@ -161,15 +187,32 @@ def test_the_loss_of_the_guide_is_one(tmp_path: Path) -> None:
     log_probs = torch.tensor([0.5, -0.5, 1.0]).requires_grad_()
     zero = torch.zeros(3)
     ones = torch.ones(3, dtype=torch.bool)
-    inputs = LossInputs(log_probs, ones, torch.ones(3), torch.zeros(3, dtype=torch.long), 1, advantages=zero + 1, old_log_probs=zero)
+    inputs = LossInputs(
+        log_probs,
+        ones,
+        torch.ones(3),
+        torch.zeros(3, dtype=torch.long),
+        1,
+        advantages=zero + 1,
+        old_log_probs=zero,
+    )
     loss.fn(inputs, SimpleNamespace(eps_clip=0.2)).token_losses.sum().backward()
-    assert log_probs.grad is not None and log_probs.grad.tolist() == [0.0, pytest.approx(-math.exp(-0.5)), 0.0]
+    assert log_probs.grad is not None and log_probs.grad.tolist() == [
+        0.0,
+        pytest.approx(-math.exp(-0.5)),
+        0.0,
+    ]
 
 
-def test_the_guide_and_the_recipes_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide_and_the_recipes_say_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every recipe has a command line in the guide, with the same settings of the algorithm."""
     (tmp_path / "guide").mkdir()
-    in_guide = [(run.algorithm, run.policy_loss, run.off_policy) for run in parsed(INDEX, tmp_path / "guide", monkeypatch)]
+    in_guide = [
+        (run.algorithm, run.policy_loss, run.off_policy)
+        for run in parsed(INDEX, tmp_path / "guide", monkeypatch)
+    ]
     work = tmp_path / "warm_start"
     work.mkdir()
     warm_start_files(work)

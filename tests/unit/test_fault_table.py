@@ -9,10 +9,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS, TRAIN = "tests/e2e/test_checkpoint_faults.py", "tests/e2e/test_train.py"
-WATCHDOG, RESUME, LAYOUTS = "tests/e2e/test_watchdog.py", "tests/e2e/test_resume.py", "tests/e2e/test_resume_layouts.py"
-ENGINES, RUNS, REAL = "tests/unit/test_sglang_faults.py", "tests/e2e/test_engine_faults.py", "tests/sglang/test_real_servers.py"
+WATCHDOG, RESUME, LAYOUTS = (
+    "tests/e2e/test_watchdog.py",
+    "tests/e2e/test_resume.py",
+    "tests/e2e/test_resume_layouts.py",
+)
+ENGINES, RUNS, REAL = (
+    "tests/unit/test_sglang_faults.py",
+    "tests/e2e/test_engine_faults.py",
+    "tests/sglang/test_real_servers.py",
+)
 LATE = "tests/sglang/test_late_servers.py"
-GRADER, REMOTE, ADVANTAGES = "tests/unit/test_rewards_grader.py", "tests/unit/test_rewards_remote.py", "tests/unit/test_advantages.py"
+GRADER, REMOTE, ADVANTAGES = (
+    "tests/unit/test_rewards_grader.py",
+    "tests/unit/test_rewards_remote.py",
+    "tests/unit/test_advantages.py",
+)
 DATA, PROMPTS = "tests/unit/test_data_source.py", "tests/unit/test_data_prompts.py"
 FOLDERS = "tests/unit/test_checkpoint_folders.py"
 # fault -> "file: test test ..." with the names after test_
@@ -47,10 +59,19 @@ TESTS = {
 
 
 def functions_of(path: str) -> set[str]:
-    return {node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.parse((ROOT / path).read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 @pytest.mark.parametrize("fault", TESTS)
 def test_its_tests_are_there(fault: str) -> None:
-    named = [(path, f"test_{name}") for entry in TESTS[fault] for path, names in [entry.split(": ")] for name in names.split()]
+    named = [
+        (path, f"test_{name}")
+        for entry in TESTS[fault]
+        for path, names in [entry.split(": ")]
+        for name in names.split()
+    ]
     assert named and [(path, name) for path, name in named if name not in functions_of(path)] == []

@@ -17,7 +17,13 @@ from tests.unit.flag_pairs import APART, DENSE, EXPERTS, WORLD_SIZE, flags_of
 from tests.unit.test_arguments_moe import QWEN3_MOE
 
 COMMON = "--num-steps-per-rollout 2 --use-kl-loss --kl-loss-coef 0.1 --ref-load {folder}/hf"
-NEED_MORE = {"fp16", "flash attention", "grouped GEMM", "permute fusion", "expert bias"}  # than there is here, or in this model
+NEED_MORE = {
+    "fp16",
+    "flash attention",
+    "grouped GEMM",
+    "permute fusion",
+    "expert bias",
+}  # than there is here, or in this model
 
 
 def problems_of(folder: Path, flags: str, model: dict[str, object]) -> list[str]:
@@ -42,15 +48,25 @@ def pairs_of(features: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "alone"), [("dense", {"fp16", "flash attention"}), ("experts", NEED_MORE | {"TP2", "distributed activations"})]
+    ("kind", "alone"),
+    [
+        ("dense", {"fp16", "flash attention"}),
+        ("experts", NEED_MORE | {"TP2", "distributed activations"}),
+    ],
 )
-def test_every_pair_is_parsed_or_refused_by_name(tmp_path: Path, kind: str, alone: set[str]) -> None:
+def test_every_pair_is_parsed_or_refused_by_name(
+    tmp_path: Path, kind: str, alone: set[str]
+) -> None:
     """Experts that are tensor-parallel need sequence parallelism too. Of two features that are accepted alone both are named."""
     model, features = (HF_CONFIG, DENSE) if kind == "dense" else (QWEN3_MOE, EXPERTS)
     refused = {name: problems_of(tmp_path, flags, model) for name, flags in features.items()}
     assert {name for name, problems in refused.items() if problems} == alone
-    assert all(named(problem, features[name]) for name, problems in refused.items() for problem in problems)
-    names = list(features) if kind == "experts" else [name for name in features if name not in alone]
+    assert all(
+        named(problem, features[name]) for name, problems in refused.items() for problem in problems
+    )
+    names = (
+        list(features) if kind == "experts" else [name for name in features if name not in alone]
+    )
     apart, unnamed = set(), {}
     for a, b in pairs_of({name: features[name] for name in names}):
         problems = problems_of(tmp_path, flags_of((a, b), features), model)

@@ -7,7 +7,9 @@ from scripts.generate_flags_doc import TARGET, render
 
 
 def test_docs_are_up_to_date() -> None:
-    assert TARGET.read_text(encoding="utf-8") == render(flag_table()), "run python scripts/generate_flags_doc.py"
+    assert TARGET.read_text(encoding="utf-8") == render(flag_table()), (
+        "run python scripts/generate_flags_doc.py"
+    )
 
 
 def test_every_usable_flag_is_in_the_docs() -> None:

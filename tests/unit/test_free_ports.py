@@ -11,7 +11,9 @@ from slime_like.rollout.sglang import processes
 from slime_like.rollout.sglang.processes import LOWEST_PORT, free_ports
 
 
-def test_they_are_free_and_no_outgoing_connection_is_given_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_free_and_no_outgoing_connection_is_given_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outgoing = tmp_path / "ip_local_port_range"
     outgoing.write_text("20000\t60999\n")
     monkeypatch.setattr(processes, "OUTGOING_PORTS", outgoing)
@@ -29,11 +31,16 @@ def test_one_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None
         port = taken.getsockname()[1]
         monkeypatch.setattr(processes, "LOWEST_PORT", port)
         monkeypatch.setattr(processes, "_first_outgoing_port", lambda: port + 1)
-        with pytest.raises(OSError, match=f"1 free ports are wanted on 127.0.0.1, and 0 were found from {port} to {port}"):
+        with pytest.raises(
+            OSError,
+            match=f"1 free ports are wanted on 127.0.0.1, and 0 were found from {port} to {port}",
+        ):
             free_ports(1)
 
 
-def test_where_outgoing_connections_have_nearly_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_outgoing_connections_have_nearly_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     outgoing = tmp_path / "ip_local_port_range"
     outgoing.write_text("1024 65535")
     monkeypatch.setattr(processes, "OUTGOING_PORTS", outgoing)

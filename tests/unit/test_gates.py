@@ -18,7 +18,8 @@ from slime_like.megatron_backend.gates import (
 
 
 @pytest.mark.parametrize(
-    ("same_packing", "half", "limit"), [(True, False, 1e-8), (True, True, 1e-8), (False, False, 1e-5), (False, True, 1e-3)]
+    ("same_packing", "half", "limit"),
+    [(True, False, 1e-8), (True, True, 1e-8), (False, False, 1e-5), (False, True, 1e-3)],
 )
 def test_old_log_probs(same_packing: bool, half: bool, limit: float) -> None:
     check_old_log_probs(0.0, same_packing=same_packing, half_precision=half)
@@ -29,7 +30,8 @@ def test_old_log_probs(same_packing: bool, half: bool, limit: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("same_packing", "half", "limit"), [(True, False, 1e-8), (True, True, 1e-8), (False, False, 1e-5), (False, True, 1e-3)]
+    ("same_packing", "half", "limit"),
+    [(True, False, 1e-8), (True, True, 1e-8), (False, False, 1e-5), (False, True, 1e-3)],
 )
 def test_old_values(same_packing: bool, half: bool, limit: float) -> None:
     """Values have a size of their own: above 1 the limit is relative to it."""
@@ -38,7 +40,9 @@ def test_old_values(same_packing: bool, half: bool, limit: float) -> None:
         check_old_values(bound, values_abs=size, same_packing=same_packing, half_precision=half)
         for value in (1.01 * bound, math.inf, math.nan):
             with pytest.raises(GateError, match="do not compute the same model"):
-                check_old_values(value, values_abs=size, same_packing=same_packing, half_precision=half)
+                check_old_values(
+                    value, values_abs=size, same_packing=same_packing, half_precision=half
+                )
 
 
 def test_values_that_are_not_finite() -> None:
@@ -58,13 +62,17 @@ def test_initial_kl(half: bool, limit: float) -> None:
 
 
 def test_skipped_steps_in_a_row() -> None:
-    assert (SkippedStepGate(patience=2, whose="critic's ").check(True, math.nan) or "").startswith("critic's optimizer step skipped")
+    assert (SkippedStepGate(patience=2, whose="critic's ").check(True, math.nan) or "").startswith(
+        "critic's optimizer step skipped"
+    )
     gate = SkippedStepGate(patience=2)
     assert gate.check(False, 1.0) is None
     assert "NaN (1 in a row, 1 in all)" in (gate.check(True, math.nan) or "")
     assert gate.check(False, 1.0) is None
     assert "infinite (1 in a row, 2 in all)" in (gate.check(True, math.inf) or "")
-    with pytest.raises(GateError, match=r"2 in a row, 3 in all\); see --max-consecutive-skipped-steps"):
+    with pytest.raises(
+        GateError, match=r"2 in a row, 3 in all\); see --max-consecutive-skipped-steps"
+    ):
         gate.check(True, math.nan)
     assert gate.total == 3
 

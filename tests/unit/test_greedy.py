@@ -18,7 +18,15 @@ from slime_like.types import Prompt, Sample, SampleGroup
 
 def group(group_id: int, rewards: Sequence[float | None]) -> SampleGroup:
     samples = [
-        Sample(group_id, i, torch.arange(3), 2, torch.tensor([True, i == 0]), reward=r, metadata={"task": "sums"})
+        Sample(
+            group_id,
+            i,
+            torch.arange(3),
+            2,
+            torch.tensor([True, i == 0]),
+            reward=r,
+            metadata={"task": "sums"},
+        )
         for i, r in enumerate(rewards)
     ]
     return SampleGroup(group_id, tuple(samples))
@@ -31,7 +39,9 @@ class Recorder:
         self.rewards = rewards
         self.calls: list[tuple[int, SamplingParams, str]] = []
 
-    def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, purpose: str) -> list[SampleGroup]:
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, *, purpose: str
+    ) -> list[SampleGroup]:
         self.calls.append((n, sampling, purpose))
         return [group(p.group_id, [self.rewards[p.group_id]]) for p in reversed(prompts)]
 
@@ -40,8 +50,12 @@ def test_every_sample_gets_the_reward_of_its_prompts_greedy_response() -> None:
     recorder = Recorder({4: 0.25, 9: None})
     prompts = [Prompt(group_id=i, text="", tokens=(1,)) for i in (4, 9)]
     sampling = SamplingParams(temperature=0.7, max_new_tokens=5, stop=("x",))
-    groups = with_greedy_rewards(cast(Rollouter, recorder), prompts, [group(4, [1.0, None]), group(9, [2.0])], sampling)
-    assert recorder.calls == [(1, SamplingParams(temperature=0.0, max_new_tokens=5, stop=("x",)), "greedy")]
+    groups = with_greedy_rewards(
+        cast(Rollouter, recorder), prompts, [group(4, [1.0, None]), group(9, [2.0])], sampling
+    )
+    assert recorder.calls == [
+        (1, SamplingParams(temperature=0.0, max_new_tokens=5, stop=("x",)), "greedy")
+    ]
     told = outcomes_of([s for g in groups for s in g.samples])
     assert told.greedy_rewards is not None
     assert told.greedy_rewards.tolist() == pytest.approx([0.25, 0.25, math.nan], nan_ok=True)

@@ -34,7 +34,13 @@ SIZES: dict[str, Any] = dict(
 
 
 def llama(**changes: Any) -> dict[str, Any]:
-    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", **SIZES, **changes}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        **SIZES,
+        **changes,
+    }
 
 
 def qwen2(**changes: Any) -> dict[str, Any]:
@@ -42,7 +48,9 @@ def qwen2(**changes: Any) -> dict[str, Any]:
 
 
 def qwen3(**changes: Any) -> dict[str, Any]:
-    return llama(architectures=["Qwen3ForCausalLM"], model_type="qwen3", **{"head_dim": 16, **changes})
+    return llama(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", **{"head_dim": 16, **changes}
+    )
 
 
 def write(folder: Path, config: Any) -> str:
@@ -52,7 +60,11 @@ def write(folder: Path, config: Any) -> str:
 
 def test_llama(tmp_path: Path) -> None:
     model = read_hf_model(write(tmp_path, llama(torch_dtype="bfloat16", rope_theta=500000.0)))
-    assert (model.architecture, model.model_type, model.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
+    assert (model.architecture, model.model_type, model.dtype) == (
+        "LlamaForCausalLM",
+        "llama",
+        "bfloat16",
+    )
     assert model.transformer == {
         "num_layers": 3,
         "hidden_size": 64,
@@ -87,7 +99,9 @@ def test_every_field_exists_where_it_is_to_go(tmp_path: Path) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     model = read_hf_model(write(tmp_path, qwen3()))
-    assert model.transformer.keys() <= {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert model.transformer.keys() <= {
+        field.name for field in dataclasses.fields(TransformerConfig)
+    }
     assert model.gpt.keys() <= {field.name for field in dataclasses.fields(GPTModelConfig)}
 
 
@@ -117,19 +131,30 @@ def test_absent_and_null_keys_mean_what_transformers_takes_them_for(tmp_path: Pa
     "keys",
     [
         {"rope_parameters": LLAMA3_ROPE},
-        {"rope_theta": 500000.0, "rope_scaling": {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}},
+        {
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"
+            },
+        },
     ],
     ids=["transformers5", "transformers4"],
 )
 def test_llama3_rope(tmp_path: Path, keys: dict[str, Any]) -> None:
     gpt = read_hf_model(write(tmp_path, llama(**keys))).gpt
-    assert (gpt["rotary_base"], gpt["use_rope_scaling"], gpt["rope_scaling_factor"]) == (500000.0, True, 32.0)
+    assert (gpt["rotary_base"], gpt["use_rope_scaling"], gpt["rope_scaling_factor"]) == (
+        500000.0,
+        True,
+        32.0,
+    )
     assert gpt["rotary_seq_len_interpolation_factor"] is None
 
 
 @pytest.mark.parametrize("type_key", ["type", "rope_type"])
 def test_linear_rope(tmp_path: Path, type_key: str) -> None:
-    gpt = read_hf_model(write(tmp_path, llama(rope_scaling={type_key: "linear", "factor": 4.0}))).gpt
+    gpt = read_hf_model(
+        write(tmp_path, llama(rope_scaling={type_key: "linear", "factor": 4.0}))
+    ).gpt
     assert gpt["rotary_seq_len_interpolation_factor"] == 4.0
     assert not gpt["use_rope_scaling"]
 
@@ -151,15 +176,22 @@ def test_reads_what_transformers_writes(tmp_path: Path, name: str) -> None:
 
 
 def test_window_keys_without_a_window_are_harmless(tmp_path: Path) -> None:
-    read_hf_model(write(tmp_path, qwen2(use_sliding_window=False, sliding_window=4096, max_window_layers=1)))
-    read_hf_model(write(tmp_path, qwen2(use_sliding_window=True, sliding_window=4096, max_window_layers=3)))
+    read_hf_model(
+        write(tmp_path, qwen2(use_sliding_window=False, sliding_window=4096, max_window_layers=1))
+    )
+    read_hf_model(
+        write(tmp_path, qwen2(use_sliding_window=True, sliding_window=4096, max_window_layers=3))
+    )
     read_hf_model(write(tmp_path, qwen2(layer_types=["full_attention"] * 3, use_mrope=False)))
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (llama(architectures=["GPT2LMHeadModel"]), ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]),
+        (
+            llama(architectures=["GPT2LMHeadModel"]),
+            ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
+        ),
         (llama(architectures=None), ["architectures", "LlamaForCausalLM"]),
         (llama(model_type="mistral"), ["model_type", "mistral", "llama"]),
         (llama(attention_bias=True), ["attention_bias"]),
@@ -172,20 +204,38 @@ def test_window_keys_without_a_window_are_harmless(tmp_path: Path) -> None:
         (llama(num_hidden_layers=0), ["num_hidden_layers", "positive integer", "0"]),
         (llama(num_hidden_layers="3"), ["num_hidden_layers", "'3'"]),
         (llama(num_key_value_heads=3), ["num_key_value_heads 3", "8"]),
-        (llama(num_attention_heads=7, num_key_value_heads=7), ["num_attention_heads 7", "hidden_size 64"]),
+        (
+            llama(num_attention_heads=7, num_key_value_heads=7),
+            ["num_attention_heads 7", "hidden_size 64"],
+        ),
         (llama(head_dim=7), ["head_dim 7", "odd"]),
         (llama(attention_dropout=1.5), ["attention_dropout", "1.5"]),
         (llama(torch_dtype="float8_e4m3fn"), ["float8_e4m3fn", "bfloat16"]),
         (llama(quantization_config={"bits": 4}), ["quantization_config", "unquantised"]),
         (llama(partial_rotary_factor=0.5), ["partial_rotary_factor", "0.5"]),
-        (llama(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}), ["partial_rotary_factor", "0.25"]),
+        (
+            llama(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}),
+            ["partial_rotary_factor", "0.25"],
+        ),
         (llama(rope_theta=-1.0), ["rope_theta", "-1.0"]),
-        (llama(rope_scaling={"rope_type": "yarn", "factor": 2.0}), ["yarn", "default, linear, llama3"]),
+        (
+            llama(rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+            ["yarn", "default, linear, llama3"],
+        ),
         (llama(rope_scaling={"type": "dynamic", "factor": 2.0}), ["dynamic"]),
         (llama(rope_scaling={"rope_type": "linear"}), ["linear", "factor"]),
-        (llama(rope_scaling={"rope_type": "linear", "factor": 2.0, "beta_fast": 32}), ["beta_fast", "32"]),
-        (llama(rope_parameters={**LLAMA3_ROPE, "low_freq_factor": 2.0}), ["low_freq_factor", "2.0", "1.0"]),
-        (llama(rope_parameters={**LLAMA3_ROPE, "high_freq_factor": 8.0}), ["high_freq_factor", "8.0", "4.0"]),
+        (
+            llama(rope_scaling={"rope_type": "linear", "factor": 2.0, "beta_fast": 32}),
+            ["beta_fast", "32"],
+        ),
+        (
+            llama(rope_parameters={**LLAMA3_ROPE, "low_freq_factor": 2.0}),
+            ["low_freq_factor", "2.0", "1.0"],
+        ),
+        (
+            llama(rope_parameters={**LLAMA3_ROPE, "high_freq_factor": 8.0}),
+            ["high_freq_factor", "8.0", "4.0"],
+        ),
         (
             llama(rope_parameters={**LLAMA3_ROPE, "original_max_position_embeddings": 4096}),
             ["original_max_position_embeddings", "4096", "8192"],
@@ -194,13 +244,23 @@ def test_window_keys_without_a_window_are_harmless(tmp_path: Path) -> None:
             llama(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters=LLAMA3_ROPE),
             ["rope_scaling and rope_parameters differ"],
         ),
-        (qwen2(use_sliding_window=True, sliding_window=32, max_window_layers=2), ["sliding_window", "32"]),
-        (qwen3(layer_types=["full_attention", "sliding_attention", "full_attention"]), ["layer_types", "sliding_attention"]),
+        (
+            qwen2(use_sliding_window=True, sliding_window=32, max_window_layers=2),
+            ["sliding_window", "32"],
+        ),
+        (
+            qwen3(layer_types=["full_attention", "sliding_attention", "full_attention"]),
+            ["layer_types", "sliding_attention"],
+        ),
         (llama(residual_multiplier=0.22), ["residual_multiplier", "0.22", "unknown"]),
         ("{not json", ["config.json cannot be read"]),
         ([1], ["does not hold an object"]),
     ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) and value and isinstance(value[0], str) else "",
+    ids=lambda value: (
+        " ".join(value)[:40]
+        if isinstance(value, list) and value and isinstance(value[0], str)
+        else ""
+    ),
 )
 def test_refused_by_name(tmp_path: Path, config: Any, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -211,7 +271,9 @@ def test_refused_by_name(tmp_path: Path, config: Any, words: list[str]) -> None:
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_hf_model(write(tmp_path, llama(mlp_bias=True, hidden_act="relu", rope_scaling={"type": "yarn"})))
+        read_hf_model(
+            write(tmp_path, llama(mlp_bias=True, hidden_act="relu", rope_scaling={"type": "yarn"}))
+        )
     assert len(caught.value.problems) == 3
 
 

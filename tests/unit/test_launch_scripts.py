@@ -46,20 +46,38 @@ def recorded(folder: Path) -> tuple[list[str], str]:
 
 def test_the_command_line_for_one_gpu_is_right(tmp_path: Path) -> None:
     files = write_files(tmp_path, max_position_embeddings=40960)
-    environment = recorder(tmp_path) | {"MODEL": files["hf"], "TRAIN": files["prompts"], "TEST": files["prompts"]}
+    environment = recorder(tmp_path) | {
+        "MODEL": files["hf"],
+        "TRAIN": files["prompts"],
+        "TEST": files["prompts"],
+    }
     script = ["bash", str(ROOT / "scripts/run_one_gpu.sh"), "--num-rollout", "3"]
     subprocess.run(script, env=environment, check=True, timeout=60)
     argv, folder = recorded(tmp_path)
     assert argv[0] == "train.py" and Path(folder) == ROOT
     run = parse_args(argv[1:], 1)
     assert run.rollout.num_rollout == 3, "flags of the caller come last"
-    assert run.algorithm.policy_loss_type == "sapo" and run.reward.rm_type == "gsm8k" and run.megatron.transformer.bf16
-    assert run.warnings == (f"--load {run.checkpoint.load} does not exist yet and is also --save: this run starts from --hf-checkpoint",)
+    assert (
+        run.algorithm.policy_loss_type == "sapo"
+        and run.reward.rm_type == "gsm8k"
+        and run.megatron.transformer.bf16
+    )
+    assert run.warnings == (
+        f"--load {run.checkpoint.load} does not exist yet and is also --save: this run starts from --hf-checkpoint",
+    )
 
 
 def test_a_missing_setting_for_one_gpu_is_named() -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("MODEL", "TRAIN", "TEST")}
-    done = subprocess.run(["bash", str(ROOT / "scripts/run_one_gpu.sh")], env=environment, capture_output=True, text=True, timeout=60)
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("MODEL", "TRAIN", "TEST")
+    }
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/run_one_gpu.sh")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode != 0 and "MODEL" in done.stderr
 
 
@@ -81,14 +99,32 @@ def slurm(folder: Path, node: int) -> dict[str, str]:
     for name, script in COMMANDS.items():
         (commands / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
         (commands / name).chmod(0o755)
-    variables = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "alpha,beta", "SLURM_NNODES": "2"}
-    variables |= {"SLURM_NODEID": str(node), "SLURM_GPUS_ON_NODE": "8", "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}"}
+    variables = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_ID": "123456",
+        "SLURM_JOB_NODELIST": "alpha,beta",
+        "SLURM_NNODES": "2",
+    }
+    variables |= {
+        "SLURM_NODEID": str(node),
+        "SLURM_GPUS_ON_NODE": "8",
+        "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
+    }
     return recorder(folder) | variables
 
 
 def test_slurm_starts_torchrun_on_each_node(tmp_path: Path) -> None:
-    script = ["bash", str(ROOT / "scripts/slurm/train.sbatch"), "--lr", "1e-6", "--rollout-stop", "a b"]
-    subprocess.run(script, env=slurm(tmp_path, node=1), check=True, timeout=60, stdout=subprocess.DEVNULL)
+    script = [
+        "bash",
+        str(ROOT / "scripts/slurm/train.sbatch"),
+        "--lr",
+        "1e-6",
+        "--rollout-stop",
+        "a b",
+    ]
+    subprocess.run(
+        script, env=slurm(tmp_path, node=1), check=True, timeout=60, stdout=subprocess.DEVNULL
+    )
     argv, folder = recorded(tmp_path)
     assert argv[:2] == ["-m", "torch.distributed.run"] and Path(folder) == ROOT
     place = argv.index("train.py")
@@ -100,9 +136,13 @@ def test_slurm_starts_torchrun_on_each_node(tmp_path: Path) -> None:
         "--master-addr": "alpha",
         "--master-port": "23456",
     }
-    assert argv[place + 1 :] == ["--lr", "1e-6", "--rollout-stop", "a b"], "arguments arrive as they were given"
+    assert argv[place + 1 :] == ["--lr", "1e-6", "--rollout-stop", "a b"], (
+        "arguments arrive as they were given"
+    )
     assert (
-        (tmp_path / "record.json.srun").read_text().startswith("--nodes 2 --ntasks 2 --ntasks-per-node 1 --relative 0 --kill-on-bad-exit=1")
+        (tmp_path / "record.json.srun")
+        .read_text()
+        .startswith("--nodes 2 --ntasks 2 --ntasks-per-node 1 --relative 0 --kill-on-bad-exit=1")
     )
 
 
@@ -139,13 +179,20 @@ def test_slurm_passes_sigterm_on_and_requeues_what_can_go_on(
             job.kill()
     assert job.returncode == status and words in out
     assert (tmp_path / "record.stopped").read_text() == "TERM"
-    assert (tmp_path / "record.json.scancel").read_text() == "--signal=TERM 123456.7\n", "the trainer's step, not srun and not the engines"
+    assert (tmp_path / "record.json.scancel").read_text() == "--signal=TERM 123456.7\n", (
+        "the trainer's step, not srun and not the engines"
+    )
     asked = (tmp_path / "record.json.requeued").exists()
     assert asked == (left == "75" and restarts == "0")
 
 
 @pytest.mark.parametrize(
-    "script", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("scripts/**/*") if path.suffix in (".sh", ".sbatch"))
+    "script",
+    sorted(
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("scripts/**/*")
+        if path.suffix in (".sh", ".sbatch")
+    ),
 )
 def test_shell_scripts_are_well_formed(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=30)
@@ -155,5 +202,11 @@ def test_shell_scripts_pass_shellcheck() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     scripts = [str(path) for path in ROOT.glob("scripts/**/*") if path.suffix in (".sh", ".sbatch")]
-    done = subprocess.run(["shellcheck", "-x", "-P", "SCRIPTDIR", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["shellcheck", "-x", "-P", "SCRIPTDIR", *scripts],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stdout

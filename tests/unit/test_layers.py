@@ -28,7 +28,13 @@ LAYERS = (
         "slime_like.watchdog",
         "slime_like.doctor",
     ),
-    ("slime_like.losses", "slime_like.advantages", "slime_like.ops", "slime_like.rewards", "megatron_patches"),
+    (
+        "slime_like.losses",
+        "slime_like.advantages",
+        "slime_like.ops",
+        "slime_like.rewards",
+        "megatron_patches",
+    ),
     ("arguments",),
     ("slime_like.data", "slime_like.convert", "slime_like.megatron_backend", "slime_like.rollout"),
     ("slime_like.batch_maker", "slime_like.critic_batches", "slime_like.run_checkpoints"),
@@ -50,7 +56,16 @@ MAY_IMPORT_MEGATRON = (
     "scripts",
 )
 # Importing these costs seconds or needs a device; what is imported below `arguments` is imported by every wrong command line.
-HEAVY = ("transformers", "megatron", "reasoning_gym", "math_verify", "pyarrow", "matplotlib", "tensorboard", "transformer_engine")
+HEAVY = (
+    "transformers",
+    "megatron",
+    "reasoning_gym",
+    "math_verify",
+    "pyarrow",
+    "matplotlib",
+    "tensorboard",
+    "transformer_engine",
+)
 LIGHT = (
     "slime_like.losses",
     "slime_like.advantages",
@@ -109,7 +124,11 @@ def is_in(module: str, packages: tuple[str, ...]) -> bool:
 
 def test_every_module_has_a_layer() -> None:
     unplaced = [module for module in MODULES if place(module) is None]
-    inside_none = [module for module in MODULES if place(module) == "slime_like" and module not in ("slime_like",)]
+    inside_none = [
+        module
+        for module in MODULES
+        if place(module) == "slime_like" and module not in ("slime_like",)
+    ]
     assert not unplaced + inside_none, "add these to LAYERS"
 
 
@@ -117,7 +136,11 @@ def test_every_module_has_a_layer() -> None:
 def test_no_import_from_a_higher_layer(module: str) -> None:
     own = place(module)
     assert own is not None
-    higher = [f"{module} ({own}) imports {name}" for name in imports_of(MODULES[module]) if (to := place(name)) and LEVEL[to] > LEVEL[own]]
+    higher = [
+        f"{module} ({own}) imports {name}"
+        for name in imports_of(MODULES[module])
+        if (to := place(name)) and LEVEL[to] > LEVEL[own]
+    ]
     assert not higher
 
 
@@ -140,7 +163,11 @@ def test_megatron_is_imported_only_where_it_belongs() -> None:
 
 def test_argparse_is_not_imported_by_the_library() -> None:
     """A namespace of arguments must not travel. Programs with flags of their own may parse them."""
-    programs = [module for module, path in MODULES.items() if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
+    programs = [
+        module
+        for module, path in MODULES.items()
+        if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    ]
     users = [module for module, path in MODULES.items() if "argparse" in imports_of(path)]
     assert set(users) <= set(programs)
 
@@ -149,7 +176,10 @@ def test_a_wrong_command_line_imports_nothing_heavy() -> None:
     heavy = {
         module: sorted(found)
         for module, path in MODULES.items()
-        if is_in(module, LIGHT) and (found := {name for name in imports_of(path, at_import_time=True) if is_in(name, HEAVY)})
+        if is_in(module, LIGHT)
+        and (
+            found := {name for name in imports_of(path, at_import_time=True) if is_in(name, HEAVY)}
+        )
     }
     assert not heavy
 

@@ -43,14 +43,25 @@ def test_every_global_is_exchanged(two: tuple[ParallelLayout, ParallelLayout]) -
     before, known = everything(), parallel_globals()
     with second.in_force():
         there = everything()
-        assert parallel_state.get_tensor_model_parallel_group() is second.tp_group is not first.tp_group
+        assert (
+            parallel_state.get_tensor_model_parallel_group()
+            is second.tp_group
+            is not first.tp_group
+        )
     changed = {name for name in before if before[name] != there[name]}
-    assert {"_TENSOR_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP_GLOO", "_GLOBAL_MEMORY_BUFFER", "_EMBEDDING_GROUP"} <= changed
+    assert {
+        "_TENSOR_MODEL_PARALLEL_GROUP",
+        "_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+        "_GLOBAL_MEMORY_BUFFER",
+        "_EMBEDDING_GROUP",
+    } <= changed
     assert changed <= known.keys() and everything() == before
     parallel_state.destroy_model_parallel()
     made = everything()
     parallel_state.initialize_model_parallel()
-    assert {name for name in made if made[name] != everything()[name]} - {"_global_process_group_list"} <= known.keys()
+    assert {name for name in made if made[name] != everything()[name]} - {
+        "_global_process_group_list"
+    } <= known.keys()
 
 
 def test_random_states_go_on_where_they_were(two: tuple[ParallelLayout, ParallelLayout]) -> None:

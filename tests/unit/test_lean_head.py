@@ -26,14 +26,18 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lean_head, "BLOCK_ELEMENTS_CPU", 40)
 
 
-def problem(vocab_size: int = COLUMNS, dtype: torch.dtype = torch.float64, *, bias: bool = False) -> dict[str, Any]:
+def problem(
+    vocab_size: int = COLUMNS, dtype: torch.dtype = torch.float64, *, bias: bool = False
+) -> dict[str, Any]:
     torch.manual_seed(0)
     tensors = {
         "hidden": 2 * torch.randn(T, H, dtype=torch.float64),
         "weight": torch.randn(COLUMNS, H, dtype=torch.float64),
         "bias": torch.randn(COLUMNS, dtype=torch.float64) if bias else None,
     }
-    leaves = {name: None if t is None else t.to(dtype).requires_grad_() for name, t in tensors.items()}
+    leaves = {
+        name: None if t is None else t.to(dtype).requires_grad_() for name, t in tensors.items()
+    }
     return {**leaves, "labels": torch.randint(vocab_size, (T,)), "vocab_size": vocab_size}
 
 
@@ -50,9 +54,13 @@ def through_logits(
     return log_p.gather(1, labels[:, None])[:, 0], -p_log_p.sum(-1)
 
 
-def values_and_gradients(function: Any, arguments: dict[str, Any], uses: str = "both", **settings: Any) -> list[Tensor]:
+def values_and_gradients(
+    function: Any, arguments: dict[str, Any], uses: str = "both", **settings: Any
+) -> list[Tensor]:
     """[log_probs, entropy, gradients by hidden, weight and bias] in float64, of a fixed weighting of the outputs."""
-    leaves = [arguments[name] for name in ("hidden", "weight", "bias") if arguments[name] is not None]
+    leaves = [
+        arguments[name] for name in ("hidden", "weight", "bias") if arguments[name] is not None
+    ]
     log_probs, entropy = function(**arguments, **settings)
     weights = torch.linspace(-1.0, 2.0, 2 * log_probs.numel()).view(2, -1)
     loss = torch.zeros(())
@@ -72,10 +80,16 @@ def assert_same(got: list[Tensor], want: list[Tensor], tolerance: float) -> None
 @pytest.mark.parametrize("uses", ["both", "log_probs", "entropy"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("temperature", "vocab_size"), [(1.0, COLUMNS), (0.6, 33), (1.7, 1)])
-def test_values_and_gradients_in_float64(temperature: float, vocab_size: int, bias: bool, uses: str) -> None:
+def test_values_and_gradients_in_float64(
+    temperature: float, vocab_size: int, bias: bool, uses: str
+) -> None:
     arguments = problem(vocab_size, bias=bias)
-    got = values_and_gradients(lean_log_probs, arguments, uses, temperature=temperature, chunk_size=5)
-    assert_same(got, values_and_gradients(through_logits, arguments, uses, temperature=temperature), 1e-12)
+    got = values_and_gradients(
+        lean_log_probs, arguments, uses, temperature=temperature, chunk_size=5
+    )
+    assert_same(
+        got, values_and_gradients(through_logits, arguments, uses, temperature=temperature), 1e-12
+    )
     assert (got[3][vocab_size:] == 0).all()
 
 
@@ -83,7 +97,10 @@ def test_values_and_gradients_in_float64(temperature: float, vocab_size: int, bi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_chunk_size_gives_the_same(dtype: torch.dtype, chunk_size: int) -> None:
     arguments = problem(33, dtype, bias=True)
-    exact = {k: v.detach().double().requires_grad_() if k in ("hidden", "weight", "bias") else v for k, v in arguments.items()}
+    exact = {
+        k: v.detach().double().requires_grad_() if k in ("hidden", "weight", "bias") else v
+        for k, v in arguments.items()
+    }
     got = values_and_gradients(lean_log_probs, arguments, temperature=0.8, chunk_size=chunk_size)
     want = values_and_gradients(through_logits, exact, temperature=0.8)
     if dtype == torch.float32:
@@ -106,7 +123,9 @@ def test_narrow_inputs_give_float32_and_gradients_of_their_own_kind() -> None:
 def test_only_the_rows_asked_for(rows: list[int], chunk_size: int) -> None:
     arguments = problem()
     with torch.no_grad():
-        arguments["hidden"][[i for i in range(T) if i not in rows]] = float("nan")  # must not be read
+        arguments["hidden"][[i for i in range(T) if i not in rows]] = float(
+            "nan"
+        )  # must not be read
     chosen = torch.tensor(rows, dtype=torch.int64)
     got = values_and_gradients(lean_log_probs, arguments, rows=chosen, chunk_size=chunk_size)
     assert_same(got, values_and_gradients(through_logits, arguments, rows=chosen), 1e-12)
@@ -169,7 +188,9 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
 
 def test_inputs_are_not_changed() -> None:
     arguments = problem(33, bias=True)
-    before = {name: arguments[name].detach().clone() for name in ("hidden", "weight", "bias", "labels")}
+    before = {
+        name: arguments[name].detach().clone() for name in ("hidden", "weight", "bias", "labels")
+    }
     values_and_gradients(lean_log_probs, arguments, temperature=0.5)
     assert all(torch.equal(arguments[name], tensor) for name, tensor in before.items())
 
@@ -185,7 +206,9 @@ class LargestTensor(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(tensor, Tensor):
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.largest = max(
+                    self.largest, tensor.untyped_storage().nbytes() // tensor.element_size()
+                )
         return out
 
 
@@ -218,21 +241,29 @@ def test_token_sets_are_what_probabilities_are_over(rows: list[int] | None, uses
     with_labels = kept.scatter(1, arguments["labels"][:, None], True)
     assert not kept.gather(1, arguments["labels"][:, None]).all() and with_labels.sum(1).min() == 1
 
-    def reference(hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Any, vocab_size: int) -> tuple[Tensor, Tensor]:
+    def reference(
+        hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Any, vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
         chosen = torch.arange(T) if rows is None else torch.tensor(rows)
-        logits = (hidden @ weight[:vocab_size].T / 0.7).masked_fill(~with_labels, float("-inf"))[chosen]
+        logits = (hidden @ weight[:vocab_size].T / 0.7).masked_fill(~with_labels, float("-inf"))[
+            chosen
+        ]
         log_p = logits.log_softmax(-1)
         entropy = -(log_p.exp() * log_p.masked_fill(log_p == float("-inf"), 0.0)).sum(-1)
         return log_p.gather(1, labels[chosen, None])[:, 0], entropy
 
     chosen = None if rows is None else torch.tensor(rows)
-    got = values_and_gradients(lean_log_probs, arguments, uses, temperature=0.7, chunk_size=5, token_sets=sets, rows=chosen)
+    got = values_and_gradients(
+        lean_log_probs, arguments, uses, temperature=0.7, chunk_size=5, token_sets=sets, rows=chosen
+    )
     assert_same(got, values_and_gradients(reference, arguments, uses), 1e-12)
 
 
 def test_a_label_outside_the_set_keeps_a_probability() -> None:
     hidden, weight = torch.ones(1, 1), torch.tensor([[3.0], [2.0], [1.0], [0.0]])
-    log_probs, entropy = lean_log_probs(hidden, weight, torch.tensor([3]), vocab_size=4, token_sets=torch.tensor([[0, 1]]))
+    log_probs, entropy = lean_log_probs(
+        hidden, weight, torch.tensor([3]), vocab_size=4, token_sets=torch.tensor([[0, 1]])
+    )
     log_p = torch.tensor([3.0, 2.0, 0.0]).log_softmax(0)
     torch.testing.assert_close(log_probs, log_p[2:])
     torch.testing.assert_close(entropy, -(log_p.exp() * log_p).sum()[None])

@@ -49,7 +49,9 @@ SHAPE = dict(
 FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3_tied": Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "llama": LlamaConfig(**SHAPE),
-    "qwen3_moe": Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
 }
 
@@ -59,7 +61,9 @@ class Built:
 
     def __init__(self, config: PretrainedConfig, folder: Path, **engine_options: int) -> None:
         torch.manual_seed(0)
-        self.reference: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.reference: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32
+        ).eval()
         self.reference.save_pretrained(folder)
         self.folder = str(folder)
         self.engine = LocalEngine(self.folder, None, **engine_options)
@@ -85,7 +89,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def _requests(count: int, n_samples: int = 1, longest: int = 20) -> list[GenerateRequest]:
     """Prompts of lengths 1..longest, each n_samples times."""
     generator = torch.Generator().manual_seed(5)
-    prompts = [tuple(torch.randint(2, VOCAB, (1 + i * 7 % longest,), generator=generator).tolist()) for i in range(count)]
+    prompts = [
+        tuple(torch.randint(2, VOCAB, (1 + i * 7 % longest,), generator=generator).tolist())
+        for i in range(count)
+    ]
     return [
         GenerateRequest(i * n_samples + j, prompt, seed=1000 + i * n_samples + j)
         for i, prompt in enumerate(prompts)
@@ -108,19 +115,31 @@ def test_greedy_is_transformers_greedy(family: str, tmp_path: Path) -> None:
     assert [output.sample_id for output in outputs] == [request.sample_id for request in requests]
     for request, output in zip(requests, outputs, strict=True):
         ids = torch.tensor([request.prompt_tokens])
-        expected = built.reference.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
+        expected = built.reference.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
+        )
         assert list(output.tokens) == expected[0, ids.size(1) :].tolist()
         # greedy reports log-probs at temperature 1
         expected_log_probs = (
-            _full_pass(built.reference, request, output).log_softmax(-1).gather(1, torch.tensor(output.tokens)[:, None])[:, 0]
+            _full_pass(built.reference, request, output)
+            .log_softmax(-1)
+            .gather(1, torch.tensor(output.tokens)[:, None])[:, 0]
         )
-        torch.testing.assert_close(torch.tensor(output.log_probs), expected_log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(output.log_probs), expected_log_probs, atol=1e-5, rtol=0
+        )
 
 
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(max_new_tokens=16), SamplingParams(temperature=0.7, top_p=0.8, top_k=9, max_new_tokens=16)]
+    "sampling",
+    [
+        SamplingParams(max_new_tokens=16),
+        SamplingParams(temperature=0.7, top_p=0.8, top_k=9, max_new_tokens=16),
+    ],
 )
-def test_log_probs_are_of_the_scaled_distribution_before_truncation(built: Built, sampling: SamplingParams) -> None:
+def test_log_probs_are_of_the_scaled_distribution_before_truncation(
+    built: Built, sampling: SamplingParams
+) -> None:
     requests = _requests(8, n_samples=2)
     for request, output in zip(requests, built.engine.generate(requests, sampling), strict=True):
         logits = _full_pass(built.reference, request, output) / sampling.temperature
@@ -130,7 +149,9 @@ def test_log_probs_are_of_the_scaled_distribution_before_truncation(built: Built
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(9, 1.0), (-1, 0.8), (9, 0.8)])
-def test_reported_sets_are_those_of_transformers_and_log_probs_are_over_them(built: Built, top_k: int, top_p: float) -> None:
+def test_reported_sets_are_those_of_transformers_and_log_probs_are_over_them(
+    built: Built, top_k: int, top_p: float
+) -> None:
     sampling = SamplingParams(temperature=0.7, top_p=top_p, top_k=top_k, max_new_tokens=16)
     requests = _requests(8, n_samples=2)
     plain = built.engine.generate(requests, sampling)
@@ -152,21 +173,29 @@ def test_reported_sets_are_those_of_transformers_and_log_probs_are_over_them(bui
 def test_greedy_responses_report_no_sets(built: Built) -> None:
     sampling = SamplingParams(temperature=0, max_new_tokens=4, top_k=3)
     requests = _requests(2)
-    assert built.engine.generate(requests, replace(sampling, report_token_sets=True)) == built.engine.generate(requests, sampling)
+    assert built.engine.generate(
+        requests, replace(sampling, report_token_sets=True)
+    ) == built.engine.generate(requests, sampling)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_reported_routes_are_those_of_a_pass_over_the_whole_text(family: str, tmp_path: Path) -> None:
+def test_reported_routes_are_those_of_a_pass_over_the_whole_text(
+    family: str, tmp_path: Path
+) -> None:
     """Prompts of several lengths, some shared, and responses that end at different steps: each has the routes of its own tokens."""
     built = Built(FAMILIES[family], tmp_path, local_batch_size=5)
-    sampling = SamplingParams(max_new_tokens=9, stop_token_ids=tuple(range(20, 30)), report_routes=True)
+    sampling = SamplingParams(
+        max_new_tokens=9, stop_token_ids=tuple(range(20, 30)), report_routes=True
+    )
     requests = _requests(4, n_samples=2)
     outputs = built.engine.generate(requests, sampling)
     assert len({len(output.tokens) for output in outputs}) > 2
     seen: list[Tensor] = []
     for name, router in built.reference.named_modules():
         if name.endswith(".gate"):
-            router.register_forward_hook(lambda module, given, out: seen.append(out[0].topk(2).indices))
+            router.register_forward_hook(
+                lambda module, given, out: seen.append(out[0].topk(2).indices)
+            )
     for request, output in zip(requests, outputs, strict=True):
         seen.clear()
         built.reference(torch.tensor([[*request.prompt_tokens, *output.tokens]]))
@@ -175,7 +204,9 @@ def test_reported_routes_are_those_of_a_pass_over_the_whole_text(family: str, tm
         assert torch.equal(output.routes[:-1].long().sort(dim=-1).values, want[:-1])
         assert bool((output.routes[-1] == -1).all()), "the last token is not fed to the model"
     plain = built.engine.generate(requests, replace(sampling, report_routes=False))
-    assert [o.tokens for o in plain] == [o.tokens for o in outputs] and all(o.routes is None for o in plain)
+    assert [o.tokens for o in plain] == [o.tokens for o in outputs] and all(
+        o.routes is None for o in plain
+    )
 
 
 def test_a_model_without_experts_has_no_routes(built: Built) -> None:
@@ -193,7 +224,9 @@ def test_tokens_depend_on_the_seed_alone(built: Built) -> None:
     for chosen, size in ((requests, 1), (requests, 7), (requests[::-1], 64), (requests[5:9], 64)):
         for output in built.another(local_batch_size=size).generate(chosen, sampling):
             assert output.tokens == expected[output.sample_id].tokens
-            torch.testing.assert_close(output.log_probs, expected[output.sample_id].log_probs, atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                output.log_probs, expected[output.sample_id].log_probs, atol=1e-5, rtol=0
+            )
     assert len({expected[i].tokens for i in range(3)}) == 3  # three samples of one prompt
     other = built.engine.generate([replace(requests[0], seed=77)], sampling)[0]
     assert other.tokens != expected[0].tokens
@@ -201,7 +234,9 @@ def test_tokens_depend_on_the_seed_alone(built: Built) -> None:
 
 def test_a_shorter_limit_gives_a_prefix(built: Built) -> None:
     requests = _requests(6)
-    long, short = (built.engine.generate(requests, SamplingParams(max_new_tokens=n)) for n in (20, 6))
+    long, short = (
+        built.engine.generate(requests, SamplingParams(max_new_tokens=n)) for n in (20, 6)
+    )
     for a, b in zip(long, short, strict=True):
         assert b.tokens == a.tokens[:6]
         assert b.finish_reason == ("length" if len(a.tokens) > 6 else "stop")
@@ -213,11 +248,17 @@ def test_an_end_with_the_last_allowed_token_is_an_end(built: Built) -> None:
     engine.update_weights(built.weights(), version=0)
     requests, ends = _requests(16, n_samples=2), set()
     for stops in ({"stop_token_ids": (7,)}, {"stop": ("C",)}):
-        for request, whole in zip(requests, engine.generate(requests, SamplingParams(max_new_tokens=24, **stops)), strict=True):
+        for request, whole in zip(
+            requests,
+            engine.generate(requests, SamplingParams(max_new_tokens=24, **stops)),
+            strict=True,
+        ):
             limit = len(whole.tokens)
             if whole.finish_reason == "stop" and 1 < limit < 24:
                 (same,) = engine.generate([request], SamplingParams(max_new_tokens=limit, **stops))
-                (less,) = engine.generate([request], SamplingParams(max_new_tokens=limit - 1, **stops))
+                (less,) = engine.generate(
+                    [request], SamplingParams(max_new_tokens=limit - 1, **stops)
+                )
                 assert (same.tokens, same.finish_reason) == (whole.tokens, "stop")
                 assert (less.tokens, less.finish_reason) == (whole.tokens[:-1], "length")
                 ends.add(whole.tokens[-1])
@@ -259,7 +300,9 @@ def test_sampled_distribution(sampling: SamplingParams) -> None:
     n = 20_000
     uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     tokens, log_probs = sample_tokens(logits.expand(n, 8), uniforms, sampling)
-    torch.testing.assert_close(torch.bincount(tokens, minlength=8) / n, expected.float(), atol=2 / n, rtol=0)
+    torch.testing.assert_close(
+        torch.bincount(tokens, minlength=8) / n, expected.float(), atol=2 / n, rtol=0
+    )
     torch.testing.assert_close(log_probs, p.log()[tokens].float(), atol=1e-6, rtol=0)
 
 
@@ -268,7 +311,9 @@ def test_extreme_uniforms_pick_possible_tokens() -> None:
     logits = torch.randn(500, 9, generator=torch.Generator().manual_seed(0))
     logits[:, 0] = logits[:, -2:] = float("-inf")
     for uniform, token in ((0.0, 1), (1 - 2**-53, 6)):
-        tokens, _ = sample_tokens(logits, torch.full((500,), uniform, dtype=torch.float64), SamplingParams())
+        tokens, _ = sample_tokens(
+            logits, torch.full((500,), uniform, dtype=torch.float64), SamplingParams()
+        )
         assert set(tokens.tolist()) == {token}
 
 
@@ -276,7 +321,9 @@ def test_stop_tokens_end_a_response_and_belong_to_it(built: Built) -> None:
     requests = _requests(16, n_samples=2)
     free = built.engine.generate(requests, SamplingParams(max_new_tokens=24, temperature=2.0))
     extra = (7, 30)
-    stopped = built.engine.generate(requests, SamplingParams(max_new_tokens=24, temperature=2.0, stop_token_ids=extra))
+    stopped = built.engine.generate(
+        requests, SamplingParams(max_new_tokens=24, temperature=2.0, stop_token_ids=extra)
+    )
     reasons = set()
     for a, b in zip(free, stopped, strict=True):
         cut = next((i for i, token in enumerate(a.tokens) if token in extra), None)
@@ -300,9 +347,14 @@ def test_end_tokens_come_from_every_source(built: Built, tmp_path: Path) -> None
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level tokens of one letter each: ids 2 is the end of sequence, 3.. are the letters."""
-    vocab = {"<pad>": 0, "<unused>": 1, "<eos>": 2} | {chr(ord("A") + i): 3 + i for i in range(VOCAB - 3)}
+    vocab = {"<pad>": 0, "<unused>": 1, "<eos>": 2} | {
+        chr(ord("A") + i): 3 + i for i in range(VOCAB - 3)
+    }
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        ByteLevel(add_prefix_space=False),
+        ByteLevelDecoder(),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
@@ -314,7 +366,9 @@ def test_stop_strings(built: Built) -> None:
     requests = _requests(4, n_samples=4)
     free = engine.generate(requests, SamplingParams(max_new_tokens=24))
     texts = [tokenizer.decode(output.tokens) for output in free]
-    stop = next(text[5:8] for text in texts if len(text) > 12)  # three letters in the middle of one response
+    stop = next(
+        text[5:8] for text in texts if len(text) > 12
+    )  # three letters in the middle of one response
     stopped = engine.generate(requests, SamplingParams(max_new_tokens=24, stop=("\n", stop)))
     assert any(stop in text for text in texts)
     for output, text, whole in zip(stopped, texts, free, strict=True):
@@ -324,7 +378,9 @@ def test_stop_strings(built: Built) -> None:
         else:
             assert (output.tokens, output.finish_reason) == (whole.tokens, whole.finish_reason)
             # responses that end leave the batch, whose size decides how products of matrices are rounded
-            torch.testing.assert_close(torch.tensor(output.log_probs), torch.tensor(whole.log_probs), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                torch.tensor(output.log_probs), torch.tensor(whole.log_probs), rtol=1e-5, atol=1e-5
+            )
 
 
 def test_stop_strings_need_a_tokenizer(built: Built) -> None:
@@ -340,7 +396,9 @@ def test_stop_strings_need_a_tokenizer(built: Built) -> None:
         (GenerateRequest(9, (3,) * 120, 0), "exceed the model's 128 positions"),
     ],
 )
-def test_impossible_requests_are_named(built: Built, request_: GenerateRequest, message: str) -> None:
+def test_impossible_requests_are_named(
+    built: Built, request_: GenerateRequest, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         built.engine.generate([request_], SamplingParams(max_new_tokens=9))
 
@@ -369,7 +427,10 @@ def test_no_requests(built: Built) -> None:
 
 def test_single_requests_from_an_event_loop_give_the_same_responses(built: Built) -> None:
     requests = _requests(6, n_samples=2)
-    sampling, greedy = SamplingParams(max_new_tokens=12), SamplingParams(temperature=0, max_new_tokens=12)
+    sampling, greedy = (
+        SamplingParams(max_new_tokens=12),
+        SamplingParams(temperature=0, max_new_tokens=12),
+    )
     engine = built.another(local_batch_size=5)
 
     async def all_of_them(sampling: SamplingParams) -> list[GenerateOutput]:
@@ -380,7 +441,9 @@ def test_single_requests_from_an_event_loop_give_the_same_responses(built: Built
 
     for _ in range(2):  # each time in an event loop of its own
         for outputs, params in zip(asyncio.run(both()), (sampling, greedy), strict=True):
-            for output, expected in zip(outputs, built.engine.generate(requests, params), strict=True):
+            for output, expected in zip(
+                outputs, built.engine.generate(requests, params), strict=True
+            ):
                 assert (output.sample_id, output.tokens, output.finish_reason) == (
                     expected.sample_id,
                     expected.tokens,
@@ -403,14 +466,25 @@ def test_an_aborted_request_returns_what_it_has(built: Built) -> None:
         return await asyncio.gather(*tasks)
 
     outputs = asyncio.run(scenario())
-    assert [o.finish_reason for o in outputs] == ["abort", whole[1].finish_reason, whole[2].finish_reason, "abort"]
-    assert 0 < len(outputs[0].tokens) < len(whole[0].tokens) and outputs[0].tokens == whole[0].tokens[: len(outputs[0].tokens)]
+    assert [o.finish_reason for o in outputs] == [
+        "abort",
+        whole[1].finish_reason,
+        whole[2].finish_reason,
+        "abort",
+    ]
+    assert (
+        0 < len(outputs[0].tokens) < len(whole[0].tokens)
+        and outputs[0].tokens == whole[0].tokens[: len(outputs[0].tokens)]
+    )
     assert len(outputs[0].log_probs) == len(outputs[0].tokens) and outputs[0].failure is None
     assert outputs[3].tokens == () and outputs[1].tokens == whole[1].tokens
 
 
 def test_weights_replaced_in_a_pause_show_in_the_versions(built: Built) -> None:
-    request, sampling = _requests(1)[0], SamplingParams(max_new_tokens=40, temperature=2.0, stop_token_ids=())
+    request, sampling = (
+        _requests(1)[0],
+        SamplingParams(max_new_tokens=40, temperature=2.0, stop_token_ids=()),
+    )
     engine = built.another()
     before = built.engine.generate([request], sampling)[0]
 
@@ -427,7 +501,9 @@ def test_weights_replaced_in_a_pause_show_in_the_versions(built: Built) -> None:
 
     output = asyncio.run(scenario())
     assert output.tokens == before.tokens  # the weights are the same ones
-    assert set(output.weight_versions) == {3, 4} and list(output.weight_versions) == sorted(output.weight_versions)
+    assert set(output.weight_versions) == {3, 4} and list(output.weight_versions) == sorted(
+        output.weight_versions
+    )
 
 
 def test_engine_without_weights_refuses(built: Built) -> None:
@@ -469,7 +545,9 @@ def _untied(weights: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
         (_untied, r"tied to: lm_head\.weight"),
     ],
 )
-def test_a_bad_update_is_named_and_leaves_the_engine_unusable(built: Built, spoil: object, message: str) -> None:
+def test_a_bad_update_is_named_and_leaves_the_engine_unusable(
+    built: Built, spoil: object, message: str
+) -> None:
     engine = built.another()
     sampling = SamplingParams(max_new_tokens=6)
     before = engine.generate(_requests(2), sampling)
@@ -503,14 +581,17 @@ def test_tied_weights_come_under_either_name_or_both(built: Built) -> None:
     expected = built.engine.generate(_requests(2), sampling)
     for extra in (["lm_head.weight"], ["lm_head.weight", "model.embed_tokens.weight"]):
         engine = LocalEngine(built.folder, None)
-        engine.update_weights(iter([*weights.items(), *((name, embedding) for name in extra)]), version=3)
+        engine.update_weights(
+            iter([*weights.items(), *((name, embedding) for name in extra)]), version=3
+        )
         assert engine.generate(_requests(2), sampling) == expected
 
 
 def test_an_update_changes_what_is_generated(built: Built) -> None:
     engine = built.another()
     noisy = [
-        (name, weight + 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))) for name, weight in built.weights()
+        (name, weight + 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+        for name, weight in built.weights()
     ]
     request = _requests(1)
     before = engine.generate(request, SamplingParams(temperature=0, max_new_tokens=4))[0]
@@ -532,9 +613,15 @@ def test_expert_weights_are_checked_one_by_one(tmp_path: Path) -> None:
 
 def test_non_finite_weights_abort_the_response(built: Built) -> None:
     engine = built.another()
-    broken = {name: weight * float("nan") if name == "model.norm.weight" else weight for name, weight in built.weights()}
+    broken = {
+        name: weight * float("nan") if name == "model.norm.weight" else weight
+        for name, weight in built.weights()
+    }
     engine.update_weights(iter(broken.items()), version=4)
-    for sampling in (SamplingParams(max_new_tokens=4), SamplingParams(temperature=0, max_new_tokens=4)):
+    for sampling in (
+        SamplingParams(max_new_tokens=4),
+        SamplingParams(temperature=0, max_new_tokens=4),
+    ):
         output = engine.generate(_requests(1), sampling)[0]
         assert output.finish_reason == "abort"
         assert output.tokens == output.log_probs == output.weight_versions == ()

@@ -45,11 +45,17 @@ def through_the_schedule(loss: float, num_microbatches: int, cp: int) -> float:
     return float(result)
 
 
-@pytest.mark.parametrize(("num_microbatches", "dp", "cp"), [(1, 1, 1), (4, 1, 1), (3, 2, 1), (4, 2, 2), (1, 8, 3)])
-def test_schedule_and_data_parallel_average_are_undone(num_microbatches: int, dp: int, cp: int) -> None:
+@pytest.mark.parametrize(
+    ("num_microbatches", "dp", "cp"), [(1, 1, 1), (4, 1, 1), (3, 2, 1), (4, 2, 2), (1, 8, 3)]
+)
+def test_schedule_and_data_parallel_average_are_undone(
+    num_microbatches: int, dp: int, cp: int
+) -> None:
     """Every rank has this many partial losses of 0.5, and DDP averages gradients over dp * cp equal ranks: the sum of all must come out."""
     scale = loss_closure.gradient_scale(layout(dp, cp), num_microbatches)
-    of_a_rank = sum(through_the_schedule(0.5 * scale, num_microbatches, cp) for _ in range(num_microbatches))
+    of_a_rank = sum(
+        through_the_schedule(0.5 * scale, num_microbatches, cp) for _ in range(num_microbatches)
+    )
     averaged = sum([of_a_rank] * dp * cp) / (dp * cp)
     assert averaged == pytest.approx(0.5 * num_microbatches * dp * cp)
 

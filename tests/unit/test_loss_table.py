@@ -19,8 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_all_that_is_registered_has_a_row_but_the_supervised_loss() -> None:
     first = [row for row in rows() if not is_further(row)]
-    assert sorted(row.name for row in first if row.kind == "losses") == [n for n in policy_losses.names() if n != "cross_entropy"]
-    assert sorted(row.name for row in first if row.kind == "estimators") == advantage_estimators.names()
+    assert sorted(row.name for row in first if row.kind == "losses") == [
+        n for n in policy_losses.names() if n != "cross_entropy"
+    ]
+    assert (
+        sorted(row.name for row in first if row.kind == "estimators")
+        == advantage_estimators.names()
+    )
     assert len({(row.kind, row.label) for row in rows()}) == len(rows())
 
 
@@ -35,7 +40,9 @@ def test_every_row_is_a_right_command_line(tmp_path: Path, monkeypatch: pytest.M
         assert not [w for w in run.warnings if not w.startswith("gmpo ")], row
         assert run.algorithm.policy_loss_type == (row.name if row.kind == "losses" else "ppo")
         folders.add(words[-1])
-    shared = {row.flags for row in rows() if row.kind == "losses"} & {row.flags for row in rows() if row.kind == "estimators"}
+    shared = {row.flags for row in rows() if row.kind == "losses"} & {
+        row.flags for row in rows() if row.kind == "estimators"
+    }
     assert len(folders) == len(rows()) - len(shared), "only rows that are one run share a folder"
 
 
@@ -44,7 +51,19 @@ def test_a_finished_run_counts_as_long_as_its_command_line_is_the_same(tmp_path:
     folder = Path(command_of(row, 48, model, tmp_path)[-1])
     folder.mkdir(parents=True)
     words = command_words(row, 48, model, tmp_path)
-    result = Result(**asdict(row), before=0.1, after=0.2, clipped=None, rollouts=48, cpu_s=1.0, command=words, date="2000-01-01")
+    result = Result(
+        **asdict(row),
+        before=0.1,
+        after=0.2,
+        clipped=None,
+        rollouts=48,
+        cpu_s=1.0,
+        command=words,
+        date="2000-01-01",
+    )
     (folder / "result.json").write_text(json.dumps(asdict(result)))
     assert finished(row, 48, model, tmp_path) == result
-    assert finished(row, 49, model, tmp_path) is None and finished(rows()[1], 48, model, tmp_path) is None
+    assert (
+        finished(row, 49, model, tmp_path) is None
+        and finished(rows()[1], 48, model, tmp_path) is None
+    )

@@ -19,7 +19,9 @@ from tests.unit.loss_cases import gradient, grid, make, value
 PPO, SAPO = policy_losses.get("ppo"), policy_losses.get("sapo")
 
 
-def ppo_token(a: float, log_ratio: float, low: float, high: float, c: float | None) -> tuple[float, float, bool, bool]:
+def ppo_token(
+    a: float, log_ratio: float, low: float, high: float, c: float | None
+) -> tuple[float, float, bool, bool]:
     """(loss, gradient by the log-prob, clipped, bounded by c) of one token."""
     clamped = max(-20.0, min(20.0, log_ratio))
     r = math.exp(clamped)
@@ -49,8 +51,13 @@ def test_ppo_is_the_formula(config: PPOConfig) -> None:
     log_ratio, advantages = grid()
     leaf, inputs = make(log_ratio, advantages)
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
-    rows = [ppo_token(a, d, config.eps_clip, high, config.eps_clip_c) for a, d in zip(advantages.tolist(), log_ratio.tolist())]
-    losses, grads, clipped, bounded = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows))
+    rows = [
+        ppo_token(a, d, config.eps_clip, high, config.eps_clip_c)
+        for a, d in zip(advantages.tolist(), log_ratio.tolist())
+    ]
+    losses, grads, clipped, bounded = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*rows)
+    )
     output = PPO.fn(inputs, config)
     torch.testing.assert_close(output.token_losses.detach(), losses, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient(PPO, config, leaf, inputs), grads, rtol=1e-12, atol=1e-12)
@@ -83,8 +90,12 @@ def test_sapo_is_the_formula(tau_pos: float, tau_neg: float) -> None:
     output = SAPO.fn(inputs, config)
     expected = torch.tensor([losses, grads], dtype=torch.float64)
     torch.testing.assert_close(output.token_losses.detach(), expected[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient(SAPO, config, leaf, inputs), expected[1], rtol=1e-9, atol=1e-12)
-    assert value(output.metrics["sapo_grad_weight"]) == pytest.approx(sum(weights) / len(weights), rel=1e-5)
+    torch.testing.assert_close(
+        gradient(SAPO, config, leaf, inputs), expected[1], rtol=1e-9, atol=1e-12
+    )
+    assert value(output.metrics["sapo_grad_weight"]) == pytest.approx(
+        sum(weights) / len(weights), rel=1e-5
+    )
     assert value(output.metrics["sapo_gate"]) == pytest.approx(sum(gates) / len(gates), rel=1e-5)
     assert not {"pg_clipfrac", "clip_ratio"} & output.metrics.keys()
 
@@ -97,7 +108,9 @@ def test_sapo_passes_gradcheck() -> None:
     leaf, inputs = make(log_ratio, advantages)
 
     def losses(log_probs: torch.Tensor) -> torch.Tensor:
-        return SAPO.fn(dataclasses.replace(inputs, log_probs=log_probs), SAPOConfig(0.7, 1.9)).token_losses
+        return SAPO.fn(
+            dataclasses.replace(inputs, log_probs=log_probs), SAPOConfig(0.7, 1.9)
+        ).token_losses
 
     assert torch.autograd.gradcheck(losses, (leaf,))
 
@@ -119,17 +132,23 @@ def test_sapo_at_sequence_level_uses_the_ratio_of_gspo_token() -> None:
         losses.append(-a * 4 / tau / (1 + math.exp(-tau * (s - 1))) if mask[t] else 0.0)
         grads.append(-a * s * sech2(tau * (s - 1) / 2) if mask[t] else 0.0)
     output = SAPO.fn(inputs, config)
-    torch.testing.assert_close(inputs.masked(output.token_losses).detach(), torch.tensor(losses, dtype=torch.float64))
+    torch.testing.assert_close(
+        inputs.masked(output.token_losses).detach(), torch.tensor(losses, dtype=torch.float64)
+    )
     actual = torch.autograd.grad(inputs.masked(output.token_losses).sum(), leaf)[0]
     torch.testing.assert_close(actual, torch.tensor(grads, dtype=torch.float64))
 
 
 def test_sapo_sequence_ratio_is_capped() -> None:
     """exp(min(., 10)): the gate saturates and nothing overflows."""
-    leaf, inputs = make(torch.full((3,), 19.0, dtype=torch.float64), torch.ones(3, dtype=torch.float64))
+    leaf, inputs = make(
+        torch.full((3,), 19.0, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    )
     output = SAPO.fn(inputs, SAPOConfig(sapo_ratio_level="sequence"))
     assert value(output.metrics["ratio_max"]) == pytest.approx(math.exp(10), rel=1e-5)
-    assert torch.equal(torch.autograd.grad(output.token_losses.sum(), leaf)[0], torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(
+        torch.autograd.grad(output.token_losses.sum(), leaf)[0], torch.zeros(3, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +158,10 @@ def test_sapo_sequence_ratio_is_capped() -> None:
         ("ppo", {"eps_clip": 0.0, "eps_clip_c": 3.0}),
         ("sapo", {"sapo_tau_pos": 0.3, "sapo_tau_neg": 4.0}),
         ("sapo", {"sapo_tau_pos": 0.3, "sapo_tau_neg": 4.0, "sapo_ratio_level": "sequence"}),
-        ("cispo", {"cispo_eps_clip_low": 0.2, "cispo_eps_clip_high": 0.28, "cispo_anchor": "rollout"}),
+        (
+            "cispo",
+            {"cispo_eps_clip_low": 0.2, "cispo_eps_clip_high": 0.28, "cispo_anchor": "rollout"},
+        ),
         ("dro", {"dro_beta": 0.5}),
         ("dppo", {"dppo_type": "binary_kl"}),
         ("vespo", {"vespo_k_pos": 0.5, "vespo_lambda_neg": 7.0}),
@@ -151,18 +173,30 @@ def test_on_policy_the_gradient_is_minus_the_advantage(name: str, settings: dict
     if name != "gmpo":
         advantages += torch.tensor([0.0, -2.2, 0.0, 0.3, 5.0], dtype=torch.float64)
     loss = policy_losses.get(name)
-    leaf, inputs = make(torch.zeros(5, dtype=torch.float64), advantages, seq_ids=torch.tensor([0, 0, 1, 2, 2]))
-    inputs = dataclasses.replace(inputs, advantages=0.1 * advantages if name == "clip_cov" else advantages)
+    leaf, inputs = make(
+        torch.zeros(5, dtype=torch.float64), advantages, seq_ids=torch.tensor([0, 0, 1, 2, 2])
+    )
+    inputs = dataclasses.replace(
+        inputs, advantages=0.1 * advantages if name == "clip_cov" else advantages
+    )
     torch.testing.assert_close(
-        gradient(loss, loss.config_type(**settings), leaf, inputs), -inputs.required("advantages"), rtol=1e-15, atol=0
+        gradient(loss, loss.config_type(**settings), leaf, inputs),
+        -inputs.required("advantages"),
+        rtol=1e-15,
+        atol=0,
     )
 
 
 def test_cross_entropy_is_minus_the_log_prob() -> None:
-    leaf, inputs = make(torch.tensor([0.1, 0.2], dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
+    leaf, inputs = make(
+        torch.tensor([0.1, 0.2], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    )
     loss = policy_losses.get("cross_entropy")
     torch.testing.assert_close(loss.fn(inputs, CrossEntropyConfig()).token_losses, -leaf)
-    torch.testing.assert_close(gradient(loss, CrossEntropyConfig(), leaf, inputs), torch.full((2,), -1.0, dtype=torch.float64))
+    torch.testing.assert_close(
+        gradient(loss, CrossEntropyConfig(), leaf, inputs),
+        torch.full((2,), -1.0, dtype=torch.float64),
+    )
 
 
 def test_homogeneous_losses_scale_with_the_advantage() -> None:
@@ -171,7 +205,12 @@ def test_homogeneous_losses_scale_with_the_advantage() -> None:
     for name, loss in policy_losses.items():
         if loss.homogeneous and "advantages" in loss.needs:
             rewards = torch.ones_like(advantages)
-            once, thrice = (loss.fn(make(log_ratio, k * advantages, rewards=rewards)[1], loss.config_type()).token_losses for k in (1, 3))
+            once, thrice = (
+                loss.fn(
+                    make(log_ratio, k * advantages, rewards=rewards)[1], loss.config_type()
+                ).token_losses
+                for k in (1, 3)
+            )
             torch.testing.assert_close(thrice, 3 * once, msg=name)
 
 
@@ -182,7 +221,9 @@ def test_ratio_metrics_are_over_active_tokens() -> None:
     for loss in (PPO, SAPO):
         metrics = loss.fn(inputs, loss.config_type()).metrics
         assert value(metrics["ppo_kl"]) == pytest.approx(-(0.5 - 1.0 + 30.0) / 3, rel=1e-6)
-        assert value(metrics["ratio_mean"]) == pytest.approx((math.exp(0.5) + math.exp(-1) + math.exp(20)) / 3, rel=1e-6)
+        assert value(metrics["ratio_mean"]) == pytest.approx(
+            (math.exp(0.5) + math.exp(-1) + math.exp(20)) / 3, rel=1e-6
+        )
         assert value(metrics["ratio_min"]) == pytest.approx(math.exp(-1))
         assert value(metrics["ratio_max"]) == pytest.approx(math.exp(20), rel=1e-6)
         assert value(metrics["ratio_clamp_frac"]) == pytest.approx(1 / 3)
@@ -191,16 +232,30 @@ def test_ratio_metrics_are_over_active_tokens() -> None:
 def test_sequence_sums_and_means_follow_the_original_mask() -> None:
     x = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([True, False, True, False, True])
-    _, inputs = make(torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64), mask, torch.tensor([0, 0, 0, 1, 2]))
+    _, inputs = make(
+        torch.zeros(5, dtype=torch.float64),
+        torch.ones(5, dtype=torch.float64),
+        mask,
+        torch.tensor([0, 0, 0, 1, 2]),
+    )
     assert inputs.seq_sum(x).tolist() == [5, 5, 5, 0, 16]
     assert inputs.seq_mean(x).tolist() == [2.5, 2.5, 2.5, 0, 16]
     weights = torch.tensor([1.0, 10.0, 100.0, 1000.0, 5.0], dtype=torch.float64)
-    assert torch.autograd.grad((weights * inputs.seq_mean(x)).sum(), x)[0].tolist() == [55.5, 0, 55.5, 0, 5]
+    assert torch.autograd.grad((weights * inputs.seq_mean(x)).sum(), x)[0].tolist() == [
+        55.5,
+        0,
+        55.5,
+        0,
+        5,
+    ]
     assert torch.autograd.gradcheck(lambda y: inputs.seq_mean(y * y), (x,))
 
 
 def test_bfloat16_is_upcast_before_the_subtraction() -> None:
-    current, old = torch.tensor([-1.0078125], dtype=torch.bfloat16), torch.tensor([-1.00003], dtype=torch.float32)
+    current, old = (
+        torch.tensor([-1.0078125], dtype=torch.bfloat16),
+        torch.tensor([-1.00003], dtype=torch.float32),
+    )
     inputs = from_padded(current[None], torch.ones(1, 1), torch.ones(1, 1), old_log_probs=old[None])
     assert inputs.log_ratio().dtype == torch.float32
     assert float(inputs.log_ratio()) == pytest.approx(-0.0077825, rel=1e-4)
@@ -241,6 +296,10 @@ def test_boundaries_of_ranges_are_legal() -> None:
 
 
 def test_names_and_aliases() -> None:
-    assert [policy_losses.canonical(name) for name in ("regular", "vanilla", "dual_clip", "sft")] == ["ppo", "ppo", "ppo", "cross_entropy"]
-    with pytest.raises(ValueError, match=r"unknown policy loss 'grpo'.*cross_entropy, .*ppo, .*sapo"):
+    assert [
+        policy_losses.canonical(name) for name in ("regular", "vanilla", "dual_clip", "sft")
+    ] == ["ppo", "ppo", "ppo", "cross_entropy"]
+    with pytest.raises(
+        ValueError, match=r"unknown policy loss 'grpo'.*cross_entropy, .*ppo, .*sapo"
+    ):
         policy_losses.get("grpo")

@@ -17,7 +17,11 @@ from slime_like.losses.kl_cov import KLCovConfig
 from slime_like.losses.ppo import PPOConfig
 from tests.unit.loss_cases import clamp20, gradient, make, value
 
-CLIP_COV, KL_COV, PPO = policy_losses.get("clip_cov"), policy_losses.get("kl_cov"), policy_losses.get("ppo")
+CLIP_COV, KL_COV, PPO = (
+    policy_losses.get("clip_cov"),
+    policy_losses.get("kl_cov"),
+    policy_losses.get("ppo"),
+)
 COUNT = 60
 
 
@@ -36,7 +40,10 @@ def loop_covariances(leaf: torch.Tensor, inputs: LossInputs) -> list[float]:
     a_mean = sum(float(inputs.advantages[t]) for t in rows) / len(rows)
     l_mean = sum(float(leaf[t].detach()) for t in rows) / len(rows)
     return [
-        (float(inputs.advantages[t]) - a_mean) * (float(leaf[t].detach()) - l_mean) if inputs.loss_mask[t] else 0.0 for t in range(COUNT)
+        (float(inputs.advantages[t]) - a_mean) * (float(leaf[t].detach()) - l_mean)
+        if inputs.loss_mask[t]
+        else 0.0
+        for t in range(COUNT)
     ]
 
 
@@ -58,7 +65,10 @@ def test_clip_cov_is_ppo_without_the_chosen(share: float, reject: bool) -> None:
     assert inputs.advantages is not None and inputs.old_log_probs is not None
     candidates = []
     for t, cov in enumerate(loop_covariances(leaf, inputs)):
-        r, a = math.exp(clamp20(float((leaf.detach() - inputs.old_log_probs)[t]))[0]), float(inputs.advantages[t])
+        r, a = (
+            math.exp(clamp20(float((leaf.detach() - inputs.old_log_probs)[t]))[0]),
+            float(inputs.advantages[t]),
+        )
         clipped = -a * min(max(r, 0.8), 1.2) > -a * r
         if inputs.loss_mask[t] and (keep is None or keep[t]) and not clipped and 0.05 < cov < 2.0:
             candidates.append(t)
@@ -68,7 +78,9 @@ def test_clip_cov_is_ppo_without_the_chosen(share: float, reject: bool) -> None:
     assert int(chosen.sum()) == min(wanted, len(candidates))
     expected = torch.where(chosen, 0.0, gradient(PPO, PPOConfig(), leaf, inputs))
     torch.testing.assert_close(gradient(CLIP_COV, config, leaf, inputs), expected)
-    assert value(CLIP_COV.fn(inputs, config).metrics["clip_cov_frac"]) == pytest.approx(int(chosen.sum()) / int(inputs.loss_mask.sum()))
+    assert value(CLIP_COV.fn(inputs, config).metrics["clip_cov_frac"]) == pytest.approx(
+        int(chosen.sum()) / int(inputs.loss_mask.sum())
+    )
 
 
 def test_clip_cov_draws_by_its_seed_alone() -> None:
@@ -78,7 +90,9 @@ def test_clip_cov_draws_by_its_seed_alone() -> None:
     def chosen(seed: int) -> int:
         torch.manual_seed(seed + 1)  # the global generator has no part in it
         _, inputs = random_inputs(selection_seed=seed)
-        differs = CLIP_COV.fn(inputs, config).token_losses != PPO.fn(inputs, PPOConfig()).token_losses
+        differs = (
+            CLIP_COV.fn(inputs, config).token_losses != PPO.fn(inputs, PPOConfig()).token_losses
+        )
         (token,) = differs.nonzero().flatten().tolist()
         return int(token)
 
@@ -93,7 +107,9 @@ def test_clip_cov_draws_by_its_seed_alone() -> None:
 def test_without_a_candidate_clip_cov_is_ppo() -> None:
     _leaf, inputs = random_inputs()
     config = ClipCovConfig(clip_cov_lb=1e6, clip_cov_ub=2e6)
-    assert torch.equal(CLIP_COV.fn(inputs, config).token_losses, PPO.fn(inputs, PPOConfig()).token_losses)
+    assert torch.equal(
+        CLIP_COV.fn(inputs, config).token_losses, PPO.fn(inputs, PPOConfig()).token_losses
+    )
 
 
 @pytest.mark.parametrize("reject", [False, True])
@@ -114,10 +130,16 @@ def test_kl_cov_is_the_formula(config: KLCovConfig, reject: bool) -> None:
         penalty = config.kl_cov_coef if t in chosen else 0.0
         active_here = bool(inputs.loss_mask[t])
         losses.append(-a * r + penalty * abs(d) if active_here else 0.0)
-        grads.append(0.0 if stopped or not active_here else -a * r + penalty * math.copysign(1.0, d))
+        grads.append(
+            0.0 if stopped or not active_here else -a * r + penalty * math.copysign(1.0, d)
+        )
     output = KL_COV.fn(inputs, config)
-    torch.testing.assert_close(inputs.masked(output.token_losses).detach(), torch.tensor(losses, dtype=torch.float64))
-    torch.testing.assert_close(gradient(KL_COV, config, leaf, inputs), torch.tensor(grads, dtype=torch.float64))
+    torch.testing.assert_close(
+        inputs.masked(output.token_losses).detach(), torch.tensor(losses, dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        gradient(KL_COV, config, leaf, inputs), torch.tensor(grads, dtype=torch.float64)
+    )
     assert value(output.metrics["kl_cov_sel_frac"]) == pytest.approx(len(chosen) / active)
 
 
@@ -126,7 +148,9 @@ def test_pick_takes_the_first_and_never_more_than_there_are() -> None:
     inputs = dataclasses.replace(inputs, loss_mask=torch.arange(COUNT) < 10)
     order = -torch.arange(COUNT, dtype=torch.float64)
     for share, count in ((0.0, 1), (0.19, 1), (0.3, 3), (0.7, 7), (1.0, 10)):
-        assert pick(inputs.loss_mask, order, share, inputs).nonzero().flatten().tolist() == list(range(count))
+        assert pick(inputs.loss_mask, order, share, inputs).nonzero().flatten().tolist() == list(
+            range(count)
+        )
     few = torch.arange(COUNT) < 2
     assert torch.equal(pick(few, order, 0.7, inputs), few)
     assert not pick(torch.zeros(COUNT, dtype=torch.bool), order, 0.7, inputs).any()
@@ -136,20 +160,36 @@ def test_pick_takes_the_first_and_never_more_than_there_are() -> None:
 def test_the_choice_is_that_of_a_micro_batch(name: str) -> None:
     """The exception to independence of the cut: halves choose for themselves. Order and padding do not matter to kl_cov."""
     loss = policy_losses.get(name)
-    config = ClipCovConfig(clip_cov_ratio=0.2, clip_cov_lb=0.02, clip_cov_ub=3.0) if name == "clip_cov" else KLCovConfig()
+    config = (
+        ClipCovConfig(clip_cov_ratio=0.2, clip_cov_lb=0.02, clip_cov_ub=3.0)
+        if name == "clip_cov"
+        else KLCovConfig()
+    )
     _leaf, inputs = random_inputs()
 
     def part(rows: torch.Tensor) -> LossInputs:
         changed = {
-            f: getattr(inputs, f)[rows] for f in ("log_probs", "loss_mask", "loss_weights", "seq_ids", "advantages", "old_log_probs")
+            f: getattr(inputs, f)[rows]
+            for f in (
+                "log_probs",
+                "loss_mask",
+                "loss_weights",
+                "seq_ids",
+                "advantages",
+                "old_log_probs",
+            )
         }
         return dataclasses.replace(inputs, **changed, rewards=None, rollout_log_probs=None)
 
     def run(parts: list[torch.Tensor]) -> float:
-        return sum(float(total_loss(part(rows), loss, config, LossTerms()).loss.detach()) for rows in parts)
+        return sum(
+            float(total_loss(part(rows), loss, config, LossTerms()).loss.detach()) for rows in parts
+        )
 
     everything = torch.arange(COUNT)
-    inputs = dataclasses.replace(inputs, loss_mask=inputs.loss_mask & (inputs.log_ratio().abs() < 5))  # no token outweighs all others
+    inputs = dataclasses.replace(
+        inputs, loss_mask=inputs.loss_mask & (inputs.log_ratio().abs() < 5)
+    )  # no token outweighs all others
     whole, halves = run([everything]), run([everything[: COUNT // 2], everything[COUNT // 2 :]])
     assert abs(whole - halves) > 1e-3 * abs(whole)
     active = everything[inputs.loss_mask]
@@ -161,7 +201,9 @@ def test_the_choice_is_that_of_a_micro_batch(name: str) -> None:
         **{f: torch.cat([getattr(inputs, f), getattr(inputs, f).new_zeros(7)])
            for f in ("log_probs", "loss_mask", "loss_weights", "seq_ids", "advantages", "old_log_probs")},
     )  # fmt: skip
-    assert float(total_loss(padded, loss, config, LossTerms()).loss.detach()) == pytest.approx(whole, rel=1e-12)
+    assert float(total_loss(padded, loss, config, LossTerms()).loss.detach()) == pytest.approx(
+        whole, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("loss", [CLIP_COV, KL_COV], ids=["clip_cov", "kl_cov"])

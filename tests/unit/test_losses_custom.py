@@ -44,7 +44,9 @@ def test_a_custom_loss_is_weighted_and_corrected_as_any_other(file: Path) -> Non
     keep = torch.tensor([True, True, False, True])
     _leaf, inputs = make(log_ratio, advantages, keep_mask=keep)
     inputs = dataclasses.replace(inputs, loss_weights=0.25 * inputs.loss_weights)
-    output = total_loss(inputs, custom_loss(f"{file}:mine"), SimpleNamespace(eps_clip=0.5), LossTerms())
+    output = total_loss(
+        inputs, custom_loss(f"{file}:mine"), SimpleNamespace(eps_clip=0.5), LossTerms()
+    )
     expected = -0.25 * (log_ratio[0].exp() - log_ratio[1].exp() + 1.5)
     assert float(output.loss.detach()) == pytest.approx(float(expected))
     assert {"mine/ratio", "loss", "policy_loss"} <= output.metrics.keys()
@@ -60,7 +62,9 @@ def test_a_custom_loss_is_weighted_and_corrected_as_any_other(file: Path) -> Non
 def test_a_wrong_result_is_named(file: Path, path: str, words: str) -> None:
     _, inputs = make(*doubles([0.3, -0.2], [1.0, -1.0]))
     with pytest.raises(ValueError, match=rf"--custom-loss-function-path .*{words}"):
-        total_loss(inputs, custom_loss(path.format(file=file)), SimpleNamespace(eps_clip=0.2), LossTerms())
+        total_loss(
+            inputs, custom_loss(path.format(file=file)), SimpleNamespace(eps_clip=0.2), LossTerms()
+        )
 
 
 @pytest.mark.parametrize("path", ["{file}:nothing", "nothing.at_all", "word"])
@@ -77,14 +81,39 @@ def test_positive_nll_is_the_mean_over_the_steps_tokens_of_good_samples() -> Non
     masks = [True, True, True, False, True]
     positive = [r > 0 and m for r, m in zip(rewards, masks)]
     log_ratio, advantages = doubles([0.1] * 5, [0.0] * 5)
-    leaf, whole = make(log_ratio, advantages, torch.tensor(masks), keep_mask=torch.tensor([False, True, True, True, True]))
+    leaf, whole = make(
+        log_ratio,
+        advantages,
+        torch.tensor(masks),
+        keep_mask=torch.tensor([False, True, True, True, True]),
+    )
     weights = torch.tensor(positive, dtype=torch.float64) / sum(positive)
     for rows in (slice(0, 1), slice(1, 5)):
-        changed = {f: getattr(whole, f)[rows] for f in ("loss_mask", "loss_weights", "seq_ids", "advantages", "old_log_probs", "keep_mask")}
+        changed = {
+            f: getattr(whole, f)[rows]
+            for f in (
+                "loss_mask",
+                "loss_weights",
+                "seq_ids",
+                "advantages",
+                "old_log_probs",
+                "keep_mask",
+            )
+        }
         inputs = dataclasses.replace(
-            whole, log_probs=leaf[rows], rollout_log_probs=None, rewards=None, nll_weights=weights[rows], **changed
+            whole,
+            log_probs=leaf[rows],
+            rollout_log_probs=None,
+            rewards=None,
+            nll_weights=weights[rows],
+            **changed,
         )
-        output = total_loss(inputs, policy_losses.get("ppo"), policy_losses.get("ppo").config_type(), LossTerms(positive_nll_coef=coef))
+        output = total_loss(
+            inputs,
+            policy_losses.get("ppo"),
+            policy_losses.get("ppo").config_type(),
+            LossTerms(positive_nll_coef=coef),
+        )
         losses.append(float(output.loss.detach()))
         gradients.append(torch.autograd.grad(output.loss, leaf)[0])
     expected = -sum(float(x) for x, p in zip(leaf.detach(), positive) if p) / sum(positive)
@@ -93,33 +122,56 @@ def test_positive_nll_is_the_mean_over_the_steps_tokens_of_good_samples() -> Non
 
 
 def test_positive_nll_without_a_coefficient_is_only_reported() -> None:
-    leaf, inputs = make(*doubles([0.0, 0.0], [1.0, 1.0]), nll_weights=torch.tensor([0.5, 0.5], dtype=torch.float64))
+    leaf, inputs = make(
+        *doubles([0.0, 0.0], [1.0, 1.0]), nll_weights=torch.tensor([0.5, 0.5], dtype=torch.float64)
+    )
     output = total_loss(inputs, policy_losses.get("gpg"), None, LossTerms())
     assert torch.autograd.grad(output.loss, leaf)[0].tolist() == [-1, -1]
     assert value(output.metrics["positive_nll"]) == pytest.approx(float(-leaf.detach().mean()))
     with pytest.raises(ValueError, match=r"positive_nll_coef 0.1 needs nll_weights"):
-        total_loss(dataclasses.replace(inputs, nll_weights=None), policy_losses.get("gpg"), None, LossTerms(positive_nll_coef=0.1))
+        total_loss(
+            dataclasses.replace(inputs, nll_weights=None),
+            policy_losses.get("gpg"),
+            None,
+            LossTerms(positive_nll_coef=0.1),
+        )
 
 
 def test_clip_ratio_is_pg_clipfrac_and_absent_where_nothing_is_clipped() -> None:
     _, inputs = make(*doubles([0.5, 0.0], [1.0, 1.0]))
     for name, loss in policy_losses.items():
-        metrics = total_loss(inputs, loss, loss.config_type(**({"dro_beta": 1.0} if name == "dro" else {})), LossTerms()).metrics
+        metrics = total_loss(
+            inputs,
+            loss,
+            loss.config_type(**({"dro_beta": 1.0} if name == "dro" else {})),
+            LossTerms(),
+        ).metrics
         assert ("clip_ratio" in metrics) == ("pg_clipfrac" in metrics), name
     ppo = policy_losses.get("ppo")
-    assert value(total_loss(inputs, ppo, ppo.config_type(), LossTerms()).metrics["clip_ratio"]) == 0.5
+    assert (
+        value(total_loss(inputs, ppo, ppo.config_type(), LossTerms()).metrics["clip_ratio"]) == 0.5
+    )
     sapo = policy_losses.get("sapo")
     assert "clip_ratio" not in total_loss(inputs, sapo, sapo.config_type(), LossTerms()).metrics
 
 
 def test_scaled_advantages_warn_once_with_a_loss_that_is_not_homogeneous() -> None:
-    _, inputs = make(*doubles([0.5, 0.0], [1.0, 1.0]), policy_weights=torch.ones(2, dtype=torch.float64))
+    _, inputs = make(
+        *doubles([0.5, 0.0], [1.0, 1.0]), policy_weights=torch.ones(2, dtype=torch.float64)
+    )
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
         for name in ("kimi", "kimi", "ppo", "sapo"):
-            total_loss(inputs, policy_losses.get(name), policy_losses.get(name).config_type(), LossTerms())
+            total_loss(
+                inputs, policy_losses.get(name), policy_losses.get(name).config_type(), LossTerms()
+            )
     assert [("policy loss kimi" in str(w.message)) for w in seen] == [True]
 
 
 def test_the_losses_that_are_not_homogeneous_say_so() -> None:
-    assert {name for name, loss in policy_losses.items() if not loss.homogeneous} == {"clip_cov", "kl_cov", "dro", "kimi"}
+    assert {name for name, loss in policy_losses.items() if not loss.homogeneous} == {
+        "clip_cov",
+        "kl_cov",
+        "dro",
+        "kimi",
+    }

@@ -23,10 +23,25 @@ from tests.unit.test_losses_prescaling import OF_SAMPLES
 
 POLICY_GRADIENTS = [v for v in VARIANTS if v not in WITHOUT_AN_OLD_POLICY]
 # Their weight is a constant for autograd (and in gspo-token the value is the sequence's): the gradient is not the derivative of the value.
-WITH_A_STOPPED_WEIGHT = {"cispo", "cispo_rollout", "rollout_is", "topr", "vespo", "gspo_wide", "sapo_sequence"}
+WITH_A_STOPPED_WEIGHT = {
+    "cispo",
+    "cispo_rollout",
+    "rollout_is",
+    "topr",
+    "vespo",
+    "gspo_wide",
+    "sapo_sequence",
+}
 
 
-def loss_of(variant: str, log_probs: Tensor, mask: Tensor, u: Tensor, terms: LossTerms | None = None, **tensors: Any) -> LossOutput:
+def loss_of(
+    variant: str,
+    log_probs: Tensor,
+    mask: Tensor,
+    u: Tensor,
+    terms: LossTerms | None = None,
+    **tensors: Any,
+) -> LossOutput:
     name, settings = VARIANTS[variant]
     config = policy_losses.get(name).config_type(**settings)
     return compute_policy_loss(name, log_probs, mask, u, config=config, terms=terms, **tensors)
@@ -36,7 +51,13 @@ def tensors_at(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> dict
     """Old policy, sampler and reference alike, `log_ratio` below the current policy."""
     old = (log_probs - log_ratio).detach()
     rewards = torch.where(advantages[:, :1] > 0, 1.0, -1.0).expand(advantages.shape)
-    return {"old_log_probs": old, "rollout_log_probs": old, "ref_log_probs": old, "advantages": advantages, "rewards": rewards}
+    return {
+        "old_log_probs": old,
+        "rollout_log_probs": old,
+        "ref_log_probs": old,
+        "advantages": advantages,
+        "rewards": rewards,
+    }
 
 
 # --- ratio 1 ---------------------------------------------------------------------------------------------------------
@@ -68,20 +89,35 @@ def test_on_policy_the_gradient_is_the_policy_gradient(variant: str, reduction: 
 # --- near it ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "gspo"])  # its default range is narrower than these ratios
+@pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if v != "gspo"]
+)  # its default range is narrower than these ratios
 def test_gradients_are_derivatives_where_the_loss_is_smooth(variant: str) -> None:
     """Between kinks: log-ratios of 0.02 to 0.12, clip ranges beyond. And those with a stopped weight are known."""
     g = torch.Generator().manual_seed(2)
-    log_ratio = (0.02 + 0.1 * torch.rand(2, 4, generator=g, dtype=torch.float64)) * torch.tensor([[1, -1, 1, -1], [-1, 1, 1, 1]])
+    log_ratio = (0.02 + 0.1 * torch.rand(2, 4, generator=g, dtype=torch.float64)) * torch.tensor(
+        [[1, -1, 1, -1], [-1, 1, 1, 1]]
+    )
     leaf = (-0.3 - torch.rand(2, 4, generator=g, dtype=torch.float64)).requires_grad_()
     mask = torch.tensor([[True, True, False, True], [True, True, True, False]])
-    advantages = torch.tensor([[1.0, 2.0, 9.0, 0.5], [-0.5, -1.5, -0.5, 9.0]], dtype=torch.float64)  # gspo's is one if A is constant
+    advantages = torch.tensor(
+        [[1.0, 2.0, 9.0, 0.5], [-0.5, -1.5, -0.5, 9.0]], dtype=torch.float64
+    )  # gspo's is one if A is constant
     tensors = tensors_at(leaf, log_ratio, advantages)
 
     def loss(log_probs: Tensor) -> Tensor:
-        return loss_of(variant, log_probs, mask, mask.double() / 3, LossTerms(kl_loss_coef=0.3, kl_loss_type="k3"), **tensors).loss
+        return loss_of(
+            variant,
+            log_probs,
+            mask,
+            mask.double() / 3,
+            LossTerms(kl_loss_coef=0.3, kl_loss_type="k3"),
+            **tensors,
+        ).loss
 
-    assert torch.autograd.gradcheck(loss, (leaf,), raise_exception=False) == (variant not in WITH_A_STOPPED_WEIGHT)
+    assert torch.autograd.gradcheck(loss, (leaf,), raise_exception=False) == (
+        variant not in WITH_A_STOPPED_WEIGHT
+    )
 
 
 # --- far from it -----------------------------------------------------------------------------------------------------
@@ -98,7 +134,9 @@ def wild_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     mask = torch.ones(7, 9, dtype=torch.bool)
     mask[0, 3:5], mask[2] = False, False
     mask[3], mask[4] = torch.arange(9) == 0, torch.arange(9) == 1
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0, -1.0], dtype=dtype)[:, None].expand(7, 9)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 1.0, -1.0], dtype=dtype)[:, None].expand(
+        7, 9
+    )
     tensors = tensors_at(leaf, log_ratio, advantages)
     tensors["rollout_log_probs"] = tensors["old_log_probs"] - log_ratio.roll(2, 1)
     tensors["nll_weights"] = torch.full((7, 9), 0.02, dtype=dtype)
@@ -106,8 +144,12 @@ def wild_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize(("variant", "correction"), [(v, c) for v in VARIANTS for c in CORRECTIONS if legal(v, c)])
-def test_far_off_policy_everything_stays_finite(variant: str, correction: str, poison: float) -> None:
+@pytest.mark.parametrize(
+    ("variant", "correction"), [(v, c) for v in VARIANTS for c in CORRECTIONS if legal(v, c)]
+)
+def test_far_off_policy_everything_stays_finite(
+    variant: str, correction: str, poison: float
+) -> None:
     """In fp32 and fp64, with every correction; a masked token gets exactly no gradient whatever stands there, and changes nothing."""
     _, config, of_terms = CORRECTIONS[correction]
     terms = LossTerms(kl_loss_coef=0.1, entropy_coef=0.01, positive_nll_coef=0.1, **of_terms)
@@ -117,22 +159,39 @@ def test_far_off_policy_everything_stays_finite(variant: str, correction: str, p
         u = token_weights("sequence_mean", mask).to(dtype)
         results = []
         for spoilt in (False, True):
-            given = {name: torch.where(mask, x, poison) if spoilt else x for name, x in tensors.items()}
+            given = {
+                name: torch.where(mask, x, poison) if spoilt else x for name, x in tensors.items()
+            }
             if config.enabled:  # what the sampler did not tell is dropped by any correction
                 given["rollout_log_probs"] = given["rollout_log_probs"].clone()
                 given["rollout_log_probs"][6, 0] = poison
-            more = compute_off_policy_correction(config, given["old_log_probs"], given["rollout_log_probs"], mask).tensors
+            more = compute_off_policy_correction(
+                config, given["old_log_probs"], given["rollout_log_probs"], mask
+            ).tensors
             if config.enabled and VARIANTS[variant][0] in ("rollout_is", "dppo", "cispo"):
-                given["rollout_log_probs"][6, 0] = 0.0  # the loss reads it too, and the sequence is out
+                given["rollout_log_probs"][6, 0] = (
+                    0.0  # the loss reads it too, and the sequence is out
+                )
             weights = torch.where(mask, u, poison) if spoilt else u
-            output = loss_of(variant, leaf, mask, weights, terms, entropy=torch.where(mask, entropy, poison), **given, **more)
+            output = loss_of(
+                variant,
+                leaf,
+                mask,
+                weights,
+                terms,
+                entropy=torch.where(mask, entropy, poison),
+                **given,
+                **more,
+            )
             (gradient,) = torch.autograd.grad(output.loss, leaf)
             assert torch.isfinite(output.loss) and torch.isfinite(gradient).all()
             assert (gradient[~mask] == 0).all()
             for name, metric in output.metrics.items():
                 assert torch.isfinite(metric.value) or metric.kind in ("min", "max"), name
             results.append((output.loss, gradient))
-        assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+        assert torch.equal(results[0][0], results[1][0]) and torch.equal(
+            results[0][1], results[1][1]
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -52,7 +52,12 @@ def test_torch_alone_is_needed() -> None:
     """Everything runs in a process that has imported neither Megatron nor transformers, nor the command line; what comes beside torch is ours and the
     standard library's, so that the import costs a fraction of torch's."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(IN_A_FRESH_PROCESS)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", textwrap.dedent(IN_A_FRESH_PROCESS)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     torch_alone = subprocess.run(
@@ -79,13 +84,18 @@ def test_packed_is_padded_without_the_padding(name: str) -> None:
     step["loss_mask"] = step["loss_mask"] & kept
     results = []
     if name in ("clip_cov",):  # draws by place
-        tensors, seq_ids = {key: x.flatten() for key, x in step.items()}, torch.arange(7).repeat_interleave(9)
+        tensors, seq_ids = (
+            {key: x.flatten() for key, x in step.items()},
+            torch.arange(7).repeat_interleave(9),
+        )
         rows = torch.arange(63)
     for batch, ids in ((step, None), (tensors, seq_ids)):
         batch = dict(batch)
         leaf, mask = batch.pop("log_probs").clone().requires_grad_(), batch.pop("loss_mask")
         u = token_weights("rollout_mean", mask, seq_ids=ids)
-        output = compute_policy_loss(name, leaf, mask, u, seq_ids=ids, config=config_of(name), terms=TERMS, **batch)
+        output = compute_policy_loss(
+            name, leaf, mask, u, seq_ids=ids, config=config_of(name), terms=TERMS, **batch
+        )
         results.append((output.loss, torch.autograd.grad(output.loss, leaf)[0].flatten()))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-12, atol=0)
     torch.testing.assert_close(results[1][1], results[0][1][rows], rtol=1e-12, atol=1e-15)
@@ -96,7 +106,11 @@ def test_token_weights_sum_to_what_the_reduction_is_a_mean_of(reduction: str) ->
     """A loss of 1 for every token has the mean 1, less the empty sequences and rollouts that count in it."""
     mask = random_step(8)["loss_mask"]
     u = token_weights(reduction, mask, **OF_SAMPLES.get(reduction, {}))
-    wanted = {"sequence_mean": 6 / 7, "rollout_mean": 4 / 5, "seq_mean_token_sum_norm": int(mask.sum()) / (7 * 40)}.get(reduction, 1.0)
+    wanted = {
+        "sequence_mean": 6 / 7,
+        "rollout_mean": 4 / 5,
+        "seq_mean_token_sum_norm": int(mask.sum()) / (7 * 40),
+    }.get(reduction, 1.0)
     assert float((u * mask).sum()) == pytest.approx(wanted)
 
 
@@ -108,8 +122,12 @@ def test_every_sequence_is_a_rollout_unless_told() -> None:
 @pytest.mark.parametrize("kind", ["token", "sequence"])
 def test_the_correction_of_padded_tensors(kind: str) -> None:
     step = random_step(8)
-    config = OffPolicyConfig(tis_ratio_type=kind, sequence_mask_metric="geometric", geo_mask_low=0.95, geo_mask_high=1.05)
-    shaped = compute_off_policy_correction(config, step["old_log_probs"], step["rollout_log_probs"], step["loss_mask"])
+    config = OffPolicyConfig(
+        tis_ratio_type=kind, sequence_mask_metric="geometric", geo_mask_low=0.95, geo_mask_high=1.05
+    )
+    shaped = compute_off_policy_correction(
+        config, step["old_log_probs"], step["rollout_log_probs"], step["loss_mask"]
+    )
     flat = off_policy_correction(
         config,
         old_log_probs=step["old_log_probs"].flatten(),
@@ -118,25 +136,46 @@ def test_the_correction_of_padded_tensors(kind: str) -> None:
         seq_ids=torch.arange(7).repeat_interleave(9),
         num_seqs=7,
     )
-    assert shaped.keep_mask is not None and shaped.importance_weights is not None and flat.keep_mask is not None
+    assert (
+        shaped.keep_mask is not None
+        and shaped.importance_weights is not None
+        and flat.keep_mask is not None
+    )
     assert torch.equal(shaped.keep_mask.flatten(), flat.keep_mask) and not flat.keep_mask.all()
     assert torch.equal(shaped.importance_weights.flatten(), flat.importance_weights)  # type: ignore[arg-type]
     assert shaped.importance_level == kind and shaped.metrics.keys() == flat.metrics.keys()
-    assert compute_off_policy_correction(OffPolicyConfig(), *[step["old_log_probs"]] * 2, step["loss_mask"]).keep_mask is None
+    assert (
+        compute_off_policy_correction(
+            OffPolicyConfig(), *[step["old_log_probs"]] * 2, step["loss_mask"]
+        ).keep_mask
+        is None
+    )
 
 
 def test_illegal_settings_are_named() -> None:
     row, mask = torch.zeros(1, 2), torch.ones(1, 2)
     with pytest.raises(ValueError, match=r"--sapo-tau-pos \(given: 0.0\): must be > 0"):
-        compute_policy_loss("sapo", row, mask, mask, config=SAPOConfig(sapo_tau_pos=0.0), advantages=row, old_log_probs=row)
+        compute_policy_loss(
+            "sapo",
+            row,
+            mask,
+            mask,
+            config=SAPOConfig(sapo_tau_pos=0.0),
+            advantages=row,
+            old_log_probs=row,
+        )
 
 
 def test_wrong_shapes_are_named() -> None:
     row, mask = torch.zeros(3), torch.ones(3)
     with pytest.raises(ValueError, match=r"log_probs has shape \(3,\).*need seq_ids"):
         compute_policy_loss("gpg", row, mask, mask, advantages=row)
-    with pytest.raises(ValueError, match=r"advantages has shape \(2,\), log_probs has \(3,\); both must be \[T\]"):
-        compute_policy_loss("gpg", row, mask, mask, seq_ids=torch.zeros(3, dtype=torch.long), advantages=row[:2])
+    with pytest.raises(
+        ValueError, match=r"advantages has shape \(2,\), log_probs has \(3,\); both must be \[T\]"
+    ):
+        compute_policy_loss(
+            "gpg", row, mask, mask, seq_ids=torch.zeros(3, dtype=torch.long), advantages=row[:2]
+        )
     with pytest.raises(ValueError, match=r"loss_mask has shape \(3,\)"):
         token_weights("token_mean", mask)
     with pytest.raises(ValueError, match=r"seq_ids has shape \(2,\)"):

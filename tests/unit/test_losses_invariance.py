@@ -40,8 +40,14 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "sapo_sequence": ("sapo", {"sapo_ratio_level": "sequence"}),
     "gspo_wide": ("gspo", {"eps_clip": 0.3}),
     "cispo_rollout": ("cispo", {"cispo_anchor": "rollout", "cispo_eps_clip_high": 0.2}),
-    "dppo_kl": ("dppo", {"dppo_type": "binary_kl", "dppo_delta_low": 0.001, "dppo_delta_high": 0.001}),
-    "clip_cov_often": ("clip_cov", {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.02, "clip_cov_ub": 9.0}),
+    "dppo_kl": (
+        "dppo",
+        {"dppo_type": "binary_kl", "dppo_delta_low": 0.001, "dppo_delta_high": 0.001},
+    ),
+    "clip_cov_often": (
+        "clip_cov",
+        {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.02, "clip_cov_ub": 9.0},
+    ),
 }
 VARIANTS = {**{name: (name, NEEDED.get(name, {})) for name in policy_losses.names()}, **FURTHER}
 # The documented exceptions: they choose tokens within a micro-batch.
@@ -98,7 +104,9 @@ def step() -> dict[str, Tensor]:
     features, weights = normal(COUNT, LENGTH, FEATURES), normal(FEATURES, VOCAB, scale=0.7)
     tokens = torch.randint(VOCAB, (COUNT, LENGTH), generator=g)
     old = log_probs_of(features, weights + normal(FEATURES, VOCAB, scale=0.1), tokens)[0]
-    rewards = torch.tensor([1.0, 0.0, 1.0, -1.0, 0.5, 0.0, 1.0], dtype=torch.float64)[:, None].expand(COUNT, LENGTH)
+    rewards = torch.tensor([1.0, 0.0, 1.0, -1.0, 0.5, 0.0, 1.0], dtype=torch.float64)[
+        :, None
+    ].expand(COUNT, LENGTH)
     good = mask & (rewards > 0)
     return {
         "features": features,
@@ -107,7 +115,9 @@ def step() -> dict[str, Tensor]:
         "loss_mask": mask,
         "old_log_probs": old,
         "rollout_log_probs": old + normal(COUNT, LENGTH, scale=0.15) + normal(COUNT, 1, scale=0.15),
-        "ref_log_probs": log_probs_of(features, weights + normal(FEATURES, VOCAB, scale=0.2), tokens)[0],
+        "ref_log_probs": log_probs_of(
+            features, weights + normal(FEATURES, VOCAB, scale=0.2), tokens
+        )[0],
         "advantages": 1.5 * normal(COUNT, 1) + 0.3 * normal(COUNT, LENGTH),
         "rewards": rewards,
         "nll_weights": good / good.sum(),
@@ -123,7 +133,9 @@ def log_probs_of(features: Tensor, weights: Tensor, tokens: Tensor) -> tuple[Ten
 @cache
 def correction_of(name: str) -> dict[str, Any]:
     s = step()
-    return compute_off_policy_correction(CORRECTIONS[name][1], s["old_log_probs"], s["rollout_log_probs"], s["loss_mask"]).tensors
+    return compute_off_policy_correction(
+        CORRECTIONS[name][1], s["old_log_probs"], s["rollout_log_probs"], s["loss_mask"]
+    ).tensors
 
 
 def u_of(reduction: str, mask: Tensor, micro_batch_size: int = COUNT) -> Tensor:
@@ -133,7 +145,13 @@ def u_of(reduction: str, mask: Tensor, micro_batch_size: int = COUNT) -> Tensor:
 
 
 def micro_batch_loss(
-    variant: str, parameters: Tensor, rows: Sequence[int], padding: int, u: Tensor, terms: LossTerms, correction: Any
+    variant: str,
+    parameters: Tensor,
+    rows: Sequence[int],
+    padding: int,
+    u: Tensor,
+    terms: LossTerms,
+    correction: Any,
 ) -> LossOutput:
     """The loss of some rows, each padded by `padding` tokens whose constants are NaN."""
     s = step()
@@ -142,9 +160,14 @@ def micro_batch_loss(
         if not isinstance(x, Tensor) or key in ("weights", "features", "tokens"):
             continue
         poison = torch.full((len(rows), padding), key == "keep_mask")
-        tensors[key] = torch.cat([x[rows], poison if x.dtype == torch.bool else torch.full(poison.shape, float("nan"))], dim=1)
+        tensors[key] = torch.cat(
+            [x[rows], poison if x.dtype == torch.bool else torch.full(poison.shape, float("nan"))],
+            dim=1,
+        )
     inputs = s["features"][rows], s["tokens"][rows]
-    features, tokens = (torch.cat([x, x.new_zeros(len(rows), padding, *x.shape[2:])], dim=1) for x in inputs)
+    features, tokens = (
+        torch.cat([x, x.new_zeros(len(rows), padding, *x.shape[2:])], dim=1) for x in inputs
+    )
     log_probs, entropy = log_probs_of(features, parameters, tokens)
     name, settings = VARIANTS[variant]
     return compute_policy_loss(
@@ -153,12 +176,19 @@ def micro_batch_loss(
     )  # fmt: skip
 
 
-def cut_loss(variant: str, parts: Sequence[Sequence[int]], u: Tensor, terms: LossTerms, correction: Any) -> tuple[float, Tensor]:
+def cut_loss(
+    variant: str, parts: Sequence[Sequence[int]], u: Tensor, terms: LossTerms, correction: Any
+) -> tuple[float, Tensor]:
     """Loss, and gradient of the parameters, summed over micro-batches. Padding grows from one to the next."""
     total = torch.zeros((), dtype=torch.float64)
     parameters = step()["weights"].clone().requires_grad_()
     for i, rows in enumerate(parts):
-        total = total + micro_batch_loss(variant, parameters, rows, 0 if len(parts) == 1 else 2 * i + 1, u, terms, correction).loss
+        total = (
+            total
+            + micro_batch_loss(
+                variant, parameters, rows, 0 if len(parts) == 1 else 2 * i + 1, u, terms, correction
+            ).loss
+        )
     return total.item(), torch.autograd.grad(total, parameters)[0]
 
 
@@ -170,7 +200,9 @@ def legal(variant: str, correction: str) -> bool:
 
 
 def same(a: tuple[float, Tensor], b: tuple[float, Tensor]) -> bool:
-    return abs(a[0] - b[0]) <= 1e-11 * abs(a[0]) and float((a[1] - b[1]).norm()) <= 1e-11 * float(a[1].norm())
+    return abs(a[0] - b[0]) <= 1e-11 * abs(a[0]) and float((a[1] - b[1]).norm()) <= 1e-11 * float(
+        a[1].norm()
+    )
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -183,7 +215,9 @@ def test_the_cut_does_not_matter(variant: str, correction: str) -> None:
             with pytest.raises(ValueError, match="takes no"):
                 cut_loss(variant, WHOLE, u, terms, correction_of(correction))
             continue
-        whole, cut = (cut_loss(variant, parts, u, terms, correction_of(correction)) for parts in (WHOLE, CUT))
+        whole, cut = (
+            cut_loss(variant, parts, u, terms, correction_of(correction)) for parts in (WHOLE, CUT)
+        )
         assert float(whole[1].norm()) > 1e-3
         assert same(whole, cut), f"{reduction}: {whole} and {cut}"
 
@@ -193,7 +227,10 @@ def test_every_correction_does_something_here(correction: str) -> None:
     """Else the test above would show nothing."""
     terms = dataclasses.replace(TERMS, **CORRECTIONS[correction][2])
     u = u_of("rollout_mean", step()["loss_mask"])
-    plain, corrected = cut_loss("ppo", WHOLE, u, TERMS, {}), cut_loss("ppo", WHOLE, u, terms, correction_of(correction))
+    plain, corrected = (
+        cut_loss("ppo", WHOLE, u, TERMS, {}),
+        cut_loss("ppo", WHOLE, u, terms, correction_of(correction)),
+    )
     assert float((plain[1] - corrected[1]).norm()) > 1e-3 * float(plain[1].norm())
     keep = correction_of(correction)["keep_mask"]
     if keep is not None and "TIS" not in correction:
@@ -201,14 +238,22 @@ def test_every_correction_does_something_here(correction: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "correction", [name for name, (_, config, _) in CORRECTIONS.items() if config.enabled and config.m2po_threshold is None]
+    "correction",
+    [
+        name
+        for name, (_, config, _) in CORRECTIONS.items()
+        if config.enabled and config.m2po_threshold is None
+    ],
 )
 def test_a_rank_corrects_its_own_sequences(correction: str) -> None:
     """Halves of the step, as two data-parallel ranks hold them. M2PO asks the other ranks: tests/dist/test_algorithms.py."""
     s, expected = step(), correction_of(correction)
     for rows in (slice(0, 3), slice(3, 7)):
         part = compute_off_policy_correction(
-            CORRECTIONS[correction][1], s["old_log_probs"][rows], s["rollout_log_probs"][rows], s["loss_mask"][rows]
+            CORRECTIONS[correction][1],
+            s["old_log_probs"][rows],
+            s["rollout_log_probs"][rows],
+            s["loss_mask"][rows],
         ).tensors
         for name in ("keep_mask", "importance_weights"):
             assert (part[name] is None) == (expected[name] is None)
@@ -224,7 +269,9 @@ def test_covariance_losses_choose_in_a_micro_batch(variant: str) -> None:
     clip_cov, which draws by place."""
     u = u_of("token_mean", step()["loss_mask"])
     whole = cut_loss(variant, WHOLE, u, TERMS, {})
-    assert not same(whole, cut_loss(variant, CUT, u, TERMS, {})), "no longer an exception: say so in the documents"
+    assert not same(whole, cut_loss(variant, CUT, u, TERMS, {})), (
+        "no longer an exception: say so in the documents"
+    )
     parameters = step()["weights"].clone().requires_grad_()
     padded = micro_batch_loss(variant, parameters, WHOLE[0], 3, u, TERMS, {}).loss
     if variant == "kl_cov":
@@ -243,12 +290,19 @@ def test_where_covariance_losses_choose_nothing_or_all_the_cut_does_not_matter(
 ) -> None:
     """The rest of them is as any loss: with nothing in the range, or the penalty on every token."""
     name, _ = VARIANTS[variant]
-    settings = {"clip_cov_lb": 1e6, "clip_cov_ub": 2e6} if name == "clip_cov" else {"kl_cov_frac": 1.0}
+    settings = (
+        {"clip_cov_lb": 1e6, "clip_cov_ub": 2e6} if name == "clip_cov" else {"kl_cov_frac": 1.0}
+    )
     monkeypatch.setitem(VARIANTS, variant, (name, settings))
     terms = dataclasses.replace(TERMS, **CORRECTIONS[correction][2])
     for reduction in LOSS_REDUCTIONS:
         u = u_of(reduction, step()["loss_mask"])
-        assert same(*(cut_loss(variant, parts, u, terms, correction_of(correction)) for parts in (WHOLE, CUT))), reduction
+        assert same(
+            *(
+                cut_loss(variant, parts, u, terms, correction_of(correction))
+                for parts in (WHOLE, CUT)
+            )
+        ), reduction
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -258,8 +312,14 @@ def test_the_legacy_mean_is_a_mean_of_micro_batch_means(variant: str) -> None:
     singles = [[i] for i in range(COUNT)]
     legacy = u_of(IN_THE_CUT, mask, micro_batch_size=1)
     found = cut_loss(variant, singles, legacy, terms, {})
-    alone = [cut_loss(variant, [row], mask.double() / mask[row].sum().clamp(min=1), terms, {}) for row in singles]
-    means = sum(loss for loss, _ in alone) / COUNT, torch.stack([gradient for _, gradient in alone]).mean(0)
+    alone = [
+        cut_loss(variant, [row], mask.double() / mask[row].sum().clamp(min=1), terms, {})
+        for row in singles
+    ]
+    means = (
+        sum(loss for loss, _ in alone) / COUNT,
+        torch.stack([gradient for _, gradient in alone]).mean(0),
+    )
     assert same(found, means)
     assert not same(found, cut_loss(variant, singles, u_of("token_mean", mask), terms, {}))
 
@@ -288,10 +348,17 @@ def refused(folder: Path, words: Sequence[str]) -> str:
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in WITHOUT_AN_OLD_POLICY])
-def test_the_command_line_takes_what_is_legal_and_nothing_else(tmp_path: Path, variant: str) -> None:
+def test_the_command_line_takes_what_is_legal_and_nothing_else(
+    tmp_path: Path, variant: str
+) -> None:
     for reduction in LOSS_REDUCTIONS:
         words = [*flags_of(variant), "--loss-reduction", reduction]
-        said = refused(tmp_path, [*words, "--loss-norm-length", "9"] if reduction == "seq_mean_token_sum_norm" else words)
+        said = refused(
+            tmp_path,
+            [*words, "--loss-norm-length", "9"]
+            if reduction == "seq_mean_token_sum_norm"
+            else words,
+        )
         if variant in NEEDS_A_SEQUENCE_REDUCTION and reduction not in SEQUENCE_REDUCTIONS:
             assert "--loss-reduction" in said and "sequence_mean" in said, reduction
         else:
@@ -302,19 +369,27 @@ def test_the_command_line_takes_what_is_legal_and_nothing_else(tmp_path: Path, v
             assert said == "", correction
         else:
             assert "--tis-ratio-type" in said and "count double" in said, correction
-        assert ("contradicts" in refused(tmp_path, [*flags_of(variant), *flags.split(), "--use-rollout-logprobs"])) == config.enabled, (
-            correction
-        )
+        assert (
+            "contradicts"
+            in refused(tmp_path, [*flags_of(variant), *flags.split(), "--use-rollout-logprobs"])
+        ) == config.enabled, correction
 
 
 @pytest.mark.parametrize("correction", [name for name in CORRECTIONS if name != "none"])
 def test_supervised_training_takes_no_correction(tmp_path: Path, correction: str) -> None:
-    assert "has no old policy" in refused(tmp_path, ["--loss-type", "sft_loss", *CORRECTIONS[correction][0].split()])
+    assert "has no old policy" in refused(
+        tmp_path, ["--loss-type", "sft_loss", *CORRECTIONS[correction][0].split()]
+    )
 
 
 def test_the_tables_are_complete() -> None:
     """Every setting that switches a correction on is in one of them, and every flag means the configuration beside it."""
-    switched = {f.name for f in dataclasses.fields(OffPolicyConfig) for _, c, _ in CORRECTIONS.values() if getattr(c, f.name) != f.default}
+    switched = {
+        f.name
+        for f in dataclasses.fields(OffPolicyConfig)
+        for _, c, _ in CORRECTIONS.values()
+        if getattr(c, f.name) != f.default
+    }
     assert {"tis_ratio_type", "sequence_mask_metric", "m2po_threshold"} <= switched
     assert {name for name, _ in VARIANTS.values()} == set(policy_losses.names())
 

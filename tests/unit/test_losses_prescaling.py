@@ -9,10 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_like.losses import LOSS_REDUCTIONS, LossTerms, compute_policy_loss, policy_losses, prescale_advantages, token_weights
+from slime_like.losses import (
+    LOSS_REDUCTIONS,
+    LossTerms,
+    compute_policy_loss,
+    policy_losses,
+    prescale_advantages,
+    token_weights,
+)
 from tests.unit.test_losses_total import TERMS, config_of, random_step
 
-HOMOGENEOUS = [name for name, loss in policy_losses.items() if loss.homogeneous and "advantages" in loss.needs]
+HOMOGENEOUS = [
+    name for name, loss in policy_losses.items() if loss.homogeneous and "advantages" in loss.needs
+]
 OTHERS = [name for name, loss in policy_losses.items() if not loss.homogeneous]
 OF_SAMPLES: dict[str, dict[str, Any]] = {
     "rollout_mean": {"rollout_ids": torch.tensor([0, 0, 1, 2, 3, 3, 4])},
@@ -22,32 +31,44 @@ OF_SAMPLES: dict[str, dict[str, Any]] = {
 }
 
 
-def loss_and_gradient(name: str, step: dict[str, Tensor], u: Tensor, terms: LossTerms, **changes: Any) -> tuple[float, Tensor, Any]:
+def loss_and_gradient(
+    name: str, step: dict[str, Tensor], u: Tensor, terms: LossTerms, **changes: Any
+) -> tuple[float, Tensor, Any]:
     """changes: fields that replace those of the step, or join them."""
     tensors: dict[str, Any] = {**step, **changes}
     leaf = tensors.pop("log_probs").clone().requires_grad_()
-    output = compute_policy_loss(name, leaf, tensors.pop("loss_mask"), u, config=config_of(name), terms=terms, **tensors)
+    output = compute_policy_loss(
+        name, leaf, tensors.pop("loss_mask"), u, config=config_of(name), terms=terms, **tensors
+    )
     return output.loss.item(), torch.autograd.grad(output.loss, leaf)[0], output.metrics
 
 
 @pytest.mark.parametrize("reduction", LOSS_REDUCTIONS)
 @pytest.mark.parametrize("name", HOMOGENEOUS)
-def test_scaled_advantages_are_token_weights_where_the_loss_is_homogeneous(name: str, reduction: str) -> None:
+def test_scaled_advantages_are_token_weights_where_the_loss_is_homogeneous(
+    name: str, reduction: str
+) -> None:
     """Loss, gradient, and the KL and entropy in them, off-policy and with a correction."""
     step = random_step(4)
     keep = torch.rand(7, 9, generator=torch.Generator().manual_seed(1)) < 0.8
-    scaled = prescale_advantages(reduction, step["advantages"], step["loss_mask"], **OF_SAMPLES.get(reduction, {}))
+    scaled = prescale_advantages(
+        reduction, step["advantages"], step["loss_mask"], **OF_SAMPLES.get(reduction, {})
+    )
     u = token_weights(reduction, step["loss_mask"], **OF_SAMPLES.get(reduction, {}))
     assert torch.equal(scaled.loss_weights, u)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for correction in ({}, {"keep_mask": keep}):
             raw = loss_and_gradient(name, step, u, TERMS, **correction)
-            by_caller = loss_and_gradient(name, step, scaled.loss_weights, TERMS, **scaled.tensors, **correction)
+            by_caller = loss_and_gradient(
+                name, step, scaled.loss_weights, TERMS, **scaled.tensors, **correction
+            )
             assert by_caller[0] == pytest.approx(raw[0], rel=1e-12)
             torch.testing.assert_close(by_caller[1], raw[1], rtol=1e-12, atol=1e-15)
             for term in ("policy_loss", "kl_loss", "entropy_loss"):
-                assert float(by_caller[2][term].value) == pytest.approx(float(raw[2][term].value), rel=1e-12), term
+                assert float(by_caller[2][term].value) == pytest.approx(
+                    float(raw[2][term].value), rel=1e-12
+                ), term
     assert raw[1].abs().max() > 1e-3
 
 
@@ -57,8 +78,12 @@ def test_elsewhere_it_is_another_loss_and_says_so(name: str) -> None:
     step["advantages"] = 3 * step["advantages"]  # so that clip_cov has candidates
     scaled = prescale_advantages("token_mean", step["advantages"], step["loss_mask"])
     raw = loss_and_gradient(name, step, scaled.loss_weights, LossTerms())
-    with pytest.warns(UserWarning, match=f"policy loss {name} with advantages that are already normalised"):
-        by_caller = loss_and_gradient(name, step, scaled.loss_weights, LossTerms(), **scaled.tensors)
+    with pytest.warns(
+        UserWarning, match=f"policy loss {name} with advantages that are already normalised"
+    ):
+        by_caller = loss_and_gradient(
+            name, step, scaled.loss_weights, LossTerms(), **scaled.tensors
+        )
     assert float((by_caller[1] - raw[1]).norm()) > 0.02 * float(raw[1].norm())
 
 
@@ -75,10 +100,14 @@ def test_what_the_difference_is() -> None:
         kl_cov = loss_and_gradient("kl_cov", step, u, LossTerms(), **scaled.tensors)
     assert float(loss_and_gradient("clip_cov", step, u, LossTerms())[2]["clip_cov_frac"].value) >= 1
     assert float(clip_cov[2]["clip_cov_frac"].value) == 0
-    torch.testing.assert_close(clip_cov[1], loss_and_gradient("ppo", step, u, LossTerms())[1], rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        clip_cov[1], loss_and_gradient("ppo", step, u, LossTerms())[1], rtol=1e-12, atol=1e-15
+    )
     plain = loss_and_gradient("importance_sampling", step, u, LossTerms())[1]
     penalty = (kl_cov[1] - plain).abs()
-    assert float(penalty.max()) == pytest.approx(1.0), "kl_cov_coef itself, where the loss divides it by the tokens of the step"
+    assert float(penalty.max()) == pytest.approx(1.0), (
+        "kl_cov_coef itself, where the loss divides it by the tokens of the step"
+    )
     raw = (loss_and_gradient("kl_cov", step, u, LossTerms())[1] - plain).abs()
     assert float(raw.max()) == pytest.approx(1 / active)
 
@@ -105,7 +134,9 @@ def test_packed_advantages() -> None:
     step = random_step(6)
     seq_ids = torch.arange(7).repeat_interleave(9)
     padded = prescale_advantages("sequence_mean", step["advantages"], step["loss_mask"])
-    packed = prescale_advantages("sequence_mean", step["advantages"].flatten(), step["loss_mask"].flatten(), seq_ids=seq_ids)
+    packed = prescale_advantages(
+        "sequence_mean", step["advantages"].flatten(), step["loss_mask"].flatten(), seq_ids=seq_ids
+    )
     assert torch.equal(packed.advantages, padded.advantages.flatten())
 
 

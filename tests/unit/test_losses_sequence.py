@@ -34,17 +34,36 @@ def inputs_of(**fields: Any) -> tuple[Tensor, LossInputs]:
 
 
 def active(sequence: int, keep: Tensor | None = None) -> list[int]:
-    return [t for t in range(12) if SEQ_IDS[t] == sequence and MASK[t] and (keep is None or keep[t])]
+    return [
+        t for t in range(12) if SEQ_IDS[t] == sequence and MASK[t] and (keep is None or keep[t])
+    ]
 
 
-def assert_matches(name: str, config: Any, inputs: LossInputs, leaf: Tensor, losses: list[float], grads: list[float]) -> None:
+def assert_matches(
+    name: str,
+    config: Any,
+    inputs: LossInputs,
+    leaf: Tensor,
+    losses: list[float],
+    grads: list[float],
+) -> None:
     expected, expected_grads = doubles(losses, grads)
     loss = policy_losses.get(name)
-    torch.testing.assert_close(inputs.masked(loss.fn(inputs, config).token_losses).detach(), expected, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(gradient(loss, config, leaf, inputs), expected_grads, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        inputs.masked(loss.fn(inputs, config).token_losses).detach(),
+        expected,
+        rtol=1e-11,
+        atol=1e-12,
+    )
+    torch.testing.assert_close(
+        gradient(loss, config, leaf, inputs), expected_grads, rtol=1e-11, atol=1e-12
+    )
 
 
-@pytest.mark.parametrize("config", [GSPOConfig(), GSPOConfig(eps_clip=3e-4, eps_clip_high=4e-4), GSPOConfig(0.2, 0.3, 1.05)])
+@pytest.mark.parametrize(
+    "config",
+    [GSPOConfig(), GSPOConfig(eps_clip=3e-4, eps_clip_high=4e-4), GSPOConfig(0.2, 0.3, 1.05)],
+)
 def test_gspo_is_the_formula(config: GSPOConfig) -> None:
     leaf, inputs = inputs_of()
     high = config.eps_clip if config.eps_clip_high is None else config.eps_clip_high
@@ -77,19 +96,31 @@ def test_gspo_differentiates_as_the_mean_does_where_the_advantage_is_constant() 
     for i in range(5):
         if tokens := active(i):
             proper = proper - advantages[tokens[0]] * torch.exp((leaf[tokens] - old[tokens]).mean())
-    token_form = (inputs.masked(policy_losses.get("gspo").fn(inputs, GSPOConfig(10.0, 10.0)).token_losses) / count[SEQ_IDS]).sum()
+    token_form = (
+        inputs.masked(policy_losses.get("gspo").fn(inputs, GSPOConfig(10.0, 10.0)).token_losses)
+        / count[SEQ_IDS]
+    ).sum()
     torch.testing.assert_close(token_form, proper)
-    torch.testing.assert_close(torch.autograd.grad(token_form, leaf)[0], torch.autograd.grad(proper, leaf)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(token_form, leaf)[0], torch.autograd.grad(proper, leaf)[0]
+    )
 
 
 def test_gspo_is_capped() -> None:
-    leaf, inputs = make(torch.full((3,), 19.0, dtype=torch.float64), -torch.ones(3, dtype=torch.float64))
+    leaf, inputs = make(
+        torch.full((3,), 19.0, dtype=torch.float64), -torch.ones(3, dtype=torch.float64)
+    )
     output = policy_losses.get("gspo").fn(inputs, GSPOConfig())
     assert value(output.metrics["ratio_max"]) == pytest.approx(math.exp(10), rel=1e-5)
-    assert torch.equal(gradient(policy_losses.get("gspo"), GSPOConfig(), leaf, inputs), torch.zeros(3, dtype=torch.float64))
+    assert torch.equal(
+        gradient(policy_losses.get("gspo"), GSPOConfig(), leaf, inputs),
+        torch.zeros(3, dtype=torch.float64),
+    )
 
 
-def gmpo_loop(config: GMPOConfig, keep: Tensor | None, weights: Tensor | None) -> tuple[list[float], list[float]]:
+def gmpo_loop(
+    config: GMPOConfig, keep: Tensor | None, weights: Tensor | None
+) -> tuple[list[float], list[float]]:
     """Token losses, and the gradient of their sum: -rho S / n for each token that is not clipped."""
     losses, grads = [0.0] * 12, [0.0] * 12
     for sequence in range(5):
@@ -98,7 +129,13 @@ def gmpo_loop(config: GMPOConfig, keep: Tensor | None, weights: Tensor | None) -
         exponent, moving = 0.0, []
         for t in tokens:
             (d, stopped), a = clamp20(float(LOG_RATIO[t])), float(ADVANTAGES[t])
-            e = min(d, config.gmpo_eps_high) if a > 0 else max(d, -config.gmpo_eps_low) if a < 0 else 0.0
+            e = (
+                min(d, config.gmpo_eps_high)
+                if a > 0
+                else max(d, -config.gmpo_eps_low)
+                if a < 0
+                else 0.0
+            )
             exponent += e
             if e == d and not stopped and a != 0:
                 moving.append(t)
@@ -114,9 +151,14 @@ def gmpo_loop(config: GMPOConfig, keep: Tensor | None, weights: Tensor | None) -
 
 
 @pytest.mark.parametrize("keep", [None, KEEP])
-@pytest.mark.parametrize("weights", [None, WEIGHTS, torch.tensor([0.5, 1.2, 2.0, 1.0, 0.7], dtype=torch.float64)[SEQ_IDS]])
+@pytest.mark.parametrize(
+    "weights",
+    [None, WEIGHTS, torch.tensor([0.5, 1.2, 2.0, 1.0, 0.7], dtype=torch.float64)[SEQ_IDS]],
+)
 @pytest.mark.parametrize("config", [GMPOConfig(), GMPOConfig(0.6, 0.1)])
-def test_gmpo_is_the_formula(config: GMPOConfig, weights: Tensor | None, keep: Tensor | None) -> None:
+def test_gmpo_is_the_formula(
+    config: GMPOConfig, weights: Tensor | None, keep: Tensor | None
+) -> None:
     """One weight for the whole sequence, or the geometric mean of its tokens' weights."""
     leaf, inputs = inputs_of(importance_weights=weights, keep_mask=keep)
     assert_matches("gmpo", config, inputs, leaf, *gmpo_loop(config, keep, weights))
@@ -126,37 +168,60 @@ def test_gmpo_passes_gradcheck_inside_its_range() -> None:
     leaf, inputs = make(0.01 * LOG_RATIO, ADVANTAGES, MASK, SEQ_IDS)
     gmpo = policy_losses.get("gmpo")
     assert torch.autograd.gradcheck(
-        lambda x: inputs.masked(gmpo.fn(dataclasses.replace(inputs, log_probs=x), GMPOConfig()).token_losses), (leaf,)
+        lambda x: inputs.masked(
+            gmpo.fn(dataclasses.replace(inputs, log_probs=x), GMPOConfig()).token_losses
+        ),
+        (leaf,),
     )
 
 
 def test_gmpo_counts_a_clip_on_the_side_where_it_acts() -> None:
-    log_ratio, advantages = doubles([0.5, 0.5, -0.5, -0.5, 0.5, 0.1], [1.0, -1.0, 1.0, -1.0, 0.0, 1.0])
+    log_ratio, advantages = doubles(
+        [0.5, 0.5, -0.5, -0.5, 0.5, 0.1], [1.0, -1.0, 1.0, -1.0, 0.0, 1.0]
+    )
     metrics = policy_losses.get("gmpo").fn(make(log_ratio, advantages)[1], GMPOConfig()).metrics
-    shares = {name: value(metrics[name]) for name in ("pg_clipfrac", "pg_clipfrac_high", "pg_clipfrac_low")}
-    assert shares == pytest.approx({"pg_clipfrac": 2 / 6, "pg_clipfrac_high": 1 / 6, "pg_clipfrac_low": 1 / 6})
+    shares = {
+        name: value(metrics[name])
+        for name in ("pg_clipfrac", "pg_clipfrac_high", "pg_clipfrac_low")
+    }
+    assert shares == pytest.approx(
+        {"pg_clipfrac": 2 / 6, "pg_clipfrac_high": 1 / 6, "pg_clipfrac_low": 1 / 6}
+    )
 
 
 def test_rejected_tokens_leave_gmpos_survivors_with_the_policy_gradient() -> None:
     keep = torch.tensor([True, False, True, False, True])
     advantages = torch.full((5,), 1.7, dtype=torch.float64)
     leaf, inputs = make(torch.zeros(5, dtype=torch.float64), advantages, keep_mask=keep)
-    torch.testing.assert_close(gradient(policy_losses.get("gmpo"), GMPOConfig(), leaf, inputs), torch.where(keep, -advantages, 0.0))
+    torch.testing.assert_close(
+        gradient(policy_losses.get("gmpo"), GMPOConfig(), leaf, inputs),
+        torch.where(keep, -advantages, 0.0),
+    )
 
 
-def vespo_loop(config: VESPOConfig, keep: Tensor | None, weights: Tensor | None, level: str) -> tuple[list[float], list[float], float]:
+def vespo_loop(
+    config: VESPOConfig, keep: Tensor | None, weights: Tensor | None, level: str
+) -> tuple[list[float], list[float], float]:
     log_probs = inputs_of()[0].detach()
     losses, grads, phis = [0.0] * 12, [0.0] * 12, []
     for sequence in range(5):
         tokens, kept = active(sequence), active(sequence, keep)
         log_w = sum(clamp20(float(LOG_RATIO[t]))[0] for t in tokens)
         if weights is not None and kept:
-            log_w += math.log(float(weights[kept[0]])) if level == "sequence" else sum(math.log(float(weights[t])) for t in kept)
+            log_w += (
+                math.log(float(weights[kept[0]]))
+                if level == "sequence"
+                else sum(math.log(float(weights[t])) for t in kept)
+            )
         log_w = min(max(log_w, math.log(1e-8)), 20.0)
         of_sequence = []
         for t in tokens:
             a = float(ADVANTAGES[t])
-            k, decay = (config.vespo_k_pos, config.vespo_lambda_pos) if a >= 0 else (config.vespo_k_neg, config.vespo_lambda_neg)
+            k, decay = (
+                (config.vespo_k_pos, config.vespo_lambda_pos)
+                if a >= 0
+                else (config.vespo_k_neg, config.vespo_lambda_neg)
+            )
             phi = math.exp(decay + k * log_w - decay * math.exp(log_w))
             of_sequence.append(phi)
             if keep is None or keep[t]:
@@ -169,14 +234,22 @@ def vespo_loop(config: VESPOConfig, keep: Tensor | None, weights: Tensor | None,
 @pytest.mark.parametrize("keep", [None, KEEP])
 @pytest.mark.parametrize(
     ("weights", "level"),
-    [(None, "token"), (WEIGHTS, "token"), (torch.tensor([0.5, 1.2, 2.0, 1.0, 0.7], dtype=torch.float64)[SEQ_IDS], "sequence")],
+    [
+        (None, "token"),
+        (WEIGHTS, "token"),
+        (torch.tensor([0.5, 1.2, 2.0, 1.0, 0.7], dtype=torch.float64)[SEQ_IDS], "sequence"),
+    ],
 )
 @pytest.mark.parametrize("config", [VESPOConfig(), VESPOConfig(1.0, 0.5, 0.7, 2.5)])
-def test_vespo_is_the_formula(config: VESPOConfig, weights: Tensor | None, level: str, keep: Tensor | None) -> None:
+def test_vespo_is_the_formula(
+    config: VESPOConfig, weights: Tensor | None, level: str, keep: Tensor | None
+) -> None:
     leaf, inputs = inputs_of(importance_weights=weights, importance_level=level, keep_mask=keep)
     losses, grads, phi = vespo_loop(config, keep, weights, level)
     assert_matches("vespo", config, inputs, leaf, losses, grads)
-    assert value(policy_losses.get("vespo").fn(inputs, config).metrics["vespo/phi_seq_mean"]) == pytest.approx(phi, rel=1e-5)
+    assert value(
+        policy_losses.get("vespo").fn(inputs, config).metrics["vespo/phi_seq_mean"]
+    ) == pytest.approx(phi, rel=1e-5)
 
 
 def test_vespos_weight_is_one_on_policy_and_largest_at_k_over_lambda() -> None:
@@ -189,7 +262,9 @@ def test_vespos_weight_is_one_on_policy_and_largest_at_k_over_lambda() -> None:
 
     for sign, best in ((1.0, 2 / 3), (-1.0, 3 / 2)):
         assert phi(0.0, sign) == 1
-        assert phi(math.log(best), sign) > max(phi(math.log(best) + 0.01, sign), phi(math.log(best) - 0.01, sign))
+        assert phi(math.log(best), sign) > max(
+            phi(math.log(best) + 0.01, sign), phi(math.log(best) - 0.01, sign)
+        )
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
@@ -202,7 +277,10 @@ def test_a_rejected_sequence_may_hold_anything(name: str, poison: float) -> None
     loss = policy_losses.get(name)
     leaf, clean = inputs_of(keep_mask=~rejected, importance_weights=WEIGHTS)
     expected = gradient(loss, loss.config_type(), leaf, clean)
-    spoilt = {"old_log_probs": torch.where(rejected, poison, old), "importance_weights": torch.where(rejected, poison, WEIGHTS)}
+    spoilt = {
+        "old_log_probs": torch.where(rejected, poison, old),
+        "importance_weights": torch.where(rejected, poison, WEIGHTS),
+    }
     leaf, dirty = inputs_of(keep_mask=~rejected, **spoilt)
     actual = gradient(loss, loss.config_type(), leaf, dirty)
     torch.testing.assert_close(actual, expected)
@@ -224,9 +302,14 @@ def test_opsm_drops_what_the_policy_has_moved_away_from() -> None:
         keep, share = opsm_keep(inputs, delta)
         assert keep[MASK].tolist() == torch.tensor(expected)[MASK].tolist()
         assert value(share) == pytest.approx(len(hit) / 4)
-        output = total_loss(inputs, policy_losses.get("importance_sampling"), None, LossTerms(opsm_delta=delta))
+        output = total_loss(
+            inputs, policy_losses.get("importance_sampling"), None, LossTerms(opsm_delta=delta)
+        )
         plain = gradient(policy_losses.get("importance_sampling"), None, leaf, inputs)
-        torch.testing.assert_close(torch.autograd.grad(output.loss, leaf)[0], torch.where(torch.tensor(expected), plain, 0.0))
+        torch.testing.assert_close(
+            torch.autograd.grad(output.loss, leaf)[0],
+            torch.where(torch.tensor(expected), plain, 0.0),
+        )
         assert value(output.metrics["opsm_clipfrac"]) == pytest.approx(len(hit) / 4)
     assert opsm_keep(inputs, 0.1)[0].sum() == 10 and opsm_keep(inputs, 0.69)[0].all()
 

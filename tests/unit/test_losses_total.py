@@ -56,7 +56,9 @@ def random_step(seed: int = 0) -> dict[str, Tensor]:
         "ref_log_probs": old + normal(0.3),
         "entropy": normal(1).abs(),
         "rollout_log_probs": old + normal(0.1),
-        "rewards": torch.tensor([1.0, 0.0, 1.0, -1.0, 0.5, 0.0, 1.0], dtype=torch.float64)[:, None].expand(shape).clone(),
+        "rewards": torch.tensor([1.0, 0.0, 1.0, -1.0, 0.5, 0.0, 1.0], dtype=torch.float64)[:, None]
+        .expand(shape)
+        .clone(),
     }
 
 
@@ -73,16 +75,33 @@ def weights_of(reduction: str, mask: Tensor) -> Tensor:
 
 
 def run(
-    name: str, step: dict[str, Tensor], weights: Tensor, rows: list[int], width: int, terms: LossTerms, importance_level: str = "token"
+    name: str,
+    step: dict[str, Tensor],
+    weights: Tensor,
+    rows: list[int],
+    width: int,
+    terms: LossTerms,
+    importance_level: str = "token",
 ) -> tuple[float, Tensor, Any]:
     """(loss, gradient [len(rows), T], metrics) of one micro-batch of rows padded to `width` with NaN."""
     tensors = {}
     for key, x in {**step, "loss_weights": weights}.items():
         padding = torch.zeros(len(rows), width - x.shape[1], dtype=x.dtype)
-        tensors[key] = torch.cat([x[rows], padding if x.dtype == torch.bool else padding.fill_(float("nan"))], dim=1)
+        tensors[key] = torch.cat(
+            [x[rows], padding if x.dtype == torch.bool else padding.fill_(float("nan"))], dim=1
+        )
     leaf = tensors.pop("log_probs").requires_grad_()
     mask, u = tensors.pop("loss_mask"), tensors.pop("loss_weights")
-    output = compute_policy_loss(name, leaf, mask, u, terms=terms, config=config_of(name), importance_level=importance_level, **tensors)
+    output = compute_policy_loss(
+        name,
+        leaf,
+        mask,
+        u,
+        terms=terms,
+        config=config_of(name),
+        importance_level=importance_level,
+        **tensors,
+    )
     output.loss.backward()
     assert leaf.grad is not None
     return output.loss.item(), leaf.grad[:, : step["log_probs"].shape[1]], output.metrics
@@ -100,7 +119,11 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(name: str, reduction: str) -
     whole.add(metrics)
     expected = whole.reduce()
     assert expected["loss"] == pytest.approx(loss, rel=1e-12)
-    for parts in ([[0], [1], [2], [3], [4], [5], [6]], [[6, 2, 0], [4], [5, 3, 1]], [[5, 4, 3, 2, 1, 0, 6]]):
+    for parts in (
+        [[0], [1], [2], [3], [4], [5], [6]],
+        [[6, 2, 0], [4], [5, 3, 1]],
+        [[5, 4, 3, 2, 1, 0, 6]],
+    ):
         total, pieces, accumulator = 0.0, torch.zeros_like(gradient), MetricAccumulator()
         for i, rows in enumerate(parts):
             value, pieces[rows], metrics = run(name, step, weights, rows, 9 + 3 * i, TERMS)
@@ -122,12 +145,16 @@ def corrected_step(correction: str) -> dict[str, Any]:
     step["keep_mask"][4] = False
     if correction != "masks":
         columns = 1 if correction == "sequence weights" else 9
-        step["importance_weights"] = (0.3 + torch.rand(7, columns, generator=g, dtype=torch.float64)).expand(7, 9).clone()
+        step["importance_weights"] = (
+            (0.3 + torch.rand(7, columns, generator=g, dtype=torch.float64)).expand(7, 9).clone()
+        )
     return step
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in (*CHOOSE_IN_A_MICRO_BATCH, "cross_entropy")])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n not in (*CHOOSE_IN_A_MICRO_BATCH, "cross_entropy")]
+)
 def test_a_corrected_loss_does_not_depend_on_the_cut_either(name: str, correction: str) -> None:
     """With OPSM on; and what is rejected gets no policy gradient. A loss that is anchored on the sampler refuses the weights."""
     terms = dataclasses.replace(TERMS, opsm_delta=0.01)
@@ -142,11 +169,15 @@ def test_a_corrected_loss_does_not_depend_on_the_cut_either(name: str, correctio
     for parts in ([[0], [1], [2], [3], [4], [5], [6]], [[6, 2, 0], [4], [5, 3, 1]]):
         total, pieces = 0.0, torch.zeros_like(gradient)
         for i, rows in enumerate(parts):
-            value, pieces[rows], _ = run(name, step, weights, rows, 9 + 3 * i, terms, importance_level=level)
+            value, pieces[rows], _ = run(
+                name, step, weights, rows, 9 + 3 * i, terms, importance_level=level
+            )
             total += value
         assert total == pytest.approx(loss, rel=1e-12)
         torch.testing.assert_close(pieces, gradient, rtol=1e-12, atol=1e-14)
-    policy_only = run(name, step, weights, list(range(7)), 9, LossTerms(opsm_delta=0.01), importance_level=level)[1]
+    policy_only = run(
+        name, step, weights, list(range(7)), 9, LossTerms(opsm_delta=0.01), importance_level=level
+    )[1]
     assert not policy_only[~step["keep_mask"]].any()
     assert policy_only.any()
 
@@ -171,7 +202,12 @@ def test_the_identity_term_by_term() -> None:
             kl = kl + u[t] * (torch.exp(-delta) - 1 + delta)
             entropies = entropies + u[t] * entropy[t]
     expected = policy + 0.3 * kl - 0.07 * entropies
-    for name, x in {"loss": expected, "policy_loss": policy, "kl_loss": kl, "entropy_loss": entropies}.items():
+    for name, x in {
+        "loss": expected,
+        "policy_loss": policy,
+        "kl_loss": kl,
+        "entropy_loss": entropies,
+    }.items():
         assert output.metrics[name].kind == "sum"
         torch.testing.assert_close(output.metrics[name].value, x.detach())
     actual = torch.autograd.grad(output.loss, (leaf, entropy), retain_graph=True)
@@ -184,8 +220,13 @@ def test_masked_rows_may_hold_anything(name: str, poison: float) -> None:
     step = random_step(2)
     weights = weights_of("rollout_mean", step["loss_mask"])
     clean = run(name, step, weights, list(range(7)), 9, TERMS)
-    spoilt = {key: x if x.dtype == torch.bool else torch.where(step["loss_mask"], x, poison) for key, x in step.items()}
-    dirty = run(name, spoilt, torch.where(step["loss_mask"], weights, poison), list(range(7)), 9, TERMS)
+    spoilt = {
+        key: x if x.dtype == torch.bool else torch.where(step["loss_mask"], x, poison)
+        for key, x in step.items()
+    }
+    dirty = run(
+        name, spoilt, torch.where(step["loss_mask"], weights, poison), list(range(7)), 9, TERMS
+    )
     assert dirty[0] == clean[0]
     assert torch.equal(dirty[1], clean[1])
     assert (dirty[1][~step["loss_mask"]] == 0).all()
@@ -208,7 +249,12 @@ def test_one_token_and_far_off_policy_tokens_stay_finite(name: str) -> None:
     for log_ratio in (50.0, -50.0, 0.0):
         leaf = torch.tensor([[-1.0 + log_ratio]], requires_grad=True)
         for sign in (1.0, -1.0):
-            tensors = {"advantages": sign, "old_log_probs": -1.0, "rollout_log_probs": -1.0, "rewards": sign}
+            tensors = {
+                "advantages": sign,
+                "old_log_probs": -1.0,
+                "rollout_log_probs": -1.0,
+                "rewards": sign,
+            }
             output = compute_policy_loss(
                 name, leaf, torch.ones(1, 1), torch.ones(1, 1), config=config_of(name),
                 **{key: torch.full((1, 1), x) for key, x in tensors.items()},
@@ -218,7 +264,14 @@ def test_one_token_and_far_off_policy_tokens_stay_finite(name: str) -> None:
             assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if policy_losses.get(n).correction == "outer" and n not in CHOOSE_IN_A_MICRO_BATCH])
+@pytest.mark.parametrize(
+    "name",
+    [
+        n
+        for n in NAMES
+        if policy_losses.get(n).correction == "outer" and n not in CHOOSE_IN_A_MICRO_BATCH
+    ],
+)
 def test_a_rejected_token_loses_its_policy_term_and_keeps_kl_and_entropy(name: str) -> None:
     """Whatever made it rejected: a weight or an old log-prob that is not finite does not reach the gradient."""
     step = {key: x[:1] for key, x in random_step(3).items()}
@@ -230,7 +283,11 @@ def test_a_rejected_token_loses_its_policy_term_and_keeps_kl_and_entropy(name: s
     extra = {"keep_mask": keep, "importance_weights": c}
     _, with_terms, metrics = run(name, {**step, **extra}, weights, [0], 9, TERMS)
     for poison in (float("nan"), float("inf"), float("-inf")):
-        spoilt = {**step, **extra, "old_log_probs": torch.where(keep, step["old_log_probs"], poison)}
+        spoilt = {
+            **step,
+            **extra,
+            "old_log_probs": torch.where(keep, step["old_log_probs"], poison),
+        }
         if name in SEQUENCE_RATIO:
             spoilt["keep_mask"] = torch.zeros_like(keep)
         loss, policy_only, _ = run(name, spoilt, weights, [0], 9, LossTerms())
@@ -240,7 +297,9 @@ def test_a_rejected_token_loses_its_policy_term_and_keeps_kl_and_entropy(name: s
     delta = (step["log_probs"] - step["ref_log_probs"])[0, 4]
     assert float(with_terms[0, 4]) == pytest.approx(float(0.25 * 0.3 * (1 - torch.exp(-delta))))
     uncorrected = run(name, step, weights, [0], 9, LossTerms())[1]
-    torch.testing.assert_close(run(name, {**step, **extra}, weights, [0], 9, LossTerms())[1][keep], 0.5 * uncorrected[keep])
+    torch.testing.assert_close(
+        run(name, {**step, **extra}, weights, [0], 9, LossTerms())[1][keep], 0.5 * uncorrected[keep]
+    )
     assert metrics["kl"].count == 9
 
 
@@ -258,14 +317,23 @@ def test_a_loss_that_corrects_itself_is_not_corrected_again() -> None:
         step["log_probs"].flatten(), torch.ones(count, dtype=torch.bool), torch.ones(count), torch.zeros(count, dtype=torch.long), 1,
         keep_mask=torch.zeros(count, dtype=torch.bool), importance_weights=torch.full((count,), 7.0),
     )  # fmt: skip
-    torch.testing.assert_close(total_loss(inputs, loss, None, LossTerms()).loss, step["log_probs"].sum())
+    torch.testing.assert_close(
+        total_loss(inputs, loss, None, LossTerms()).loss, step["log_probs"].sum()
+    )
     assert float(seen[0].sum()) == 7 * count
 
 
 def test_correction_of_cross_entropy_is_refused() -> None:
     step = random_step()
     with pytest.raises(ValueError, match="cross_entropy takes no off-policy correction"):
-        run("cross_entropy", {**step, "keep_mask": step["loss_mask"]}, torch.ones(7, 9), [0], 9, LossTerms())
+        run(
+            "cross_entropy",
+            {**step, "keep_mask": step["loss_mask"]},
+            torch.ones(7, 9),
+            [0],
+            9,
+            LossTerms(),
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -309,7 +377,11 @@ def test_kl_and_entropy_are_not_scaled_by_policy_weights() -> None:
     """Advantages that are normalised already come with w = 1; u still normalises the other terms."""
     step = random_step()
     weights = weights_of("token_mean", step["loss_mask"])
-    scaled = {**step, "advantages": step["advantages"] * weights, "policy_weights": torch.ones(7, 9, dtype=torch.float64)}
+    scaled = {
+        **step,
+        "advantages": step["advantages"] * weights,
+        "policy_weights": torch.ones(7, 9, dtype=torch.float64),
+    }
     plain, by_caller = (run("ppo", s, weights, list(range(7)), 9, TERMS) for s in (step, scaled))
     assert by_caller[0] == pytest.approx(plain[0], rel=1e-12)
     torch.testing.assert_close(by_caller[1], plain[1])
@@ -318,7 +390,14 @@ def test_kl_and_entropy_are_not_scaled_by_policy_weights() -> None:
 def test_logged_losses_survive_scaling_in_place() -> None:
     step = random_step()
     leaf, mask = step["log_probs"].requires_grad_(), step["loss_mask"]
-    output = compute_policy_loss("ppo", leaf, mask, torch.ones(7, 9), advantages=step["advantages"], old_log_probs=step["old_log_probs"])
+    output = compute_policy_loss(
+        "ppo",
+        leaf,
+        mask,
+        torch.ones(7, 9),
+        advantages=step["advantages"],
+        old_log_probs=step["old_log_probs"],
+    )
     before = output.metrics["loss"].value.clone()
     with torch.no_grad():
         output.loss.mul_(1000)
@@ -334,4 +413,6 @@ def test_the_alias_dual_clip_bounds_by_three() -> None:
     assert float(compute_policy_loss("dual_clip", *args, **tensors).loss) == pytest.approx(3.0)
     assert float(compute_policy_loss("vanilla", *args, **tensors).loss) == pytest.approx(7.389056)
     config = dataclasses.replace(policy_losses.get("ppo").config_type(), eps_clip_c=5.0)
-    assert float(compute_policy_loss("dual_clip", *args, config=config, **tensors).loss) == pytest.approx(5.0)
+    assert float(
+        compute_policy_loss("dual_clip", *args, config=config, **tensors).loss
+    ) == pytest.approx(5.0)

@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 import megatron_patches
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the patches are for machines without CUDA")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the patches are for machines without CUDA"
+)
 REPOSITORY = Path(megatron_patches.__file__).parents[1]
 
 # Runs before anything has been patched: what existed in torch must be the same object afterwards.
@@ -62,7 +64,13 @@ print(json.dumps({
 
 def test_fresh_process() -> None:
     """Import is cheap; torch keeps all it had but Tensor.cuda; a second apply() changes nothing."""
-    run = subprocess.run([sys.executable, "-c", FRESH_PROCESS], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", FRESH_PROCESS],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
     assert result["cheap"]
@@ -79,23 +87,37 @@ def applied() -> megatron_patches.Report:
     return megatron_patches.apply()
 
 
-def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: object() if name == "transformer_engine" else real(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: object() if name == "transformer_engine" else real(name, *rest),
+    )
     monkeypatch.setattr(megatron_patches, "_installed", {})
     report = megatron_patches.apply()
     always = ["mla_tp_grads", "offload_ckpt", "safe_checkpoints"]
     assert [entry.name for entry in report.applied] == always
-    assert [entry.name for entry in report.skipped] == [name for name in megatron_patches.ORDER if name not in always]
+    assert [entry.name for entry in report.skipped] == [
+        name for name in megatron_patches.ORDER if name not in always
+    ]
     reasons = dict(report.skipped)
     assert reasons["rng_on_cpu"] == "CUDA is available"
     assert reasons["torch_norm_sp"] == "Transformer Engine is installed"
 
 
-def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    due = [name for name in megatron_patches.ORDER if megatron_patches.load_patch(name).condition.holds()]
+    due = [
+        name
+        for name in megatron_patches.ORDER
+        if megatron_patches.load_patch(name).condition.holds()
+    ]
     assert due == [
         "torch_norm_sp",
         "recompute_no_te",
@@ -111,7 +133,8 @@ def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(monke
 
 def test_report_prints_as_a_table() -> None:
     report = megatron_patches.Report(
-        [megatron_patches.Entry("one", "no CUDA device")], [megatron_patches.Entry("twenty_one", "CUDA is available")]
+        [megatron_patches.Entry("one", "no CUDA device")],
+        [megatron_patches.Entry("twenty_one", "CUDA is available")],
     )
     assert str(report).splitlines() == [
         "patch       state    reason",
@@ -123,7 +146,11 @@ def test_report_prints_as_a_table() -> None:
 TARGETS = [
     ("torch_on_cpu", "dist_checkpointing.mapping", "ShardedTensor.init_data"),
     ("type_strings", "optimizer.optimizer", "Float16OptimizerWithFloat16Params.__init__"),
-    ("type_strings", "optimizer.distrib_optimizer", "DistributedOptimizer._build_model_and_main_param_groups"),
+    (
+        "type_strings",
+        "optimizer.distrib_optimizer",
+        "DistributedOptimizer._build_model_and_main_param_groups",
+    ),
     ("type_strings", "optimizer.clip_grads", "clip_grad_by_total_norm_fp32"),
     ("rng_on_cpu", "tensor_parallel.random", "_get_cuda_rng_state"),
     ("rng_on_cpu", "tensor_parallel.random", "_set_cuda_rng_state"),
@@ -133,34 +160,64 @@ TARGETS = [
     ("moe_no_te", "transformer.moe.moe_utils", "RouterGatingLinearFunction.forward"),
     ("mla_no_te", "transformer.multi_latent_attention", "MultiLatentAttention.__init__"),
     ("mla_tp_grads", "transformer.multi_latent_attention", "MLASelfAttention.__init__"),
-    ("mla_tp_grads", "transformer.multi_latent_attention", "MLASelfAttention.get_query_key_value_tensors"),
+    (
+        "mla_tp_grads",
+        "transformer.multi_latent_attention",
+        "MLASelfAttention.get_query_key_value_tensors",
+    ),
     ("moe_split_sizes", "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
     ("gloo_uneven", "tensor_parallel.mappings", "_gather_along_first_dim"),
     ("gloo_uneven", "tensor_parallel.mappings", "_reduce_scatter_along_first_dim"),
     ("precision_adam", "optimizer", "is_te_min_version"),
     ("precision_adam", "optimizer", "_get_megatron_optimizer_based_on_param_groups"),
     ("precision_adam", "optimizer.clip_grads", "l2_norm_impl"),
-    ("precision_adam", "optimizer.distrib_optimizer", "DistributedOptimizer._copy_model_params_to_main_params"),
-    ("offload_on_cpu", "optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer._get_sub_optimizer_param_groups"),
+    (
+        "precision_adam",
+        "optimizer.distrib_optimizer",
+        "DistributedOptimizer._copy_model_params_to_main_params",
+    ),
+    (
+        "offload_on_cpu",
+        "optimizer.cpu_offloading.hybrid_optimizer",
+        "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
+    ),
     ("offload_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer.state_dict"),
-    ("offload_ckpt", "optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer._sync_sub_optimizers_state_to_hdo"),
+    (
+        "offload_ckpt",
+        "optimizer.cpu_offloading.hybrid_optimizer",
+        "HybridDeviceOptimizer._sync_sub_optimizers_state_to_hdo",
+    ),
     ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer.sharded_state_dict"),
-    ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer._set_main_param_and_optimizer_states"),
+    (
+        "torch_adam_ckpt",
+        "optimizer.distrib_optimizer",
+        "DistributedOptimizer._set_main_param_and_optimizer_states",
+    ),
     ("torch_adam_ckpt", "optimizer.distrib_optimizer", "DistributedOptimizer.load_state_dict"),
     ("safe_checkpoints", "dist_checkpointing.strategies.torch", "_get_filesystem_reader"),
     ("safe_checkpoints", "dist_checkpointing.strategies.torch", "MCoreLoadPlanner"),
-    ("safe_checkpoints", "dist_checkpointing.strategies.common", "TorchCommonLoadStrategy.load_common"),
+    (
+        "safe_checkpoints",
+        "dist_checkpointing.strategies.common",
+        "TorchCommonLoadStrategy.load_common",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("patch", "module_name", "path"), TARGETS, ids=lambda value: str(value))
-def test_a_missing_target_fails_loudly(monkeypatch: pytest.MonkeyPatch, patch: str, module_name: str, path: str) -> None:
+def test_a_missing_target_fails_loudly(
+    monkeypatch: pytest.MonkeyPatch, patch: str, module_name: str, path: str
+) -> None:
     # the checks of these two look at what installation has changed: let them see the unpatched state
     if patch == "torch_on_cpu":
         for name in importlib.import_module("megatron_patches.torch_on_cpu").MODULES:
             monkeypatch.setattr(importlib.import_module(f"megatron.core.{name}"), "torch", torch)
     if patch == "type_strings":
-        monkeypatch.setattr(importlib.import_module("megatron_patches.type_strings"), "TARGETS", (f"{module_name}:{path}",))
+        monkeypatch.setattr(
+            importlib.import_module("megatron_patches.type_strings"),
+            "TARGETS",
+            (f"{module_name}:{path}",),
+        )
     owner: Any = importlib.import_module(f"megatron.core.{module_name}")
     *outer, last = path.split(".")
     for part in outer:
@@ -168,14 +225,22 @@ def test_a_missing_target_fails_loudly(monkeypatch: pytest.MonkeyPatch, patch: s
     monkeypatch.delattr(owner, last)
     with pytest.raises(RuntimeError) as caught:
         megatron_patches.load_patch(patch).check()
-    for word in (f"megatron_patches/{patch}.py", f"megatron.core.{module_name} has no {path}", "megatron-core 0.16", ">=0.16.1,<0.17"):
+    for word in (
+        f"megatron_patches/{patch}.py",
+        f"megatron.core.{module_name} has no {path}",
+        "megatron-core 0.16",
+        ">=0.16.1,<0.17",
+    ):
         assert word in str(caught.value)
 
 
 def test_a_missing_module_or_a_changed_body_fails_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = importlib.import_module("megatron_patches.torch_on_cpu")
     monkeypatch.setattr(on_cpu, "MODULES", ("no_such_module",))
-    with pytest.raises(RuntimeError, match=r"module megatron\.core\.no_such_module not found in megatron-core 0\.16"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"module megatron\.core\.no_such_module not found in megatron-core 0\.16",
+    ):
         on_cpu.check()
     monkeypatch.setattr(on_cpu, "MODULES", ("package_info",))
     with pytest.raises(RuntimeError, match=r"package_info has no global named torch"):
@@ -184,7 +249,11 @@ def test_a_missing_module_or_a_changed_body_fails_loudly(monkeypatch: pytest.Mon
     strings = importlib.import_module("megatron_patches.type_strings")
     with pytest.raises(RuntimeError, match="no longer names a CUDA tensor type"):
         strings.check()
-    monkeypatch.setattr(importlib.import_module("megatron_patches.tensor_cuda"), "torch", SimpleNamespace(Tensor=object))
+    monkeypatch.setattr(
+        importlib.import_module("megatron_patches.tensor_cuda"),
+        "torch",
+        SimpleNamespace(Tensor=object),
+    )
     with pytest.raises(RuntimeError, match=r"torch\.Tensor\.cuda"):
         megatron_patches.load_patch("tensor_cuda").check()
 
@@ -270,14 +339,19 @@ def test_random_states_fork_nest_and_continue(caplog: pytest.LogCaptureFixture) 
     got["default"].append(torch.rand(1).item())
     assert got == {"default": draws(5, 3), "one": draws(7, 2), "two": draws(11, 2)}
     assert not caplog.records
-    with pytest.raises(ValueError, match="'three' is unknown; known: one, two"), tracker.fork("three"):
+    with (
+        pytest.raises(ValueError, match="'three' is unknown; known: one, two"),
+        tracker.fork("three"),
+    ):
         pass
 
 
 def _config(**changes: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True, **changes)
+    return TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True, **changes
+    )
 
 
 def test_torch_norm_is_marked_for_sequence_parallelism() -> None:
@@ -329,8 +403,13 @@ def test_split_sizes_of_a_cpu_tensor() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     for module in (moe_utils, token_dispatcher):
-        assert module.maybe_move_tensor_to_cpu(torch.tensor([2, 3]), as_numpy=True).tolist() == [2, 3]
-        assert not torch.is_tensor(module.maybe_move_tensor_to_cpu(torch.tensor([2, 3]), as_numpy=True))
+        assert module.maybe_move_tensor_to_cpu(torch.tensor([2, 3]), as_numpy=True).tolist() == [
+            2,
+            3,
+        ]
+        assert not torch.is_tensor(
+            module.maybe_move_tensor_to_cpu(torch.tensor([2, 3]), as_numpy=True)
+        )
         assert torch.is_tensor(module.maybe_move_tensor_to_cpu(torch.tensor([2, 3])))
         assert module.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
 
@@ -361,8 +440,12 @@ def _model_and_optimizer() -> tuple[Any, Any]:
             return self.second(torch.tanh(self.first(x)))
 
     net = Net()
-    model = DistributedDataParallel(net.config, DistributedDataParallelConfig(use_distributed_optimizer=True), net)
-    config = OptimizerConfig(optimizer="adam", lr=0.1, weight_decay=0.1, use_distributed_optimizer=True, clip_grad=0.0)
+    model = DistributedDataParallel(
+        net.config, DistributedDataParallelConfig(use_distributed_optimizer=True), net
+    )
+    config = OptimizerConfig(
+        optimizer="adam", lr=0.1, weight_decay=0.1, use_distributed_optimizer=True, clip_grad=0.0
+    )
     return model, get_megatron_optimizer(config, [model])
 
 
@@ -376,18 +459,28 @@ def _step(model: Any, optimizer: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_resumed_adam_goes_on_as_if_never_stopped(one_process: None, tmp_path: Path, steps_before: int) -> None:
+def test_a_resumed_adam_goes_on_as_if_never_stopped(
+    one_process: None, tmp_path: Path, steps_before: int
+) -> None:
     from megatron.core import dist_checkpointing
 
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     model, optimizer = _model_and_optimizer()
     for seed in range(steps_before):
         _step(model, optimizer, seed)
-    parts = {"optimizer": optimizer.sharded_state_dict(model.module.sharded_state_dict(), metadata=metadata)}
+    parts = {
+        "optimizer": optimizer.sharded_state_dict(
+            model.module.sharded_state_dict(), metadata=metadata
+        )
+    }
     dist_checkpointing.save(parts, str(tmp_path), async_sharded_save=False)
 
     resumed, fresh = _model_and_optimizer()
-    template = {"optimizer": fresh.sharded_state_dict(resumed.module.sharded_state_dict(), is_loading=True, metadata=metadata)}
+    template = {
+        "optimizer": fresh.sharded_state_dict(
+            resumed.module.sharded_state_dict(), is_loading=True, metadata=metadata
+        )
+    }
     fresh.load_state_dict(dist_checkpointing.load(template, str(tmp_path))["optimizer"])
     resumed.module.load_state_dict(model.module.state_dict())
     for seed in (10, 11):
@@ -397,7 +490,9 @@ def test_a_resumed_adam_goes_on_as_if_never_stopped(one_process: None, tmp_path:
         assert torch.equal(expected, got), name
 
 
-def test_another_project_called_apex_is_not_nvidias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_project_called_apex_is_not_nvidias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron_patches.patch import has_apex
 
     package = tmp_path / "apex"

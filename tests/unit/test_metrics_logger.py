@@ -25,7 +25,9 @@ def test_values_are_kept_exactly_and_flushed(tmp_path: Path) -> None:
 def test_non_finite_values_are_valid_json_and_come_back(tmp_path: Path) -> None:
     with MetricsLogger(tmp_path) as logger:
         logger.log(4, {"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 0.0})
-    line = json.loads(logger.path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    line = json.loads(
+        logger.path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
+    )
     assert (line["a"], line["b"], line["c"], line["d"]) == ("NaN", "Infinity", "-Infinity", 0.0)
     (row,) = read_metrics(logger.path)
     assert math.isnan(row["a"])
@@ -45,7 +47,13 @@ def test_resume_drops_what_will_be_repeated(tmp_path: Path) -> None:
     _write(tmp_path, range(3, 5), 100.0, start_step=3)
     after = path.read_text().splitlines()
     assert after[:3] == before[:3]
-    assert [(row["step"], row["x"]) for row in read_metrics(path)] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 103.0), (4, 104.0)]
+    assert [(row["step"], row["x"]) for row in read_metrics(path)] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.0),
+        (3, 103.0),
+        (4, 104.0),
+    ]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -63,7 +71,9 @@ def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("bad", ["garbage", "[1]", '{"x": 1}', '{"step": 1, "x": null}', '{"step": 1, "x": "zero"}'])
+@pytest.mark.parametrize(
+    "bad", ["garbage", "[1]", '{"x": 1}', '{"step": 1, "x": null}', '{"step": 1, "x": "zero"}']
+)
 def test_other_damage_is_named(tmp_path: Path, bad: str) -> None:
     path = _write(tmp_path, range(2), 0.0)
     lines = path.read_text().splitlines()
@@ -86,7 +96,11 @@ def test_tensorboard(tmp_path: Path) -> None:
         logger.log(2, {"rollout/reward_mean": 9.0})
     events = EventAccumulator(str(board))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("rollout/reward_mean")] == [(0, 0.0), (1, 0.5), (2, 9.0)]
+    assert [(e.step, e.value) for e in events.Scalars("rollout/reward_mean")] == [
+        (0, 0.0),
+        (1, 0.5),
+        (2, 9.0),
+    ]
 
 
 def test_without_tensorboard_only_one_file_is_written(tmp_path: Path) -> None:
@@ -100,7 +114,11 @@ def test_a_line_that_a_kill_after_the_checkpoint_has_lost(tmp_path: Path) -> Non
     last = to_json({"x": 3.25, "y": float("nan")})
     for saved in (last, to_json({"x": 99.0})):
         MetricsLogger(tmp_path, start_step=4, last=saved).close()
-        assert [(row["step"], row["x"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 3.25)]
+        assert [(row["step"], row["x"]) for row in read_metrics(path)] == [
+            (1, 1.0),
+            (2, 2.0),
+            (3, 3.25),
+        ]
     assert math.isnan(read_metrics(path)[-1]["y"])
     MetricsLogger(tmp_path / "other", start_step=4, last=last).close()
     assert read_metrics(tmp_path / "other" / "metrics.jsonl") == []

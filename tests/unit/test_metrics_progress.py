@@ -79,7 +79,10 @@ def _run(clock: Clock, rollouts: int, **options: object) -> str:
         for step in range(rollouts):
             with progress.phase("generate"):
                 clock.now += 2
-            metrics = {"rollout/reward_mean": step / 4, "train/kl": float("nan")} | progress.take_seconds()
+            metrics = {
+                "rollout/reward_mean": step / 4,
+                "train/kl": float("nan"),
+            } | progress.take_seconds()
             if step == 0:
                 metrics["eval/sums/mean"] = 0.125
             progress.rollout_done(step, metrics)
@@ -91,7 +94,8 @@ def test_plain_lines_are_aligned_and_complete(clock: Clock) -> None:
     assert len(lines) == 12
     assert len(set(map(len, lines))) == 1
     assert re.match(
-        r"rollout  2/12  reward +0\.2500  kl +nan  step_s +2\.00  eval/sums +0\.1250  eta +0:00:20  \[generate 2\.00\]$", lines[1]
+        r"rollout  2/12  reward +0\.2500  kl +nan  step_s +2\.00  eval/sums +0\.1250  eta +0:00:20  \[generate 2\.00\]$",
+        lines[1],
     )
 
 
@@ -135,8 +139,20 @@ def test_engines_side_by_side() -> None:
 
     rows = [
         {"eval/heldout/mean": 0.4, "perf/sync_s": 1.0, "perf/eval_s": 2.0, "perf/step_s": 3.5},
-        {"rollout/reward_mean": 0.4, "perf/generate_s": 4.0, "perf/train_s": 1.0, "perf/log_probs_s": 0.5, "perf/step_s": 6.0},
-        {"rollout/reward_mean": 0.5, "perf/generate_s": 2.0, "perf/train_s": 1.0, "perf/step_s": 3.0, "eval/heldout/mean": 0.9},
+        {
+            "rollout/reward_mean": 0.4,
+            "perf/generate_s": 4.0,
+            "perf/train_s": 1.0,
+            "perf/log_probs_s": 0.5,
+            "perf/step_s": 6.0,
+        },
+        {
+            "rollout/reward_mean": 0.5,
+            "perf/generate_s": 2.0,
+            "perf/train_s": 1.0,
+            "perf/step_s": 3.0,
+            "eval/heldout/mean": 0.9,
+        },
     ]
     told = dict(zip(HEAD, table_row("plain", rows), strict=True))
     assert told == {

@@ -13,7 +13,14 @@ from rich.console import Console
 
 from slime_like.metrics import report
 from slime_like.metrics.logger import MetricsLogger, read_metrics
-from slime_like.metrics.report import main, series, smoothed, summary_table, write_plot, write_report
+from slime_like.metrics.report import (
+    main,
+    series,
+    smoothed,
+    summary_table,
+    write_plot,
+    write_report,
+)
 
 
 def _log(folder: Path, rollouts: int, *, everything: bool = True) -> Path:
@@ -62,7 +69,10 @@ def test_report_renders(tmp_path: Path, rollouts: int) -> None:
 def test_panels_without_data_are_left_out(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = read_metrics(_log(tmp_path, 3, everything=False))
-    assert _png_size(write_plot(rows, tmp_path / "sub" / "small.png")) == (1296, 480)  # reward, seconds
+    assert _png_size(write_plot(rows, tmp_path / "sub" / "small.png")) == (
+        1296,
+        480,
+    )  # reward, seconds
 
 
 def test_drawn_curves_are_the_logged_ones(tmp_path: Path) -> None:
@@ -79,13 +89,20 @@ def test_drawn_curves_are_the_logged_ones(tmp_path: Path) -> None:
 
     axis = figure_module.Figure().subplots()
     report._draw_phases(axis, rows)
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["other", "train", "generate"]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == [
+        "other",
+        "train",
+        "generate",
+    ]
     tops = [collection.get_datalim(axis.transData).ymax for collection in axis.collections]
     assert tops == pytest.approx([1.0, 2.5, 3.0])  # stacked up to perf/step_s
 
 
 def test_an_evaluation_before_training_is_no_rollout(tmp_path: Path) -> None:
-    rows = [{"step": 0, "eval/sums/mean": 0.1}, *({**row, "step": row["step"] + 1} for row in read_metrics(_log(tmp_path, 4)))]
+    rows = [
+        {"step": 0, "eval/sums/mean": 0.1},
+        *({**row, "step": row["step"] + 1} for row in read_metrics(_log(tmp_path, 4))),
+    ]
     assert _text(rows)[0] == ["4", "rollouts"]
 
 
@@ -96,13 +113,20 @@ def test_table(tmp_path: Path) -> None:
     assert rows["eval/sums/pass@4"] == ["0.7", "0.7", "0.7", "0"]
     assert rows["train/kl"] == ["(1", "not", "finite)", "0", "0.11"]
     assert rows["perf/step_s"] == ["3", "3", "3", "0"]
-    assert rows["rollout/train_rollout_log_prob_diff_mean"] == ["1.00e-06", "1.00e-06", "1.00e-06", "0"]
+    assert rows["rollout/train_rollout_log_prob_diff_mean"] == [
+        "1.00e-06",
+        "1.00e-06",
+        "1.00e-06",
+        "0",
+    ]
     assert "train/lr" not in rows
 
 
 def test_numbers_survive_a_narrow_terminal(tmp_path: Path) -> None:
     rows = read_metrics(_log(tmp_path, 12))
-    assert any(line[-4:] == ["1.00e-06", "1.00e-06", "1.00e-06", "0"] for line in _text(rows, width=80))
+    assert any(
+        line[-4:] == ["1.00e-06", "1.00e-06", "1.00e-06", "0"] for line in _text(rows, width=80)
+    )
 
 
 def test_series_and_smoothing() -> None:
@@ -113,7 +137,9 @@ def test_series_and_smoothing() -> None:
     assert smoothed([2.0] * 100) == [2.0] * 100
 
 
-def test_without_matplotlib_the_table_and_a_hint_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_table_and_a_hint_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [m for m in sys.modules if m.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime_like.losses import LossInputs, LossTerms, policy_losses, total_loss
-from slime_like.metrics.typed import MetricAccumulator, masked_max, masked_mean, masked_min, masked_std
+from slime_like.metrics.typed import (
+    MetricAccumulator,
+    masked_max,
+    masked_mean,
+    masked_min,
+    masked_std,
+)
 from tests.unit.test_losses_invariance import VARIANTS, legal
 
 # Operations whose result the host must see, or whose size depends on values. A mask as an index is one of them too.
@@ -34,7 +40,9 @@ class Waits(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         ours = [
-            f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in traceback.extract_stack() if "slime_like/" in frame.filename
+            f"{frame.filename.rpartition('/')[2]}:{frame.lineno}"
+            for frame in traceback.extract_stack()
+            if "slime_like/" in frame.filename
         ]
         self.places[f"{what} at {ours[-1] if ours else '?'}"] += 1
 
@@ -56,7 +64,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
         for name in ("tolist", "numpy", "cpu"):
             real = getattr(Tensor, name)
 
-            def noting(self: Tensor, *args: Any, _real: Any = real, _name: str = name, **kwargs: Any) -> Any:
+            def noting(
+                self: Tensor, *args: Any, _real: Any = real, _name: str = name, **kwargs: Any
+            ) -> Any:
                 waits.note(_name)
                 return _real(self, *args, **kwargs)
 
@@ -85,7 +95,12 @@ def test_a_step_waits_once(variant: str, monkeypatch: pytest.MonkeyPatch) -> Non
     loss = policy_losses.get(name)
     config = loss.config_type(**settings)
     masks = legal(variant, "token mask")
-    terms = LossTerms(kl_loss_coef=0.1, entropy_coef=0.01, positive_nll_coef=0.1, opsm_delta=0.01 if masks else None)
+    terms = LossTerms(
+        kl_loss_coef=0.1,
+        entropy_coef=0.01,
+        positive_nll_coef=0.1,
+        opsm_delta=0.01 if masks else None,
+    )
     batches = [micro_batch(seed) for seed in range(3)]
     if not masks:
         batches = [dataclasses.replace(b, keep_mask=None) for b in batches]
@@ -107,7 +122,12 @@ def test_every_kind_of_metric_in_one_reduction(monkeypatch: pytest.MonkeyPatch) 
         accumulator = MetricAccumulator()
         for _ in range(2):
             accumulator.add(
-                {"mean": masked_mean(x, mask), "std": masked_std(x, mask), "min": masked_min(x, mask), "max": masked_max(x, mask)}
+                {
+                    "mean": masked_mean(x, mask),
+                    "std": masked_std(x, mask),
+                    "min": masked_min(x, mask),
+                    "max": masked_max(x, mask),
+                }
             )
         assert accumulator.reduce() == {"mean": 2.0, "std": 1.0, "min": 1.0, "max": 3.0}
     assert waits.places.keys() == {next(iter(waits.places))} and sum(waits.places.values()) == 1
@@ -153,5 +173,7 @@ def test_a_mask_is_counted_anew_when_it_changes() -> None:
 def test_a_share_is_the_mean_of_its_flags() -> None:
     flags, mask = torch.tensor([True, False, True, True]), torch.tensor([True, True, True, False])
     as_flags, as_numbers = masked_mean(flags, mask), masked_mean(flags.float(), mask)
-    assert float(as_flags.value) == float(as_numbers.value) == 2 and as_flags.count == as_numbers.count
+    assert (
+        float(as_flags.value) == float(as_numbers.value) == 2 and as_flags.count == as_numbers.count
+    )
     assert as_flags.value.dtype == torch.float32

@@ -11,7 +11,14 @@ import torch
 
 from arguments.groups import AlgorithmConfig
 from slime_like.balance import linear_cost
-from slime_like.megatron_backend.micro_batches import MicroBatchSize, cut, micro_batch_size, packing_metrics, without_tokens, work_per_token
+from slime_like.megatron_backend.micro_batches import (
+    MicroBatchSize,
+    cut,
+    micro_batch_size,
+    packing_metrics,
+    without_tokens,
+    work_per_token,
+)
 from slime_like.megatron_backend.packing import pack, unpack
 from slime_like.types import TrainSample
 
@@ -25,7 +32,9 @@ def layout(**sizes: int) -> Any:
 def sample(prompt: int, response: int, first_token: int = 1) -> TrainSample:
     tokens = torch.arange(first_token, first_token + prompt + response)
     values = tokens[prompt:].float()
-    return TrainSample(tokens, response, torch.ones(response, dtype=torch.bool), values / 1000, advantages=values)
+    return TrainSample(
+        tokens, response, torch.ones(response, dtype=torch.bool), values / 1000, advantages=values
+    )
 
 
 SAMPLES = [sample(2, response, 100 * i) for i, response in enumerate((60, 2, 5, 9, 3, 14, 1, 7))]
@@ -38,7 +47,9 @@ def lengths(groups: list[list[TrainSample]]) -> list[list[int]]:
 def test_by_number_samples_stay_in_order() -> None:
     parts = cut(SAMPLES, MicroBatchSize(2, None), layout())
     assert parts.rows == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [s.tokens[0].item() for group in parts.groups for s in group] == [100 * i for i in range(8)]
+    assert [s.tokens[0].item() for group in parts.groups for s in group] == [
+        100 * i for i in range(8)
+    ]
 
 
 def test_by_tokens_every_sample_is_in_one_row_within_the_budget() -> None:
@@ -67,17 +78,27 @@ def test_a_micro_batch_of_padding_weighs_nothing_and_has_the_fields_of_the_other
     parts = cut(SAMPLES[:2], MicroBatchSize(1, 100), layout(pp_size=4, vp_size=2))
     assert lengths(parts.groups) == [[62], [4], [0], [0]]
     real, padding = (pack(parts.groups[i], multiple=4, device=CPU) for i in (1, 2))
-    assert padding.tokens.shape == (1, 4) and padding.num_seqs == 1 and padding.cu_seqlens.tolist() == [0, 4]
+    assert (
+        padding.tokens.shape == (1, 4)
+        and padding.num_seqs == 1
+        and padding.cu_seqlens.tolist() == [0, 4]
+    )
     assert not padding.loss_mask.any() and not padding.loss_weights.any()
     assert padding.is_padding is not None and padding.is_padding.all()
     for field in fields(real):
-        assert (getattr(real, field.name) is None) == (getattr(padding, field.name) is None), field.name
+        assert (getattr(real, field.name) is None) == (getattr(padding, field.name) is None), (
+            field.name
+        )
 
 
 def test_a_sample_without_tokens() -> None:
     empty = without_tokens(SAMPLES[0])
     assert empty.tokens.numel() == empty.response_length == 0
-    assert empty.ref_log_probs is None and empty.advantages is not None and empty.advantages.numel() == 0
+    assert (
+        empty.ref_log_probs is None
+        and empty.advantages is not None
+        and empty.advantages.numel() == 0
+    )
 
 
 def test_sizes_of_the_two_passes() -> None:
@@ -86,15 +107,24 @@ def test_sizes_of_the_two_passes() -> None:
     assert micro_batch_size(plain, 1, forward_only=True) == MicroBatchSize(6, None)
     dynamic = AlgorithmConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=50)
     assert [micro_batch_size(dynamic, cp, forward_only=True).tokens for cp in (1, 2)] == [50, 100]
-    more = AlgorithmConfig(use_dynamic_batch_size=True, max_tokens_per_gpu=50, log_probs_max_tokens_per_gpu=70)
-    assert [micro_batch_size(more, 1, forward_only=only).tokens for only in (False, True)] == [50, 70]
+    more = AlgorithmConfig(
+        use_dynamic_batch_size=True, max_tokens_per_gpu=50, log_probs_max_tokens_per_gpu=70
+    )
+    assert [micro_batch_size(more, 1, forward_only=only).tokens for only in (False, True)] == [
+        50,
+        70,
+    ]
 
 
 def test_packing_metrics() -> None:
     size = MicroBatchSize(1, 50)
     parts = cut(SAMPLES[1:5], size, layout())
     batches = [pack(group, multiple=8, device=CPU) for group in parts.groups]
-    found = {name: float(m.value / m.count) for name, m in packing_metrics(parts, batches, size).items() if m.count is not None}
+    found = {
+        name: float(m.value / m.count)
+        for name, m in packing_metrics(parts, batches, size).items()
+        if m.count is not None
+    }
     tokens = sum(s.tokens.numel() for s in SAMPLES[1:5])
     assert found["perf/micro_batches"] == 1
     assert found["perf/padding_frac"] == pytest.approx(1 - tokens / (8 * -(-tokens // 8)))
@@ -111,8 +141,16 @@ def test_work_of_a_mixture_of_experts_counts_the_experts_that_a_token_visits() -
 
     def expected(ffn: int) -> float:
         return linear_cost(
-            hidden_size=64, ffn_hidden_size=ffn, attention_size=64, key_value_size=32, gated=True, num_layers=3, vocab_size=500
+            hidden_size=64,
+            ffn_hidden_size=ffn,
+            attention_size=64,
+            key_value_size=32,
+            gated=True,
+            num_layers=3,
+            vocab_size=500,
         )
 
     assert work_per_token(SimpleNamespace(**shape), 500) == expected(128)  # type: ignore[arg-type]
-    assert work_per_token(SimpleNamespace(**{**shape, "num_moe_experts": 8}), 500) == expected(3 * 40 + 24)  # type: ignore[arg-type]
+    assert work_per_token(SimpleNamespace(**{**shape, "num_moe_experts": 8}), 500) == expected(
+        3 * 40 + 24
+    )  # type: ignore[arg-type]

@@ -21,7 +21,9 @@ def clamp(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-def by_loop(config: OffPolicyConfig, o: list[float], m: list[float], mask: list[bool]) -> tuple[list[bool], list[float]]:
+def by_loop(
+    config: OffPolicyConfig, o: list[float], m: list[float], mask: list[bool]
+) -> tuple[list[bool], list[float]]:
     """Keep mask and weights of one sequence (M2PO left out)."""
     active = [t for t in range(len(o)) if mask[t]]
     d = {t: o[t] - m[t] for t in active}
@@ -32,9 +34,17 @@ def by_loop(config: OffPolicyConfig, o: list[float], m: list[float], mask: list[
         if (high is not None and not x[t] <= high) or (low is not None and not x[t] >= low):
             alive = False
     kept = {t: alive for t in active}
-    if config.token_mask_is_threshold_low is not None and config.token_mask_is_threshold_high is not None:
+    if (
+        config.token_mask_is_threshold_low is not None
+        and config.token_mask_is_threshold_high is not None
+    ):
         for t in active:
-            kept[t] = kept[t] and config.token_mask_is_threshold_low <= x[t] <= config.token_mask_is_threshold_high
+            kept[t] = (
+                kept[t]
+                and config.token_mask_is_threshold_low
+                <= x[t]
+                <= config.token_mask_is_threshold_high
+            )
     left = [t for t in active if kept[t]]
     total = sum(d[t] for t in left)
     c = dict.fromkeys(left, 1.0)
@@ -45,11 +55,21 @@ def by_loop(config: OffPolicyConfig, o: list[float], m: list[float], mask: list[
             c[t] = min(math.exp(clamp(total, -20, 20)), config.sequence_tis_ratio_clip_high)
     if config.sequence_mask_metric is not None and left:
         if config.sequence_mask_metric == "geometric":
-            inside = config.geo_mask_low <= math.exp(clamp(total / len(left), -20, 20)) <= config.geo_mask_high
+            inside = (
+                config.geo_mask_low
+                <= math.exp(clamp(total / len(left), -20, 20))
+                <= config.geo_mask_high
+            )
         else:
-            inside = config.product_mask_low <= math.exp(clamp(total, -20, 20)) <= config.product_mask_high
+            inside = (
+                config.product_mask_low
+                <= math.exp(clamp(total, -20, 20))
+                <= config.product_mask_high
+            )
         kept = {t: kept[t] and inside for t in active}
-    return [kept.get(t, True) for t in range(len(o))], [c[t] if kept.get(t) else 1.0 for t in range(len(o))]
+    return [kept.get(t, True) for t in range(len(o))], [
+        c[t] if kept.get(t) else 1.0 for t in range(len(o))
+    ]
 
 
 def batch(seed: int, spread: float = 0.5) -> dict[str, torch.Tensor]:
@@ -57,12 +77,16 @@ def batch(seed: int, spread: float = 0.5) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     total = sum(LENGTHS)
     m = -torch.rand(total, generator=generator, dtype=torch.float64) * 5
-    scale = torch.repeat_interleave(torch.tensor([1.0, 0.3, 0.01, 3.0, 0.1, 1.0], dtype=torch.float64), torch.tensor(LENGTHS))
+    scale = torch.repeat_interleave(
+        torch.tensor([1.0, 0.3, 0.01, 3.0, 0.1, 1.0], dtype=torch.float64), torch.tensor(LENGTHS)
+    )
     o = m + torch.randn(total, generator=generator, dtype=torch.float64) * spread * scale
     seq_ids = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     mask = (torch.rand(total, generator=generator) > 0.25) & (seq_ids != 4)
     mask[7] = True  # the sequence of one token
-    o[~mask] = torch.tensor([NAN, INF, -INF, 50.0], dtype=torch.float64).repeat(total)[: int((~mask).sum())]
+    o[~mask] = torch.tensor([NAN, INF, -INF, 50.0], dtype=torch.float64).repeat(total)[
+        : int((~mask).sum())
+    ]
     return {"old_log_probs": o, "rollout_log_probs": m, "loss_mask": mask, "seq_ids": seq_ids}
 
 
@@ -101,7 +125,9 @@ CONFIGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("seed", range(4))
 def test_masks_and_weights_are_the_loop(settings: dict[str, Any], seed: int) -> None:
     config, data = OffPolicyConfig(**settings), batch(seed)
-    data["old_log_probs"][9] = data["rollout_log_probs"][9] + (50.0 if seed == 1 else -50.0)  # beyond the clamp
+    data["old_log_probs"][9] = data["rollout_log_probs"][9] + (
+        50.0 if seed == 1 else -50.0
+    )  # beyond the clamp
     data["loss_mask"][9] = True
     if seed == 2:
         data["rollout_log_probs"][28] = -INF
@@ -110,7 +136,13 @@ def test_masks_and_weights_are_the_loop(settings: dict[str, Any], seed: int) -> 
     keep, weights = [], []
     for i in range(len(LENGTHS)):
         rows = data["seq_ids"] == i
-        one = by_loop(config, *(data[name][rows].tolist() for name in ("old_log_probs", "rollout_log_probs", "loss_mask")))
+        one = by_loop(
+            config,
+            *(
+                data[name][rows].tolist()
+                for name in ("old_log_probs", "rollout_log_probs", "loss_mask")
+            ),
+        )
         keep += one[0]
         weights += one[1]
     active = data["loss_mask"]
@@ -125,7 +157,9 @@ def test_masks_and_weights_are_the_loop(settings: dict[str, Any], seed: int) -> 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("settings", CONFIGS, ids=lambda s: "-".join(s))
-def test_a_broken_token_drops_its_sequence_and_no_other(settings: dict[str, Any], bad: float) -> None:
+def test_a_broken_token_drops_its_sequence_and_no_other(
+    settings: dict[str, Any], bad: float
+) -> None:
     data = batch(5, spread=0.0)  # the policies agree: nothing else is dropped
     data["rollout_log_probs"][3] = bad
     data["loss_mask"][3] = True
@@ -162,13 +196,19 @@ def test_bounds_are_inclusive() -> None:
         names = ("token_mask_is_threshold", "") if token else ("product_mask", "product")
         extra: dict[str, Any] = {} if token else {"sequence_mask_metric": names[1]}
         for shift, expected in ((1.0, [True, True]), (1 - 1e-9, [False, True])):
-            config = OffPolicyConfig(**{f"{names[0]}_low": low, f"{names[0]}_high": high * shift}, **extra)
+            config = OffPolicyConfig(
+                **{f"{names[0]}_low": low, f"{names[0]}_high": high * shift}, **extra
+            )
             result = correct(config, data)
             assert result.keep_mask is not None and result.keep_mask.tolist() == expected
-        config = OffPolicyConfig(**{f"{names[0]}_low": low * (1 + 1e-9), f"{names[0]}_high": high}, **extra)
+        config = OffPolicyConfig(
+            **{f"{names[0]}_low": low * (1 + 1e-9), f"{names[0]}_high": high}, **extra
+        )
         result = correct(config, data)
         assert result.keep_mask is not None and result.keep_mask.tolist() == [True, False]
-    config = OffPolicyConfig(outlier_token_is_threshold_low=low, outlier_token_is_threshold_high=high)
+    config = OffPolicyConfig(
+        outlier_token_is_threshold_low=low, outlier_token_is_threshold_high=high
+    )
     result = correct(config, data)
     assert result.keep_mask is not None and result.keep_mask.all()
 
@@ -215,7 +255,9 @@ def test_metrics_by_loop() -> None:
     under = [bool((x[ids == i] < 0.3).any()) for i in sequences]
     expected["outlier_seq_over_high_ratio"] = torch.tensor(over).double().mean()
     expected["outlier_seq_under_low_ratio"] = torch.tensor(under).double().mean()
-    expected["outlier_seq_masked_ratio"] = (torch.tensor(over) | torch.tensor(under)).double().mean()
+    expected["outlier_seq_masked_ratio"] = (
+        (torch.tensor(over) | torch.tensor(under)).double().mean()
+    )
     high, low = [], []
     for i, outlier in zip(sequences, [a or b for a, b in zip(over, under)]):
         left = (ids == i) & (x >= 0.6) & (x <= 1.6)
@@ -225,7 +267,9 @@ def test_metrics_by_loop() -> None:
         low.append(mean < 0.95)
     expected["geo_sequence_mask_over_high_ratio"] = torch.tensor(high).double().mean()
     expected["geo_sequence_mask_under_low_ratio"] = torch.tensor(low).double().mean()
-    expected["geo_sequence_mask_masked_ratio"] = torch.tensor([a or b for a, b in zip(high, low)]).double().mean()
+    expected["geo_sequence_mask_masked_ratio"] = (
+        torch.tensor([a or b for a, b in zip(high, low)]).double().mean()
+    )
     assert reported == pytest.approx({name: float(v) for name, v in expected.items()}, rel=1e-5)
     assert 0 < reported["outlier_seq_masked_ratio"] < 1 and 0 < reported["token_mask_ratio"] < 1
 
@@ -240,7 +284,9 @@ def test_mismatch_is_measured_without_any_correction() -> None:
 @pytest.mark.parametrize("settings", CONFIGS, ids=lambda s: "-".join(s))
 def test_every_key_switches_the_correction_on(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
-        if not name.endswith(("clip_high", "clip_low")) and not name.startswith(("geo_", "product_")):
+        if not name.endswith(("clip_high", "clip_low")) and not name.startswith(
+            ("geo_", "product_")
+        ):
             assert OffPolicyConfig(**{name: value}).enabled
 
 
@@ -269,7 +315,9 @@ def test_m2po(threshold: float) -> None:
     assert result.keep_mask[active].tolist() == (squares <= limit).tolist()
     assert result.keep_mask[active].any()
     assert result.keep_mask[~active].all()
-    assert values(result)["m2po_mask_ratio"] == pytest.approx(float((squares > limit).double().mean()))
+    assert values(result)["m2po_mask_ratio"] == pytest.approx(
+        float((squares > limit).double().mean())
+    )
 
 
 def test_m2po_on_nothing_keeps_nothing() -> None:
@@ -286,7 +334,13 @@ def test_sequences_do_not_see_each_other(settings: dict[str, Any]) -> None:
     accumulator = MetricAccumulator()
     for i in range(len(LENGTHS)):
         rows = data["seq_ids"] == i
-        alone = correct(config, {**{name: t[rows] for name, t in data.items()}, "seq_ids": torch.zeros(LENGTHS[i], dtype=torch.int64)})
+        alone = correct(
+            config,
+            {
+                **{name: t[rows] for name, t in data.items()},
+                "seq_ids": torch.zeros(LENGTHS[i], dtype=torch.int64),
+            },
+        )
         accumulator.add(alone.metrics)
         assert together.keep_mask is not None and alone.keep_mask is not None
         assert torch.equal(together.keep_mask[rows], alone.keep_mask)
@@ -298,7 +352,9 @@ def test_sequences_do_not_see_each_other(settings: dict[str, Any]) -> None:
 def test_the_loss_is_weighted_and_its_denominator_stays() -> None:
     """The gradient of a kept token is its on-policy one times c; that of a rejected one is 0; nothing is inflated."""
     data = batch(1)
-    config = OffPolicyConfig(tis_ratio_type="token", token_mask_is_threshold_low=0.7, token_mask_is_threshold_high=1.4)
+    config = OffPolicyConfig(
+        tis_ratio_type="token", token_mask_is_threshold_low=0.7, token_mask_is_threshold_high=1.4
+    )
     result = correct(config, data)
     mask, count = data["loss_mask"], data["loss_mask"].numel()
     log_probs = torch.where(mask, data["old_log_probs"], -1.0).requires_grad_()
@@ -310,6 +366,12 @@ def test_the_loss_is_weighted_and_its_denominator_stays() -> None:
     )  # fmt: skip
     ppo = policy_losses.get("ppo")
     total_loss(inputs, ppo, ppo.config_type(), LossTerms()).loss.backward()
-    assert result.keep_mask is not None and result.importance_weights is not None and log_probs.grad is not None
-    expected = torch.where(mask & result.keep_mask, -advantages * weights * result.importance_weights, 0.0)
+    assert (
+        result.keep_mask is not None
+        and result.importance_weights is not None
+        and log_probs.grad is not None
+    )
+    expected = torch.where(
+        mask & result.keep_mask, -advantages * weights * result.importance_weights, 0.0
+    )
     torch.testing.assert_close(log_probs.grad, expected)

@@ -21,11 +21,20 @@ SETTINGS: dict[str, Any] = dict(lr=0.03, betas=(0.9, 0.98), eps=1e-8, weight_dec
 
 
 def adam(
-    parameters: list[torch.nn.Parameter], moments: torch.dtype = FP32, *, decoupled: bool = True, **settings: Any
+    parameters: list[torch.nn.Parameter],
+    moments: torch.dtype = FP32,
+    *,
+    decoupled: bool = True,
+    **settings: Any,
 ) -> PrecisionAwareAdam:
     types = dict(exp_avg_dtype=moments, exp_avg_sq_dtype=moments, master_weight_dtype=FP32)
     return PrecisionAwareAdam(
-        parameters, adam_w_mode=decoupled, master_weights=True, use_decoupled_grad=True, **types, **{**SETTINGS, **settings}
+        parameters,
+        adam_w_mode=decoupled,
+        master_weights=True,
+        use_decoupled_grad=True,
+        **types,
+        **{**SETTINGS, **settings},
     )
 
 
@@ -35,7 +44,9 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_with_moments_in_fp32_it_is_torchs_adam(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, decoupled: bool) -> None:
+def test_with_moments_in_fp32_it_is_torchs_adam(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, decoupled: bool
+) -> None:
     """Bit by bit, on main parameters in fp32, in as many chunks as there are."""
     monkeypatch.setattr(precision_adam, "CHUNK", 64)
     mine = [torch.nn.Parameter(random(n, seed=n).to(dtype)) for n in (200, 3)]
@@ -69,21 +80,30 @@ def test_moments_in_bf16_are_rounded_after_every_step() -> None:
         parameter.decoupled_grad = gradient  # type: ignore[attr-defined]
         optimizer.step()
         for i, g in enumerate(gradient.double().tolist()):
-            first, second = betas[0] * m[i] + (1 - betas[0]) * g, betas[1] * v[i] + (1 - betas[1]) * g * g
+            first, second = (
+                betas[0] * m[i] + (1 - betas[0]) * g,
+                betas[1] * v[i] + (1 - betas[1]) * g * g,
+            )
             m[i], v[i] = rounded(first), rounded(second)
-            corrected = (first / (1 - betas[0] ** step)) / (math.sqrt(second / (1 - betas[1] ** step)) + 1e-8)
+            corrected = (first / (1 - betas[0] ** step)) / (
+                math.sqrt(second / (1 - betas[1] ** step)) + 1e-8
+            )
             w[i] = w[i] * (1 - 0.03 * 0.1) - 0.03 * corrected
     state = optimizer.state[parameter]
     assert {name: state[name].dtype for name in ("exp_avg", "exp_avg_sq", "master_param")} == {
         "exp_avg": BF16, "exp_avg_sq": BF16, "master_param": FP32,
     }  # fmt: skip
     # a value between two of bf16's may round to either in float32 and float64: a few moments are one bit off
-    torch.testing.assert_close(state["master_param"].double(), torch.tensor(w, dtype=torch.float64), rtol=3e-4, atol=3e-5)
+    torch.testing.assert_close(
+        state["master_param"].double(), torch.tensor(w, dtype=torch.float64), rtol=3e-4, atol=3e-5
+    )
     assert int((state["exp_avg"].double() != torch.tensor(m, dtype=torch.float64)).sum()) <= 2
     assert int((state["exp_avg_sq"].double() != torch.tensor(v, dtype=torch.float64)).sum()) <= 2
 
 
-@pytest.mark.parametrize(("beta2", "shrinks"), [(0.98, True), (LARGEST_BETA2_OF_BF16 - 1e-4, True), (0.999, False)])
+@pytest.mark.parametrize(
+    ("beta2", "shrinks"), [(0.98, True), (LARGEST_BETA2_OF_BF16 - 1e-4, True), (0.999, False)]
+)
 def test_what_the_warning_about_second_moments_says(beta2: float, shrinks: bool) -> None:
     parameter = torch.nn.Parameter(torch.zeros(256, dtype=BF16))
     optimizer = adam([parameter], BF16, betas=(0.9, beta2))
@@ -117,7 +137,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp32": PRECISE,
     "bf16": dict(**PRECISE, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", main_grads_dtype="bf16"),
     "offloaded": OFFLOADED,
-    "half offloaded": dict(**OFFLOADED, optimizer_offload_fraction=0.5, overlap_cpu_optimizer_d2h_h2d=True),
+    "half offloaded": dict(
+        **OFFLOADED, optimizer_offload_fraction=0.5, overlap_cpu_optimizer_d2h_h2d=True
+    ),
 }
 
 
@@ -133,14 +155,19 @@ def model_and_optimizer(settings: dict[str, Any]) -> tuple[Any, Any]:
     core = dict(num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True, bf16=True, lr=0.1, weight_decay=0.1,
                 use_distributed_optimizer=True, clip_grad=0.5, **settings)  # fmt: skip
     machine = Machine(cuda=False, transformer_engine=False, gradient_fusion=False)
-    built, problems = build_megatron_configs(core, model=ModelConfig(), parallel=ParallelConfig(), virtual_stages=None, machine=machine)
+    built, problems = build_megatron_configs(
+        core, model=ModelConfig(), parallel=ParallelConfig(), virtual_stages=None, machine=machine
+    )
     assert built is not None and not problems
 
     class Net(MegatronModule):
         def __init__(self) -> None:
             super().__init__(built.transformer)
             torch.manual_seed(0)
-            self.first, self.second = torch.nn.Linear(3, 4, dtype=BF16), torch.nn.Linear(4, 2, dtype=BF16)
+            self.first, self.second = (
+                torch.nn.Linear(3, 4, dtype=BF16),
+                torch.nn.Linear(4, 2, dtype=BF16),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.second(torch.tanh(self.first(x)))
@@ -163,7 +190,9 @@ def step(model: Any, optimizer: Any, seed: int) -> float:
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_optimizer_goes_on_as_if_never_stopped(one_process: None, tmp_path: Path, kind: str, steps_before: int) -> None:
+def test_a_resumed_optimizer_goes_on_as_if_never_stopped(
+    one_process: None, tmp_path: Path, kind: str, steps_before: int
+) -> None:
     from megatron.core import dist_checkpointing
 
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -171,13 +200,23 @@ def test_a_resumed_optimizer_goes_on_as_if_never_stopped(one_process: None, tmp_
     for seed in range(steps_before):
         step(model, optimizer, seed)
     random_state = torch.get_rng_state()
-    saved = {"optimizer": optimizer.sharded_state_dict(model.module.sharded_state_dict(), metadata=metadata)}
+    saved = {
+        "optimizer": optimizer.sharded_state_dict(
+            model.module.sharded_state_dict(), metadata=metadata
+        )
+    }
     dist_checkpointing.save(saved, str(tmp_path), async_sharded_save=False)
 
     resumed, fresh = model_and_optimizer(KINDS[kind])
     torch.set_rng_state(random_state)
-    template = {"optimizer": fresh.sharded_state_dict(resumed.module.sharded_state_dict(), is_loading=True, metadata=metadata)}
-    fresh.load_state_dict(dist_checkpointing.load(template, str(tmp_path))["optimizer"])  # classes are not unpickled
+    template = {
+        "optimizer": fresh.sharded_state_dict(
+            resumed.module.sharded_state_dict(), is_loading=True, metadata=metadata
+        )
+    }
+    fresh.load_state_dict(
+        dist_checkpointing.load(template, str(tmp_path))["optimizer"]
+    )  # classes are not unpickled
     assert torch.equal(torch.get_rng_state(), random_state), "no step with random gradients"
     resumed.module.load_state_dict(model.module.state_dict())
     for seed in (10, 11):
@@ -194,13 +233,24 @@ def test_all_kinds_train_alike(one_process: None) -> None:
     for seed in range(4):
         norm = step(*plain, seed)
         for kind, (model, optimizer) in others.items():
-            assert step(model, optimizer, seed) == pytest.approx(norm, rel=0.02 if kind == "bf16" else 1e-3), kind
+            assert step(model, optimizer, seed) == pytest.approx(
+                norm, rel=0.02 if kind == "bf16" else 1e-3
+            ), kind
     expected = torch.cat([p.detach().flatten().float() for p in plain[0].parameters()])
     apart = {
-        kind: float((torch.cat([p.detach().flatten().float() for p in model.parameters()]) - expected).norm() / expected.norm())
+        kind: float(
+            (
+                torch.cat([p.detach().flatten().float() for p in model.parameters()]) - expected
+            ).norm()
+            / expected.norm()
+        )
         for kind, (model, _) in others.items()
     }
-    assert apart["fp32"] == 0 and max(apart["offloaded"], apart["half offloaded"]) < 2e-3 and 0 < apart["bf16"] < 0.02, apart
+    assert (
+        apart["fp32"] == 0
+        and max(apart["offloaded"], apart["half offloaded"]) < 2e-3
+        and 0 < apart["bf16"] < 0.02
+    ), apart
 
 
 def test_bytes_of_a_parameter(one_process: None) -> None:
@@ -211,7 +261,9 @@ def test_bytes_of_a_parameter(one_process: None) -> None:
         model, optimizer = model_and_optimizer(KINDS[kind])
         step(model, optimizer, 0)
         states = optimizer.chained_optimizers[0].optimizer.state.values()
-        size = sum(value.nbytes for state in states for name, value in state.items() if name != "step")
+        size = sum(
+            value.nbytes for state in states for name, value in state.items() if name != "step"
+        )
         found[kind] = size / sum(p.numel() for p in model.parameters())
         assert model.buffers[0].grad_data.dtype == (BF16 if kind == "bf16" else FP32)
     assert found == {"fp32": 12, "bf16": 8}
@@ -237,4 +289,6 @@ def test_the_norm_of_bf16_gradients_is_not_rounded(one_process: None) -> None:
 
     gradients = [random(1000, seed=seed).to(BF16) for seed in range(3)]
     expected = float(torch.cat(gradients).double().norm())
-    assert float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=dist.group.WORLD)) == pytest.approx(expected, rel=1e-6)
+    assert float(
+        get_grad_norm_fp32(gradients, grad_stats_parallel_group=dist.group.WORLD)
+    ) == pytest.approx(expected, rel=1e-6)

@@ -12,7 +12,11 @@ import slime_like
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
-SOURCES = [path for folder in ("slime_like", "arguments", "megatron_patches") for path in (ROOT / folder).rglob("*.py")]
+SOURCES = [
+    path
+    for folder in ("slime_like", "arguments", "megatron_patches")
+    for path in (ROOT / folder).rglob("*.py")
+]
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -29,18 +33,31 @@ def test_apex_is_never_a_dependency_and_transformer_engine_is_optional() -> None
     base = names(PROJECT["project"]["dependencies"])
     extras = {name for requirements in EXTRAS.values() for name in names(requirements)}
     assert "apex" not in base | extras
-    assert [extra for extra, requirements in EXTRAS.items() if "transformer-engine" in names(requirements)] == ["gpu"]
+    assert [
+        extra
+        for extra, requirements in EXTRAS.items()
+        if "transformer-engine" in names(requirements)
+    ] == ["gpu"]
     assert "sglang" not in extras, "the server pins a torch of its own"
 
 
 def test_what_errors_tell_to_install_exists() -> None:
-    told = {extra for path in SOURCES for extra in re.findall(r"slime_like\[(\w+)\]", path.read_text(encoding="utf-8"))}
+    told = {
+        extra
+        for path in SOURCES
+        for extra in re.findall(r"slime_like\[(\w+)\]", path.read_text(encoding="utf-8"))
+    }
     assert told and told <= set(EXTRAS)
-    assert {extra for text in EXTRAS["dev"] for extra in re.findall(r"slime_like\[(\w+)\]", text)} <= set(EXTRAS)
+    assert {
+        extra for text in EXTRAS["dev"] for extra in re.findall(r"slime_like\[(\w+)\]", text)
+    } <= set(EXTRAS)
 
 
 def test_every_package_is_found_and_typed() -> None:
-    found = [pattern.rstrip("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+    found = [
+        pattern.rstrip("*")
+        for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    ]
     for package in found:
         assert (ROOT / package / "py.typed").is_file()
     folders = {path.parent for path in SOURCES}
@@ -48,16 +65,35 @@ def test_every_package_is_found_and_typed() -> None:
 
 
 def test_the_constraint_is_a_torch_that_the_project_takes() -> None:
-    pins = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
+    pins = dict(
+        re.findall(
+            r"^([\w-]+)==([\d.]+)$",
+            (ROOT / "constraints.txt").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+    )
     assert list(pins) == ["torch"]
-    least = next(re.search(r">=([\d.]+)", text) for text in PROJECT["project"]["dependencies"] if text.startswith("torch"))
+    least = next(
+        re.search(r">=([\d.]+)", text)
+        for text in PROJECT["project"]["dependencies"]
+        if text.startswith("torch")
+    )
     assert least is not None
     assert tuple(map(int, pins["torch"].split(".")[:2])) >= tuple(map(int, least[1].split(".")))
 
 
 def test_no_folder_of_tests_is_left_out() -> None:
     """pytest and ruff both pass over folders called dist unless they are told otherwise."""
-    folders = [path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"]
-    skipped = PROJECT["tool"]["pytest"]["ini_options"]["norecursedirs"] + PROJECT["tool"]["ruff"]["exclude"]
+    folders = [
+        path.name
+        for path in (ROOT / "tests").iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    ]
+    skipped = (
+        PROJECT["tool"]["pytest"]["ini_options"]["norecursedirs"]
+        + PROJECT["tool"]["ruff"]["exclude"]
+    )
     assert "dist" in folders
-    assert not [name for name in folders if any(fnmatch.fnmatch(name, pattern) for pattern in skipped)]
+    assert not [
+        name for name in folders if any(fnmatch.fnmatch(name, pattern) for pattern in skipped)
+    ]

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from slime_like.megatron_backend.packing import join_context_ranks, pack, pack_all, unpack, with_selection_seeds
+from slime_like.megatron_backend.packing import (
+    join_context_ranks,
+    pack,
+    pack_all,
+    unpack,
+    with_selection_seeds,
+)
 from slime_like.types import TrainSample
 
 CPU = torch.device("cpu")
@@ -14,7 +20,9 @@ def sample(prompt: int, response: int, first_token: int) -> TrainSample:
     mask = torch.ones(response, dtype=torch.bool)
     # each value tells which token it belongs to
     values = tokens[prompt:].float()
-    return TrainSample(tokens, response, mask, values / 1000, advantages=values, old_log_probs=-values)
+    return TrainSample(
+        tokens, response, mask, values / 1000, advantages=values, old_log_probs=-values
+    )
 
 
 def test_values_stand_on_the_row_that_predicts_their_token() -> None:
@@ -79,7 +87,17 @@ def test_context_ranks_share_every_sequence(cp_size: int, multiple: int) -> None
     """Each rank has two chunks of every sequence, mirrored; together they have every row once, and every row keeps what it speaks about."""
     samples = [sample(3, 4, 100), sample(1, 2, 200), sample(12, 7, 300)]
     (whole,) = pack_all([samples], multiple=1, equal_lengths=False, device=CPU)
-    ranks = [pack_all([samples], multiple=multiple, equal_lengths=False, device=CPU, cp_size=cp_size, cp_rank=r)[0] for r in range(cp_size)]
+    ranks = [
+        pack_all(
+            [samples],
+            multiple=multiple,
+            equal_lengths=False,
+            device=CPU,
+            cp_size=cp_size,
+            cp_rank=r,
+        )[0]
+        for r in range(cp_size)
+    ]
     shares = {batch.tokens.numel() for batch in ranks}
     assert len(shares) == 1 and shares.pop() % multiple == 0
     found = []
@@ -92,10 +110,15 @@ def test_context_ranks_share_every_sequence(cp_size: int, multiple: int) -> None
         found += batch.places[rows].tolist()
         assert torch.equal(batch.labels[0, rows].float(), batch.advantages[rows])
         for name in ("tokens", "labels", "position_ids"):
-            assert torch.equal(getattr(batch, name)[0, rows], getattr(whole, name)[0, batch.places[rows]]), name
+            assert torch.equal(
+                getattr(batch, name)[0, rows], getattr(whole, name)[0, batch.places[rows]]
+            ), name
         chunk = int(lengths[2]) // (2 * cp_size)
         third = batch.position_ids[0, batch.seq_ids == 2].tolist()
-        mirrored = [*range(r * chunk, (r + 1) * chunk), *range((2 * cp_size - 1 - r) * chunk, (2 * cp_size - r) * chunk)]
+        mirrored = [
+            *range(r * chunk, (r + 1) * chunk),
+            *range((2 * cp_size - 1 - r) * chunk, (2 * cp_size - r) * chunk),
+        ]
         assert third == [p if p < 19 else 0 for p in mirrored]
     assert sorted(found) == whole.loss_mask.nonzero().squeeze(1).tolist()
 
@@ -103,13 +126,31 @@ def test_context_ranks_share_every_sequence(cp_size: int, multiple: int) -> None
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_values_of_context_ranks_go_back_to_samples(cp_size: int) -> None:
     groups = [[sample(3, 4, 100), sample(1, 2, 200)], [sample(12, 7, 300)], [sample(1, 1, 400)]]
-    ranks = [pack_all(groups, multiple=2, equal_lengths=True, device=CPU, cp_size=cp_size, cp_rank=r) for r in range(cp_size)]
-    assert len({batch.tokens.numel() for batch in ranks[0]}) == 1, "equal lengths for the interleaved schedule"
+    ranks = [
+        pack_all(groups, multiple=2, equal_lengths=True, device=CPU, cp_size=cp_size, cp_rank=r)
+        for r in range(cp_size)
+    ]
+    assert len({batch.tokens.numel() for batch in ranks[0]}) == 1, (
+        "equal lengths for the interleaved schedule"
+    )
     table = torch.stack(
-        [torch.stack([torch.cat([getattr(b, name) for b in batches]) for name in ("advantages", "old_log_probs")]) for batches in ranks]
+        [
+            torch.stack(
+                [
+                    torch.cat([getattr(b, name) for b in batches])
+                    for name in ("advantages", "old_log_probs")
+                ]
+            )
+            for batches in ranks
+        ]
     )
     joined = join_context_ranks(table, ranks[0], cp_size)
-    for group, batch, values in zip(groups, ranks[0], joined.split([int(b.cu_seqlens[-1]) for b in ranks[0]], dim=1), strict=True):
+    for group, batch, values in zip(
+        groups,
+        ranks[0],
+        joined.split([int(b.cu_seqlens[-1]) for b in ranks[0]], dim=1),
+        strict=True,
+    ):
         for row, name in zip(values, ("advantages", "old_log_probs"), strict=True):
             for original, back in zip(group, unpack(row, group, batch.cu_seqlens), strict=True):
                 assert torch.equal(back, getattr(original, name))
@@ -121,12 +162,19 @@ def test_sequences_padded_to_the_longest(cp_size: int) -> None:
     samples = [sample(3, 4, 100), sample(1, 2, 200), sample(5, 0, 300)]
     batch = pack(samples, multiple=1, device=CPU, cp_size=cp_size, equal_sequences=True)
     length = 7 if cp_size == 1 else 8
-    assert batch.cu_seqlens.tolist() == [0, length, 2 * length, 3 * length] and batch.max_seqlen == length
+    assert (
+        batch.cu_seqlens.tolist() == [0, length, 2 * length, 3 * length]
+        and batch.max_seqlen == length
+    )
     assert batch.is_padding is not None and batch.advantages is not None
-    for i, (source, tokens, padding) in enumerate(zip(samples, batch.tokens[0].split(length), batch.is_padding.split(length), strict=True)):
+    for i, (source, tokens, padding) in enumerate(
+        zip(samples, batch.tokens[0].split(length), batch.is_padding.split(length), strict=True)
+    ):
         size = source.tokens.numel()
         assert torch.equal(tokens[:size], source.tokens) and not tokens[size:].any(), i
         assert padding.tolist() == [False] * size + [True] * (length - size)
     assert not (batch.loss_mask & batch.is_padding).any() and batch.loss_mask.sum() == 4 + 2
-    for original, values in zip(samples, unpack(batch.advantages, samples, batch.cu_seqlens), strict=True):
+    for original, values in zip(
+        samples, unpack(batch.advantages, samples, batch.cu_seqlens), strict=True
+    ):
         assert torch.equal(values, original.advantages)

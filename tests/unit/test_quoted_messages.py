@@ -13,7 +13,14 @@ SOURCES = ("arguments", "megatron_patches", "scripts", "slime_like")
 # page: the least number of messages that it explains
 NAMES = {"checkpoints.md": 15, "clusters.md": 8, "checkpoints_and_debugging.md": 6, "sglang.md": 3}
 PAGES = [ROOT / "docs" / language / name for language in ("en", "zh") for name in NAMES]
-TITLES = ("What an error means", "When something is wrong", "Troubleshooting", "错误信息的含义", "出问题时", "故障排查")
+TITLES = (
+    "What an error means",
+    "When something is wrong",
+    "Troubleshooting",
+    "错误信息的含义",
+    "出问题时",
+    "故障排查",
+)
 MESSAGE = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 METRIC = re.compile(r"\w+/\w+")
 # what stands in for a value: of a message of the code, any expression in braces
@@ -29,7 +36,12 @@ def text_of_the_code() -> str:
     for path in (path for name in SOURCES for path in (ROOT / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                texts.append("".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values))
+                texts.append(
+                    "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "\0"
+                        for part in node.values
+                    )
+                )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(node.value)
     return "\n".join(texts)
@@ -42,8 +54,15 @@ def code() -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=[f"{page.parent.name}-{page.stem}" for page in PAGES])
 def test_quoted_messages_are_those_of_the_code(page: Path, code: str) -> None:
-    sections = [text for text in page.read_text(encoding="utf-8").split("\n## ") if text.startswith(TITLES)]
-    messages = [message for text in sections for message in MESSAGE.findall(text) if not METRIC.fullmatch(message)]
+    sections = [
+        text for text in page.read_text(encoding="utf-8").split("\n## ") if text.startswith(TITLES)
+    ]
+    messages = [
+        message
+        for text in sections
+        for message in MESSAGE.findall(text)
+        if not METRIC.fullmatch(message)
+    ]
     assert len(messages) >= NAMES[page.name]
     unknown = [
         (message, part)

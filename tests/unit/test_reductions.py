@@ -17,7 +17,10 @@ MICRO = 2
 
 
 def weights(
-    kind: str, lengths: Sequence[int] = LENGTHS, rollouts: Sequence[int] = ROLLOUTS, prompts: Sequence[int] = PROMPTS
+    kind: str,
+    lengths: Sequence[int] = LENGTHS,
+    rollouts: Sequence[int] = ROLLOUTS,
+    prompts: Sequence[int] = PROMPTS,
 ) -> list[float]:
     u = reduction_weights(
         kind,
@@ -44,7 +47,9 @@ def mean_over_groups(losses: list[list[float]], ids: Sequence[int]) -> float:
     return sum(means) / len(means)
 
 
-def reduced(kind: str, losses: list[list[float]], rollouts: Sequence[int], prompts: Sequence[int]) -> float:
+def reduced(
+    kind: str, losses: list[list[float]], rollouts: Sequence[int], prompts: Sequence[int]
+) -> float:
     tokens = [x for sample in losses for x in sample]
     if kind == "rollout_mean":
         return mean_over_groups(losses, rollouts)
@@ -70,7 +75,9 @@ def test_weighted_sum_is_the_nested_mean(kind: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in LOSS_REDUCTIONS if kind != "token_mean_legacy"])
 def test_weights_do_not_depend_on_the_order_of_samples(kind: str) -> None:
     order = [4, 2, 0, 5, 3, 1]
-    shuffled = weights(kind, *([column[i] for i in order] for column in (LENGTHS, ROLLOUTS, PROMPTS)))
+    shuffled = weights(
+        kind, *([column[i] for i in order] for column in (LENGTHS, ROLLOUTS, PROMPTS))
+    )
     assert shuffled == pytest.approx([weights(kind)[i] for i in order], rel=1e-15)
 
 
@@ -85,7 +92,10 @@ def test_siblings_share_their_rollouts_tokens() -> None:
 
 def test_a_fully_masked_row_counts_as_a_sequence() -> None:
     """Trap: dropping it from B inflates the others. Its own weight is finite and unused."""
-    assert weights("sequence_mean", lengths=[2, 0], rollouts=[0, 1], prompts=[0, 1]) == [1 / 4, 1 / 2]
+    assert weights("sequence_mean", lengths=[2, 0], rollouts=[0, 1], prompts=[0, 1]) == [
+        1 / 4,
+        1 / 2,
+    ]
     assert weights("prompt_mean", lengths=[2, 0], rollouts=[0, 1], prompts=[0, 1]) == [1 / 4, 1 / 2]
 
 
@@ -101,7 +111,10 @@ def test_a_step_without_active_tokens_has_finite_weights(kind: str) -> None:
         ("prompt_mean", "prompt_ids"),
         ("seq_mean_token_sum_norm", "--loss-norm-length"),
         ("token_mean_legacy", "use token_mean"),
-        ("token_sum", "rollout_mean, sequence_mean, token_mean, seq_mean_token_sum_norm, prompt_mean, token_mean_legacy"),
+        (
+            "token_sum",
+            "rollout_mean, sequence_mean, token_mean, seq_mean_token_sum_norm, prompt_mean, token_mean_legacy",
+        ),
     ],
 )
 def test_what_is_missing_or_unknown_is_named(kind: str, words: str) -> None:
@@ -112,13 +125,20 @@ def test_what_is_missing_or_unknown_is_named(kind: str, words: str) -> None:
 @pytest.mark.parametrize("length", [0, -5])
 def test_a_norm_length_below_one_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match=rf"--loss-norm-length >= 1 \(given: {length}\)"):
-        reduction_weights("seq_mean_token_sum_norm", active_tokens=torch.tensor([1, 2]), loss_norm_length=length)
+        reduction_weights(
+            "seq_mean_token_sum_norm", active_tokens=torch.tensor([1, 2]), loss_norm_length=length
+        )
 
 
 def test_the_legacy_mean_depends_on_the_micro_batches() -> None:
     """The exception: 1 / (K N_k), with N_k the tokens of micro-batch k. Within a micro-batch the order does not matter."""
     lengths = torch.tensor([3, 0, 5, 1])
-    by_size = {size: reduction_weights("token_mean_legacy", active_tokens=lengths, micro_batch_size=size).tolist() for size in (1, 2, 4)}
+    by_size = {
+        size: reduction_weights(
+            "token_mean_legacy", active_tokens=lengths, micro_batch_size=size
+        ).tolist()
+        for size in (1, 2, 4)
+    }
     assert by_size[1] == pytest.approx([1 / 12, 1 / 4, 1 / 20, 1 / 4])
     assert by_size[2] == pytest.approx([1 / 6, 1 / 6, 1 / 12, 1 / 12])
     assert by_size[4] == reduction_weights("token_mean", active_tokens=lengths).tolist()

@@ -45,7 +45,9 @@ def test_ranks_that_all_come_share_a_store() -> None:
     stores: dict[int, object] = {}
 
     def come(rank: int) -> None:
-        stores[rank] = meet(Meeting("127.0.0.1", port, rank, 3, hosts=rank == 0), timedelta(seconds=20))
+        stores[rank] = meet(
+            Meeting("127.0.0.1", port, rank, 3, hosts=rank == 0), timedelta(seconds=20)
+        )
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in (2, 1, 0)]
     for thread in threads:
@@ -60,7 +62,9 @@ def test_ranks_that_all_come_share_a_store() -> None:
 
 def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slime_like.rendezvous.NAME_S", 0.5)
-    message = cannot_meet(Meeting("no-such-host.invalid", 29500, 1, 2, hosts=False), timedelta(minutes=10))
+    message = cannot_meet(
+        Meeting("no-such-host.invalid", 29500, 1, 2, hosts=False), timedelta(minutes=10)
+    )
     assert "this host does not know the name no-such-host.invalid" in message
 
 
@@ -80,13 +84,22 @@ def test_another_program_answers_at_the_port(web_server: int) -> None:
 
 
 def test_missing_ranks_are_named() -> None:
-    message = cannot_meet(Meeting("127.0.0.1", free_port(), 0, 40, hosts=True), timedelta(seconds=1))
-    assert f"ranks {', '.join(map(str, range(1, 17)))} and 23 more of 40 did not come within 1 s" in message
+    message = cannot_meet(
+        Meeting("127.0.0.1", free_port(), 0, 40, hosts=True), timedelta(seconds=1)
+    )
+    assert (
+        f"ranks {', '.join(map(str, range(1, 17)))} and 23 more of 40 did not come within 1 s"
+        in message
+    )
 
 
 def test_two_processes_of_one_rank() -> None:
     port = free_port()
-    first = threading.Thread(target=lambda: cannot_meet(Meeting("127.0.0.1", port, 0, 2, hosts=True), timedelta(seconds=3)))
+    first = threading.Thread(
+        target=lambda: cannot_meet(
+            Meeting("127.0.0.1", port, 0, 2, hosts=True), timedelta(seconds=3)
+        )
+    )
     first.start()
     message = cannot_meet(Meeting("127.0.0.1", port, 0, 2, hosts=False), timedelta(seconds=3))
     first.join(timeout=20)
@@ -96,7 +109,9 @@ def test_two_processes_of_one_rank() -> None:
 def test_the_environment_says_where_to_meet() -> None:
     assert meeting_of(ENVIRONMENT) == Meeting("alpha", 29500, 1, 2, hosts=False)
     assert meeting_of(ENVIRONMENT | {"RANK": "0"}).hosts
-    assert not meeting_of(ENVIRONMENT | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts, "torchrun's agent does"
+    assert not meeting_of(
+        ENVIRONMENT | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ).hosts, "torchrun's agent does"
 
 
 @pytest.mark.parametrize(

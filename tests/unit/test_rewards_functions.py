@@ -13,7 +13,15 @@ from slime_like.rewards.worker import to_answer
 
 @pytest.mark.parametrize(
     ("response", "label", "expected"),
-    [("yes", "yes", 1), (" yes\n", "yes ", 1), ("Yes", "yes", 0), ("7", 7, 1), ("7.0", 7, 0), ("", "", 1), ("yes yes", "yes", 0)],
+    [
+        ("yes", "yes", 1),
+        (" yes\n", "yes ", 1),
+        ("Yes", "yes", 0),
+        ("7", 7, 1),
+        ("7.0", 7, 0),
+        ("", "", 1),
+        ("yes yes", "yes", 0),
+    ],
 )
 def test_exact_match(response, label, expected):
     assert exact_match.score(response, label, {}) == expected
@@ -71,7 +79,9 @@ def test_gsm8k_label_without_a_number(label):
         gsm8k.score("7", label, {})
 
 
-@pytest.mark.parametrize("piece", ["1", ",111", "1,", "####", "#### x\n", "\\boxed{", "{}", "-", "$", ".1", "1,111"])
+@pytest.mark.parametrize(
+    "piece", ["1", ",111", "1,", "####", "#### x\n", "\\boxed{", "{}", "-", "$", ".1", "1,111"]
+)
 def test_gsm8k_is_linear_in_the_text(piece):
     """It has no deadline, so nothing a model writes may make it slow."""
     text = piece * (1_000_000 // len(piece))
@@ -144,7 +154,11 @@ def test_task_needs_a_task_source():
 
 def test_registry_names():
     assert rewards.names() == ["code", "exact_match", "gsm8k", "math", "remote_rm", "task", "zero"]
-    assert [name for name, reward in rewards.items() if reward.bounded] == ["exact_match", "gsm8k", "zero"]
+    assert [name for name, reward in rewards.items() if reward.bounded] == [
+        "exact_match",
+        "gsm8k",
+        "zero",
+    ]
 
 
 def test_function_from_a_file_and_a_module(tmp_path, monkeypatch):

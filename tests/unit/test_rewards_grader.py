@@ -72,18 +72,28 @@ def wait_until(condition, seconds=20):
 
 def test_settings_are_those_of_the_command_line():
     with Grader(**asdict(RewardConfig(rm_type="gsm8k"))) as grader:
-        assert [s.reward for s in grader.grade([make(0, "#### 7", "#### 7"), make(1, "8", "#### 7")])] == [1.0, 0.0]
+        assert [
+            s.reward for s in grader.grade([make(0, "#### 7", "#### 7"), make(1, "8", "#### 7")])
+        ] == [1.0, 0.0]
 
 
 def test_samples_keep_everything_else():
-    sample = make(3, "a", "a", metadata={"x": 1}, weight_versions=(4, 4), status=SampleStatus.TRUNCATED)
+    sample = make(
+        3, "a", "a", metadata={"x": 1}, weight_versions=(4, 4), status=SampleStatus.TRUNCATED
+    )
     with Grader(rm_type="exact_match") as grader:
         (graded,) = grader.grade([sample])
-        assert grader.last_counts == dict(graded=1, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
+        assert grader.last_counts == dict(
+            graded=1, nonfinite=0, raised=0, timeout=0, died=0, skipped=0
+        )
         assert grader.grade([]) == []
     assert graded.reward == 1.0
     assert sample.reward is None
-    assert (graded.metadata, graded.weight_versions, graded.status) == ({"x": 1}, (4, 4), SampleStatus.TRUNCATED)
+    assert (graded.metadata, graded.weight_versions, graded.status) == (
+        {"x": 1},
+        (4, 4),
+        SampleStatus.TRUNCATED,
+    )
     assert graded.tokens is sample.tokens
 
 
@@ -95,10 +105,17 @@ def test_bounded_rewards_start_no_process():
 
 def test_a_row_names_its_own_reward():
     pytest.importorskip("math_verify")
-    samples = [make(0, "\\boxed{\\frac12}", "0.5", metadata={"rm_type": "math"}), make(1, "0.5", "0.5"), make(2, "x", "0.5")]
+    samples = [
+        make(0, "\\boxed{\\frac12}", "0.5", metadata={"rm_type": "math"}),
+        make(1, "0.5", "0.5"),
+        make(2, "x", "0.5"),
+    ]
     with Grader(rm_type="exact_match") as grader:
         assert [s.reward for s in grader.grade(samples)] == [1.0, 1.0, 0.0]
-        with pytest.raises(ValueError, match="sample 3: metadata rm_type 'maths': unknown reward; legal values: code, exact_match, gsm8k"):
+        with pytest.raises(
+            ValueError,
+            match="sample 3: metadata rm_type 'maths': unknown reward; legal values: code, exact_match, gsm8k",
+        ):
             grader.grade([make(3, metadata={"rm_type": "maths"})])
 
 
@@ -106,29 +123,58 @@ def test_a_reward_that_comes_later_is_prepared(tmp_path):
     pytest.importorskip("math_verify")
     reasoning_gym = pytest.importorskip("reasoning_gym")
     entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]
-    metadata = {"rm_type": "task", "task": {"name": "chain_sum", "options": {"size": 1, "seed": 1}}, "entry": entry}
+    metadata = {
+        "rm_type": "task",
+        "task": {"name": "chain_sum", "options": {"size": 1, "seed": 1}},
+        "entry": entry,
+    }
     with Grader(rm_type="math", rm_num_workers=1) as grader:
         assert grader.grade([make(0, "$7$", "7")])[0].reward == 1.0
         first = grader._pool.workers[0].process.pid
-        assert [s.reward for s in grader.grade([make(1, "$7$", "7"), make(2, entry["answer"], metadata=metadata)])] == [1.0, 1.0]
+        assert [
+            s.reward
+            for s in grader.grade(
+                [make(1, "$7$", "7"), make(2, entry["answer"], metadata=metadata)]
+            )
+        ] == [1.0, 1.0]
         assert grader.grade([make(0, "$8$", "7")])[0].reward == 0.0
         assert not is_alive(first)
-        environment = Path(f"/proc/{grader._pool.workers[0].process.pid}/environ").read_bytes().split(b"\0")
+        environment = (
+            Path(f"/proc/{grader._pool.workers[0].process.pid}/environ").read_bytes().split(b"\0")
+        )
     assert all(
         not variable
-        or variable.split(b"=")[0] in (b"PATH", b"PYTHONHOME", b"LANG", b"LC_ALL", b"LD_LIBRARY_PATH", b"TMPDIR", b"OMP_NUM_THREADS")
+        or variable.split(b"=")[0]
+        in (
+            b"PATH",
+            b"PYTHONHOME",
+            b"LANG",
+            b"LC_ALL",
+            b"LD_LIBRARY_PATH",
+            b"TMPDIR",
+            b"OMP_NUM_THREADS",
+        )
         for variable in environment
     )
 
 
 def test_a_reward_that_is_not_there(monkeypatch):
     """A command line with one is refused by `arguments`; a row may still name one."""
-    with pytest.raises(ValueError, match=r"sample 5: --rm-type 'maths': unknown reward; legal values: .*exact_match, gsm8k, math"):
+    with pytest.raises(
+        ValueError,
+        match=r"sample 5: --rm-type 'maths': unknown reward; legal values: .*exact_match, gsm8k, math",
+    ):
         Grader(rm_type="maths").grade([make(5)])
-    with pytest.raises(ValueError, match="sample 5: no reward: give --rm-type, --custom-rm-path, or rm_type in its metadata"):
+    with pytest.raises(
+        ValueError,
+        match="sample 5: no reward: give --rm-type, --custom-rm-path, or rm_type in its metadata",
+    ):
         Grader().grade([make(5)])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"the reward math needs math-verify; install it with: pip install 'slime_like\[tasks\]'"):
+    with pytest.raises(
+        ValueError,
+        match=r"the reward math needs math-verify; install it with: pip install 'slime_like\[tasks\]'",
+    ):
         Grader(rm_type="math").grade([make(5)])
 
 
@@ -172,8 +218,12 @@ def test_order_is_kept_over_workers(custom):
 
 
 def test_a_large_sample(custom):
-    grader = custom("def score(args, sample):\n    return len(sample.response)\n", max_abs_reward=1e9)
-    assert [s.reward for s in grader.grade([make(i, "é" * 10_000_000) for i in range(2)])] == [10_000_000] * 2
+    grader = custom(
+        "def score(args, sample):\n    return len(sample.response)\n", max_abs_reward=1e9
+    )
+    assert [s.reward for s in grader.grade([make(i, "é" * 10_000_000) for i in range(2)])] == [
+        10_000_000
+    ] * 2
 
 
 def test_values_that_leave_the_baseline_and_samples_that_fail(custom, caplog, capfd):
@@ -195,17 +245,31 @@ def test_values_that_leave_the_baseline_and_samples_that_fail(custom, caplog, ca
         rm_num_workers=1,
     )
     samples = [make(i) for i in range(10)]
-    graded = grader.grade([*samples, make(10, status=SampleStatus.FAILED), make(11, status=SampleStatus.ABORTED)])
+    graded = grader.grade(
+        [*samples, make(10, status=SampleStatus.FAILED), make(11, status=SampleStatus.ABORTED)]
+    )
     assert [graded[i].reward for i in (0, 8, 9)] == [0.5, 1.0, 0.5]
-    assert all(math.isnan(graded[i].reward) and graded[i].status == SampleStatus.COMPLETED for i in (1, 2, 3))
-    for i, reason in {4: "raised KeyError: 'gone'", 5: "died (exit code 3)", 6: "died (signal 11)", 7: "raised SystemExit"}.items():
+    assert all(
+        math.isnan(graded[i].reward) and graded[i].status == SampleStatus.COMPLETED
+        for i in (1, 2, 3)
+    )
+    for i, reason in {
+        4: "raised KeyError: 'gone'",
+        5: "died (exit code 3)",
+        6: "died (signal 11)",
+        7: "raised SystemExit",
+    }.items():
         assert (graded[i].reward, graded[i].status) == (None, SampleStatus.FAILED)
         assert reason in graded[i].metadata["failure"]
     assert [s.reward for s in graded[10:]] == [None, None]
     assert grader.last_counts == dict(graded=6, nonfinite=3, raised=2, timeout=0, died=2, skipped=2)
     assert grader.last_failure == "sample 4: the reward raised KeyError: 'gone'"
     assert grader.last_nonfinite == "sample 1: the reward is nan"
-    assert (caplog.text, *capfd.readouterr()) == ("", "", "")  # every rank grades: what to tell is the trainer's
+    assert (caplog.text, *capfd.readouterr()) == (
+        "",
+        "",
+        "",
+    )  # every rank grades: what to tell is the trainer's
     grader.grade(samples[2:4])
     assert (grader.last_failure, grader.last_nonfinite) == (None, "sample 2: the reward is -inf")
     grader.grade([samples[3], samples[5]])
@@ -222,21 +286,35 @@ def test_values_that_leave_the_baseline_and_samples_that_fail(custom, caplog, ca
     [
         ("'0.5'", {}, "returned str; return a number, or a dict of numbers with --reward-key"),
         ("[1, 2]", {}, "returned list;"),
-        ("{'score': 1, 'x': 2}", {}, "returned a dict with the keys 'score', 'x'; name the one to train on with --reward-key"),
-        ("{'score': 1}", {"reward_key": "total"}, "a dict with the keys 'score'; --reward-key total is not among them"),
+        (
+            "{'score': 1, 'x': 2}",
+            {},
+            "returned a dict with the keys 'score', 'x'; name the one to train on with --reward-key",
+        ),
+        (
+            "{'score': 1}",
+            {"reward_key": "total"},
+            "a dict with the keys 'score'; --reward-key total is not among them",
+        ),
         ("{'score': 'high'}", {"reward_key": "score"}, "returned str"),
         ("1e30", {}, r"the reward 1e\+30 is beyond --max-abs-reward 1e\+06"),
         ("-3", {"max_abs_reward": 2.0}, "the reward -3 is beyond --max-abs-reward 2"),
     ],
 )
 def test_values_that_are_errors(custom, value, options, words):
-    grader = custom(f"def score(args, sample):\n    return {value} if sample.index == 41 else 1\n", rm_num_workers=1, **options)
+    grader = custom(
+        f"def score(args, sample):\n    return {value} if sample.index == 41 else 1\n",
+        rm_num_workers=1,
+        **options,
+    )
     with pytest.raises(ValueError, match=f"sample 41: .*{words}"):
         grader.grade([make(i) for i in range(40, 43)])
 
 
 def test_dict_with_a_reward_key(custom):
-    grader = custom("def score(args, sample):\n    return {'score': 0.5, 'format': 1}\n", reward_key="score")
+    grader = custom(
+        "def score(args, sample):\n    return {'score': 0.5, 'format': 1}\n", reward_key="score"
+    )
     (graded,) = grader.grade([make(0)])
     assert (graded.reward, graded.metadata) == (0.5, {"reward_details": {"format": 1.0}})
 
@@ -256,14 +334,22 @@ IMMUNE = """
 """
 
 
-@pytest.mark.parametrize("body", ["pass", "time.sleep(1000)", "9**9**8"], ids=["loop", "sleep", "native-call-that-holds-the-lock"])
+@pytest.mark.parametrize(
+    "body",
+    ["pass", "time.sleep(1000)", "9**9**8"],
+    ids=["loop", "sleep", "native-call-that-holds-the-lock"],
+)
 def test_a_hanging_reward_is_killed_with_its_children(custom, tmp_path, body):
-    grader = custom(IMMUNE.format(pids=str(tmp_path / "pids"), body=body), rm_timeout_s=0.6, rm_num_workers=2)
+    grader = custom(
+        IMMUNE.format(pids=str(tmp_path / "pids"), body=body), rm_timeout_s=0.6, rm_num_workers=2
+    )
     grader.grade([make(0), make(2)])
     start = time.monotonic()
     graded = grader.grade([make(i) for i in range(8)])
     assert time.monotonic() - start < 10
-    assert [s.status for s in graded] == [SampleStatus.FAILED if i % 4 == 1 else SampleStatus.COMPLETED for i in range(8)]
+    assert [s.status for s in graded] == [
+        SampleStatus.FAILED if i % 4 == 1 else SampleStatus.COMPLETED for i in range(8)
+    ]
     assert graded[1].metadata["failure"] == "the reward took longer than --rm-timeout-s 0.6"
     assert [s.reward for s in graded if s.reward is not None] == [1.0] * 6
     assert grader.last_counts["timeout"] == 2
@@ -296,7 +382,9 @@ grader.grade([Sample(0, i, torch.tensor([1]), 1, torch.ones(1, dtype=torch.bool)
 def test_workers_die_with_the_program(tmp_path, body):
     file = tmp_path / "reward.py"
     file.write_text(
-        textwrap.dedent(IMMUNE.format(pids=str(tmp_path / "pids"), body=body)).replace("subprocess.Popen(['sleep', '1000']).pid", "''")
+        textwrap.dedent(IMMUNE.format(pids=str(tmp_path / "pids"), body=body)).replace(
+            "subprocess.Popen(['sleep', '1000']).pid", "''"
+        )
     )
     program = subprocess.Popen([sys.executable, "-c", PROGRAM, f"{file}:score"], cwd=ROOT)
     try:
@@ -312,13 +400,19 @@ def test_a_program_that_ends_normally_leaves_no_process(tmp_path):
     file.write_text(
         f"import os\ndef score(args, sample):\n    open({str(tmp_path / 'pids')!r}, 'a').write(f'{{os.getpid()}} ')\n    return 1\n"
     )
-    subprocess.run([sys.executable, "-c", PROGRAM, f"{file}:score"], cwd=ROOT, check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, f"{file}:score"], cwd=ROOT, check=True, timeout=100
+    )
     assert len(set(pids(tmp_path / "pids"))) == 1
     assert not any(map(is_alive, pids(tmp_path / "pids")))
 
 
 def test_an_idle_worker_that_was_killed_is_replaced(custom):
-    grader = custom("import os\ndef score(args, sample):\n    return os.getpid()\n", rm_num_workers=1, max_abs_reward=1e9)
+    grader = custom(
+        "import os\ndef score(args, sample):\n    return os.getpid()\n",
+        rm_num_workers=1,
+        max_abs_reward=1e9,
+    )
     first = int(grader.grade([make(0)])[0].reward)
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: not is_alive(first))
@@ -333,7 +427,9 @@ def test_a_worker_that_cannot_start(custom, tmp_path):
     )
     with pytest.raises(RuntimeError, match=r"a reward worker cannot start: .*no licence"):
         grader.grade([make(0)])
-    grader = custom(f"import os\nif {os.getpid()} != os.getpid():\n    os._exit(4)\ndef score(args, sample):\n    return 1\n")
+    grader = custom(
+        f"import os\nif {os.getpid()} != os.getpid():\n    os._exit(4)\ndef score(args, sample):\n    return 1\n"
+    )
     with pytest.raises(RuntimeError, match=r"ended before it was ready \(exit code 4\)"):
         grader.grade([make(0)])
 
@@ -360,7 +456,9 @@ def test_async_functions_run_together(custom):
 
 def test_async_deadline_and_error(custom):
     grader = custom(ASYNC, rm_num_workers=1, rm_timeout_s=1.5)
-    graded = grader.grade([make(0), make(1, metadata={"do": "wait"}), make(2, metadata={"do": "raise"}), make(3)])
+    graded = grader.grade(
+        [make(0), make(1, metadata={"do": "wait"}), make(2, metadata={"do": "raise"}), make(3)]
+    )
     assert [s.reward for s in graded] == [0.0, None, None, 3.0]
     assert "--rm-timeout-s" in graded[1].metadata["failure"]
     assert "judge is away" in graded[2].metadata["failure"]
@@ -375,7 +473,9 @@ def test_one_sample_that_blocks_the_event_loop_does_not_take_the_others(custom):
 
 
 def test_async_callable_object(custom):
-    grader = custom("class Judge:\n    async def __call__(self, args, sample):\n        return 0.5\nscore = Judge()\n")
+    grader = custom(
+        "class Judge:\n    async def __call__(self, args, sample):\n        return 0.5\nscore = Judge()\n"
+    )
     assert grader.grade([make(0)])[0].reward == 0.5
 
 
@@ -383,6 +483,8 @@ def test_power_tower_in_a_mathematical_answer():
     """Neither the time nor the memory of the machine is at the model's disposal."""
     pytest.importorskip("math_verify")
     with Grader(rm_type="math", rm_timeout_s=3.0, rm_num_workers=1) as grader:
-        tower, fine = grader.grade([make(0, "\\boxed{9^{9^{9^{9^9}}}}", "7"), make(1, "\\boxed{7}", "7")])
+        tower, fine = grader.grade(
+            [make(0, "\\boxed{9^{9^{9^{9^9}}}}", "7"), make(1, "\\boxed{7}", "7")]
+        )
     assert fine.reward == 1.0
     assert tower.reward in (0.0, None)

@@ -17,7 +17,9 @@ from slime_like.rewards.grader import Grader
 from slime_like.types import SampleStatus
 from tests.unit.test_rewards_grader import make
 
-Answer = Callable[[dict[str, Any], int], tuple[int, bytes]]  # (request, how many came with this response) -> status, body
+Answer = Callable[
+    [dict[str, Any], int], tuple[int, bytes]
+]  # (request, how many came with this response) -> status, body
 
 
 class Server(ThreadingHTTPServer):
@@ -55,28 +57,45 @@ def server() -> Iterator[Server]:
 
 def grader(server: Server, **more: Any) -> Grader:
     url = f"http://127.0.0.1:{server.server_port}/reward"
-    return Grader(**{"rm_type": "remote_rm", "rm_url": url, "rm_num_workers": 1, "rm_timeout_s": 20.0, **more})
+    return Grader(
+        **{"rm_type": "remote_rm", "rm_url": url, "rm_num_workers": 1, "rm_timeout_s": 20.0, **more}
+    )
 
 
 def test_what_it_is_sent_and_what_comes_back(server: Server) -> None:
-    server.answer = lambda body, n: (200, json.dumps({"score": len(body["response"]), "form": 1}).encode())
+    server.answer = lambda body, n: (
+        200,
+        json.dumps({"score": len(body["response"]), "form": 1}).encode(),
+    )
     with grader(server, reward_key="score") as g:
         graded = g.grade([make(i, "x" * i, label=i) for i in range(100)])
     assert [s.reward for s in graded] == list(range(100)), "more than a worker takes at once"
-    assert {"prompt": "prompt 3", "response": "xxx", "label": 3} in server.requests and len(server.requests) == 100
+    assert {"prompt": "prompt 3", "response": "xxx", "label": 3} in server.requests and len(
+        server.requests
+    ) == 100
     assert graded[3].metadata["reward_details"] == {"form": 1.0}
 
 
 def test_errors_by_their_class(server: Server) -> None:
     """busy and broken are tried again; forbidden is not; nonsense is no number."""
-    answers = {"busy": (429, b""), "broken": (503, b""), "forbidden": (403, b""), "html": (200, b"<html>"), "null": (200, b"null")}
+    answers = {
+        "busy": (429, b""),
+        "broken": (503, b""),
+        "forbidden": (403, b""),
+        "html": (200, b"<html>"),
+        "null": (200, b"null"),
+    }
 
     def answer(body: dict[str, Any], n: int) -> tuple[int, bytes]:
-        return answers[body["response"]] if n < 3 or body["response"] == "forbidden" else (200, b"0.5")
+        return (
+            answers[body["response"]] if n < 3 or body["response"] == "forbidden" else (200, b"0.5")
+        )
 
     server.answer = answer
     with grader(server) as g:
-        busy, broken, forbidden, html, null = g.grade([make(i, name) for i, name in enumerate(answers)])
+        busy, broken, forbidden, html, null = g.grade(
+            [make(i, name) for i, name in enumerate(answers)]
+        )
     assert busy.reward == broken.reward == 0.5
     assert forbidden.status == html.status == SampleStatus.FAILED
     assert f"127.0.0.1:{server.server_port}/reward answered 403" in forbidden.metadata["failure"]
@@ -109,7 +128,10 @@ def test_nobody_is_there(server: Server) -> None:
 
 def test_a_wrong_type_names_the_sample(server: Server) -> None:
     server.answer = lambda body, n: (200, b'"good"')
-    with grader(server) as g, pytest.raises(ValueError, match="sample 7: --rm-type returned str; return a number"):
+    with (
+        grader(server) as g,
+        pytest.raises(ValueError, match="sample 7: --rm-type returned str; return a number"),
+    ):
         g.grade([make(7, "x")])
 
 
@@ -141,12 +163,20 @@ def test_a_function_of_groups(tmp_path: Path, kind: str) -> None:
     [("return 1.0", "sample 0: .* returned float for a group of 2 samples"), ("return [1.0]", "returned 1 rewards for a group of 2"),
      ("return [1.0, 'x']", "sample 1: .* returned str")],
 )  # fmt: skip
-def test_a_function_of_groups_that_returns_something_else(tmp_path: Path, body: str, words: str) -> None:
-    with group_grader(tmp_path, f"def score(args, samples):\n    {body}\n") as g, pytest.raises(ValueError, match=words):
+def test_a_function_of_groups_that_returns_something_else(
+    tmp_path: Path, body: str, words: str
+) -> None:
+    with (
+        group_grader(tmp_path, f"def score(args, samples):\n    {body}\n") as g,
+        pytest.raises(ValueError, match=words),
+    ):
         g.grade_groups([[make(0), make(1)]])
 
 
 def test_a_function_of_groups_that_raises_loses_the_group(tmp_path: Path) -> None:
-    with group_grader(tmp_path, "def score(args, samples):\n    assert samples[0].index == 0, 'no'\n    return [1, 2]\n") as g:
+    with group_grader(
+        tmp_path,
+        "def score(args, samples):\n    assert samples[0].index == 0, 'no'\n    return [1, 2]\n",
+    ) as g:
         good, bad = g.grade_groups([[make(0), make(1)], [make(2), make(3)]])
     assert [s.reward for s in good] == [1, 2] and {s.status for s in bad} == {SampleStatus.FAILED}

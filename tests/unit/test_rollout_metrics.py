@@ -7,22 +7,52 @@ import math
 import pytest
 import torch
 
-from slime_like.rollout.metrics import failed_fraction, first_failure, rollout_metrics, train_rollout_difference
+from slime_like.rollout.metrics import (
+    failed_fraction,
+    first_failure,
+    rollout_metrics,
+    train_rollout_difference,
+)
 from slime_like.types import Sample, SampleStatus
 
 
-def make(sample_id: int, reward: float | None, length: int = 2, status: SampleStatus = SampleStatus.COMPLETED, **metadata: str) -> Sample:
+def make(
+    sample_id: int,
+    reward: float | None,
+    length: int = 2,
+    status: SampleStatus = SampleStatus.COMPLETED,
+    **metadata: str,
+) -> Sample:
     mask = torch.ones(length, dtype=torch.bool)
-    return Sample(0, sample_id, torch.arange(length + 3), length, mask, None, reward, status, (sample_id,) * length, metadata=metadata)
+    return Sample(
+        0,
+        sample_id,
+        torch.arange(length + 3),
+        length,
+        mask,
+        None,
+        reward,
+        status,
+        (sample_id,) * length,
+        metadata=metadata,
+    )
 
 
 def test_rewards_that_are_not_finite_are_counted() -> None:
-    samples = [make(3, 1.0), make(4, 0.0, 4), make(5, math.nan), make(6, math.inf, status=SampleStatus.TRUNCATED)]
+    samples = [
+        make(3, 1.0),
+        make(4, 0.0, 4),
+        make(5, math.nan),
+        make(6, math.inf, status=SampleStatus.TRUNCATED),
+    ]
     metrics = rollout_metrics(samples)
     assert metrics["rollout/reward_mean"] == 0.5 and metrics["rollout/reward_std"] == 0.5
     assert metrics["rollout/reward_nonfinite"] == 2
     assert metrics["rollout/truncated_frac"] == 0.25
-    assert metrics["rollout/response_length_mean"] == 2.5 and metrics["rollout/response_length_max"] == 4
+    assert (
+        metrics["rollout/response_length_mean"] == 2.5
+        and metrics["rollout/response_length_max"] == 4
+    )
     assert metrics["rollout/tokens"] == 5 + 7 + 5 + 5
     assert metrics["rollout/weight_version_min"] == 3
 
@@ -34,7 +64,11 @@ def test_a_rollout_without_a_reward_has_no_mean() -> None:
 
 
 def test_failures() -> None:
-    samples = [make(0, 1.0), make(1, None, status=SampleStatus.FAILED, failure="took too long"), make(2, None, status=SampleStatus.ABORTED)]
+    samples = [
+        make(0, 1.0),
+        make(1, None, status=SampleStatus.FAILED, failure="took too long"),
+        make(2, None, status=SampleStatus.ABORTED),
+    ]
     assert failed_fraction(samples) == pytest.approx(2 / 3)
     assert first_failure(samples) == "sample 1: took too long"
     assert first_failure(samples[2:]) == "sample 2: the engine gave it up"
@@ -47,13 +81,18 @@ def test_trainer_against_sampler() -> None:
     metrics = train_rollout_difference(old, rollout, masks, None)
     assert metrics["rollout/train_rollout_log_prob_diff_mean"] == pytest.approx(0.4 / 3, rel=1e-5)
     assert metrics["rollout/train_rollout_log_prob_diff_max"] == pytest.approx(0.3, rel=1e-5)
-    assert metrics["rollout/token_ratio_error"] == pytest.approx((math.exp(0.1) + 1 + math.exp(0.3)) / 3, rel=1e-5)
+    assert metrics["rollout/token_ratio_error"] == pytest.approx(
+        (math.exp(0.1) + 1 + math.exp(0.3)) / 3, rel=1e-5
+    )
     assert metrics["rollout/log_probs_nonfinite"] == 0
 
 
 def test_log_probs_that_are_not_finite_are_not_hidden() -> None:
     metrics = train_rollout_difference(
-        [torch.tensor([-1.0, -2.0])], [torch.tensor([-1.0, math.nan])], [torch.ones(2, dtype=torch.bool)], None
+        [torch.tensor([-1.0, -2.0])],
+        [torch.tensor([-1.0, math.nan])],
+        [torch.ones(2, dtype=torch.bool)],
+        None,
     )
     assert math.isnan(metrics["rollout/train_rollout_log_prob_diff_mean"])
     assert metrics["rollout/log_probs_nonfinite"] == 0.5

@@ -51,11 +51,15 @@ class Builder:
 
 def metadata(**changes: Any) -> Metadata:
     tensor = TensorStorageMetadata(
-        TensorProperties(torch.bfloat16), torch.Size([4]), [ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))]
+        TensorProperties(torch.bfloat16),
+        torch.Size([4]),
+        [ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))],
     )
     values: dict[str, Any] = {
         "state_dict_metadata": {"a.weight": tensor, "b": BytesStorageMetadata()},
-        "storage_data": {MetadataIndex("a.weight", torch.Size([0])): _StorageInfo("__0_0.distcp", 0, 100)},
+        "storage_data": {
+            MetadataIndex("a.weight", torch.Size([0])): _StorageInfo("__0_0.distcp", 0, 100)
+        },
         "storage_meta": StorageMeta(checkpoint_id=Path("/some/where")),
         "version": "1.0.0",
     }
@@ -74,11 +78,17 @@ def test_metadata_of_torch_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Payload, Builder])
-@pytest.mark.parametrize("place", ["whole", "planner_data", "storage_data", "storage_meta", "key", "attribute"])
+@pytest.mark.parametrize(
+    "place", ["whole", "planner_data", "storage_data", "storage_meta", "key", "attribute"]
+)
 def test_a_payload_in_metadata_runs_nothing(tmp_path: Path, kind: Any, place: str) -> None:
     mark, path = tmp_path / "ran", tmp_path / ".metadata"
     payload = kind(mark)
-    found: Any = payload if place == "whole" else metadata(**({place: payload} if place in ("planner_data", "storage_meta") else {}))
+    found: Any = (
+        payload
+        if place == "whole"
+        else metadata(**({place: payload} if place in ("planner_data", "storage_meta") else {}))
+    )
     if place == "storage_data":
         found.storage_data[MetadataIndex("x")] = payload
     elif place == "key":
@@ -87,7 +97,8 @@ def test_a_payload_in_metadata_runs_nothing(tmp_path: Path, kind: Any, place: st
         found.extra = payload
     path.write_bytes(pickle.dumps(found))
     with pytest.raises(
-        ValueError, match=rf"{path} is damaged or not the metadata of a checkpoint: names .*which such a file has no use for"
+        ValueError,
+        match=rf"{path} is damaged or not the metadata of a checkpoint: names .*which such a file has no use for",
     ):
         read_metadata(path)
     assert not mark.exists()
@@ -107,7 +118,9 @@ def test_other_pickles_are_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_getattr_reaches_members_of_enums_only(tmp_path: Path) -> None:
     path = tmp_path / ".metadata"
-    path.write_bytes(b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nS'__init__'\ntR.")
+    path.write_bytes(
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nS'__init__'\ntR."
+    )
     with pytest.raises(ValueError, match="takes an attribute of"):
         read_metadata(path)
 
@@ -115,7 +128,9 @@ def test_getattr_reaches_members_of_enums_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "", ".."])
 def test_files_elsewhere_are_not_read(tmp_path: Path, name: str) -> None:
     path = tmp_path / ".metadata"
-    path.write_bytes(pickle.dumps(metadata(storage_data={MetadataIndex("a"): _StorageInfo(name, 0, 1)})))
+    path.write_bytes(
+        pickle.dumps(metadata(storage_data={MetadataIndex("a"): _StorageInfo(name, 0, 1)}))
+    )
     with pytest.raises(ValueError, match="is not a file beside it"):
         read_metadata(path)
 
@@ -126,7 +141,10 @@ def test_tensors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: s
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", forced)
     mark, path = tmp_path / "ran", tmp_path / "common.pt"
     torch.save({"a": torch.ones(2), "payload": Payload(mark)}, path)
-    with pytest.raises(ValueError, match=r"common\.pt is damaged, or holds other things than tensors and plain values"):
+    with pytest.raises(
+        ValueError,
+        match=r"common\.pt is damaged, or holds other things than tensors and plain values",
+    ):
         load_tensors(path, str(path))
     assert not mark.exists()
     torch.save([{"a": torch.ones(2), "b": None}, io.BytesIO(b"fp8")], path)

@@ -26,16 +26,26 @@ pytestmark = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbo
 
 
 def outside(program: str) -> str:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60).stdout
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    ).stdout
 
 
 def test_a_program_runs_with_its_input() -> None:
-    outcome = run("import sys, math\nprint(math.factorial(int(input())))\nprint('oh', file=sys.stderr)", stdin="5\n")
+    outcome = run(
+        "import sys, math\nprint(math.factorial(int(input())))\nprint('oh', file=sys.stderr)",
+        stdin="5\n",
+    )
     assert (outcome.status, outcome.stdout, outcome.stderr) == ("ok", "120\n", "oh\n")
     assert run("print(open(0).read())", stdin="a\nb").stdout == "a\nb\n"
     assert run("print('å' * 3)").stdout == "ååå\n"
     assert run("print(len(input()))", stdin="x" * 2**20).stdout == f"{2**20}\n"
-    assert run("import threading\nt = threading.Thread(target=print, args=('in a thread',))\nt.start()\nt.join()").stdout == "in a thread\n"
+    assert (
+        run(
+            "import threading\nt = threading.Thread(target=print, args=('in a thread',))\nt.start()\nt.join()"
+        ).stdout
+        == "in a thread\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +60,11 @@ def test_a_program_runs_with_its_input() -> None:
         ("raise SystemExit(3)", None, "error"),
         ("import os; os.close(1); os.close(2)\nwhile True: pass", None, "timeout"),
         ("import time; time.sleep(60)", None, "timeout"),
-        ("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass", None, "timeout"),
+        (
+            "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
+            None,
+            "timeout",
+        ),
         ("while True: print('x' * 1000)", None, "output"),
         ("import ctypes; ctypes.string_at(0)", None, "killed"),
     ],
@@ -90,7 +104,13 @@ def test_a_fork_bomb_makes_no_process() -> None:
     bomb = "import os\nmade = 0\nfor i in range(200):\n    try:\n        made += os.fork() > 0\n    except OSError:\n        pass\nprint('made', made)"
     assert run(bomb).stdout == "made 0\n"
     before = len(os.listdir("/proc"))
-    assert run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", limits=Limits(wall_s=0.5)).status == "timeout"
+    assert (
+        run(
+            "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+            limits=Limits(wall_s=0.5),
+        ).status
+        == "timeout"
+    )
     assert len(os.listdir("/proc")) < before + 50
 
 
@@ -101,7 +121,9 @@ def test_ten_gigabytes_are_refused() -> None:
         "x = []\nwhile True: x.append(bytearray(2**26))",
     ):
         outcome = run(program)
-        assert outcome.status == "error" and ("MemoryError" in outcome.stderr or "Cannot allocate" in outcome.stderr), outcome
+        assert outcome.status == "error" and (
+            "MemoryError" in outcome.stderr or "Cannot allocate" in outcome.stderr
+        ), outcome
     raised = run("import resource\nresource.setrlimit(resource.RLIMIT_AS, (-1, -1))")
     assert raised.status == "error"
     lowered = run("import resource\nprint(resource.getrlimit(resource.RLIMIT_AS)[0])")
@@ -158,7 +180,12 @@ def listener() -> Iterator[tuple[int, list[str]]]:
 
 
 @pytest.mark.parametrize("namespaces", ["with a network namespace", "with the filter alone"])
-def test_nobody_is_reached(listener: tuple[int, list[str]], namespaces: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_is_reached(
+    listener: tuple[int, list[str]],
+    namespaces: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     port, came = listener
     if namespaces == "with the filter alone":  # as where unprivileged namespaces are forbidden
         child = tmp_path / "child.py"
@@ -182,7 +209,11 @@ def test_nobody_is_reached(listener: tuple[int, list[str]], namespaces: str, tmp
 def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     """The process that asked is killed; the program, which would run for a minute, is gone soon."""
     asker = subprocess.Popen(
-        [sys.executable, "-c", "from slime_like.rewards.sandbox import *; run('while True: pass', limits=Limits(wall_s=60, cpu_s=60))"]
+        [
+            sys.executable,
+            "-c",
+            "from slime_like.rewards.sandbox import *; run('while True: pass', limits=Limits(wall_s=60, cpu_s=60))",
+        ]
     )
     children: list[str] = []
     deadline = time.monotonic() + 30
@@ -193,7 +224,9 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     asker.kill()
     asker.wait()
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
+    while (
+        any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     assert children and not any(Path(f"/proc/{child}").exists() for child in children)
 
@@ -239,4 +272,8 @@ def test_the_grader_runs_programs() -> None:
         good = make(0, "def add(a, b): return a + b", metadata={"tests": ADD})
         slow = make(1, "import time; time.sleep(60)", metadata={"tests": ADD, "timeout_s": 30})
         first, second = grader.grade([good, slow])
-    assert first.reward == 1 and second.status == SampleStatus.FAILED and "--rm-timeout-s 2" in second.metadata["failure"]
+    assert (
+        first.reward == 1
+        and second.status == SampleStatus.FAILED
+        and "--rm-timeout-s 2" in second.metadata["failure"]
+    )

@@ -37,7 +37,9 @@ def server(model: str) -> Iterator[FakeServer]:
         yield server
 
 
-def teacher(*servers: FakeServer, timeout_s: float = 5.0, messages: list[str] | None = None) -> ServedTeacher:
+def teacher(
+    *servers: FakeServer, timeout_s: float = 5.0, messages: list[str] | None = None
+) -> ServedTeacher:
     settings = TeacherSettings(tuple(s.url for s in servers), timeout_s, ATTEMPTS, concurrency=4)
     return ServedTeacher(settings, TOKENIZER, print if messages is None else messages.append)
 
@@ -49,12 +51,25 @@ def groups() -> list[SampleGroup]:
     for g in range(2):
         prompt = torch.randint(5, 100, (4,), generator=generator)
         lengths = (3, 1, 7)
-        responses = [torch.cat([torch.tensor([100]), torch.randint(5, 101, (n - 1,), generator=generator)]) for n in lengths]
+        responses = [
+            torch.cat([torch.tensor([100]), torch.randint(5, 101, (n - 1,), generator=generator)])
+            for n in lengths
+        ]
         samples = [
-            Sample(g, 3 * g + i, torch.cat([prompt, r]), len(r), torch.ones(len(r), dtype=torch.bool)) for i, r in enumerate(responses)
+            Sample(
+                g, 3 * g + i, torch.cat([prompt, r]), len(r), torch.ones(len(r), dtype=torch.bool)
+            )
+            for i, r in enumerate(responses)
         ]
         made.append(SampleGroup(g, tuple(samples)))
-    lost = Sample(1, 5, made[1].samples[0].tokens[:4], 0, torch.zeros(0, dtype=torch.bool), status=SampleStatus.ABORTED)
+    lost = Sample(
+        1,
+        5,
+        made[1].samples[0].tokens[:4],
+        0,
+        torch.zeros(0, dtype=torch.bool),
+        status=SampleStatus.ABORTED,
+    )
     return [made[0], SampleGroup(1, (*made[1].samples[:2], lost))]
 
 
@@ -78,20 +93,34 @@ def test_every_response_gets_the_models_own_log_probs(model: str, server: FakeSe
         torch.testing.assert_close(sample.teacher_log_probs, own(model, sample), atol=1e-5, rtol=0)
     assert samples[5].teacher_log_probs is None and samples[5].status == SampleStatus.ABORTED
     assert metrics["rollout/opd_dropped"] == 0 and metrics["rollout/opd_teacher_s"] > 0
-    asked = [body for path, body in server.seen if path == "/generate" and "text" not in body and "token_ids_logprob" not in body]
-    assert len(asked) == 5 and all(body["sampling_params"]["max_new_tokens"] == 0 and body["logprob_start_len"] == 3 for body in asked)
+    asked = [
+        body
+        for path, body in server.seen
+        if path == "/generate" and "text" not in body and "token_ids_logprob" not in body
+    ]
+    assert len(asked) == 5 and all(
+        body["sampling_params"]["max_new_tokens"] == 0 and body["logprob_start_len"] == 3
+        for body in asked
+    )
 
 
 @pytest.mark.parametrize(
     ("fault", "counted"),
-    [(status(503), "status_503"), (silence(3), "total_timeout"), (death_in_the_middle, "connection_lost")],
+    [
+        (status(503), "status_503"),
+        (silence(3), "total_timeout"),
+        (death_in_the_middle, "connection_lost"),
+    ],
     ids=["status 503", "hang", "death in the middle"],
 )
 def test_a_passing_fault_costs_time_only(server: FakeServer, fault: Fault, counted: str) -> None:
     server.faults = [fault]
     samples, metrics = graded(teacher(server, timeout_s=1.0))
     assert all(s.teacher_log_probs is not None for s in samples[:5])
-    assert metrics[f"rollout/opd_request_{counted}"] == metrics["rollout/opd_request_retries"] == 1 and metrics["rollout/opd_dropped"] == 0
+    assert (
+        metrics[f"rollout/opd_request_{counted}"] == metrics["rollout/opd_request_retries"] == 1
+        and metrics["rollout/opd_dropped"] == 0
+    )
 
 
 def test_a_server_that_is_gone_is_made_up_for_by_the_other(model: str, server: FakeServer) -> None:
@@ -99,22 +128,35 @@ def test_a_server_that_is_gone_is_made_up_for_by_the_other(model: str, server: F
         both = teacher(gone, server)
         gone.stop()
         samples, metrics = graded(both)
-    assert all(s.teacher_log_probs is not None for s in samples[:5]) and metrics["rollout/opd_request_connect"] == 3
+    assert (
+        all(s.teacher_log_probs is not None for s in samples[:5])
+        and metrics["rollout/opd_request_connect"] == 3
+    )
 
 
 def entries(change: Any) -> Fault:
-    return changed(lambda answer: answer["meta_info"].update(input_token_logprobs=change(answer["meta_info"]["input_token_logprobs"])))
+    return changed(
+        lambda answer: answer["meta_info"].update(
+            input_token_logprobs=change(answer["meta_info"]["input_token_logprobs"])
+        )
+    )
 
 
 WRONG: dict[str, tuple[list[Fault | None], str]] = {
     "an error that lasts": ([status(500, "out of memory")] * ATTEMPTS, "status 500: out of memory"),
     "a refusal": ([status(403, "not you")], "status 403: not you"),
     "html": ([text("<html>502</html>")], "no JSON"),
-    "no log-probs": ([changed(lambda a: a["meta_info"].pop("input_token_logprobs"))], "no log-probs"),
+    "no log-probs": (
+        [changed(lambda a: a["meta_info"].pop("input_token_logprobs"))],
+        "no log-probs",
+    ),
     "fewer": ([entries(lambda e: e[:-1])], "log-probs for"),
     "NaN": ([entries(lambda e: [*e[:-1], [float("nan"), *e[-1][1:]]])], "is nan"),
     "None": ([entries(lambda e: [*e[:-1], [None, *e[-1][1:]]])], "is None"),
-    "of another token": ([entries(lambda e: [*e[:-1], [e[-1][0], 3, None]])], "and the token there is"),
+    "of another token": (
+        [entries(lambda e: [*e[:-1], [e[-1][0], 3, None]])],
+        "and the token there is",
+    ),
 }
 
 
@@ -126,10 +168,18 @@ def test_a_sample_without_an_answer_is_given_up_and_counted(server: FakeServer, 
     (first,) = [g for g in groups() if g.group_id == 0]
     found, metrics = asking.grade([SampleGroup(0, first.samples[:1])])
     (lost,) = found[0].samples
-    assert lost.status == SampleStatus.ABORTED and lost.teacher_log_probs is None and metrics["rollout/opd_dropped"] == 1
-    assert words in lost.metadata["failure"] and lost.metadata["failure"].startswith("the teacher: ")
+    assert (
+        lost.status == SampleStatus.ABORTED
+        and lost.teacher_log_probs is None
+        and metrics["rollout/opd_dropped"] == 1
+    )
+    assert words in lost.metadata["failure"] and lost.metadata["failure"].startswith(
+        "the teacher: "
+    )
     samples, metrics = graded(asking)
-    assert metrics["rollout/opd_dropped"] == 0 and all(s.teacher_log_probs is not None for s in samples[:5])
+    assert metrics["rollout/opd_dropped"] == 0 and all(
+        s.teacher_log_probs is not None for s in samples[:5]
+    )
 
 
 def test_a_token_that_the_teacher_may_not_know_gives_the_sample_up(server: FakeServer) -> None:
@@ -137,14 +187,22 @@ def test_a_token_that_the_teacher_may_not_know_gives_the_sample_up(server: FakeS
     (first, *_) = groups()
     tokens = first.samples[0].tokens.clone()
     tokens[-1] = 101
-    found, metrics = teacher(server).grade([SampleGroup(0, (Sample(0, 9, tokens, 3, torch.ones(3, dtype=torch.bool)),))])
-    assert metrics["rollout/opd_dropped"] == 1 and "token 101 is above 100" in found[0].samples[0].metadata["failure"]
+    found, metrics = teacher(server).grade(
+        [SampleGroup(0, (Sample(0, 9, tokens, 3, torch.ones(3, dtype=torch.bool)),))]
+    )
+    assert (
+        metrics["rollout/opd_dropped"] == 1
+        and "token 101 is above 100" in found[0].samples[0].metadata["failure"]
+    )
 
 
 def test_a_teacher_that_does_not_answer_stops_the_start(model: str, server: FakeServer) -> None:
     with FakeServer(model) as gone:
         asking = teacher(gone)
-    with pytest.raises(RunError, match=f"--opd-teacher-url: the teacher does not answer: {re.escape(gone.url)}/generate: no connection"):
+    with pytest.raises(
+        RunError,
+        match=f"--opd-teacher-url: the teacher does not answer: {re.escape(gone.url)}/generate: no connection",
+    ):
         asking.probe()
 
 
@@ -168,9 +226,13 @@ class Other:
 
 def test_another_tokenizer_or_a_smaller_vocabulary_stops_the_start(server: FakeServer) -> None:
     settings = TeacherSettings((server.url,))
-    with pytest.raises(RunError, match=r"has another tokenizer than the policy.*different from place"):
+    with pytest.raises(
+        RunError, match=r"has another tokenizer than the policy.*different from place"
+    ):
         ServedTeacher(settings, Other(letter="q"), print).probe()
-    with pytest.raises(RunError, match=r"does not know the policy's token 104.*valid range is \[0, 101\)"):
+    with pytest.raises(
+        RunError, match=r"does not know the policy's token 104.*valid range is \[0, 101\)"
+    ):
         ServedTeacher(settings, Other(more=4), print).probe()
 
 

@@ -13,12 +13,21 @@ SGLANG = BaseModel("folder", "name", "Qwen3ForCausalLM", supports_lora=True, sup
 
 
 def test_rank_0_trains_all_weights() -> None:
-    assert adapter_of(None, "policy", LOCAL) is None and adapter_of(LoraConfig(rank=0), "critic", SGLANG) is None
+    assert (
+        adapter_of(None, "policy", LOCAL) is None
+        and adapter_of(LoraConfig(rank=0), "critic", SGLANG) is None
+    )
 
 
 def test_the_sdks_defaults_are_taken() -> None:
     settings = adapter_of(LoraConfig(rank=32), "policy", LOCAL)
-    assert settings == {"rank": 32, "seed": None, "train_unembed": True, "train_mlp": True, "train_attn": True}
+    assert settings == {
+        "rank": 32,
+        "seed": None,
+        "train_unembed": True,
+        "train_mlp": True,
+        "train_attn": True,
+    }
 
 
 def test_an_output_layer_that_samplers_cannot_take() -> None:
@@ -35,7 +44,13 @@ def test_a_critic_has_no_output_layer(base: BaseModel) -> None:
     """The SDK's default train_unembed=True says nothing there, so that samplers are no reason against it."""
     settings = adapter_of(LoraConfig(rank=32), "critic", base)
     assert settings == adapter_of(LoraConfig(rank=32, train_unembed=False), "critic", base)
-    assert settings == {"rank": 32, "seed": None, "train_unembed": False, "train_mlp": True, "train_attn": True}
+    assert settings == {
+        "rank": 32,
+        "seed": None,
+        "train_unembed": False,
+        "train_mlp": True,
+        "train_attn": True,
+    }
 
 
 def test_other_layers_have_no_adapters() -> None:

@@ -21,11 +21,17 @@ def request(targets: Any, weights: Any | None, loss: str = "cross_entropy", leng
     from tinker.proto.request_conv import forward_backward_request_to_proto
 
     inputs = {"target_tokens": targets} | ({} if weights is None else {"weights": weights})
-    datum = types.Datum(model_input=types.ModelInput.from_ints(list(range(1, length + 1))), loss_fn_inputs=inputs)
-    asked = types.ForwardBackwardRequest(
-        forward_backward_input=types.ForwardBackwardInput(data=[datum], loss_fn=loss), model_id="m", seq_id=1
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(list(range(1, length + 1))), loss_fn_inputs=inputs
     )
-    return wire.ForwardBackwardRequest.FromString(forward_backward_request_to_proto(asked).SerializeToString())
+    asked = types.ForwardBackwardRequest(
+        forward_backward_input=types.ForwardBackwardInput(data=[datum], loss_fn=loss),
+        model_id="m",
+        seq_id=1,
+    )
+    return wire.ForwardBackwardRequest.FromString(
+        forward_backward_request_to_proto(asked).SerializeToString()
+    )
 
 
 def checked(message: Any) -> dict[str, list[Any]]:
@@ -36,12 +42,16 @@ def test_sparse_tensors_are_what_the_sdk_left_out() -> None:
     """Over many patterns, empty rows and empty matrices included."""
     rng = np.random.default_rng(0)
     for _ in range(30):
-        weights = torch.tensor(rng.normal(size=(4, 12)) * (rng.random((4, 12)) < 0.15), dtype=torch.float32)
+        weights = torch.tensor(
+            rng.normal(size=(4, 12)) * (rng.random((4, 12)) < 0.15), dtype=torch.float32
+        )
         targets = torch.tensor(rng.integers(1, 50, (4, 12))) * (weights != 0)
         message = request(targets, weights)
         assert message.data[0].loss_fn_inputs["weights"].WhichOneof("encoding") == "sparse_csr"
         fields = checked(message)
-        assert np.array_equal(fields["label_sets"][0], targets.numpy()) and np.array_equal(fields["label_weights"][0], weights.numpy())
+        assert np.array_equal(fields["label_sets"][0], targets.numpy()) and np.array_equal(
+            fields["label_weights"][0], weights.numpy()
+        )
 
 
 def spoiled(**changes: Any) -> Any:
@@ -50,7 +60,11 @@ def spoiled(**changes: Any) -> Any:
     message = request((weights > 0).long() * 7, weights)
     csr = message.data[0].loss_fn_inputs["weights"].sparse_csr
     for name, values in changes.items():
-        setattr(csr, name, values if isinstance(values, bytes) else np.array(values, dtype="<i8").tobytes())
+        setattr(
+            csr,
+            name,
+            values if isinstance(values, bytes) else np.array(values, dtype="<i8").tobytes(),
+        )
     return message
 
 
@@ -80,7 +94,10 @@ def test_shapes_that_are_refused() -> None:
     cases = [
         (request(two.long(), None), "need weights of shape"),
         (request(two.long(), torch.ones(4)), "weights has 4 entries"),
-        (request(two.long(), torch.ones(4, 3)), "several targets a token go with cross_entropy alone"),
+        (
+            request(two.long(), torch.ones(4, 3)),
+            "several targets a token go with cross_entropy alone",
+        ),
         (request(two.long() * 60, two), "token 60 is outside the vocabulary"),
         (request(torch.ones(4, 60).long(), torch.ones(4, 60)), "60 targets a token"),
         (request(torch.ones(4, 50).long(), torch.ones(4, 50), length=4), None),

@@ -46,7 +46,9 @@ def make(journal: Journal, **settings: float) -> tuple[Dispatcher, Recorder]:
 
 
 def request(queue: str, seq: int, **body: object) -> Request:
-    return Request(request_id(queue, seq), "op", queue, seq, "me", f"digest {body}", time.time(), dict(body))
+    return Request(
+        request_id(queue, seq), "op", queue, seq, "me", f"digest {body}", time.time(), dict(body)
+    )
 
 
 async def settled(dispatcher: Dispatcher) -> None:
@@ -125,7 +127,9 @@ def test_a_client_that_floods_does_not_hold_others_up() -> None:
         executed = [ids[0].partition("/")[0] for ids in operations.seen]
         for key in ("first", "second", "third"):
             places = [place for place, name in enumerate(executed) if name == key]
-            assert len(places) == 10 and max(b - a for a, b in itertools.pairwise(places)) <= 5, executed
+            assert len(places) == 10 and max(b - a for a, b in itertools.pairwise(places)) <= 5, (
+                executed
+            )
         await settled(dispatcher)
         assert len(operations.seen) == 130, "and the flood is served too"
         await dispatcher.stop()
@@ -160,10 +164,17 @@ def test_a_restart_finds_results_and_what_waits(tmp_path: Path) -> None:
         await settled(dispatcher)
         await dispatcher.stop()
         assert operations.seen == [["a/2"]]
-        results = {id: await dispatcher.result(found, hold_s=1) for id, found in dispatcher.requests.items()}
+        results = {
+            id: await dispatcher.result(found, hold_s=1)
+            for id, found in dispatcher.requests.items()
+        }
         assert results["a/1"] == json_result({"id": "a/1"})
         assert results["b/1"] == {"error": "it is bad", "category": "user"}
-        assert isinstance(results["b/2"], dict) and results["b/2"]["category"] == "server" and "restarted" in results["b/2"]["error"]
+        assert (
+            isinstance(results["b/2"], dict)
+            and results["b/2"]["category"] == "server"
+            and "restarted" in results["b/2"]["error"]
+        )
 
     asyncio.run(before())
     asyncio.run(after())
@@ -207,7 +218,10 @@ def test_a_lasting_failure_keeps_its_words() -> None:
         dispatcher.queue("a", next_seq=1)
         waiting = dispatcher.accept(request("a", 2))
         dispatcher.fail_all("a", Failed("the model is lost"))
-        assert await dispatcher.result(waiting, hold_s=1) == {"error": "the model is lost", "category": "server"}
+        assert await dispatcher.result(waiting, hold_s=1) == {
+            "error": "the model is lost",
+            "category": "server",
+        }
 
     asyncio.run(run())
 
@@ -220,7 +234,9 @@ def test_answers_do_not_wait_for_more_to_send() -> None:
         seen: asyncio.Queue[int] = asyncio.Queue()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            seen.put_nowait(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            seen.put_nowait(
+                writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            )
             writer.close()
 
         server = await asyncio.start_server(serve, sock=listening)

@@ -10,7 +10,11 @@ from slime_like.server import frames, wire
 from slime_like.server.data import parse_request
 from slime_like.server.errors import HttpError
 
-REQUESTS_IN_JSON = {"SamplingParams", "StopStrings", "StopTokens"}  # which the SDK has and never sends
+REQUESTS_IN_JSON = {
+    "SamplingParams",
+    "StopStrings",
+    "StopTokens",
+}  # which the SDK has and never sends
 
 
 def test_the_messages_are_those_of_the_sdk() -> None:
@@ -26,7 +30,18 @@ def test_the_messages_are_those_of_the_sdk() -> None:
     assert list(theirs.enum_type) == list(wire.file_of_messages().enum_type)
 
 
-@pytest.mark.parametrize("value", [None, 1, -0.5, "é\ud800", b"", [b"\x00\xff", [b"x" * 1000]], {"a": {"b": b"1", "c": [1, None, True]}}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        1,
+        -0.5,
+        "é\ud800",
+        b"",
+        [b"\x00\xff", [b"x" * 1000]],
+        {"a": {"b": b"1", "c": [1, None, True]}},
+    ],
+)
 def test_frames_come_back(value: object) -> None:
     assert frames.decode(frames.encode(value)) == value
 

@@ -67,7 +67,11 @@ def test_what_servers_answer_is_what_the_local_engine_samples(model: str) -> Non
         told = servers[0].seen[-1][1]["sampling_params"]
         assert told["max_new_tokens"] == 8 and told["top_k"] == -1
         metrics = engine.take_metrics()
-        assert metrics["engine/ready"] == 2 and metrics["engine/dropped"] == 0 and metrics["engine/weight_update_gb"] > 0
+        assert (
+            metrics["engine/ready"] == 2
+            and metrics["engine/dropped"] == 0
+            and metrics["engine/weight_update_gb"] > 0
+        )
 
 
 # what goes wrong first -> the word under which it is counted. All of these are tried again, and succeed.
@@ -88,13 +92,19 @@ PASSING: dict[str, tuple[Fault, str]] = {
 def test_a_passing_fault_costs_time_only(model: str, name: str) -> None:
     fault, counted = PASSING[name]
     slow = counted == "total_timeout"
-    with fake_servers(model, 2) as servers, engine_of(model, servers, total_s=1.0 if slow else 10.0) as engine:
+    with (
+        fake_servers(model, 2) as servers,
+        engine_of(model, servers, total_s=1.0 if slow else 10.0) as engine,
+    ):
         servers[0].faults = servers[1].faults = [fault]
         start = time.monotonic()
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
         assert time.monotonic() - start < 5
         metrics = engine.take_metrics()
-        assert metrics[f"engine/{counted}"] == metrics["engine/retries"] >= 1 and metrics["engine/dropped"] == 0
+        assert (
+            metrics[f"engine/{counted}"] == metrics["engine/retries"] >= 1
+            and metrics["engine/dropped"] == 0
+        )
 
 
 def test_a_lasting_fault_is_tried_a_few_times_and_dropped(model: str) -> None:
@@ -102,7 +112,10 @@ def test_a_lasting_fault_is_tried_a_few_times_and_dropped(model: str) -> None:
         server.faults = [status(500, "out of memory")] * ATTEMPTS
         (output,) = engine.generate(REQUESTS[:1], SAMPLING)
         assert (output.tokens, output.finish_reason) == ((), "abort")
-        assert output.failure is not None and f"{server.url}/generate: status 500: out of memory" in output.failure
+        assert (
+            output.failure is not None
+            and f"{server.url}/generate: status 500: out of memory" in output.failure
+        )
         assert server.count("/generate") == ATTEMPTS
         assert engine.take_metrics()["engine/dropped"] == 1
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
@@ -113,7 +126,9 @@ def meta(**changes: object) -> Callable[[Answer], None]:
 
 
 def log_probs(change: Callable[[list], list]) -> Callable[[Answer], None]:
-    return lambda answer: answer["meta_info"].update(output_token_logprobs=change(answer["meta_info"]["output_token_logprobs"]))
+    return lambda answer: answer["meta_info"].update(
+        output_token_logprobs=change(answer["meta_info"]["output_token_logprobs"])
+    )
 
 
 # Status 200, and not what was asked for -> words of the rejection.
@@ -150,26 +165,41 @@ def one(model: str) -> Iterator[tuple[FakeServer, SglangEngine]]:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_answer_is_a_rejected_sample(one: tuple[FakeServer, SglangEngine], name: str) -> None:
+def test_a_wrong_answer_is_a_rejected_sample(
+    one: tuple[FakeServer, SglangEngine], name: str
+) -> None:
     """Nothing of it is passed on, padded or cut; it is counted, not asked for again, and the request's id is told."""
     server, engine = one
     fault, words = WRONG[name]
     server.faults, before = [fault], server.count("/generate")
     (output,) = engine.generate(REQUESTS[:1], SAMPLING)
-    assert (output.sample_id, output.tokens, output.log_probs, output.finish_reason) == (10, (), (), "abort")
+    assert (output.sample_id, output.tokens, output.log_probs, output.finish_reason) == (
+        10,
+        (),
+        (),
+        "abort",
+    )
     rid = server.seen[-1][1]["rid"]
     assert output.failure is not None and rid in output.failure and words in output.failure
     assert server.count("/generate") == before + 1
     metrics = engine.take_metrics()
-    assert metrics["engine/rejected"] + metrics["engine/dropped"] == 1 and metrics["engine/retries"] == 0
+    assert (
+        metrics["engine/rejected"] + metrics["engine/dropped"] == 1
+        and metrics["engine/retries"] == 0
+    )
 
 
 @pytest.mark.parametrize("code", [400, 401, 403, 404, 422])
-def test_a_refused_request_is_not_sent_again(one: tuple[FakeServer, SglangEngine], code: int) -> None:
+def test_a_refused_request_is_not_sent_again(
+    one: tuple[FakeServer, SglangEngine], code: int
+) -> None:
     server, engine = one
     server.faults, before = [status(code, "not you")], server.count("/generate")
     (output,) = engine.generate(REQUESTS[:1], SAMPLING)
-    assert output.failure is not None and f"{server.url}/generate: status {code}: not you" in output.failure
+    assert (
+        output.failure is not None
+        and f"{server.url}/generate: status {code}: not you" in output.failure
+    )
     assert server.count("/generate") == before + 1 and engine.take_metrics()["engine/dropped"] == 1
 
 
@@ -187,20 +217,29 @@ def test_samples_of_a_server_that_dies_go_elsewhere(model: str) -> None:
 
 def test_samples_of_a_server_that_hangs_go_elsewhere(model: str) -> None:
     """It takes connections and answers nothing: its probes fail, and what waits for it is sent to the other long before the deadline of a minute."""
-    with fake_servers(model, 2) as servers, engine_of(model, servers, total_s=60, probe_timeout_s=0.5) as engine:
+    with (
+        fake_servers(model, 2) as servers,
+        engine_of(model, servers, total_s=60, probe_timeout_s=0.5) as engine,
+    ):
         servers[0].hung = True
         start = time.monotonic()
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
         assert time.monotonic() - start < 20
         metrics = engine.take_metrics()
-        assert metrics["engine/evicted"] >= 1 and metrics["engine/evictions"] == 1 and metrics["engine/ready"] == 1
+        assert (
+            metrics["engine/evicted"] >= 1
+            and metrics["engine/evictions"] == 1
+            and metrics["engine/ready"] == 1
+        )
 
 
 def test_a_router_that_sees_no_server_costs_time_only(model: str) -> None:
     """It takes healthy servers for dead ones (its circuits are open), and requests go to them directly."""
     with (
         fake_servers(model, 2) as (server, fake),
-        engine_of(model, [server], router=Router(fake.url, None, 1.0, print), synced=False) as engine,
+        engine_of(
+            model, [server], router=Router(fake.url, None, 1.0, print), synced=False
+        ) as engine,
     ):
         fake.workers = [server.url]
         fake.faults = [status(503, "No available workers (all circuits open or unhealthy)")] * 100
@@ -208,11 +247,16 @@ def test_a_router_that_sees_no_server_costs_time_only(model: str) -> None:
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
         assert (fake.count("/generate"), server.count("/generate")) == (3, 3)
         metrics = engine.take_metrics()
-        assert metrics["engine/status_503"] == metrics["engine/retries"] == 3 and metrics["engine/dropped"] == 0
+        assert (
+            metrics["engine/status_503"] == metrics["engine/retries"] == 3
+            and metrics["engine/dropped"] == 0
+        )
 
 
 @pytest.mark.parametrize("joins", [True, False])
-def test_a_server_that_is_added_to_the_router_gets_weights_or_no_requests(model: str, joins: bool) -> None:
+def test_a_server_that_is_added_to_the_router_gets_weights_or_no_requests(
+    model: str, joins: bool
+) -> None:
     """One is there before the run, and another is added later. Where the run names its servers, neither is its own."""
     with fake_servers(model, 4) as (server, early, late, fake):
         fake.workers = [early.url, server.url]
@@ -220,7 +264,9 @@ def test_a_server_that_is_added_to_the_router_gets_weights_or_no_requests(model:
         with engine_of(model, [server], router=router, joined_by_router=joins) as engine:
             fake.workers.append(late.url)
             expected = {server.url, early.url, late.url} if joins else {server.url}
-            wait_until(lambda: {w.url for w in engine.fleet.ready()} == expected == set(fake.workers))
+            wait_until(
+                lambda: {w.url for w in engine.fleet.ready()} == expected == set(fake.workers)
+            )
             assert [s.version for s in (early, late)] == (["1"] * 2 if joins else ["default"] * 2)
             fake.faults = [status(503)] * 100  # it only names servers
             assert_right(engine.generate(REQUESTS, SAMPLING), model)
@@ -228,19 +274,29 @@ def test_a_server_that_is_added_to_the_router_gets_weights_or_no_requests(model:
 
 def test_end_tokens_are_ignored_where_that_is_asked_for(model: str) -> None:
     request = GenerateRequest(10, (3, 5, 7), seed=0)
-    plain, forced = SamplingParams(max_new_tokens=40), SamplingParams(max_new_tokens=40, ignore_end_tokens=True)
+    plain, forced = (
+        SamplingParams(max_new_tokens=40),
+        SamplingParams(max_new_tokens=40, ignore_end_tokens=True),
+    )
     with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
         bodies = []
         for sampling in (plain, forced):
             (output,) = engine.generate([request], sampling)
             bodies.append(server.seen[-1][1]["sampling_params"]["ignore_eos"])
-        assert bodies == [False, True] and len(output.tokens) == 40 and output.finish_reason == "length"
+        assert (
+            bodies == [False, True]
+            and len(output.tokens) == 40
+            and output.finish_reason == "length"
+        )
         with pytest.raises(ValueError, match="ignores the stop tokens \\[1\\]"):
             engine.generate([request], SamplingParams(stop_token_ids=(1,), ignore_end_tokens=True))
 
 
 def test_a_server_that_comes_back_gets_the_weights_before_requests(model: str) -> None:
-    with fake_servers(model, 2) as servers, engine_of(model, servers, probe_timeout_s=0.5) as engine:
+    with (
+        fake_servers(model, 2) as servers,
+        engine_of(model, servers, probe_timeout_s=0.5) as engine,
+    ):
         servers[0].hung = True
         wait_until(lambda: len(engine.fleet.ready()) == 1)
         updates = servers[0].count("/update_weights_from_disk")
@@ -254,7 +310,10 @@ def test_when_no_server_is_left(model: str) -> None:
     with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
         server.stop()
         outputs = engine.generate(REQUESTS, SAMPLING)
-        assert all((o.failure is not None and server.url in o.failure) or "no engine" in str(o.failure) for o in outputs)
+        assert all(
+            (o.failure is not None and server.url in o.failure) or "no engine" in str(o.failure)
+            for o in outputs
+        )
         wait_until(lambda: not engine.fleet.alive())
         with pytest.raises(RunError, match=f"no engine answers any more: {server.url}"):
             engine.check_health()
@@ -262,7 +321,13 @@ def test_when_no_server_is_left(model: str) -> None:
 
 def test_an_abort_returns_at_once_and_is_told_to_the_server(model: str) -> None:
     with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
-        server.faults = [changed(lambda a: a["meta_info"].update(finish_reason={"type": "abort", "message": "", "status_code": None}))]
+        server.faults = [
+            changed(
+                lambda a: a["meta_info"].update(
+                    finish_reason={"type": "abort", "message": "", "status_code": None}
+                )
+            )
+        ]
 
         async def scenario() -> GenerateOutput:
             task = asyncio.create_task(engine.generate_one(REQUESTS[0], SAMPLING))
@@ -272,8 +337,12 @@ def test_an_abort_returns_at_once_and_is_told_to_the_server(model: str) -> None:
             return await task
 
         output = asyncio.run(scenario())
-        assert output.finish_reason == "abort" and output.failure is None and output.tokens  # partial, with its log-probs
-        generate, abort = (body for path, body in server.seen if path in ("/generate", "/abort_request"))
+        assert (
+            output.finish_reason == "abort" and output.failure is None and output.tokens
+        )  # partial, with its log-probs
+        generate, abort = (
+            body for path, body in server.seen if path in ("/generate", "/abort_request")
+        )
         assert abort == {"rid": generate["rid"]}
 
 
@@ -284,7 +353,9 @@ def test_a_server_that_refuses_an_update_is_out(model: str) -> None:
     with fake_servers(model, 2) as servers, engine_of(model, servers, synced=False) as engine:
         servers[0].refused["/update_weights_from_disk"] = (400, "no such folder")
         engine.update_weights(weights_of(model), 1)
-        assert engine.weight_version == 1 and [w.url for w in engine.fleet.ready()] == [servers[1].url]
+        assert engine.weight_version == 1 and [w.url for w in engine.fleet.ready()] == [
+            servers[1].url
+        ]
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
         assert servers[0].count("/generate") == 0
 
@@ -300,15 +371,22 @@ def test_an_update_that_all_refuse_stops_the_run(model: str) -> None:
 
 def test_weights_in_requests(model: str) -> None:
     """In several buckets to two servers; what the second of them refuses in the middle, the first still gets."""
-    with fake_servers(model, 2) as servers, engine_of(model, servers, transport="tensor", synced=False, buffer_bytes=3000) as engine:
+    with (
+        fake_servers(model, 2) as servers,
+        engine_of(model, servers, transport="tensor", synced=False, buffer_bytes=3000) as engine,
+    ):
         engine.update_weights(weights_of(model), 1)
         assert all(server.count("/update_weights_from_tensor") > 3 for server in servers)
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
         servers[1].refused["/update_weights_from_tensor"] = (400, "not this one")
         before = servers[1].count("/update_weights_from_tensor")
         engine.update_weights(((name, tensor * 1.1) for name, tensor in weights_of(model)), 2)
-        assert engine.weight_version == 2 and [w.url for w in engine.fleet.ready()] == [servers[0].url]
-        assert servers[1].count("/update_weights_from_tensor") == before + 1  # no other after the one that it refused
+        assert engine.weight_version == 2 and [w.url for w in engine.fleet.ready()] == [
+            servers[0].url
+        ]
+        assert (
+            servers[1].count("/update_weights_from_tensor") == before + 1
+        )  # no other after the one that it refused
         (output,) = engine.generate(REQUESTS[:1], SAMPLING)
         assert output.weight_versions == (2,) * len(output.tokens)
 
@@ -316,10 +394,15 @@ def test_weights_in_requests(model: str) -> None:
 @pytest.mark.parametrize("transport", ["broadcast", "tensor"])
 def test_a_server_that_does_not_tell_its_size_is_out(model: str, transport: Transport) -> None:
     """The update is given up, not the run: all ranks make another attempt, for the servers that are left."""
-    with fake_servers(model, 1) as (server,), engine_of(model, [server], transport=transport, synced=False) as engine:
+    with (
+        fake_servers(model, 1) as (server,),
+        engine_of(model, [server], transport=transport, synced=False) as engine,
+    ):
         server.refused["/server_info"] = (500, "no")
         engine.update_weights(weights_of(model), 1)
-        assert engine.weight_version == -1 and not engine.fleet.ready() and engine.fleet.evictions == 1
+        assert (
+            engine.weight_version == -1 and not engine.fleet.ready() and engine.fleet.evictions == 1
+        )
 
 
 def test_memory_is_given_back_where_it_was_taken(model: str) -> None:
@@ -327,14 +410,24 @@ def test_memory_is_given_back_where_it_was_taken(model: str) -> None:
     with fake_servers(model, 2) as servers, engine_of(model, servers, colocated=True) as engine:
         engine.release_memory()
         engine.release_memory()
-        assert engine.weight_version == -1 and [s.count("/release_memory_occupation") for s in servers] == [1, 1]
+        assert engine.weight_version == -1 and [
+            s.count("/release_memory_occupation") for s in servers
+        ] == [1, 1]
         engine.fleet.workers[1].evictions += 1
         engine.update_weights(weights_of(model), 2)
         assert [s.count("/resume_memory_occupation") for s in servers] == [1, 0]
         paths = [path for path, _ in servers[0].seen]
-        assert paths.index("/resume_memory_occupation") > paths.index("/update_weights_from_disk")  # of the first update
+        assert paths.index("/resume_memory_occupation") > paths.index(
+            "/update_weights_from_disk"
+        )  # of the first update
         assert "/update_weights_from_disk" in paths[paths.index("/resume_memory_occupation") :]
-        assert_right([replace(o, weight_versions=(1,) * len(o.tokens)) for o in engine.generate(REQUESTS, SAMPLING)], model)
+        assert_right(
+            [
+                replace(o, weight_versions=(1,) * len(o.tokens))
+                for o in engine.generate(REQUESTS, SAMPLING)
+            ],
+            model,
+        )
 
 
 def test_servers_go_on_after_an_update_that_is_made_again(model: str) -> None:
@@ -351,15 +444,25 @@ def test_servers_go_on_after_an_update_that_is_made_again(model: str) -> None:
         for _ in range(2):
             engine.update_weights(weights_of(model), 2)
             paths = [path for path, _body in server.seen]
-            paused_at, went_on_at = (len(paths) - paths[::-1].index(f"/{word}_generation") for word in ("pause", "continue"))
-            states.append((engine.weight_version, "goes on" if went_on_at > paused_at else "paused"))
+            paused_at, went_on_at = (
+                len(paths) - paths[::-1].index(f"/{word}_generation")
+                for word in ("pause", "continue")
+            )
+            states.append(
+                (engine.weight_version, "goes on" if went_on_at > paused_at else "paused")
+            )
         assert states == [(-1, "paused"), (2, "goes on")]
         assert len(engine.generate(REQUESTS, SAMPLING)[0].tokens) > 0
 
 
 @pytest.mark.parametrize("path", ["/init_weights_update_group", "/begin_weight_update"])
 def test_a_refused_broadcast_ends_in_bounded_time(model: str, path: str) -> None:
-    with fake_servers(model, 1) as (server,), engine_of(model, [server], transport="broadcast", synced=False, update_timeout_s=3) as engine:
+    with (
+        fake_servers(model, 1) as (server,),
+        engine_of(
+            model, [server], transport="broadcast", synced=False, update_timeout_s=3
+        ) as engine,
+    ):
         server.refused[path] = (400, "not now")
         start = time.monotonic()
         with contextlib.suppress(RunError):
@@ -371,7 +474,10 @@ def test_a_refused_broadcast_ends_in_bounded_time(model: str, path: str) -> None
 def test_another_version_than_was_sent_stops_the_run(model: str) -> None:
     with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
         server.get = lambda handler: handler.reply(200, b'{"weight_version": "7"}')  # type: ignore[method-assign]
-        with pytest.raises(RunError, match=r"has weights of version '7' after an update to 2; does another run use it\?"):
+        with pytest.raises(
+            RunError,
+            match=r"has weights of version '7' after an update to 2; does another run use it\?",
+        ):
             engine.update_weights(weights_of(model), 2)
 
 
@@ -383,7 +489,9 @@ def test_another_version_than_was_sent_stops_the_run(model: str) -> None:
         (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"of another shape: model.norm.weight \[3\] \(there: \[32\]\)"),
     ],
 )  # fmt: skip
-def test_weights_that_are_not_the_checkpoints_stop_the_run(model: str, spoil: Callable[[dict], object], words: str) -> None:
+def test_weights_that_are_not_the_checkpoints_stop_the_run(
+    model: str, spoil: Callable[[dict], object], words: str
+) -> None:
     weights = dict(weights_of(model))
     spoil(weights)
     with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:

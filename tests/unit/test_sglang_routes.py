@@ -47,27 +47,40 @@ def one(model: str) -> Iterator[tuple[FakeServer, SglangEngine]]:
         yield server, engine
 
 
-def test_routes_of_servers_are_those_of_the_local_engine(one: tuple[FakeServer, SglangEngine], model: str) -> None:
+def test_routes_of_servers_are_those_of_the_local_engine(
+    one: tuple[FakeServer, SglangEngine], model: str
+) -> None:
     server, engine = one
     local = LocalEngine(model, None)
     local.update_weights(weights_of(model), 1)
-    for output, right in zip(engine.generate(REQUESTS, SAMPLING), local.generate(REQUESTS, SAMPLING), strict=True):
+    for output, right in zip(
+        engine.generate(REQUESTS, SAMPLING), local.generate(REQUESTS, SAMPLING), strict=True
+    ):
         assert output.tokens == right.tokens and output.failure is None
         assert output.routes is not None and right.routes is not None
-        assert output.routes.dtype == right.routes.dtype and torch.equal(output.routes, right.routes)
+        assert output.routes.dtype == right.routes.dtype and torch.equal(
+            output.routes, right.routes
+        )
         assert output.routes.unique().tolist() == [-1, 0, 1, 2, 3]
     assert server.seen[-1][1]["return_routed_experts"] is True
 
 
-def test_they_are_asked_for_where_they_are_wanted(one: tuple[FakeServer, SglangEngine], model: str) -> None:
+def test_they_are_asked_for_where_they_are_wanted(
+    one: tuple[FakeServer, SglangEngine], model: str
+) -> None:
     server, engine = one
     (output,) = engine.generate(REQUESTS[:1], SamplingParams(max_new_tokens=2))
     assert output.routes is None and "return_routed_experts" not in server.seen[-1][1]
-    with engine_of(model, [server]) as dense, pytest.raises(ValueError, match="the network has no experts"):
+    with (
+        engine_of(model, [server]) as dense,
+        pytest.raises(ValueError, match="the network has no experts"),
+    ):
         dense.generate(REQUESTS[:1], SAMPLING)
 
 
-def test_a_router_is_passed_by(one: tuple[FakeServer, SglangEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_is_passed_by(
+    one: tuple[FakeServer, SglangEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """sglang_router would leave out of a request that it asks for routes."""
     server, engine = one
     assert engine.fleet is not None
@@ -85,7 +98,9 @@ def test_servers_that_are_started_tell_routes(tmp_path: Path) -> None:
     for wanted in (False, True):
         asked = replace(run, rollout=replace(run.rollout, use_rollout_routing_replay=wanted))
         launches = engine_launches(asked, device=torch.device("cpu"), logs=tmp_path)
-        assert ["--enable-return-routed-experts" in launch.command for _, launch in launches] == [wanted] * 2
+        assert ["--enable-return-routed-experts" in launch.command for _, launch in launches] == [
+            wanted
+        ] * 2
 
 
 def altered(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[dict], None]:
@@ -93,7 +108,11 @@ def altered(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[dict], None
 
     def alter(answer: dict) -> None:
         meta = answer["meta_info"]
-        numbers = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(-1, 2, 2).copy()
+        numbers = (
+            np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
+            .reshape(-1, 2, 2)
+            .copy()
+        )
         meta["routed_experts"] = base64.b64encode(change(numbers).tobytes()).decode()
 
     return alter
@@ -109,39 +128,65 @@ def put(value: int) -> Callable[[np.ndarray], np.ndarray]:
 
 # What comes back in place of right routes -> words of the rejection.
 WRONG: dict[str, tuple[Callable[[dict], object], str]] = {
-    "none": (lambda a: a["meta_info"].pop("routed_experts"), "it has to be started with --enable-return-routed-experts"),
-    "null": (lambda a: a["meta_info"].update(routed_experts=None), "the server tells no routed experts"),
-    "a list": (lambda a: a["meta_info"].update(routed_experts=[1, 2]), "the server tells no routed experts"),
+    "none": (
+        lambda a: a["meta_info"].pop("routed_experts"),
+        "it has to be started with --enable-return-routed-experts",
+    ),
+    "null": (
+        lambda a: a["meta_info"].update(routed_experts=None),
+        "the server tells no routed experts",
+    ),
+    "a list": (
+        lambda a: a["meta_info"].update(routed_experts=[1, 2]),
+        "the server tells no routed experts",
+    ),
     "no base64": (lambda a: a["meta_info"].update(routed_experts="%%%"), "are no base64"),
-    "half a number": (lambda a: a["meta_info"].update(routed_experts="AAAA"), "are no base64 of whole numbers"),
+    "half a number": (
+        lambda a: a["meta_info"].update(routed_experts="AAAA"),
+        "are no base64 of whole numbers",
+    ),
     "one token less": (altered(lambda n: n[:-1]), r"were expected"),
     "a layer more": (altered(lambda n: np.concatenate([n, n[:, :1]], axis=1)), r"were expected"),
     "8-byte numbers": (altered(lambda n: n.astype(np.int64)), r"were expected"),
     "an expert that is not there": (altered(put(4)), "to 4; the network has 0 to 3"),
     "a negative one": (altered(put(-1)), "from -1 to 3"),
-    "never written": (altered(lambda n: n * (np.arange(n.shape[0]) != 2)[:, None, None].astype(np.int32)), "the same expert twice"),
+    "never written": (
+        altered(lambda n: n * (np.arange(n.shape[0]) != 2)[:, None, None].astype(np.int32)),
+        "the same expert twice",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_routes_are_a_rejected_sample(one: tuple[FakeServer, SglangEngine], name: str) -> None:
+def test_wrong_routes_are_a_rejected_sample(
+    one: tuple[FakeServer, SglangEngine], name: str
+) -> None:
     server, engine = one
     spoil, words = WRONG[name]
     server.faults, before = [changed(spoil)], server.count("/generate")
     (output,) = engine.generate(REQUESTS[:1], SAMPLING)
     assert (output.tokens, output.finish_reason, output.routes) == ((), "abort", None)
-    assert output.failure is not None and words in output.failure and server.seen[-1][1]["rid"] in output.failure
+    assert (
+        output.failure is not None
+        and words in output.failure
+        and server.seen[-1][1]["rid"] in output.failure
+    )
     assert server.count("/generate") == before + 1
     assert engine.take_metrics()["engine/rejected"] == 1
 
 
 def test_layers_without_experts_are_left_out() -> None:
     """A server has a place for every layer of the network."""
-    request, output = GenerateRequest(0, (5, 6), 0), GenerateOutput(0, (7, 8), (-1.0, -1.0), "length", (1, 1))
+    request, output = (
+        GenerateRequest(0, (5, 6), 0),
+        GenerateOutput(0, (7, 8), (-1.0, -1.0), "length", (1, 1)),
+    )
     numbers = np.zeros((3, 3, 1), dtype="<i4")
     numbers[:, 1, 0], numbers[:, 2, 0] = (1, 2, 3), (3, 2, 1)
     meta = {"routed_experts": base64.b64encode(numbers.tobytes()).decode()}
-    routes = read_routes(meta, request, output, RoutesFormat((False, True, True), topk=1, experts=4), "r")
+    routes = read_routes(
+        meta, request, output, RoutesFormat((False, True, True), topk=1, experts=4), "r"
+    )
     assert routes.tolist() == [[[1], [3]], [[2], [2]], [[3], [1]], [[-1], [-1]]]
 
 
@@ -154,11 +199,16 @@ def test_an_aborted_request_may_have_none() -> None:
         read_routes({}, request, ended, FORMAT, "r")
 
 
-def test_a_server_that_tells_none_is_named_before_the_run(one: tuple[FakeServer, SglangEngine]) -> None:
+def test_a_server_that_tells_none_is_named_before_the_run(
+    one: tuple[FakeServer, SglangEngine],
+) -> None:
     server, engine = one
     require_routes(engine.fleet)  # it does not say
     server.info = {**server.info, "enable_return_routed_experts": True}
     require_routes(engine.fleet)
     server.info = {**server.info, "enable_return_routed_experts": False}
-    with pytest.raises(RunError, match=f"the engine {server.url} does not tell which experts .*--enable-return-routed-experts"):
+    with pytest.raises(
+        RunError,
+        match=f"the engine {server.url} does not tell which experts .*--enable-return-routed-experts",
+    ):
         require_routes(engine.fleet)

@@ -28,9 +28,13 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
-def run(program: str, *words: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    program: str, *words: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize("waits", [["0"], ["0", "0"], ["0", "0.05", "0.05"]])
@@ -45,9 +49,12 @@ def test_a_later_signal_ends_the_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "kind", "status", "left"), [(0, "resumable", 75, "75\n"), (0, "lost", 143, "143\n"), (1, "lost", 143, None)]
+    ("rank", "kind", "status", "left"),
+    [(0, "resumable", 75, "75\n"), (0, "lost", 143, "143\n"), (1, "lost", 143, None)],
 )
-def test_a_signal_before_the_first_rollout(tmp_path: Path, rank: int, kind: str, status: int, left: str | None) -> None:
+def test_a_signal_before_the_first_rollout(
+    tmp_path: Path, rank: int, kind: str, status: int, left: str | None
+) -> None:
     file = tmp_path / "status"
     done = run(AT_ONCE, str(rank), kind, environment={"SLIME_LIKE_STATUS_FILE": str(file)})
     assert done.returncode == status

@@ -128,12 +128,22 @@ def argv(folder: Path, flags: str) -> list[str]:
     return complete(folder, *TWO_STEPS, *flags.replace("{folder}", str(folder)).split())
 
 
-@pytest.mark.parametrize(("row", "flags", "flag", "value", "said"), CASES, ids=[f"{case[0]}: {case[1]}" for case in CASES])
-def test_row(tmp_path: Path, row: str, flags: str, flag: str, value: Any, said: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("row", "flags", "flag", "value", "said"),
+    CASES,
+    ids=[f"{case[0]}: {case[1]}" for case in CASES],
+)
+def test_row(
+    tmp_path: Path, row: str, flags: str, flag: str, value: Any, said: tuple[str, ...]
+) -> None:
     with pytest.raises(ValueError) as caught:
         parse_args(argv(tmp_path, flags), 1)
     assert isinstance(caught.value, ConfigError)
-    named = [p for p in caught.value.problems if p.flag == flag and all(words in p.message for words in said)]
+    named = [
+        p
+        for p in caught.value.problems
+        if p.flag == flag and all(words in p.message for words in said)
+    ]
     assert named, caught.value
     if value is not None:
         (given,) = {p.value for p in named}
@@ -146,7 +156,11 @@ def test_row(tmp_path: Path, row: str, flags: str, flag: str, value: Any, said: 
 
 def loss_without(name: str, missing: str) -> Callable[[], Any]:
     row = torch.zeros(1, 2)
-    tensors = {key: row for key in ("advantages", "old_log_probs", "rollout_log_probs", "rewards") if key != missing}
+    tensors = {
+        key: row
+        for key in ("advantages", "old_log_probs", "rollout_log_probs", "rewards")
+        if key != missing
+    }
     loss = policy_losses.get(name)
     config = loss.config_type(**({"cispo_anchor": "rollout"} if name == "cispo" else {}))
     return lambda: compute_policy_loss(name, row, row + 1, row + 1, config=config, **tensors)
@@ -154,8 +168,14 @@ def loss_without(name: str, missing: str) -> Callable[[], Any]:
 
 def estimate(estimator: str) -> Any:
     """Of one sample with a reward, and nothing else that the estimator may need."""
-    outcomes = Outcomes(torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long))
-    return estimate_advantages(AdvantageSettings(estimator), outcomes, mine=[0], masks=[torch.ones(1, dtype=torch.bool)])
+    outcomes = Outcomes(
+        torch.ones(1, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.long),
+        torch.ones(1, dtype=torch.long),
+    )
+    return estimate_advantages(
+        AdvantageSettings(estimator), outcomes, mine=[0], masks=[torch.ones(1, dtype=torch.bool)]
+    )
 
 
 BATCHES: dict[str, tuple[Callable[[], Any], str]] = {
@@ -184,9 +204,18 @@ def test_row_of_a_batch(row: str) -> None:
 # --- warnings, once each ---------------------------------------------------------------------------------------------
 
 WARNINGS: dict[str, tuple[str, str]] = {
-    "sapo with token_mean": ("--policy-loss-type sapo --loss-reduction token_mean", "is meant for --loss-reduction"),
-    "sapo with prompt_mean": ("--policy-loss-type sapo --loss-reduction prompt_mean", "is meant for --loss-reduction"),
-    "gspo with token_mean": ("--policy-loss-type gspo --loss-reduction token_mean", "is meant for --loss-reduction"),
+    "sapo with token_mean": (
+        "--policy-loss-type sapo --loss-reduction token_mean",
+        "is meant for --loss-reduction",
+    ),
+    "sapo with prompt_mean": (
+        "--policy-loss-type sapo --loss-reduction prompt_mean",
+        "is meant for --loss-reduction",
+    ),
+    "gspo with token_mean": (
+        "--policy-loss-type gspo --loss-reduction token_mean",
+        "is meant for --loss-reduction",
+    ),
     "gspo with eps 0.2": ("--policy-loss-type gspo --eps-clip 0.2", "geometric mean"),
     "gspo with a high eps": ("--policy-loss-type gspo --eps-clip-high 0.011", "geometric mean"),
     "k1 in the loss": (f"{KL} --kl-loss-coef 0.1 --kl-loss-type k1", "only noise"),
@@ -223,8 +252,19 @@ def test_warnings_of_a_batch_are_given_once() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
         for _ in range(3):
-            compute_policy_loss("dppo", row, mask, token_weights("token_mean", mask), advantages=row, old_log_probs=row)
-            compute_policy_loss("kimi", row, mask, scaled.loss_weights, old_log_probs=row, **scaled.tensors)
-            compute_policy_loss("ppo", row, mask, scaled.loss_weights, old_log_probs=row, **scaled.tensors)
+            compute_policy_loss(
+                "dppo",
+                row,
+                mask,
+                token_weights("token_mean", mask),
+                advantages=row,
+                old_log_probs=row,
+            )
+            compute_policy_loss(
+                "kimi", row, mask, scaled.loss_weights, old_log_probs=row, **scaled.tensors
+            )
+            compute_policy_loss(
+                "ppo", row, mask, scaled.loss_weights, old_log_probs=row, **scaled.tensors
+            )
     assert sorted(str(w.message).split()[0] for w in seen) == ["dppo:", "policy"]
     assert "kimi" in " ".join(str(w.message) for w in seen)

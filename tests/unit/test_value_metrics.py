@@ -23,14 +23,29 @@ def test_against_plain_sums() -> None:
     for value, target, mask in zip(values, returns, masks):
         value[~mask], target[~mask] = NAN, math.inf
     told = value_metrics(values, returns, masks)
-    active = [(float(v), float(r)) for vs, rs, ms in zip(values, returns, masks) for v, r, m in zip(vs, rs, ms) if m]
+    active = [
+        (float(v), float(r))
+        for vs, rs, ms in zip(values, returns, masks)
+        for v, r, m in zip(vs, rs, ms)
+        if m
+    ]
     known = [(v, r) for v, r in active if not math.isnan(r)]
     assert len(known) < len(active)
-    assert told["rollout/values_mean"] == pytest.approx(statistics.fmean(v for v, _ in active), rel=1e-6)
-    assert told["rollout/values_abs"] == pytest.approx(statistics.fmean(abs(v) for v, _ in active), rel=1e-6)
-    assert told["rollout/values_std"] == pytest.approx(statistics.pstdev(v for v, _ in active), rel=1e-5)
-    assert told["rollout/returns_mean"] == pytest.approx(statistics.fmean(r for _, r in known), rel=1e-6)
-    explained = 1 - statistics.pvariance([r - v for v, r in known]) / statistics.pvariance([r for _, r in known])
+    assert told["rollout/values_mean"] == pytest.approx(
+        statistics.fmean(v for v, _ in active), rel=1e-6
+    )
+    assert told["rollout/values_abs"] == pytest.approx(
+        statistics.fmean(abs(v) for v, _ in active), rel=1e-6
+    )
+    assert told["rollout/values_std"] == pytest.approx(
+        statistics.pstdev(v for v, _ in active), rel=1e-5
+    )
+    assert told["rollout/returns_mean"] == pytest.approx(
+        statistics.fmean(r for _, r in known), rel=1e-6
+    )
+    explained = 1 - statistics.pvariance([r - v for v, r in known]) / statistics.pvariance(
+        [r for _, r in known]
+    )
     assert told["rollout/explained_variance"] == pytest.approx(explained, rel=1e-4)
     assert told["rollout/values_nonfinite"] == 0
 
@@ -45,9 +60,15 @@ def test_explained_variance(factor: float, expected: float) -> None:
 
 def test_nothing_to_explain() -> None:
     mask = torch.ones(3, dtype=torch.bool)
-    assert "rollout/explained_variance" not in value_metrics([torch.randn(3)], [torch.full((3,), 0.3)], [mask])
-    assert "rollout/explained_variance" not in value_metrics([torch.randn(3)], [torch.full((3,), NAN)], [mask])
-    told = value_metrics([torch.tensor([1.0, math.inf, NAN])], [torch.ones(3)], [torch.tensor([True, True, False])])
+    assert "rollout/explained_variance" not in value_metrics(
+        [torch.randn(3)], [torch.full((3,), 0.3)], [mask]
+    )
+    assert "rollout/explained_variance" not in value_metrics(
+        [torch.randn(3)], [torch.full((3,), NAN)], [mask]
+    )
+    told = value_metrics(
+        [torch.tensor([1.0, math.inf, NAN])], [torch.ones(3)], [torch.tensor([True, True, False])]
+    )
     assert told["rollout/values_nonfinite"] == 1 and told["rollout/values_mean"] == 1
     empty = value_metrics([torch.zeros(2)], [torch.zeros(2)], [torch.zeros(2, dtype=torch.bool)])
     assert empty == {"rollout/values_nonfinite": 0}

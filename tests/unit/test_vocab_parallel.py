@@ -6,7 +6,9 @@ import torch
 from slime_like.ops.vocab_parallel import vocab_parallel_log_probs
 
 
-def reference(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     log_p = (logits[:, :vocab_size].double() / temperature).log_softmax(-1)
     p = log_p.exp()
     return log_p.gather(1, labels[:, None])[:, 0], -torch.where(p > 0, p * log_p, 0.0).sum(-1)
@@ -19,7 +21,9 @@ def test_values_and_gradients(temperature: float, vocab_size: int) -> None:
     logits = (3 * torch.randn(17, 64)).requires_grad_()
     labels = torch.randint(vocab_size, (17,))
     weights = torch.randn(2, 17)
-    log_probs, entropy = vocab_parallel_log_probs(logits, labels, vocab_size=vocab_size, temperature=temperature)
+    log_probs, entropy = vocab_parallel_log_probs(
+        logits, labels, vocab_size=vocab_size, temperature=temperature
+    )
     (weights[0] * log_probs + weights[1] * entropy).sum().backward()
     exact = logits.detach().double().requires_grad_()
     want_log_probs, want_entropy = reference(exact, labels, vocab_size, temperature)

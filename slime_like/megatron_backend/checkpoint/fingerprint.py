@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.megatron_backend.checkpoint.networks import EXTRA_STATE, SavedNetwork, plain_optimizers
+from slime_like.megatron_backend.checkpoint.networks import (
+    EXTRA_STATE,
+    SavedNetwork,
+    plain_optimizers,
+)
 
 COLUMNS = 4096
 KIND = "names and words"  # of sums; a fingerprint of another kind is not compared
@@ -26,16 +30,27 @@ def fingerprint(network: SavedNetwork) -> dict[str, str]:
     bits: dict[str, Any] = {}
     parts = list(_parts(network))
     with ThreadPoolExecutor(THREADS) as pool:  # torch computes without the interpreter's lock
-        for (part, tensor), sums in zip(parts, pool.map(lambda item: bit_sums(item[1]), parts), strict=True):
-            shapes.setdefault(part, kind.copy()).update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        for (part, tensor), sums in zip(
+            parts, pool.map(lambda item: bit_sums(item[1]), parts), strict=True
+        ):
+            shapes.setdefault(part, kind.copy()).update(
+                f"{tensor.dtype}{tuple(tensor.shape)}".encode()
+            )
             bits.setdefault(part, hashlib.sha256()).update(sums)
-    return {part: f"{shapes[part].hexdigest()[:8]}:{digest.hexdigest()[:24]}" for part, digest in bits.items()}
+    return {
+        part: f"{shapes[part].hexdigest()[:8]}:{digest.hexdigest()[:24]}"
+        for part, digest in bits.items()
+    }
 
 
 def differences(saved: dict[str, str], found: dict[str, str]) -> list[str]:
     """Parts that hold other bits. A part of other shapes cannot be compared: an optimizer may cut its tensors in another way (distributed or
     not, other buckets) in the same layout, weights may have another precision, and modules other names (Transformer Engine's layers)."""
-    return sorted(p for p in saved.keys() & found.keys() if saved[p] != found[p] and saved[p].split(":")[0] == found[p].split(":")[0])
+    return sorted(
+        p
+        for p in saved.keys() & found.keys()
+        if saved[p] != found[p] and saved[p].split(":")[0] == found[p].split(":")[0]
+    )
 
 
 @torch.no_grad()
@@ -65,7 +80,11 @@ def _parts(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
 def _weights(network: SavedNetwork) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers of all chunks, by name."""
     for chunk in network.chunks:
-        named = sorted((name, value) for name, value in chunk.state_dict().items() if not name.endswith(EXTRA_STATE))
+        named = sorted(
+            (name, value)
+            for name, value in chunk.state_dict().items()
+            if not name.endswith(EXTRA_STATE)
+        )
         yield from ((name, value) for name, value in named if isinstance(value, Tensor))
 
 

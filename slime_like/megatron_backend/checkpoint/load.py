@@ -18,7 +18,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_patches.safe_checkpoints import read_metadata
 from slime_like.agreement import gather, together
 from slime_like.checkpoints.folders import complete_steps
-from slime_like.checkpoints.manifest import damaged_files, describe, read_manifest, split_by_size, total_bytes
+from slime_like.checkpoints.manifest import (
+    damaged_files,
+    describe,
+    read_manifest,
+    split_by_size,
+    total_bytes,
+)
 from slime_like.errors import RunError
 from slime_like.megatron_backend.checkpoint.fingerprint import differences, fingerprint
 from slime_like.megatron_backend.checkpoint.networks import (
@@ -33,7 +39,11 @@ from slime_like.megatron_backend.checkpoint.networks import (
     shape_problems,
     sharded_state,
 )
-from slime_like.megatron_backend.checkpoint.random_state import new_random_states, random_state_file, restore_random_states
+from slime_like.megatron_backend.checkpoint.random_state import (
+    new_random_states,
+    random_state_file,
+    restore_random_states,
+)
 from slime_like.megatron_backend.checkpoint.save import TRAINER_FILE
 from slime_like.megatron_backend.checkpoint.write import METADATA_FILE
 from slime_like.megatron_backend.layout import ParallelLayout, in_own_layout
@@ -63,31 +73,43 @@ def load_checkpoint(
     for name, network in networks.items():
         saved = state.get("networks", {}).get(name)
         if saved is None:
-            raise ValueError(f"checkpoint {folder} has no network {name!r}; it has: {', '.join(state.get('networks', {})) or 'none'}")
+            raise ValueError(
+                f"checkpoint {folder} has no network {name!r}; it has: {', '.join(state.get('networks', {})) or 'none'}"
+            )
         if network.optimizer is not None and not saved["optimizer"]:
-            raise ValueError(f"checkpoint {folder} was saved with --no-save-optim; --no-load-optim starts the optimizer afresh")
+            raise ValueError(
+                f"checkpoint {folder} was saved with --no-save-optim; --no-load-optim starts the optimizer afresh"
+            )
         same_layout = _same_layout(state, saved.get("layout", state["layout"]), network.layout)
         same_optimizer = same_layout and saved["optimizer"] == optimizer_kind(network)
         step = float(saved["optimizer_step"])
-        _load_network(network, folder / name, step=None if same_optimizer and step else step)  # step 0 is not in megatron-core's part
+        _load_network(
+            network, folder / name, step=None if same_optimizer and step else step
+        )  # step 0 is not in megatron-core's part
         if same_layout:
             unchanged[name] = network
     if unchanged:  # the same ones on all ranks
         _check_fingerprints(folder, unchanged, state["fingerprints"][dist.get_rank()])
     if load_rng:
         if not state["has_rng"]:
-            raise ValueError(f"checkpoint {folder} was saved with --no-save-rng; --no-load-rng starts the random states afresh")
+            raise ValueError(
+                f"checkpoint {folder} was saved with --no-save-rng; --no-load-rng starts the random states afresh"
+            )
         for owner, layout in layouts_of(networks).items():
             _load_random_states(folder, state, owner, layout, seed=seed, tell=tell)
     dist.barrier()
     return state
 
 
-def load_weights(folder: Path, name: str, network: SavedNetwork, *, verify: bool, tell: Tell) -> None:
+def load_weights(
+    folder: Path, name: str, network: SavedNetwork, *, verify: bool, tell: Tell
+) -> None:
     """The weights of the network that is called `name` there, into `network`. Raises ValueError."""
     there = open_checkpoint(folder, verify=verify, tell=tell)["networks"]
     if name not in there:
-        raise ValueError(f"checkpoint {folder} has no network {name!r}; it has: {', '.join(there) or 'none'}")
+        raise ValueError(
+            f"checkpoint {folder} has no network {name!r}; it has: {', '.join(there) or 'none'}"
+        )
     _load_network(network, folder / name)
     dist.barrier()
 
@@ -98,7 +120,9 @@ def open_checkpoint(folder: Path, *, verify: bool, tell: Tell) -> dict[str, Any]
     def look() -> dict[str, Any]:
         if not folder.is_dir():
             there = ", ".join(map(str, complete_steps(folder.parent))) or "none"
-            raise ValueError(f"checkpoint {folder} does not exist; complete steps in {folder.parent}: {there}")
+            raise ValueError(
+                f"checkpoint {folder} does not exist; complete steps in {folder.parent}: {there}"
+            )
         records = read_manifest(folder)
         if TRAINER_FILE not in records:
             raise ValueError(f"checkpoint {folder}: its manifest names no {TRAINER_FILE}")
@@ -108,13 +132,29 @@ def open_checkpoint(folder: Path, *, verify: bool, tell: Tell) -> dict[str, Any]
     if verify:
         started = time.perf_counter()
         mine = split_by_size(records, dist.get_world_size())[dist.get_rank()]
-        damaged = [text for part in gather(damaged_files(folder, records, mine, threads=READERS)) for text in part]
+        damaged = [
+            text
+            for part in gather(damaged_files(folder, records, mine, threads=READERS))
+            for text in part
+        ]
         if damaged:
-            others = [step for step in complete_steps(folder.parent) if not folder.name.endswith(f"{step:07d}")]
-            remedy = f"--ckpt-step takes another one ({', '.join(map(str, others))})" if others else "there is no other one beside it"
-            raise ValueError(f"checkpoint {folder} is damaged: {describe(sorted(damaged))}; {remedy}")
+            others = [
+                step
+                for step in complete_steps(folder.parent)
+                if not folder.name.endswith(f"{step:07d}")
+            ]
+            remedy = (
+                f"--ckpt-step takes another one ({', '.join(map(str, others))})"
+                if others
+                else "there is no other one beside it"
+            )
+            raise ValueError(
+                f"checkpoint {folder} is damaged: {describe(sorted(damaged))}; {remedy}"
+            )
         seconds, size = time.perf_counter() - started, total_bytes(records) / 1e9
-        tell(f"checkpoint {folder} verified: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s")
+        tell(
+            f"checkpoint {folder} verified: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s"
+        )
     return together(lambda: read_trainer_state(folder))
 
 
@@ -139,15 +179,24 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     path = folder / TRAINER_FILE
     try:
         state = json.loads(path.read_text())
-        if not isinstance(state, dict) or not {"step", "layout", "world_size", "networks", "fingerprints"} <= state.keys():
+        if (
+            not isinstance(state, dict)
+            or not {"step", "layout", "world_size", "networks", "fingerprints"} <= state.keys()
+        ):
             raise ValueError("it is not the state of a trainer")
     except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {folder}: {path.name} is missing or damaged ({error})") from error
+        raise ValueError(
+            f"checkpoint {folder}: {path.name} is missing or damaged ({error})"
+        ) from error
     return state
 
 
 def _check_model(folder: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    different = [f"{name} {saved[name]} (here: {model[name]})" for name in model if name in saved and saved[name] != model[name]]
+    different = [
+        f"{name} {saved[name]} (here: {model[name]})"
+        for name in model
+        if name in saved and saved[name] != model[name]
+    ]
     if different:
         raise ValueError(f"checkpoint {folder} is of another model: {', '.join(different)}")
 
@@ -160,7 +209,9 @@ def _load_network(network: SavedNetwork, folder: Path, *, step: float | None = N
     own = None
     if network.optimizer is not None:
         own = extract_sharded_base(extract_nonpersistent(wanted["optimizer"])[1])[1]
-        wanted[OWN_OPTIMIZER] = wanted.pop("optimizer")  # so that the saved parts that are not tensors do not mix with it
+        wanted[OWN_OPTIMIZER] = wanted.pop(
+            "optimizer"
+        )  # so that the saved parts that are not tensors do not mix with it
 
     def fit() -> None:
         saved = read_metadata(folder / METADATA_FILE).state_dict_metadata
@@ -177,14 +228,18 @@ def _load_network(network: SavedNetwork, folder: Path, *, step: float | None = N
         if optimizer:  # by itself: its fp32 parameters may be the same entries as the weights
             loaded |= dist_checkpointing.load(optimizer, str(folder))
     except (Exception, CheckpointException) as error:  # megatron-core and torch raise many kinds
-        raise ValueError(f"checkpoint {folder} is damaged or does not fit this model: {_reason(error)}") from error
+        raise ValueError(
+            f"checkpoint {folder} is damaged or does not fit this model: {_reason(error)}"
+        ) from error
 
     def take() -> None:
         for index, chunk in enumerate(network.chunks):
             missing, unexpected = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
             lost = [name for name in missing if not name.endswith(EXTRA_STATE)]
             if lost or unexpected:
-                raise ValueError(f"checkpoint {folder} does not fit this model: {describe([*lost, *unexpected])}")
+                raise ValueError(
+                    f"checkpoint {folder} does not fit this model: {describe([*lost, *unexpected])}"
+                )
 
     together(take)
     if network.optimizer is not None:
@@ -195,12 +250,18 @@ def _load_network(network: SavedNetwork, folder: Path, *, step: float | None = N
         network.optimizer.load_state_dict(merge(common, loaded[OWN_OPTIMIZER]))
 
 
-def _check_fingerprints(folder: Path, networks: Mapping[str, SavedNetwork], saved: Mapping[str, dict[str, str]]) -> None:
+def _check_fingerprints(
+    folder: Path, networks: Mapping[str, SavedNetwork], saved: Mapping[str, dict[str, str]]
+) -> None:
     """In the same layout this rank's bits are those that were saved."""
     wrong = []
     for name, network in networks.items():
-        wrong += [f"{part} of the {name}" for part in differences(saved[name], fingerprint(network))]
-    found_wrong = [f"rank {rank}: {', '.join(parts)}" for rank, parts in enumerate(gather(wrong)) if parts]
+        wrong += [
+            f"{part} of the {name}" for part in differences(saved[name], fingerprint(network))
+        ]
+    found_wrong = [
+        f"rank {rank}: {', '.join(parts)}" for rank, parts in enumerate(gather(wrong)) if parts
+    ]
     if found_wrong:
         raise RunError(
             f"checkpoint {folder} was loaded, and what is here now differs from what was saved ({'; '.join(found_wrong)}): training would not "
@@ -212,11 +273,21 @@ def _same_layout(state: Mapping[str, Any], saved: str, layout: ParallelLayout) -
     return saved == layout.describe() and state["world_size"] == layout.world_size
 
 
-def _load_random_states(folder: Path, state: Mapping[str, Any], owner: str, layout: ParallelLayout, *, seed: int, tell: Tell) -> None:
+def _load_random_states(
+    folder: Path,
+    state: Mapping[str, Any],
+    owner: str,
+    layout: ParallelLayout,
+    *,
+    seed: int,
+    tell: Tell,
+) -> None:
     """owner: the network whose layout it is, see `layouts_of`."""
     saved = state.get("random_states", {"policy": state["layout"]}).get(owner)
     if saved is not None and _same_layout(state, saved, layout):
-        together(lambda: restore_random_states(folder / random_state_file(layout.rank, owner), layout))
+        together(
+            lambda: restore_random_states(folder / random_state_file(layout.rank, owner), layout)
+        )
         return
     of = "" if owner == "policy" else f" for the {owner}"
     tell(

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -58,27 +62,40 @@ def sharded_state(network: SavedNetwork, *, is_loading: bool) -> dict[str, Any]:
     """Collective while saving with a distributed optimizer, whose parts are gathered."""
     for adam in plain_optimizers(network.optimizer):
         if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
-            init_adam_state(adam)  # one that has not stepped yet has no state, and what is not saved cannot be loaded
+            init_adam_state(
+                adam
+            )  # one that has not stepped yet has no state, and what is not saved cannot be loaded
     metadata = dict(METADATA)  # megatron-core writes its process group into it
-    state: dict[str, Any] = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(network.chunks)}
+    state: dict[str, Any] = {
+        f"model{i}": chunk.sharded_state_dict(metadata=metadata)
+        for i, chunk in enumerate(network.chunks)
+    }
     for chunk in state.values():
         leave_out_extra_state(chunk)
     if network.optimizer is not None:
-        state["optimizer"] = network.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
+        state["optimizer"] = network.optimizer.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=metadata
+        )
     return state
 
 
 def leave_out_extra_state(chunk: dict[str, Any]) -> None:
     """Linear layers have an extra state, of fp8: nothing in megatron-core's local ones, and in Transformer Engine's a tensor of bytes that is
     unpickled when it is loaded. It is neither written nor read. In place."""
-    for name in [name for name, value in chunk.items() if isinstance(value, ShardedObject) and value.key.endswith(EXTRA_STATE)]:
+    for name in [
+        name
+        for name, value in chunk.items()
+        if isinstance(value, ShardedObject) and value.key.endswith(EXTRA_STATE)
+    ]:
         del chunk[name]
 
 
 def adapt_names(wanted: dict[str, Any], available: Collection[str]) -> None:
     """Ask for what a checkpoint of the other layer specification (local, or Transformer Engine's) calls otherwise by the name that it has
     there. In place."""
-    for tensor in _leaves(wanted, lambda leaf: isinstance(leaf, ShardedTensor | ShardedTensorFactory)):
+    for tensor in _leaves(
+        wanted, lambda leaf: isinstance(leaf, ShardedTensor | ShardedTensorFactory)
+    ):
         tensor.key = available_name(tensor.key, available)
 
 
@@ -87,18 +104,29 @@ def prefer_main_params(wanted: dict[str, Any], saved: Mapping[str, Any]) -> None
     In place. wanted: of `sharded_state`, under the names of `adapt_names`. saved: storage metadata by name."""
     kinds = (ShardedTensor, ShardedTensorFactory)
     for name, part in wanted.items():
-        for value in _leaves(part, lambda leaf: isinstance(leaf, kinds)) if name.startswith("model") else ():
+        for value in (
+            _leaves(part, lambda leaf: isinstance(leaf, kinds)) if name.startswith("model") else ()
+        ):
             entry = saved.get(value.key)
             # what is no tensor there is told by `shape_problems`
-            rounded = isinstance(entry, TensorStorageMetadata) and value.data.dtype == torch.float32 != entry.properties.dtype
-            if rounded and (main := next((p + value.key for p in MAIN_PARAMS if p + value.key in saved), None)):
+            rounded = (
+                isinstance(entry, TensorStorageMetadata)
+                and value.data.dtype == torch.float32 != entry.properties.dtype
+            )
+            if rounded and (
+                main := next((p + value.key for p in MAIN_PARAMS if p + value.key in saved), None)
+            ):
                 value.key = main
 
 
 def available_name(name: str, available: Collection[str]) -> str:
     """`name`, or what a checkpoint of another layer specification or kind of optimizer calls it, if that is `available`."""
     prefix = next((p for p in MAIN_PARAMS if name.startswith(p)), None)
-    alike = [name] if prefix is None else [name, *(p + name.removeprefix(prefix) for p in (*MAIN_PARAMS, ""))]
+    alike = (
+        [name]
+        if prefix is None
+        else [name, *(p + name.removeprefix(prefix) for p in (*MAIN_PARAMS, ""))]
+    )
     for candidate in alike:
         if candidate in available:
             return candidate
@@ -113,14 +141,19 @@ def optimizer_kind(network: SavedNetwork) -> list[str]:
     """What the parts of a state depend on that are not tensors: the classes of the optimizer."""
     optimizer: Any = network.optimizer
     parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
-    offloaded = ["" if not isinstance(part.optimizer, HybridDeviceOptimizer) else " on the CPU" for part in parts]
+    offloaded = [
+        "" if not isinstance(part.optimizer, HybridDeviceOptimizer) else " on the CPU"
+        for part in parts
+    ]
     return [type(part).__name__ + where for part, where in zip(parts, offloaded, strict=True)]
 
 
 def optimizer_step(network: SavedNetwork) -> float:
     """Steps that Adam has taken; 0 for a fresh one."""
     for part in plain_optimizers(network.optimizer):
-        steps = [state["step"] for state in part.state.values() if "step" in state] + [g["step"] for g in part.param_groups if "step" in g]
+        steps = [state["step"] for state in part.state.values() if "step" in state] + [
+            g["step"] for g in part.param_groups if "step" in g
+        ]
         if steps:
             return float(steps[0])
     return 0.0
@@ -131,7 +164,11 @@ def plain_optimizers(optimizer: Any) -> list[Any]:
     if optimizer is None:
         return []
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part.optimizer for part in parts if part.optimizer is not None and not getattr(part, "is_stub_optimizer", False)]
+    return [
+        part.optimizer
+        for part in parts
+        if part.optimizer is not None and not getattr(part, "is_stub_optimizer", False)
+    ]
 
 
 def set_step(common: Any, step: float, *, distributed: bool = False) -> None:
@@ -161,7 +198,9 @@ def shape_problems(wanted: dict[str, Any], saved: Mapping[str, Any]) -> list[str
         if there is None or not hasattr(there, "size"):
             problems.append(f"{tensor.key} is not in it")
         elif list(there.size) != list(tensor.global_shape) and not tensor.allow_shape_mismatch:
-            problems.append(f"{tensor.key} is {list(there.size)} there and {list(tensor.global_shape)} here")
+            problems.append(
+                f"{tensor.key} is {list(there.size)} there and {list(tensor.global_shape)} here"
+            )
     return list(dict.fromkeys(problems))
 
 

@@ -15,7 +15,11 @@ TRACKED = "tracker."
 
 def random_state_file(rank: int, owner: str = "policy") -> str:
     """Its path inside a checkpoint. owner: the network whose layout they are of; "critic" only where it has one of its own."""
-    return f"rng/rank_{rank:05d}.safetensors" if owner == "policy" else f"rng/{owner}_rank_{rank:05d}.safetensors"
+    return (
+        f"rng/rank_{rank:05d}.safetensors"
+        if owner == "policy"
+        else f"rng/{owner}_rank_{rank:05d}.safetensors"
+    )
 
 
 def random_states(layout: ParallelLayout) -> bytes:
@@ -29,11 +33,17 @@ def restore_random_states(path: Path, layout: ParallelLayout) -> None:
     """Raises ValueError naming the file."""
     try:
         states = load_file(str(path))
-        tracked = {name.removeprefix(TRACKED): state for name, state in states.items() if name.startswith(TRACKED)}
+        tracked = {
+            name.removeprefix(TRACKED): state
+            for name, state in states.items()
+            if name.startswith(TRACKED)
+        }
         with layout.in_force():
             RandomStates(states["torch"], states.get("cuda"), tracked).restore()
     except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{path} is missing or damaged ({error}); --no-load-rng starts the random states afresh") from error
+        raise ValueError(
+            f"{path} is missing or damaged ({error}); --no-load-rng starts the random states afresh"
+        ) from error
 
 
 def new_random_states(seed: int, step: int, layout: ParallelLayout) -> None:

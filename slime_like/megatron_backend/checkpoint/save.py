@@ -31,7 +31,13 @@ from slime_like.checkpoints.folders import (
 from slime_like.checkpoints.manifest import total_bytes, write_manifest
 from slime_like.errors import RunError
 from slime_like.megatron_backend.checkpoint.fingerprint import fingerprint
-from slime_like.megatron_backend.checkpoint.networks import SavedNetwork, layouts_of, optimizer_kind, optimizer_step, sharded_state
+from slime_like.megatron_backend.checkpoint.networks import (
+    SavedNetwork,
+    layouts_of,
+    optimizer_kind,
+    optimizer_step,
+    sharded_state,
+)
 from slime_like.megatron_backend.checkpoint.random_state import random_state_file, random_states
 from slime_like.megatron_backend.checkpoint.write import (
     NetworkPlan,
@@ -98,7 +104,9 @@ class _Pending:
 class CheckpointSaver:
     """Writes checkpoints of one run to one folder."""
 
-    def __init__(self, root: str | Path, policy: SavePolicy, tell: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, root: str | Path, policy: SavePolicy, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
         """Removes what a killed process has left in `root`; `notes` says what. tell: shows a line to the user, on whichever rank."""
         self.root = Path(root)
         self.policy = policy
@@ -111,7 +119,14 @@ class CheckpointSaver:
         """Whether a checkpoint is being written; the same on all ranks."""
         return self._pending is not None
 
-    def save(self, step: int, networks: Mapping[str, SavedNetwork], state: dict[str, Any], *, with_rng: bool) -> SaveReport | None:
+    def save(
+        self,
+        step: int,
+        networks: Mapping[str, SavedNetwork],
+        state: dict[str, Any],
+        *,
+        with_rng: bool,
+    ) -> SaveReport | None:
         """Write checkpoint `step`. networks: the first one's layout is the run's. state: the trainer's, plain JSON, used on rank 0. Returns None when it goes on in the background: `poll`
         or `finish` reports it. Raises SaveError on all ranks, with earlier checkpoints whole. No other save may be pending."""
         assert self._pending is None, "finish() the save before"
@@ -129,12 +144,22 @@ class CheckpointSaver:
         }
         needed = sum(gather(sum(plan.estimated_bytes() for plan in plans.values()))) + TRAINER_BYTES
         free = self._or_fail(step, lambda: _check_space(self.root, needed))
-        self.tell(f"saving {checkpoint_folder(self.root, step)}: {needed / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free")
+        self.tell(
+            f"saving {checkpoint_folder(self.root, step)}: {needed / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free"
+        )
         prints = gather({name: fingerprint(network) for name, network in networks.items()})
         layouts = layouts_of(networks)
-        state = {**state, "step": step, "world_size": dist.get_world_size(), "has_rng": with_rng, "fingerprints": prints}
+        state = {
+            **state,
+            "step": step,
+            "world_size": dist.get_world_size(),
+            "has_rng": with_rng,
+            "fingerprints": prints,
+        }
         state["layout"] = next(iter(layouts.values())).describe()
-        state["random_states"] = {owner: layout.describe() for owner, layout in layouts.items()} if with_rng else {}
+        state["random_states"] = (
+            {owner: layout.describe() for owner, layout in layouts.items()} if with_rng else {}
+        )
         state["networks"] = {
             name: {
                 "optimizer": optimizer_kind(n),
@@ -144,13 +169,18 @@ class CheckpointSaver:
             }
             for name, n in networks.items()
         }
-        random = {random_state_file(dist.get_rank(), owner): random_states(layout) for owner, layout in layouts.items()}
+        random = {
+            random_state_file(dist.get_rank(), owner): random_states(layout)
+            for owner, layout in layouts.items()
+        }
         pending = _Pending(step, plans, state, random if with_rng else {}, started)
         self._pending = pending
         if not self.policy.asynchronous:
             _write_all(folder, pending)
             return self.finish()
-        pending.thread = threading.Thread(target=_write_all, args=(folder, pending), name=f"checkpoint-{step}", daemon=True)
+        pending.thread = threading.Thread(
+            target=_write_all, args=(folder, pending), name=f"checkpoint-{step}", daemon=True
+        )
         pending.thread.start()
         pending.blocked_s = time.perf_counter() - started
         return None
@@ -173,7 +203,11 @@ class CheckpointSaver:
         size = self._or_fail(pending.step, lambda: self._publish(pending, parts))
         removed, notes, free = from_rank_zero(lambda: self._remove_old(pending.step))
         now = time.perf_counter()
-        blocked = pending.blocked_s + now - waited if pending.thread is not None else now - pending.started
+        blocked = (
+            pending.blocked_s + now - waited
+            if pending.thread is not None
+            else now - pending.started
+        )
         return SaveReport(pending.step, size, now - pending.started, blocked, removed, free, notes)
 
     def _publish(self, pending: _Pending, parts: list[tuple[str | None, Written]]) -> int:
@@ -185,9 +219,13 @@ class CheckpointSaver:
         records = {name: record for _, written in parts for name, record in written.records.items()}
         for name, plan in pending.plans.items():
             assert plan.metadata is not None, "rank 0 coordinates"
-            files = write_network_metadata(folder / name, plan.metadata, [written.results[name] for _, written in parts])
+            files = write_network_metadata(
+                folder / name, plan.metadata, [written.results[name] for _, written in parts]
+            )
             records |= {f"{name}/{file}": record for file, record in files.items()}
-        records[TRAINER_FILE] = write_file(folder / TRAINER_FILE, json.dumps(pending.state, indent=1, allow_nan=False))
+        records[TRAINER_FILE] = write_file(
+            folder / TRAINER_FILE, json.dumps(pending.state, indent=1, allow_nan=False)
+        )
         for inner in (path for path in folder.iterdir() if path.is_dir()):
             sync_path(inner)
         write_manifest(folder, records)
@@ -199,7 +237,9 @@ class CheckpointSaver:
         """On rank 0, once `newest` is published: (steps removed, notes, bytes free then)."""
         removed, notes = [], []
         steps = complete_steps(self.root)
-        for step in steps_to_remove(steps, newest, keep_last=self.policy.keep_last, keep_every=self.policy.keep_every):
+        for step in steps_to_remove(
+            steps, newest, keep_last=self.policy.keep_last, keep_every=self.policy.keep_every
+        ):
             try:
                 remove_checkpoint(self.root, step)
                 removed.append(step)
@@ -221,7 +261,9 @@ class CheckpointSaver:
             return from_rank_zero(guarded)
         except OSError as error:
             final = checkpoint_folder(self.root, step)
-            raise SaveError(f"checkpoint {final} could not be written, earlier ones are whole: {error}") from error
+            raise SaveError(
+                f"checkpoint {final} could not be written, earlier ones are whole: {error}"
+            ) from error
 
 
 def _make_folders(folder: Path, networks: Mapping[str, SavedNetwork]) -> None:
@@ -246,11 +288,14 @@ def _write_all(folder: Path, pending: _Pending) -> None:
         written = pending.written
         with no_crc32(), ThreadPoolExecutor(WRITERS) as pool:
             jobs = {
-                name: [pool.submit(write_file_plan, folder / name, file) for file in plan.files] for name, plan in pending.plans.items()
+                name: [pool.submit(write_file_plan, folder / name, file) for file in plan.files]
+                for name, plan in pending.plans.items()
             }
             for name, plan in pending.plans.items():
                 if plan.common is not None:
-                    written.records[f"{name}/{common_file()}"] = write_file(folder / name / common_file(), plan.common)
+                    written.records[f"{name}/{common_file()}"] = write_file(
+                        folder / name / common_file(), plan.common
+                    )
             for file_name, content in pending.random.items():
                 written.records[file_name] = write_file(folder / file_name, content)
             for name, plan in pending.plans.items():

@@ -23,7 +23,12 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat, _StorageWriterTransforms, _write_item
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    SerializationFormat,
+    _StorageWriterTransforms,
+    _write_item,
+)
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -73,7 +78,9 @@ class _Planner(TorchDistSaveShardedStrategy):
         self.async_save(state, folder)
         return self._planned
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(
+        self, writer: Any, save_state_dict_ret: Any
+    ) -> AsyncRequest:
         self._planned = (writer, save_state_dict_ret[1])
         return AsyncRequest(None, (), [])
 
@@ -114,21 +121,33 @@ def write_file_plan(folder: Path, plan: FilePlan) -> tuple[FileRecord, list[Writ
         for item, data in plan.items:
             if isinstance(data, torch.Tensor):
                 data = data.cpu()
-            results.append(_write_item(transforms, file, data, item, plan.name, SerializationFormat.TORCH_SAVE))  # type: ignore[arg-type]
+            results.append(
+                _write_item(transforms, file, data, item, plan.name, SerializationFormat.TORCH_SAVE)
+            )  # type: ignore[arg-type]
     return file.record(), results
 
 
-def write_network_metadata(folder: Path, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict[str, FileRecord]:
+def write_network_metadata(
+    folder: Path, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+) -> dict[str, FileRecord]:
     """What makes the files of all ranks a distributed checkpoint that megatron-core and torch can load. On rank 0, at the end."""
     metadata.version = CURRENT_DCP_VERSION
-    metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+    metadata.storage_data = {
+        result.index: result.storage_data for of_rank in results for result in of_rank
+    }
     metadata.storage_meta = StorageMeta()
-    vars(metadata).pop("all_local_plans", None)  # megatron-core's, to skip planning in the next run; larger than the rest
+    vars(metadata).pop(
+        "all_local_plans", None
+    )  # megatron-core's, to skip planning in the next run; larger than the rest
     content = pickle.dumps(metadata)
-    load_metadata(io.BytesIO(content), METADATA_FILE)  # what cannot be loaded again must not be written
+    load_metadata(
+        io.BytesIO(content), METADATA_FILE
+    )  # what cannot be loaded again must not be written
     return {
         METADATA_FILE: write_file(folder / METADATA_FILE, content),
-        CONFIG_FNAME: write_file(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(*FORMAT)))),
+        CONFIG_FNAME: write_file(
+            folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(*FORMAT)))
+        ),
     }
 
 
@@ -147,7 +166,9 @@ def _common_bytes(common: Mapping[str, Any]) -> bytes:
 def _detached(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
     if tensor.device.type != "cpu":
         return tensor.cpu()
-    return tensor.clone() if tensor.data_ptr() in live else tensor  # the others are copies that planning has made
+    return (
+        tensor.clone() if tensor.data_ptr() in live else tensor
+    )  # the others are copies that planning has made
 
 
 def _tensors_of(container: Any) -> list[torch.Tensor]:
@@ -161,4 +182,8 @@ def _tensors_of(container: Any) -> list[torch.Tensor]:
 
 
 def _bytes_of(data: Any) -> int:
-    return data.numel() * data.element_size() if isinstance(data, torch.Tensor) else data.getbuffer().nbytes
+    return (
+        data.numel() * data.element_size()
+        if isinstance(data, torch.Tensor)
+        else data.getbuffer().nbytes
+    )

@@ -40,7 +40,9 @@ class AdapterChunk(MegatronModule):
         self.parameters_by_name = torch.nn.ParameterDict()
         for factor in self._factors.values():
             self.parameters_by_name[_key(factor.name)] = self._new(factor, base, spec)
-        self.layers: dict[str, Lora] = {target.parameter: self._layer(target, base, spec) for target in mine}
+        self.layers: dict[str, Lora] = {
+            target.parameter: self._layer(target, base, spec) for target in mine
+        }
         self.value_head: ValueHead | None = None
         if spec.value_head and base.has_head(index):
             self.value_head = ValueHead(self.config).to(base.device)
@@ -48,7 +50,11 @@ class AdapterChunk(MegatronModule):
     @property
     def acting(self) -> dict[str, Callable[[Tensor], Tensor]]:
         """What `LoraBase.active` is given."""
-        return dict(self.layers) if self.value_head is None else {**self.layers, VALUE_HEAD: self.value_head.values}
+        return (
+            dict(self.layers)
+            if self.value_head is None
+            else {**self.layers, VALUE_HEAD: self.value_head.values}
+        )
 
     def factors(self) -> Iterator[tuple[Factor, torch.nn.Parameter]]:
         for factor in self._factors.values():
@@ -60,7 +66,9 @@ class AdapterChunk(MegatronModule):
             ranks = _ranks(self.layout, self.config, factor)
             if factor.dim is None and ranks.needs_sum(at_head=_of_head(factor)):
                 yield parameter, ranks.group
-        if self.value_head is not None and self.config.sequence_parallel:  # it sees this rank's part of the tokens
+        if (
+            self.value_head is not None and self.config.sequence_parallel
+        ):  # it sees this rank's part of the tokens
             for parameter in self.value_head.parameters():
                 yield parameter, self.layout.tp_group
 
@@ -77,7 +85,10 @@ class AdapterChunk(MegatronModule):
         return parameter
 
     def _layer(self, target: Target, base: LoraBase, spec: LoraSpec) -> Lora:
-        pairs = [(self.parameters_by_name[_key(a.name)], self.parameters_by_name[_key(b.name)]) for a, b in target.factors]
+        pairs = [
+            (self.parameters_by_name[_key(a.name)], self.parameters_by_name[_key(b.name)])
+            for a, b in target.factors
+        ]
         ranks = _ranks(self.layout, self.config, target.factors[0][0])
         if target.parameter == HEAD:
             return HeadLora(*pairs[0], spec.scale)
@@ -97,12 +108,20 @@ class AdapterChunk(MegatronModule):
             offsets = [] if factor.dim is None else [(factor.dim, here, ranks.size)]
             replica = (0, here if factor.dim is None else 0, _replica_rank(self.layout, factor))
             state[f"parameters_by_name.{_key(factor.name)}"] = ShardedTensor.from_rank_offsets(
-                f"{prefix}{factor.name}", parameter, *offsets, replica_id=replica, allow_shape_mismatch=_of_head(factor)
+                f"{prefix}{factor.name}",
+                parameter,
+                *offsets,
+                replica_id=replica,
+                allow_shape_mismatch=_of_head(factor),
             )
-        for name, parameter in [] if self.value_head is None else self.value_head.named_parameters():
+        for name, parameter in (
+            [] if self.value_head is None else self.value_head.named_parameters()
+        ):
             replica = (0, self.layout.tp_rank, self.layout.dp_cp_group.rank())
             key = f"{VALUE_HEAD}.{name}"
-            state[key] = ShardedTensor.from_rank_offsets(f"{prefix}{key}", parameter, replica_id=replica)
+            state[key] = ShardedTensor.from_rank_offsets(
+                f"{prefix}{key}", parameter, replica_id=replica
+            )
         return state
 
 
@@ -144,7 +163,11 @@ def _ranks(layout: ParallelLayout, config: Any, factor: Factor) -> Ranks:
 
 
 def _place(layout: ParallelLayout, factor: Factor) -> tuple[int, int]:
-    return (layout.tp_rank, layout.tp_size) if factor.expert is None else (layout.etp_rank, layout.etp_size)
+    return (
+        (layout.tp_rank, layout.tp_size)
+        if factor.expert is None
+        else (layout.etp_rank, layout.etp_size)
+    )
 
 
 def _replica_rank(layout: ParallelLayout, factor: Factor) -> int:

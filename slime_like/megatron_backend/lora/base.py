@@ -23,21 +23,37 @@ from slime_like.megatron_backend.network import Network
 from slime_like.megatron_backend.policy_model import Slot
 
 VALUE_HEAD = "value_head"  # the slot of one
-LATENT = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+LATENT = (
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+)
 LINEAR = ("linear_qkv", *LATENT, "linear_proj", "linear_fc1", "linear_fc2")
 
 
 class LoraBase(Network):
     """A frozen network on which adapters can be made active, one at a time."""
 
-    def __init__(self, transformer: Any, gpt: GPTModelConfig, transformer_impl: str, layout: ParallelLayout, *, hf: HfModel) -> None:
+    def __init__(
+        self,
+        transformer: Any,
+        gpt: GPTModelConfig,
+        transformer_impl: str,
+        layout: ParallelLayout,
+        *,
+        hf: HfModel,
+    ) -> None:
         super().__init__(transformer, gpt, transformer_impl, layout)
         self.freeze()
         self.hf = hf
         self.sizes = model_sizes(self.config, gpt)
         self.tied = not gpt.untie_embeddings_and_output_weights
         self.family = family_map(hf.architecture, self.config, tied=self.tied)
-        self.slots: list[dict[str, Slot]] = [_slots(chunk, has_head=self.has_head(index)) for index, chunk in enumerate(self.chunks)]
+        self.slots: list[dict[str, Slot]] = [
+            _slots(chunk, has_head=self.has_head(index)) for index, chunk in enumerate(self.chunks)
+        ]
         self._carry_gradients = False
         if layout.is_first_stage:
             unwrap(self.chunks[0]).embedding.register_forward_hook(self._begin_graph)
@@ -49,12 +65,16 @@ class LoraBase(Network):
     @contextmanager
     def active(self, layers: Sequence[Mapping[str, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
         """layers: of each chunk, by the weight's canonical name; a value head by `VALUE_HEAD`."""
-        assert not any(slot.active for slots in self.slots for slot in slots.values()), "another adapter is active"
+        assert not any(slot.active for slots in self.slots for slot in slots.values()), (
+            "another adapter is active"
+        )
         for slots, own in zip(self.slots, layers, strict=True):
             for name, layer in own.items():
                 slots[name].active = layer
         # recomputation and the schedule of several stages run backward only through an input that has a gradient
-        self._carry_gradients = self.config.recompute_granularity is not None or self.layout.pp_size > 1
+        self._carry_gradients = (
+            self.config.recompute_granularity is not None or self.layout.pp_size > 1
+        )
         try:
             yield
         finally:
@@ -93,7 +113,12 @@ class _Hook:
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
 
-    def __call__(self, module: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        inputs: tuple[Tensor, ...],
+        output: tuple[Tensor, Tensor | None],
+    ) -> Any:
         if self.slot.active is None:
             return None
         return output[0] + self.slot.active(inputs[0]), output[1]

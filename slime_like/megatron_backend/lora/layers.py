@@ -62,13 +62,20 @@ class ColumnLora:
     def __call__(self, x: Tensor) -> Tensor:
         """x: the layer's input [..., in], under sequence parallelism this rank's part -> [..., out / tp] over all tokens."""
         rank = self.first[0].size(0)
-        low = _product(x, torch.cat(list(self.first)) if len(self.first) > 1 else self.first[0])  # [..., modules * rank]
+        low = _product(
+            x, torch.cat(list(self.first)) if len(self.first) > 1 else self.first[0]
+        )  # [..., modules * rank]
         if self.ranks.exchange:
             if self.ranks.sequence_parallel:
-                low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.ranks.group)
+                low = gather_from_sequence_parallel_region(
+                    low, tensor_parallel_output_grad=True, group=self.ranks.group
+                )
             else:
                 low = copy_to_tensor_model_parallel_region(low, group=self.ranks.group)
-        outputs = [_product(part, second) for part, second in zip((low * self.scale).split(rank, -1), self.second, strict=True)]
+        outputs = [
+            _product(part, second)
+            for part, second in zip((low * self.scale).split(rank, -1), self.second, strict=True)
+        ]
         if len(self.order) == 1:
             return outputs[0]
         pieces = [
@@ -81,7 +88,10 @@ class ColumnLora:
 
     def delta(self) -> Tensor:
         """[out / tp, in]: what the adapter adds to the layer's weight, in float32."""
-        products = [self.scale * (b.float() @ a.float()) for a, b in zip(self.first, self.second, strict=True)]
+        products = [
+            self.scale * (b.float() @ a.float())
+            for a, b in zip(self.first, self.second, strict=True)
+        ]
         pieces = [
             products[0].new_zeros(piece.stop - piece.start, products[0].size(1))
             if piece.module is None

@@ -43,10 +43,18 @@ class LoraNetwork(TrainedNetwork):
         """total_steps: optimizer steps of the whole run. Raises ValueError naming targets that the model does not have. The factors are
         small, so their gradients are reduced when all are there, and parameters are gathered at once, whatever `ddp` says."""
         self.base, self.spec = base, spec
-        self.value_head, self.config, self.gpt, self.layout, self.device = spec.value_head, base.config, base.gpt, base.layout, base.device
+        self.value_head, self.config, self.gpt, self.layout, self.device = (
+            spec.value_head,
+            base.config,
+            base.gpt,
+            base.layout,
+            base.device,
+        )
         self.chunks, self.modules = base.chunks, base.modules
         self.targets: list[Target] = targets_of(spec, base.family, base.sizes, tied=base.tied)
-        self.adapters = [AdapterChunk(base, index, self.targets, spec) for index in range(len(base.chunks))]
+        self.adapters = [
+            AdapterChunk(base, index, self.targets, spec) for index in range(len(base.chunks))
+        ]
         self._train(
             self.adapters,
             ddp=dataclasses.replace(ddp, overlap_grad_reduce=False, overlap_param_gather=False),
@@ -72,10 +80,14 @@ class LoraNetwork(TrainedNetwork):
         with self.base.active([adapter.acting for adapter in self.adapters]):
             yield
 
-    def export_hf(self, hf: HfModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export_hf(
+        self, hf: HfModel, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """The merged weights: what the model would be with the adapter in it. With one on the output layer of a tied model they are not tied."""
         assert not self.value_head, "a critic is not exported"
-        layers = {name: layer for adapter in self.adapters for name, layer in adapter.layers.items()}
+        layers = {
+            name: layer for adapter in self.adapters for name, layer in adapter.layers.items()
+        }
         return export_hf_weights(
             self.chunks,
             hf=hf,
@@ -86,7 +98,9 @@ class LoraNetwork(TrainedNetwork):
             own_head=self.base.tied and any(target.parameter == HEAD for target in self.targets),
         )
 
-    def finalize_gradients(self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any) -> None:
+    def finalize_gradients(
+        self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any
+    ) -> None:
         """In place of megatron-core's: reduce over data-parallel ranks, then complete what tensor-parallel ranks have a part of."""
         assert num_tokens is None, "losses are normalised; see gradient_scale"
         for wrapped in self.trained_modules:

@@ -30,9 +30,15 @@ EMBED_TOKENS = "model.embed_tokens.weight"
 def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> None:
     """Collective; rank 0 writes, and the folder is there whole or not at all. base_model: as PEFT is to find it. Raises OSError or ValueError
     on every rank: the folder holds something that is no adapter, the disk is full."""
-    tensors = {_peft_name(name): tensor.cpu().contiguous() for name, tensor in whole_factors(network)}
-    modules = sorted({module.rpartition(".")[2] for target in network.targets for module in target.modules})
-    config = adapter_config(rank=network.spec.rank, alpha=network.spec.alpha, modules=modules, base_model=base_model)
+    tensors = {
+        _peft_name(name): tensor.cpu().contiguous() for name, tensor in whole_factors(network)
+    }
+    modules = sorted(
+        {module.rpartition(".")[2] for target in network.targets for module in target.modules}
+    )
+    config = adapter_config(
+        rank=network.spec.rank, alpha=network.spec.alpha, modules=modules, base_model=base_model
+    )
     from_rank_zero(lambda: _write(Path(folder), config, tensors))
 
 
@@ -48,13 +54,19 @@ def load_adapter(folder: str, network: LoraNetwork, base_model: str) -> None:
 
 
 def _write(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
-    if folder.exists() and not (folder.is_dir() and ((folder / ADAPTER_CONFIG).is_file() or not any(folder.iterdir()))):
-        raise ValueError(f"{folder} exists and holds no adapter; it is not replaced. Remove it or save elsewhere")
+    if folder.exists() and not (
+        folder.is_dir() and ((folder / ADAPTER_CONFIG).is_file() or not any(folder.iterdir()))
+    ):
+        raise ValueError(
+            f"{folder} exists and holds no adapter; it is not replaced. Remove it or save elsewhere"
+        )
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     temporary.mkdir(parents=True)
     try:
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        (temporary / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (temporary / ADAPTER_CONFIG).write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
         for path in [*temporary.iterdir(), temporary]:
             sync_path(path)
         put_in_place(temporary, folder)
@@ -65,11 +77,18 @@ def _write(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) 
 def _check_config(folder: str, found: PeftAdapter, network: LoraNetwork) -> None:
     spec = network.spec
     if (found.rank, found.alpha) != (spec.rank, spec.alpha):
-        raise ValueError(f"adapter {folder} has rank {found.rank} and alpha {found.alpha:g}; here they are {spec.rank} and {spec.alpha:g}")
+        raise ValueError(
+            f"adapter {folder} has rank {found.rank} and alpha {found.alpha:g}; here they are {spec.rank} and {spec.alpha:g}"
+        )
 
 
 def _read_tensors(path: Path, network: LoraNetwork, base_model: str) -> dict[str, Tensor]:
-    wanted = {factor.name: factor.shape for target in network.targets for pair in target.factors for factor in pair}
+    wanted = {
+        factor.name: factor.shape
+        for target in network.targets
+        for pair in target.factors
+        for factor in pair
+    }
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             found = {_own_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -83,8 +102,18 @@ def _read_tensors(path: Path, network: LoraNetwork, base_model: str) -> dict[str
         for words, names in (
             ("missing factors", wanted.keys() - found.keys()),
             ("factors that the adapter has no place for", found.keys() - wanted.keys()),
-            ("factors of another shape", {n for n in wanted.keys() & found.keys() if tuple(found[n].shape) != wanted[n]}),
-            ("factors that are not finite numbers", {n for n, t in found.items() if not t.is_floating_point() or not t.isfinite().all()}),
+            (
+                "factors of another shape",
+                {n for n in wanted.keys() & found.keys() if tuple(found[n].shape) != wanted[n]},
+            ),
+            (
+                "factors that are not finite numbers",
+                {
+                    n
+                    for n, t in found.items()
+                    if not t.is_floating_point() or not t.isfinite().all()
+                },
+            ),
         )
         if names
     ]

@@ -11,7 +11,15 @@ from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 
 from slime_like.convert.families import LM_HEAD, OUTPUT_LAYER, expert_number
-from slime_like.convert.mappings import QKV, ColumnParallel, GatedMLP, Mapping, RowParallel, Sizes, VocabParallel
+from slime_like.convert.mappings import (
+    QKV,
+    ColumnParallel,
+    GatedMLP,
+    Mapping,
+    RowParallel,
+    Sizes,
+    VocabParallel,
+)
 from slime_like.megatron_backend.lora.spec import LoraSpec
 
 HEAD = OUTPUT_LAYER
@@ -48,28 +56,42 @@ class Target:
     factors: tuple[tuple[Factor, Factor], ...]  # (lora_A, lora_B) of each module
 
 
-def targets_of(spec: LoraSpec, family: MappingOf[str, Mapping], sizes: Sizes, *, tied: bool) -> list[Target]:
+def targets_of(
+    spec: LoraSpec, family: MappingOf[str, Mapping], sizes: Sizes, *, tied: bool
+) -> list[Target]:
     """family: every parameter of the model, see `family_map`. tied: the output layer is the embedding; lm_head's factors are then of the
     output layer alone. Raises ValueError naming targets that the model does not have."""
     family = {**family, HEAD: VocabParallel(LM_HEAD)} if tied else family
-    targets = [target for name, mapping in family.items() if (target := _target(spec, name, mapping, sizes)) is not None]
+    targets = [
+        target
+        for name, mapping in family.items()
+        if (target := _target(spec, name, mapping, sizes)) is not None
+    ]
     found = {_last(module) for target in targets for module in target.modules}
     if not found:
-        raise ValueError(f"--lora-target-modules {' '.join(sorted(spec.targets))}: the model has none of these modules")
+        raise ValueError(
+            f"--lora-target-modules {' '.join(sorted(spec.targets))}: the model has none of these modules"
+        )
     return targets
 
 
 def _target(spec: LoraSpec, name: str, mapping: Mapping, sizes: Sizes) -> Target | None:
     is_linear = (
-        isinstance(mapping, GatedMLP | RowParallel | ColumnParallel) or (isinstance(mapping, QKV) and not mapping.bias) or name == HEAD
+        isinstance(mapping, GatedMLP | RowParallel | ColumnParallel)
+        or (isinstance(mapping, QKV) and not mapping.bias)
+        or name == HEAD
     )
     if not is_linear:
         return None
-    shapes = {weight.removesuffix(".weight"): shape for weight, shape in mapping.hf_shapes(sizes).items()}
+    shapes = {
+        weight.removesuffix(".weight"): shape for weight, shape in mapping.hf_shapes(sizes).items()
+    }
     modules = tuple(module for module in shapes if _last(module) in spec.targets)
     if not modules:
         return None
-    in_dim, out_dim = (1, None) if mapping.dim == 1 else (None, 0)  # the input of a row-parallel layer is cut, of others the output
+    in_dim, out_dim = (
+        (1, None) if mapping.dim == 1 else (None, 0)
+    )  # the input of a row-parallel layer is cut, of others the output
     expert = expert_number(name)
     pairs = tuple(
         (
@@ -94,11 +116,15 @@ class OutputPiece:
     stop: int
 
 
-def output_order(target: Target, sizes: Sizes, tp_rank: int, tp_size: int) -> tuple[OutputPiece, ...]:
+def output_order(
+    target: Target, sizes: Sizes, tp_rank: int, tp_size: int
+) -> tuple[OutputPiece, ...]:
     """What the output of a column-parallel layer consists of on one rank, in order."""
     pieces = []
     for part in target.mapping.parts(sizes, tp_rank, tp_size, rows=0):
-        assert part.hf is not None, "padding is of the vocabulary only, whose factors are not applied to an output"
+        assert part.hf is not None, (
+            "padding is of the vocabulary only, whose factors are not applied to an output"
+        )
         module = part.hf.removesuffix(".weight")
         whole = target.mapping.hf_shapes(sizes)[part.hf][0]
         first = whole * tp_rank // tp_size

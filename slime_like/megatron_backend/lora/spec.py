@@ -26,7 +26,11 @@ class LoraSpec:
 
     def describe(self) -> dict[str, int | float | str]:
         """Settings that tell one adapter from another, to say how a checkpoint's differs."""
-        return {"lora_rank": self.rank, "lora_alpha": self.alpha, "lora_target_modules": " ".join(sorted(self.targets))}
+        return {
+            "lora_rank": self.rank,
+            "lora_alpha": self.alpha,
+            "lora_target_modules": " ".join(sorted(self.targets)),
+        }
 
 
 def lora_spec(config: LoraConfig, seed: int) -> LoraSpec:
@@ -37,4 +41,6 @@ def lora_spec(config: LoraConfig, seed: int) -> LoraSpec:
 def critic_lora_spec(config: LoraConfig, rank: int, seed: int) -> LoraSpec:
     """As the policy's, without the output layer, which a critic does not have."""
     policy = lora_spec(config, seed)
-    return dataclasses.replace(policy, rank=rank, targets=policy.targets - {*UNEMBEDDING}, value_head=True)
+    return dataclasses.replace(
+        policy, rank=rank, targets=policy.targets - {*UNEMBEDDING}, value_head=True
+    )

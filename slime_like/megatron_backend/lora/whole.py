@@ -19,9 +19,15 @@ def whole_factors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) of every factor, in the network's order, on every rank. value: what is taken of a parameter, e.g. its gradient."""
     layout, gpt, base = network.layout, network.gpt, network.base
-    local = {factor.name: value(parameter) for adapter in network.adapters for factor, parameter in adapter.factors()}
+    local = {
+        factor.name: value(parameter)
+        for adapter in network.adapters
+        for factor, parameter in adapter.factors()
+    }
     stages = _stages(network)
-    dtypes = {value(parameter).dtype for adapter in network.adapters for _, parameter in adapter.factors()}
+    dtypes = {
+        value(parameter).dtype for adapter in network.adapters for _, parameter in adapter.factors()
+    }
     dtype = _agreed_dtype(dtypes, network)
     for target in network.targets:
         stage = stages[any_expert(target.parameter)]
@@ -30,8 +36,12 @@ def whole_factors(
                 if factor.name in local:
                     shard = local[factor.name].contiguous()
                 else:
-                    shard = torch.empty(shard_shape(factor, layout, gpt), dtype=dtype, device=network.device)
-                shards = shards_of_all_ranks(shard, stage, factor.expert, factor.dim is not None, base.sizes, layout)
+                    shard = torch.empty(
+                        shard_shape(factor, layout, gpt), dtype=dtype, device=network.device
+                    )
+                shards = shards_of_all_ranks(
+                    shard, stage, factor.expert, factor.dim is not None, base.sizes, layout
+                )
                 whole = shards[0] if factor.dim is None else torch.cat(shards, factor.dim)
                 yield factor.name, whole[: factor.shape[0]].clone()
 

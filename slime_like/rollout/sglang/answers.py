@@ -66,24 +66,42 @@ def scoring_body(tokens: Sequence[int], rid: str, start: int = 0) -> dict[str, A
 
 def scoring_body_of_text(text: str, rid: str) -> dict[str, Any]:
     """As `scoring_body`, of the tokens that the server's own tokenizer makes of a text."""
-    return {"rid": rid, "text": text, "return_logprob": True, "logprob_start_len": 0, "sampling_params": dict(_NOTHING_NEW)}
+    return {
+        "rid": rid,
+        "text": text,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "sampling_params": dict(_NOTHING_NEW),
+    }
 
 
-def read_generation(answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str) -> GenerateOutput:
+def read_generation(
+    answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str
+) -> GenerateOutput:
     """Raises BadAnswer where tokens, log-probs, versions and finish reason do not belong together, Refused where the server gave up."""
     meta = meta_of(answer, rid)
     finish, words = _finish_reason(meta, rid)
     if finish == "abort" and "status_code" in words and words["status_code"] is not None:
-        raise Refused(f"request {rid}: {str(words.get('message'))[:_SHOWN]}", int(words["status_code"]))
+        raise Refused(
+            f"request {rid}: {str(words.get('message'))[:_SHOWN]}", int(words["status_code"])
+        )
     tokens = _token_ids(answer.get("output_ids"), rid, "output_ids")
     if len(tokens) > sampling.max_new_tokens or (not tokens and finish != "abort"):
-        raise BadAnswer(f"request {rid}: {len(tokens)} tokens where 1 to {sampling.max_new_tokens} were asked for")
+        raise BadAnswer(
+            f"request {rid}: {len(tokens)} tokens where 1 to {sampling.max_new_tokens} were asked for"
+        )
     if meta.get("completion_tokens", len(tokens)) != len(tokens):
-        raise BadAnswer(f"request {rid}: {len(tokens)} tokens, and the server counted {meta['completion_tokens']}")
+        raise BadAnswer(
+            f"request {rid}: {len(tokens)} tokens, and the server counted {meta['completion_tokens']}"
+        )
     if meta.get("prompt_tokens", len(request.prompt_tokens)) != len(request.prompt_tokens):
-        raise BadAnswer(f"request {rid}: a prompt of {len(request.prompt_tokens)} tokens, and the server read {meta['prompt_tokens']}")
+        raise BadAnswer(
+            f"request {rid}: a prompt of {len(request.prompt_tokens)} tokens, and the server read {meta['prompt_tokens']}"
+        )
     log_probs = _log_probs(meta.get("output_token_logprobs"), tokens, rid)
-    return GenerateOutput(request.sample_id, tokens, log_probs, finish, _weight_versions(meta, len(tokens), rid))
+    return GenerateOutput(
+        request.sample_id, tokens, log_probs, finish, _weight_versions(meta, len(tokens), rid)
+    )
 
 
 def vocabulary_body(token: int, rid: str) -> dict[str, Any]:
@@ -91,7 +109,9 @@ def vocabulary_body(token: int, rid: str) -> dict[str, Any]:
     return {**scoring_body([0], rid), "token_ids_logprob": [token]}
 
 
-def read_scores(answer: Any, tokens: Sequence[int], rid: str, start: int = 0, last: int | None = None) -> tuple[float, ...]:
+def read_scores(
+    answer: Any, tokens: Sequence[int], rid: str, start: int = 0, last: int | None = None
+) -> tuple[float, ...]:
     """Log-probs of tokens[start + 1:]. last: a token that may come back as 0, as SGLang names the last one of its vocabulary here. Raises BadAnswer."""
     scored = tuple(tokens[start + 1 :])
     entries = meta_of(answer, rid).get("input_token_logprobs")
@@ -99,7 +119,9 @@ def read_scores(answer: Any, tokens: Sequence[int], rid: str, start: int = 0, la
         found = f"{len(entries)} log-probs" if isinstance(entries, list) else "no log-probs"
         raise BadAnswer(f"request {rid}: {found} for {len(tokens) - start} input tokens")
     named = [
-        [entry[0], token] if token == last and isinstance(entry, list) and entry[1:2] == [0] else entry
+        [entry[0], token]
+        if token == last and isinstance(entry, list) and entry[1:2] == [0]
+        else entry
         for entry, token in zip(entries[1:], scored, strict=True)
     ]
     return _log_probs(named, scored, rid)
@@ -108,7 +130,9 @@ def read_scores(answer: Any, tokens: Sequence[int], rid: str, start: int = 0, la
 def read_input_tokens(answer: Any, rid: str) -> tuple[int, ...]:
     """What the server's tokenizer made of a text. Raises BadAnswer."""
     entries = meta_of(answer, rid).get("input_token_logprobs")
-    if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) > 1 for entry in entries):
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, list) and len(entry) > 1 for entry in entries
+    ):
         raise BadAnswer(f"request {rid}: no log-probs of input tokens: {str(entries)[:_SHOWN]!r}")
     return _token_ids([entry[1] for entry in entries], rid, "input tokens")
 
@@ -142,9 +166,16 @@ def _log_probs(entries: Any, tokens: tuple[int, ...], rid: str) -> tuple[float, 
     values = []
     for place, (entry, token) in enumerate(zip(entries, tokens, strict=True)):
         if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
-            raise BadAnswer(f"request {rid}: the log-prob at {place} is {str(entry)[:_SHOWN]!r}, and the token there is {token}")
+            raise BadAnswer(
+                f"request {rid}: the log-prob at {place} is {str(entry)[:_SHOWN]!r}, and the token there is {token}"
+            )
         value = entry[0]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value > _ROUNDING:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value > _ROUNDING
+        ):
             raise BadAnswer(f"request {rid}: the log-prob of token {place} is {value!r}")
         values.append(float(value))
     return tuple(values)
@@ -162,7 +193,11 @@ def _weight_versions(meta: Mapping[str, Any], length: int, rid: str) -> tuple[in
                 raise ValueError
             versions += [int(span["version"])] * (span["end"] - span["start"])
     except (KeyError, TypeError, ValueError):
-        raise BadAnswer(f"request {rid}: the weight versions {str(spans)[:_SHOWN]!r} are not ones that were sent") from None
+        raise BadAnswer(
+            f"request {rid}: the weight versions {str(spans)[:_SHOWN]!r} are not ones that were sent"
+        ) from None
     if len(versions) != length:
-        raise BadAnswer(f"request {rid}: weight versions of {len(versions)} tokens for {length} tokens")
+        raise BadAnswer(
+            f"request {rid}: weight versions of {len(versions)} tokens for {length} tokens"
+        )
     return tuple(versions)

@@ -39,12 +39,21 @@ class BroadcastGroup:
     def __init__(
         self, name: str, urls: Sequence[str], calls: Sequence[Call], sizes: Sequence[int], backend: str, device: torch.device, timeout_s: float
     ) -> None:  # fmt: skip
-        self._name, self._calls, self._device, self._timeout_s = name, list(calls), device, timeout_s
-        self._threads = ThreadPoolExecutor(max_workers=len(urls), thread_name_prefix="weight-update")
+        self._name, self._calls, self._device, self._timeout_s = (
+            name,
+            list(calls),
+            device,
+            timeout_s,
+        )
+        self._threads = ThreadPoolExecutor(
+            max_workers=len(urls), thread_name_prefix="weight-update"
+        )
         self._group: Any = None
         address = address_towards(urls)
         world = 1 + sum(sizes)
-        with socket.socket() as listener:  # on one interface: a store by host name and port would listen on all of them
+        with (
+            socket.socket() as listener
+        ):  # on one interface: a store by host name and port would listen on all of them
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address, 0))
             listener.listen(1024)
@@ -55,14 +64,19 @@ class BroadcastGroup:
                 for i in range(len(urls))
             ]  # fmt: skip
             answers = [
-                self._threads.submit(call, "/init_weights_update_group", body) for call, body in zip(self._calls, bodies, strict=True)
+                self._threads.submit(call, "/init_weights_update_group", body)
+                for call, body in zip(self._calls, bodies, strict=True)
             ]
-            meeting = self._threads_of_own().submit(self._join, address, port, listener.detach(), world, backend)
+            meeting = self._threads_of_own().submit(
+                self._join, address, port, listener.detach(), world, backend
+            )
             self._wait(lambda: meeting.done(), answers, f"joining the group at {address}:{port}")
         try:
             self._group = meeting.result()
         except (RuntimeError, OSError) as error:
-            raise BroadcastFailed(f"the servers did not join the group at {address}:{port}: {str(error).splitlines()[0]}") from None
+            raise BroadcastFailed(
+                f"the servers did not join the group at {address}:{port}: {str(error).splitlines()[0]}"
+            ) from None
         self._check(answers, "joining the group", time.monotonic() + timeout_s)
 
     def send(self, bucket: Bucket, version: int) -> None:
@@ -74,12 +88,17 @@ class BroadcastGroup:
         if bucket.is_last:
             body["weight_version"] = str(version)
         deadline = time.monotonic() + self._timeout_s
-        answers = [self._threads.submit(call, "/update_weights_from_distributed", body) for call in self._calls]
+        answers = [
+            self._threads.submit(call, "/update_weights_from_distributed", body)
+            for call in self._calls
+        ]
         refusal = min(deadline, time.monotonic() + REFUSAL_S)
         while time.monotonic() < refusal and not any(answer.done() for answer in answers):
             time.sleep(POLL_S)
         if any(answer.done() for answer in answers):  # too early: nobody can have the weights yet
-            self._check([answer for answer in answers if answer.done()], "a bucket of weights", deadline)
+            self._check(
+                [answer for answer in answers if answer.done()], "a bucket of weights", deadline
+            )
             raise BroadcastFailed("a server answered an update before the weights were sent")
         flat = bucket.flat().to(self._device)
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
@@ -93,7 +112,10 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Leave the group, on both sides where the servers answer."""
-        left = [self._threads.submit(call, "/destroy_weights_update_group", {"group_name": self._name}) for call in self._calls]
+        left = [
+            self._threads.submit(call, "/destroy_weights_update_group", {"group_name": self._name})
+            for call in self._calls
+        ]
         for answer in left:
             with contextlib.suppress(RequestFailed, TimeoutError):
                 answer.result(timeout=5)
@@ -113,10 +135,22 @@ class BroadcastGroup:
         from torch.distributed import distributed_c10d as c10d
 
         limit = timedelta(seconds=self._timeout_s)
-        store = dist.TCPStore(address, port, world, is_master=True, timeout=limit, master_listen_fd=listener)
+        store = dist.TCPStore(
+            address, port, world, is_master=True, timeout=limit, master_listen_fd=listener
+        )
         # As SGLang's side makes it: a group beside the default one, which dist.new_group cannot be.
-        make: Any = c10d._new_process_group_helper  # the type of a group's name differs between versions of torch
-        group, _ = make(world, 0, [], c10d.Backend(backend), dist.PrefixStore(self._name, store), group_name=self._name, timeout=limit)
+        make: Any = (
+            c10d._new_process_group_helper
+        )  # the type of a group's name differs between versions of torch
+        group, _ = make(
+            world,
+            0,
+            [],
+            c10d.Backend(backend),
+            dist.PrefixStore(self._name, store),
+            group_name=self._name,
+            timeout=limit,
+        )
         c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
         return group
 
@@ -127,15 +161,22 @@ class BroadcastGroup:
         """Until `done`; a server that refuses meanwhile, or the time limit, ends the wait."""
         deadline = time.monotonic() + self._timeout_s
         while not done():
-            refused = [answer for answer in answers if answer.done() and answer.exception() is not None]
+            refused = [
+                answer for answer in answers if answer.done() and answer.exception() is not None
+            ]
             if refused:
                 self._check(answers, what, time.monotonic(), only_done=True)
             if time.monotonic() > deadline:
                 silent = [i for i, answer in enumerate(answers) if not answer.done()]
-                raise BroadcastFailed(f"{what}: not done within {self._timeout_s:g} s (--update-weight-timeout-s)", silent)
+                raise BroadcastFailed(
+                    f"{what}: not done within {self._timeout_s:g} s (--update-weight-timeout-s)",
+                    silent,
+                )
             time.sleep(POLL_S)
 
-    def _check(self, answers: Sequence[Future[Any]], what: str, deadline: float, *, only_done: bool = False) -> None:
+    def _check(
+        self, answers: Sequence[Future[Any]], what: str, deadline: float, *, only_done: bool = False
+    ) -> None:
         """Raises BroadcastFailed naming every server that refused, or did not answer in time."""
         problems: dict[int, str] = {}
         for i, answer in enumerate(answers):

@@ -34,7 +34,9 @@ class Bucket:
 
     def flat(self) -> Tensor:
         """[nbytes] uint8, the weights one after another: what SGLang's load format "flattened_bucket" expects."""
-        return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in self.weights])
+        return torch.cat(
+            [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in self.weights]
+        )
 
 
 def in_buckets(weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
@@ -42,7 +44,9 @@ def in_buckets(weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterato
     behind it are held."""
     bucket = Bucket()
     for name, tensor in weights:
-        if bucket.weights and (bucket.nbytes + tensor.nbytes > max_bytes or tensor.dtype != bucket.weights[0][1].dtype):
+        if bucket.weights and (
+            bucket.nbytes + tensor.nbytes > max_bytes or tensor.dtype != bucket.weights[0][1].dtype
+        ):
             yield bucket
             bucket = Bucket()
         bucket.weights.append((name, tensor.detach()))

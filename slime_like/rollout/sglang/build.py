@@ -19,7 +19,14 @@ from slime_like.errors import RunError
 from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
 from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
 from slime_like.rollout.sglang.http import Deadlines, RequestFailed, Retries
-from slime_like.rollout.sglang.processes import Launch, free_ports, gpus_of_engines, router_command, server_command, server_settings
+from slime_like.rollout.sglang.processes import (
+    Launch,
+    free_ports,
+    gpus_of_engines,
+    router_command,
+    server_command,
+    server_settings,
+)
 from slime_like.rollout.sglang.router import Router
 from slime_like.rollout.sglang.routes import RoutesFormat
 from slime_like.rollout.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater
@@ -29,7 +36,9 @@ ROUTES_SETTING = "enable_return_routed_experts"  # of a server
 Tell = Callable[[str], None]
 
 
-def make_sglang_engine(run: RunConfig, *, device: torch.device, output_dir: Path, tell: Tell) -> SglangEngine:
+def make_sglang_engine(
+    run: RunConfig, *, device: torch.device, output_dir: Path, tell: Tell
+) -> SglangEngine:
     """A collective. Rank 0 starts what is to be started and waits until it answers; what these processes print is in `output_dir`/engines.
     Raises RunError on every rank when it does not."""
     assert run.model.hf_checkpoint is not None
@@ -59,10 +68,24 @@ def start_fleet(run: RunConfig, *, device: torch.device, logs: Path, tell: Tell)
             if by_router and config.rollout_num_gpus is None:
                 addresses = workers_of(router)
         health = HealthSettings(
-            config.rollout_health_check_interval, config.rollout_health_check_timeout, config.rollout_health_check_first_wait
+            config.rollout_health_check_interval,
+            config.rollout_health_check_timeout,
+            config.rollout_health_check_first_wait,
         )
-        launches = engine_launches(run, device=device, logs=logs) if config.rollout_num_gpus is not None else []
-        fleet = Fleet(addresses, launches, router, health, config.rollout_connect_timeout_s, tell, joined_by_router=by_router)
+        launches = (
+            engine_launches(run, device=device, logs=logs)
+            if config.rollout_num_gpus is not None
+            else []
+        )
+        fleet = Fleet(
+            addresses,
+            launches,
+            router,
+            health,
+            config.rollout_connect_timeout_s,
+            tell,
+            joined_by_router=by_router,
+        )
         if router is not None and config.sglang_router_ip is None:
             router.start(config.rollout_health_check_first_wait)
         fleet.start()
@@ -82,13 +105,19 @@ def routes_format(run: RunConfig) -> RoutesFormat | None:
     config = run.megatron.transformer
     if not config.num_moe_experts:
         return None
-    return RoutesFormat(tuple(moe_layers(config.moe_layer_freq, config.num_layers)), config.moe_router_topk, config.num_moe_experts)
+    return RoutesFormat(
+        tuple(moe_layers(config.moe_layer_freq, config.num_layers)),
+        config.moe_router_topk,
+        config.num_moe_experts,
+    )
 
 
 def require_routes(fleet: Fleet) -> None:
     """Raises RunError naming a server that says that it does not tell its routes."""
     if fleet.router is not None:
-        fleet.tell("requests of rollouts go to the engines directly: sglang_router does not pass on that they ask for routes")
+        fleet.tell(
+            "requests of rollouts go to the engines directly: sglang_router does not pass on that they ask for routes"
+        )
     for worker in fleet.alive():
         try:
             info = fleet.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
@@ -107,7 +136,9 @@ def workers_of(router: Router) -> list[str]:
     except RequestFailed as failure:
         raise RunError(str(failure)) from None
     if not workers:
-        raise RunError(f"the router {router.url} has no workers; name the servers with --rollout-external-engine-addrs")
+        raise RunError(
+            f"the router {router.url} has no workers; name the servers with --rollout-external-engine-addrs"
+        )
     return workers
 
 
@@ -115,23 +146,44 @@ def make_router(config: SglangConfig, logs: Path, tell: Tell) -> Router | None:
     if config.no_sglang_router:
         return None
     if config.sglang_router_ip is not None:
-        return Router(f"http://{config.sglang_router_ip}:{config.sglang_router_port}", None, config.rollout_connect_timeout_s, tell)
-    python = interpreter(config.sglang_python) if packages_of(interpreter(config.sglang_python))[1] is not None else interpreter(None)
+        return Router(
+            f"http://{config.sglang_router_ip}:{config.sglang_router_port}",
+            None,
+            config.rollout_connect_timeout_s,
+            tell,
+        )
+    python = (
+        interpreter(config.sglang_python)
+        if packages_of(interpreter(config.sglang_python))[1] is not None
+        else interpreter(None)
+    )
     port, metrics_port = free_ports(2)
     ours = {
         "host": LOOPBACK, "port": port, "prometheus_host": LOOPBACK, "prometheus_port": metrics_port, "log_level": "warn",
         "request_timeout_secs": int(config.rollout_request_timeout_s) + 1, "retry_max_retries": 2, "health_check_interval_secs": 5,
     }  # fmt: skip
     command = router_command(python, ours | (config.sglang_router_flags or {}))
-    return Router(f"http://{LOOPBACK}:{port}", Launch(command, logs / "router.log"), config.rollout_connect_timeout_s, tell)
+    return Router(
+        f"http://{LOOPBACK}:{port}",
+        Launch(command, logs / "router.log"),
+        config.rollout_connect_timeout_s,
+        tell,
+    )
 
 
-def engine_launches(run: RunConfig, *, device: torch.device, logs: Path) -> list[tuple[str, Launch]]:
+def engine_launches(
+    run: RunConfig, *, device: torch.device, logs: Path
+) -> list[tuple[str, Launch]]:
     config = run.sglang
     assert config.rollout_num_gpus is not None and run.model.hf_checkpoint is not None
     per_engine = config.rollout_num_gpus_per_engine
     count = config.rollout_num_gpus // per_engine
-    gpus = gpus_of_engines(count, per_engine, trainers_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), colocate=config.colocate)
+    gpus = gpus_of_engines(
+        count,
+        per_engine,
+        trainers_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        colocate=config.colocate,
+    )
     launches = []
     for number, (port, base_gpu) in enumerate(zip(free_ports(count), gpus, strict=True)):
         settings: dict[str, Any] = server_settings(
@@ -142,13 +194,23 @@ def engine_launches(run: RunConfig, *, device: torch.device, logs: Path) -> list
         if run.rollout.use_rollout_routing_replay:
             settings[ROUTES_SETTING] = True
         command = server_command(interpreter(config.sglang_python), settings)
-        launches.append((f"http://{LOOPBACK}:{port}", Launch(command, logs / f"engine-{number}.log")))
+        launches.append(
+            (f"http://{LOOPBACK}:{port}", Launch(command, logs / f"engine-{number}.log"))
+        )
     return launches
 
 
 def request_settings(config: SglangConfig) -> RequestSettings:
-    deadlines = Deadlines(config.rollout_connect_timeout_s, config.rollout_read_timeout_s, config.rollout_request_timeout_s)
-    return RequestSettings(deadlines, Retries(attempts=config.rollout_request_attempts), config.sglang_server_concurrency)
+    deadlines = Deadlines(
+        config.rollout_connect_timeout_s,
+        config.rollout_read_timeout_s,
+        config.rollout_request_timeout_s,
+    )
+    return RequestSettings(
+        deadlines,
+        Retries(attempts=config.rollout_request_attempts),
+        config.sglang_server_concurrency,
+    )
 
 
 def update_settings(config: SglangConfig) -> UpdateSettings:

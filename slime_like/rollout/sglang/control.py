@@ -44,10 +44,18 @@ def check_alike(fleet: Fleet, workers: Sequence[Worker]) -> None:
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for worker in workers:
         try:
-            answer: Any = fleet.call(worker, "/weights_checker", {"action": "checksum"}, timeout_s=10 * CONTROL_S)
-            sums = {f"{i}/{name}": value for i, rank in enumerate(answer["ranks"]) for name, value in rank["checksums"].items()}
+            answer: Any = fleet.call(
+                worker, "/weights_checker", {"action": "checksum"}, timeout_s=10 * CONTROL_S
+            )
+            sums = {
+                f"{i}/{name}": value
+                for i, rank in enumerate(answer["ranks"])
+                for name, value in rank["checksums"].items()
+            }
         except (RequestFailed, KeyError, TypeError, AttributeError) as failure:
-            fleet.tell(f"warning: the engine {worker.url} gives no checksums of its weights: {failure}")
+            fleet.tell(
+                f"warning: the engine {worker.url} gives no checksums of its weights: {failure}"
+            )
             continue
         other = found.setdefault(tuple(sorted(sums)), sums)
         different = [name for name in sums if sums[name] != other[name]]
@@ -62,7 +70,9 @@ class LentMemory:
 
     def __init__(self, fleet: Fleet | None) -> None:
         self._fleet = fleet
-        self._lent: list[tuple[Worker, int]] | None = None  # servers without memory, and how often each had been out by then
+        self._lent: list[tuple[Worker, int]] | None = (
+            None  # servers without memory, and how often each had been out by then
+        )
 
     def release(self) -> None:
         """The servers give up weights and KV cache."""
@@ -76,5 +86,9 @@ class LentMemory:
         """They get it back, without the weights. One that was started again meanwhile has its memory, and would not survive to be told so."""
         lent, self._lent = self._lent, None
         if lent and self._fleet is not None:
-            workers = [worker for worker, evictions in lent if worker.alive and worker.evictions == evictions]
+            workers = [
+                worker
+                for worker, evictions in lent
+                if worker.alive and worker.evictions == evictions
+            ]
             tell_servers(self._fleet, workers, "/resume_memory_occupation", {})

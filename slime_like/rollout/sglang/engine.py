@@ -17,10 +17,23 @@ from torch import Tensor
 from slime_like.agreement import from_rank_zero, share
 from slime_like.errors import RunError
 from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.sglang.answers import BadAnswer, Refused, generation_body, meta_of, read_generation
+from slime_like.rollout.sglang.answers import (
+    BadAnswer,
+    Refused,
+    generation_body,
+    meta_of,
+    read_generation,
+)
 from slime_like.rollout.sglang.control import LentMemory, check_alike, check_versions, tell_servers
 from slime_like.rollout.sglang.fleet import Fleet, Worker
-from slime_like.rollout.sglang.http import Deadlines, RequestFailed, Retries, async_client, post_once, with_retries
+from slime_like.rollout.sglang.http import (
+    Deadlines,
+    RequestFailed,
+    Retries,
+    async_client,
+    post_once,
+    with_retries,
+)
 from slime_like.rollout.sglang.manifest import compare_with_checkpoint
 from slime_like.rollout.sglang.routes import RoutesFormat, read_routes
 from slime_like.rollout.sglang.weight_update import CONTROL_S, UpdateIncomplete, WeightUpdater
@@ -69,19 +82,27 @@ class SglangEngine:
 
     # --- requests
 
-    def generate(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[GenerateOutput]:
+    def generate(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingParams
+    ) -> list[GenerateOutput]:
         async def all_of_them() -> list[GenerateOutput]:
             try:
-                return await asyncio.gather(*(self.generate_one(request, sampling) for request in requests))
+                return await asyncio.gather(
+                    *(self.generate_one(request, sampling) for request in requests)
+                )
             finally:
                 await self.leave_loop()
 
         return asyncio.run(all_of_them())
 
-    async def generate_one(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
         assert self.fleet is not None, "rank 0 asks for all"
         if self.weight_version < 0 and not self._updating:
-            raise RuntimeError("the engines have no complete weights: the first or latest update_weights did not succeed")
+            raise RuntimeError(
+                "the engines have no complete weights: the first or latest update_weights did not succeed"
+            )
         if not request.prompt_tokens:
             raise ValueError(f"sample {request.sample_id}: the prompt is empty")
         if sampling.report_routes and self._routes is None:
@@ -106,22 +127,36 @@ class SglangEngine:
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
         if self.fleet is None:
             return
-        rids = [rid for rid, sample_id in self._pending.items() if sample_ids is None or sample_id in sample_ids]
+        rids = [
+            rid
+            for rid, sample_id in self._pending.items()
+            if sample_ids is None or sample_id in sample_ids
+        ]
         self._abort_asked.update(rids)
         client = self._client_here()
 
         async def tell(worker: Worker, rid: str) -> None:
             try:
-                await client.post(f"{worker.url}/abort_request", json={"rid": rid}, timeout=CONTROL_S)
+                await client.post(
+                    f"{worker.url}/abort_request", json={"rid": rid}, timeout=CONTROL_S
+                )
             except httpx.HTTPError as error:  # a server that is gone has aborted it
                 self._counts[f"abort_{type(error).__name__}"] += 1
 
         await asyncio.gather(*(tell(worker, rid) for worker in self.fleet.alive() for rid in rids))
 
-    async def _ask(self, client: httpx.AsyncClient, request: GenerateRequest, sampling: SamplingParams, rid: str) -> GenerateOutput:
+    async def _ask(
+        self,
+        client: httpx.AsyncClient,
+        request: GenerateRequest,
+        sampling: SamplingParams,
+        rid: str,
+    ) -> GenerateOutput:
         avoid: set[str] = set()
         if sampling.report_routes and self.fleet is not None and self.fleet.router is not None:
-            avoid.add(self.fleet.router.url)  # of a request it passes on the fields that it knows: asking for routes is none of them
+            avoid.add(
+                self.fleet.router.url
+            )  # of a request it passes on the fields that it knows: asking for routes is none of them
 
         async def attempt(number: int) -> GenerateOutput:
             if rid in self._abort_asked:
@@ -129,11 +164,15 @@ class SglangEngine:
             this_rid = rid if number == 1 else f"{rid}-{number}"
             self._pending[this_rid] = request.sample_id
             try:
-                answer = await self._post(client, generation_body(request, sampling, this_rid), avoid)
+                answer = await self._post(
+                    client, generation_body(request, sampling, this_rid), avoid
+                )
                 try:
                     return self._read(answer, request, sampling, this_rid)
                 except Refused as refused:
-                    raise RequestFailed(f"refused_{refused.status}", str(refused), again=refused.status >= 500) from None
+                    raise RequestFailed(
+                        f"refused_{refused.status}", str(refused), again=refused.status >= 500
+                    ) from None
             finally:
                 if this_rid != rid:
                     del self._pending[this_rid]
@@ -142,13 +181,17 @@ class SglangEngine:
         output: GenerateOutput = await with_retries(attempt, self._requests.retries, self._counts)
         return output
 
-    def _read(self, answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str) -> GenerateOutput:
+    def _read(
+        self, answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str
+    ) -> GenerateOutput:
         """Raises BadAnswer, Refused."""
         output = read_generation(answer, request, sampling, rid)
         if not sampling.report_routes:
             return output
         assert self._routes is not None
-        return replace(output, routes=read_routes(meta_of(answer, rid), request, output, self._routes, rid))
+        return replace(
+            output, routes=read_routes(meta_of(answer, rid), request, output, self._routes, rid)
+        )
 
     async def _post(self, client: httpx.AsyncClient, body: dict[str, Any], avoid: set[str]) -> Any:
         """Through the router, or to the server with the fewest requests of ours. avoid: addresses where this request failed; grows."""
@@ -170,7 +213,9 @@ class SglangEngine:
             if "evicted" not in cancelled.args:
                 raise
             task.uncancel()
-            raise RequestFailed("evicted", f"{url}: the server was taken out while it worked on this", again=True) from None
+            raise RequestFailed(
+                "evicted", f"{url}: the server was taken out while it worked on this", again=True
+            ) from None
         finally:
             if worker is not None:
                 with self.fleet.lock:
@@ -183,7 +228,9 @@ class SglangEngine:
         deadline = time.monotonic() + self._requests.deadlines.total_s
         while self._updating or not (ready := self.fleet.ready()):
             if not (self._updating or self.fleet.may_recover()) or time.monotonic() > deadline:
-                raise RequestFailed("no_engine", "no engine with the current weights is left", again=False)
+                raise RequestFailed(
+                    "no_engine", "no engine with the current weights is left", again=False
+                )
             await asyncio.sleep(LOOK_S)
         if self.fleet.router is not None and self.fleet.router.url not in avoid:
             return self.fleet.router.url, None
@@ -251,7 +298,9 @@ class SglangEngine:
         try:
             sent = self._updater.update(weights, version)
         except UpdateIncomplete as incomplete:
-            self.fleet.tell(f"warning: weights of version {version} did not reach every engine: {incomplete}")
+            self.fleet.tell(
+                f"warning: weights of version {version} did not reach every engine: {incomplete}"
+            )
             return False  # the servers stay paused until the update that follows: nobody may go on with half of the weights
         compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
         workers = check_versions(self.fleet, sent.workers, version)
@@ -262,7 +311,10 @@ class SglangEngine:
         self.fleet.version = version
         for worker in workers:
             self.fleet.has_weights(worker, version)
-        self._metrics |= {"engine/weight_update_gb": sent.nbytes / 1e9, "engine/weight_update_gb_per_s": sent.nbytes / 1e9 / sent.seconds}
+        self._metrics |= {
+            "engine/weight_update_gb": sent.nbytes / 1e9,
+            "engine/weight_update_gb_per_s": sent.nbytes / 1e9 / sent.seconds,
+        }
         self._metrics["engine/weight_update_s"] = sent.seconds
         return True
 
@@ -270,7 +322,9 @@ class SglangEngine:
         if self.fleet is not None:
             tell_servers(self.fleet, self.fleet.alive(), path, body)
 
-    def probe(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> list[tuple[str, list[GenerateOutput]]]:
+    def probe(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingParams
+    ) -> list[tuple[str, list[GenerateOutput]]]:
         """On rank 0: what every server answers, by its address; one that is lost meanwhile is out, and told of. Raises RunError when none of them
         answers and none is started again, or when an answer is wrong."""
         assert self.fleet is not None
@@ -283,24 +337,43 @@ class SglangEngine:
                     rid = f"{self._run}-probe-{next(self._numbers)}"
                     body = generation_body(request, sampling, rid)
                     return read_generation(
-                        await post_once(client, f"{worker.url}/generate", body, self._requests.deadlines), request, sampling, rid
+                        await post_once(
+                            client, f"{worker.url}/generate", body, self._requests.deadlines
+                        ),
+                        request,
+                        sampling,
+                        rid,
                     )
 
-                return [await asyncio.gather(*(one(worker, r) for r in requests), return_exceptions=True) for worker in workers]
+                return [
+                    await asyncio.gather(
+                        *(one(worker, r) for r in requests), return_exceptions=True
+                    )
+                    for worker in workers
+                ]
 
         found = []
         for worker, outputs in zip(workers, asyncio.run(ask()), strict=True):
             failures = [output for output in outputs if isinstance(output, BaseException)]
             if not failures:
-                found.append((worker.url, [output for output in outputs if isinstance(output, GenerateOutput)]))
+                found.append(
+                    (
+                        worker.url,
+                        [output for output in outputs if isinstance(output, GenerateOutput)],
+                    )
+                )
             elif isinstance(failures[0], RequestFailed):
                 self.fleet.evict(worker, f"no answer after a weight update: {failures[0]}")
             elif isinstance(failures[0], BadAnswer | Refused):
-                raise RunError(f"the engine {worker.url} gives a wrong answer after a weight update: {failures[0]}")
+                raise RunError(
+                    f"the engine {worker.url} gives a wrong answer after a weight update: {failures[0]}"
+                )
             else:
                 raise failures[0]
         if not found and not self.fleet.starts_again():
-            raise RunError("no engine answers after a weight update; what was wrong with each was told above")
+            raise RunError(
+                "no engine answers after a weight update; what was wrong with each was told above"
+            )
         return found
 
     def release_memory(self) -> None:
@@ -322,18 +395,26 @@ class SglangEngine:
         if self.fleet is None:
             return False
         deadline = time.monotonic() + self.fleet.health.start_s
-        while not self.fleet.alive() and any(w.process is not None for w in self.fleet.workers) and time.monotonic() < deadline:
+        while (
+            not self.fleet.alive()
+            and any(w.process is not None for w in self.fleet.workers)
+            and time.monotonic() < deadline
+        ):
             time.sleep(LOOK_S)
         alive = self.fleet.alive()
         if not alive:
-            raise RunError(f"no engine answers any more: {', '.join(w.url for w in self.fleet.workers)}")
+            raise RunError(
+                f"no engine answers any more: {', '.join(w.url for w in self.fleet.workers)}"
+            )
         return any(worker.version != self.weight_version for worker in alive)
 
     def take_metrics(self) -> dict[str, float]:
         """Numbers since the last call, on rank 0: of requests by what became of them, and of the latest weight update."""
         counts = {f"engine/{name}": float(value) for name, value in self._counts.items()}
         counts |= {
-            f"engine/{name}": 0.0 for name in ("retries", "dropped", "rejected") if self.fleet is not None and name not in self._counts
+            f"engine/{name}": 0.0
+            for name in ("retries", "dropped", "rejected")
+            if self.fleet is not None and name not in self._counts
         }
         if self.fleet is not None:
             counts["engine/ready"] = float(len(self.fleet.ready()))

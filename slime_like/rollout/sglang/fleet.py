@@ -64,7 +64,9 @@ class Fleet:
         self._watch_control = ControlClient(connect_s)
         self._stop = threading.Event()
         self._watcher: threading.Thread | None = None
-        self.workers = [Worker(url) for url in addresses] + [Worker(url, ServerProcess(launch)) for url, launch in launches]
+        self.workers = [Worker(url) for url in addresses] + [
+            Worker(url, ServerProcess(launch)) for url, launch in launches
+        ]
 
     def start(self) -> None:
         """Wait until every server answers, then watch them. Raises RunError naming those that do not."""
@@ -74,7 +76,9 @@ class Fleet:
             for worker in waiting:
                 status = None if worker.process is None else worker.process.exit_status
                 if status is not None:
-                    raise RunError(f"the engine {worker.url} ended with status {status} while it started:\n{last_words(worker)}")
+                    raise RunError(
+                        f"the engine {worker.url} ended with status {status} while it started:\n{last_words(worker)}"
+                    )
             waiting = [worker for worker in waiting if not self._answers(worker, self._control)]
             if waiting and time.monotonic() > deadline:
                 names = ", ".join(worker.url for worker in waiting)
@@ -97,7 +101,9 @@ class Fleet:
     def ready(self) -> list[Worker]:
         """Those that may answer requests now."""
         with self.lock:
-            return [worker for worker in self.workers if worker.alive and worker.version == self.version]
+            return [
+                worker for worker in self.workers if worker.alive and worker.version == self.version
+            ]
 
     @property
     def evictions(self) -> int:
@@ -112,9 +118,19 @@ class Fleet:
         with self.lock:
             return any(w.process is not None and w.restarts <= MAX_RESTARTS for w in self.workers)
 
-    def call(self, worker: Worker, path: str, body: object = None, *, timeout_s: float, method: str = "POST") -> object:
+    def call(
+        self,
+        worker: Worker,
+        path: str,
+        body: object = None,
+        *,
+        timeout_s: float,
+        method: str = "POST",
+    ) -> object:
         """A control call. Raises RequestFailed."""
-        return self._control.call(worker.url + path, body if body is not None else {}, timeout_s=timeout_s, method=method)
+        return self._control.call(
+            worker.url + path, body if body is not None else {}, timeout_s=timeout_s, method=method
+        )
 
     def has_weights(self, worker: Worker, version: int) -> None:
         """Let it answer requests."""
@@ -169,7 +185,9 @@ class Fleet:
                 try:
                     self._look_after(worker, probe=probes)
                 except Exception as error:  # the watch goes on whatever one server does
-                    self.tell(f"warning: watching the engine {worker.url}: {type(error).__name__}: {error}")
+                    self.tell(
+                        f"warning: watching the engine {worker.url}: {type(error).__name__}: {error}"
+                    )
 
     def take_added(self) -> None:
         """A server that somebody added to their router gets no requests through it until it has the current weights, or where it is none of this
@@ -177,7 +195,11 @@ class Fleet:
         if self.router is None or self.router.is_ours:
             return
         try:
-            added = [url for url in self.router.workers() if url not in {worker.url for worker in self.workers}]
+            added = [
+                url
+                for url in self.router.workers()
+                if url not in {worker.url for worker in self.workers}
+            ]
         except RequestFailed:  # a router that is gone adds none
             return
         for url in added:
@@ -185,9 +207,13 @@ class Fleet:
             if self.joined_by_router:
                 with self.lock:
                     self.workers.append(Worker(url))
-                self.tell(f"the engine {url} was added to the router {self.router.url} and belongs to this run now")
+                self.tell(
+                    f"the engine {url} was added to the router {self.router.url} and belongs to this run now"
+                )
             else:
-                self.tell(f"warning: the engine {url} is none of this run's: the router {self.router.url} was told to send it nothing")
+                self.tell(
+                    f"warning: the engine {url} is none of this run's: the router {self.router.url} was told to send it nothing"
+                )
 
     def _look_after(self, worker: Worker, *, probe: bool) -> None:
         status = None if worker.process is None else worker.process.exit_status
@@ -204,7 +230,10 @@ class Fleet:
             return
         worker.strikes += 1
         if worker.alive and worker.strikes >= self.health.strikes:
-            self.evict(worker, f"{self.health.strikes} health probes without an answer within {self.health.timeout_s:g} s each")
+            self.evict(
+                worker,
+                f"{self.health.strikes} health probes without an answer within {self.health.timeout_s:g} s each",
+            )
             if worker.process is not None:
                 worker.process.end()
                 self._restart(worker)
@@ -214,7 +243,9 @@ class Fleet:
         if worker.restarts >= MAX_RESTARTS or self._stop.is_set():
             return
         worker.restarts += 1
-        self.tell(f"warning: the engine {worker.url} is started again ({worker.restarts} of {MAX_RESTARTS})")
+        self.tell(
+            f"warning: the engine {worker.url} is started again ({worker.restarts} of {MAX_RESTARTS})"
+        )
         worker.process = ServerProcess(worker.process.launch)
 
     def _welcome(self, worker: Worker) -> None:
@@ -226,7 +257,9 @@ class Fleet:
             self.tell(f"the engine {worker.url} is back, with weights of version {version}")
             self.has_weights(worker, version)
         else:
-            self.tell(f"the engine {worker.url} answers, and gets requests after the next weight update")
+            self.tell(
+                f"the engine {worker.url} answers, and gets requests after the next weight update"
+            )
 
 
 def last_words(worker: Worker) -> str:

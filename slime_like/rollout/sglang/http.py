@@ -62,7 +62,9 @@ class RequestFailed(Exception):
 
 def async_client(connections: int) -> httpx.AsyncClient:
     """For one event loop. connections: that are kept; more may be open."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=connections, keepalive_expiry=KEEPALIVE_S)
+    limits = httpx.Limits(
+        max_connections=None, max_keepalive_connections=connections, keepalive_expiry=KEEPALIVE_S
+    )
     return httpx.AsyncClient(trust_env=False, limits=limits)
 
 
@@ -72,7 +74,9 @@ async def post_once(client: httpx.AsyncClient, url: str, body: Any, deadlines: D
         async with asyncio.timeout(deadlines.total_s):
             response = await client.post(url, json=body, timeout=deadlines.httpx)
     except TimeoutError:
-        raise RequestFailed("total_timeout", f"{url}: no whole answer within {deadlines.total_s:g} s", again=True) from None
+        raise RequestFailed(
+            "total_timeout", f"{url}: no whole answer within {deadlines.total_s:g} s", again=True
+        ) from None
     except httpx.HTTPError as error:
         raise failure_of(error, url, deadlines) from None
     return json_of(response)
@@ -81,12 +85,25 @@ async def post_once(client: httpx.AsyncClient, url: str, body: Any, deadlines: D
 def failure_of(error: httpx.HTTPError, url: str, deadlines: Deadlines) -> RequestFailed:
     """What httpx met, in our words."""
     if isinstance(error, httpx.ConnectTimeout):
-        return RequestFailed("connect_timeout", f"{url}: no connection within {deadlines.connect_s:g} s", again=True, server_gone=True)
+        return RequestFailed(
+            "connect_timeout",
+            f"{url}: no connection within {deadlines.connect_s:g} s",
+            again=True,
+            server_gone=True,
+        )
     if isinstance(error, httpx.ConnectError):
-        return RequestFailed("connect", f"{url}: no connection: {error}", again=True, server_gone=True)
+        return RequestFailed(
+            "connect", f"{url}: no connection: {error}", again=True, server_gone=True
+        )
     if isinstance(error, httpx.TimeoutException):
-        return RequestFailed("read_timeout", f"{url}: silent for {deadlines.read_s:g} s", again=True)
-    return RequestFailed("connection_lost", f"{url}: the connection was lost: {type(error).__name__}: {error}", again=True)
+        return RequestFailed(
+            "read_timeout", f"{url}: silent for {deadlines.read_s:g} s", again=True
+        )
+    return RequestFailed(
+        "connection_lost",
+        f"{url}: the connection was lost: {type(error).__name__}: {error}",
+        again=True,
+    )
 
 
 def json_of(response: httpx.Response) -> Any:
@@ -94,14 +111,20 @@ def json_of(response: httpx.Response) -> Any:
     url, status = response.url, response.status_code
     if status != 200:
         again = status >= 500 or status == 429
-        raise RequestFailed(f"status_{status}", f"{url}: status {status}: {response.text[:_SHOWN]}", again=again)
+        raise RequestFailed(
+            f"status_{status}", f"{url}: status {status}: {response.text[:_SHOWN]}", again=again
+        )
     try:
         return response.json()
     except ValueError:
-        raise RequestFailed("no_json", f"{url}: status 200 and no JSON: {response.text[:_SHOWN]!r}", again=False) from None
+        raise RequestFailed(
+            "no_json", f"{url}: status 200 and no JSON: {response.text[:_SHOWN]!r}", again=False
+        ) from None
 
 
-async def with_retries(attempt: Callable[[int], Awaitable[Any]], retries: Retries, counts: Counter[str]) -> Any:
+async def with_retries(
+    attempt: Callable[[int], Awaitable[Any]], retries: Retries, counts: Counter[str]
+) -> Any:
     """`attempt(number)` until it succeeds. Raises the last RequestFailed. counts: of failures by kind, and of "retries"."""
     for number in range(1, retries.attempts + 1):
         try:
@@ -119,19 +142,27 @@ class ControlClient:
     """Calls that steer a server, one at a time, from the training thread or the one that watches health."""
 
     def __init__(self, connect_s: float) -> None:
-        self._client = httpx.Client(trust_env=False, limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S))
+        self._client = httpx.Client(
+            trust_env=False, limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S)
+        )
         self._connect_s = connect_s
 
     def call(self, url: str, body: Any = None, *, timeout_s: float, method: str = "POST") -> Any:
         """JSON of the answer, or its text where it is none. Raises RequestFailed."""
         deadlines = Deadlines(min(self._connect_s, timeout_s), timeout_s, timeout_s)
         try:
-            response = self._client.request(method, url, json=body if method == "POST" else None, timeout=deadlines.httpx)
+            response = self._client.request(
+                method, url, json=body if method == "POST" else None, timeout=deadlines.httpx
+            )
         except httpx.HTTPError as error:
             raise failure_of(error, url, deadlines) from None
         if response.status_code not in (200, 202):
             text = response.text[:1000]
-            raise RequestFailed(f"status_{response.status_code}", f"{url}: status {response.status_code}: {text}", again=False)
+            raise RequestFailed(
+                f"status_{response.status_code}",
+                f"{url}: status {response.status_code}: {text}",
+                again=False,
+            )
         try:
             return response.json()
         except ValueError:

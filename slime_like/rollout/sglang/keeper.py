@@ -61,7 +61,9 @@ def main() -> int:
     parent = int(sys.argv[1])
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the trainer, which ends its servers
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the trainer, which ends its servers
     child = subprocess.Popen(sys.argv[2:], start_new_session=True, preexec_fn=die_with_parent)
     while child.poll() is None and not stopped and os.getppid() == parent:
         time.sleep(LOOK_S)

@@ -22,7 +22,9 @@ def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
         with open(path, "rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
-        shapes |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        shapes |= {
+            name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+        }
     return shapes
 
 
@@ -33,30 +35,46 @@ def compare_with_checkpoint(sent: Mapping[str, tuple[int, ...]], folder: str) ->
         return
     tied = {"lm_head.weight"}
     missing = [
-        n for n in there.keys() - sent.keys() - tied if not any(part in n for part in OPTIONAL_PARTS) and not _is_extra_layer(n, sent)
+        n
+        for n in there.keys() - sent.keys() - tied
+        if not any(part in n for part in OPTIONAL_PARTS) and not _is_extra_layer(n, sent)
     ]
     problems = {
         "missing": sorted(missing),
         "unknown": sorted(sent.keys() - there.keys() - tied),
         "of another shape": [
-            f"{n} {list(sent[n])} (there: {list(there[n])})" for n in sorted(sent.keys() & there.keys()) if sent[n] != there[n]
+            f"{n} {list(sent[n])} (there: {list(there[n])})"
+            for n in sorted(sent.keys() & there.keys())
+            if sent[n] != there[n]
         ],
     }
     found = [
-        f"{kind}: {', '.join(names[:SHOWN])}" + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        f"{kind}: {', '.join(names[:SHOWN])}"
+        + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         for kind, names in problems.items()
         if names
     ]
     if found:
-        raise RunError(f"the weights sent to the engines are not those of {folder}: " + "; ".join(found))
+        raise RunError(
+            f"the weights sent to the engines are not those of {folder}: " + "; ".join(found)
+        )
 
 
 def _is_extra_layer(name: str, sent: Mapping[str, tuple[int, ...]]) -> bool:
     """A layer behind the last one that was sent: for predicting several tokens at once."""
     number = _layer(name)
-    return number is not None and number > max((n for n in map(_layer, sent) if n is not None), default=-1)
+    return number is not None and number > max(
+        (n for n in map(_layer, sent) if n is not None), default=-1
+    )
 
 
 def _layer(name: str) -> int | None:
     words = name.split(".")
-    return next((int(word) for before, word in itertools.pairwise(words) if before == "layers" and word.isdigit()), None)
+    return next(
+        (
+            int(word)
+            for before, word in itertools.pairwise(words)
+            if before == "layers" and word.isdigit()
+        ),
+        None,
+    )

@@ -54,7 +54,9 @@ def _first_outgoing_port() -> int:
         first = int(OUTGOING_PORTS.read_text(encoding="ascii").split()[0])
     except (OSError, ValueError, IndexError):  # not Linux
         first = 32768
-    return first if first > LOWEST_PORT + 1000 else 65536  # where outgoing connections may have nearly all ports, no choice is better
+    return (
+        first if first > LOWEST_PORT + 1000 else 65536
+    )  # where outgoing connections may have nearly all ports, no choice is better
 
 
 def command_words(settings: Mapping[str, Any]) -> list[str]:
@@ -65,7 +67,9 @@ def command_words(settings: Mapping[str, Any]) -> list[str]:
             continue
         words.append("--" + name.replace("_", "-"))
         if value is not True:
-            words += [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+            words += (
+                [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+            )
     return words
 
 
@@ -106,7 +110,9 @@ class ServerProcess:
     def last_words(self, characters: int = 600) -> str:
         """The end of its output."""
         try:
-            return self.launch.log.read_text(encoding="utf-8", errors="replace")[-characters:].strip()
+            return self.launch.log.read_text(encoding="utf-8", errors="replace")[
+                -characters:
+            ].strip()
         except OSError:
             return ""
 
@@ -125,8 +131,20 @@ def clean_environment() -> dict[str, str]:
     """Without what torchrun tells a rank: a server has process groups of its own. A variable for the trainer's modules is left out too. A server
     keeps connections longer than its 5 s, which is shorter than a router does: requests that meet the closing count against the server, and a
     router sends it nothing more for a minute after 10 of them."""
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "ROLE_RANK")
-    kept = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("TORCHELASTIC_")}
+    hidden = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PYTHONPATH",
+        "ROLE_RANK",
+    )
+    kept = {
+        k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("TORCHELASTIC_")
+    }
     return {"SGLANG_TIMEOUT_KEEP_ALIVE": "600"} | kept
 
 
@@ -139,15 +157,37 @@ def router_command(python: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def server_settings(
-    *, model: str, port: int, host: str, gpus: int, base_gpu: int, dtype: str, cuda: bool, memory_saver: bool, given: Mapping[str, Any]
+    *,
+    model: str,
+    port: int,
+    host: str,
+    gpus: int,
+    base_gpu: int,
+    dtype: str,
+    cuda: bool,
+    memory_saver: bool,
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Of one server. given: the user's --sglang flags, which come last and replace ours."""
-    ours: dict[str, Any] = {"model_path": model, "host": host, "port": port, "tp_size": gpus, "dtype": dtype, "trust_remote_code": False}
-    ours |= {"base_gpu_id": base_gpu, "enable_memory_saver": memory_saver} if cuda else dict(CPU_SETTINGS)
+    ours: dict[str, Any] = {
+        "model_path": model,
+        "host": host,
+        "port": port,
+        "tp_size": gpus,
+        "dtype": dtype,
+        "trust_remote_code": False,
+    }
+    ours |= (
+        {"base_gpu_id": base_gpu, "enable_memory_saver": memory_saver}
+        if cuda
+        else dict(CPU_SETTINGS)
+    )
     return ours | dict(given)
 
 
-def gpus_of_engines(count: int, per_engine: int, *, trainers_here: int, colocate: bool) -> Sequence[int]:
+def gpus_of_engines(
+    count: int, per_engine: int, *, trainers_here: int, colocate: bool
+) -> Sequence[int]:
     """The first GPU of each engine: the trainer's own ones, or those behind them."""
     first = 0 if colocate else trainers_here
     return [first + i * per_engine for i in range(count)]

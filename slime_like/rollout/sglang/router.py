@@ -18,7 +18,9 @@ ADD_S = 60.0  # the router probes a server before it takes it
 class Router:
     """A router that runs already, or one that is started here and ended with the run."""
 
-    def __init__(self, url: str, launch: Launch | None, connect_s: float, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, url: str, launch: Launch | None, connect_s: float, tell: Callable[[str], None]
+    ) -> None:
         self.url = url
         self._tell = tell
         self._control = ControlClient(connect_s)
@@ -35,7 +37,9 @@ class Router:
         while True:
             status = None if self._process is None else self._process.exit_status
             if self._process is not None and status is not None:
-                raise RunError(f"the router {self.url} ended with status {status} while it started:\n{self._process.last_words()}")
+                raise RunError(
+                    f"the router {self.url} ended with status {status} while it started:\n{self._process.last_words()}"
+                )
             try:
                 self.workers()
                 return
@@ -46,13 +50,21 @@ class Router:
 
     def workers(self) -> dict[str, str]:
         """Addresses of the servers that it sends requests to -> its ids for them. Raises RequestFailed."""
-        return {worker_url(entry): str(entry["id"]) for entry in self._entries() if entry.get("is_healthy", True)}
+        return {
+            worker_url(entry): str(entry["id"])
+            for entry in self._entries()
+            if entry.get("is_healthy", True)
+        }
 
     def _entries(self) -> list[dict[str, Any]]:
         answer: Any = self._control.call(f"{self.url}/workers", timeout_s=CALL_S, method="GET")
         entries = answer.get("workers") if isinstance(answer, dict) else None
         if not isinstance(entries, list):
-            raise RequestFailed("no_router", f"{self.url}/workers: no list of workers: {str(answer)[:200]!r}", again=False)
+            raise RequestFailed(
+                "no_router",
+                f"{self.url}/workers: no list of workers: {str(answer)[:200]!r}",
+                again=False,
+            )
         return entries
 
     def add(self, worker: str) -> None:
@@ -70,7 +82,11 @@ class Router:
         try:
             numbers = [str(entry["id"]) for entry in self._entries() if worker_url(entry) == worker]
             for number in numbers:
-                self._control.call(f"{self.url}/workers/{quote(number, safe='')}", timeout_s=CALL_S, method="DELETE")
+                self._control.call(
+                    f"{self.url}/workers/{quote(number, safe='')}",
+                    timeout_s=CALL_S,
+                    method="DELETE",
+                )
             self._wait(lambda: not any(worker_url(entry) == worker for entry in self._entries()))
         except RequestFailed as failure:
             self._tell(f"warning: the router did not let go of the engine {worker}: {failure}")
@@ -84,7 +100,9 @@ class Router:
         deadline = time.monotonic() + ADD_S
         while not done():
             if time.monotonic() > deadline:
-                raise RequestFailed("router", f"{self.url}: no effect within {ADD_S:g} s", again=False)
+                raise RequestFailed(
+                    "router", f"{self.url}: no effect within {ADD_S:g} s", again=False
+                )
             time.sleep(0.05)
 
 

@@ -34,7 +34,13 @@ class RoutesFormat:
         return torch.full((length, sum(self.sparse), self.topk), -1, dtype=torch.int16)
 
 
-def read_routes(meta: Mapping[str, Any], request: GenerateRequest, output: GenerateOutput, expected: RoutesFormat, rid: str) -> Tensor:
+def read_routes(
+    meta: Mapping[str, Any],
+    request: GenerateRequest,
+    output: GenerateOutput,
+    expected: RoutesFormat,
+    rid: str,
+) -> Tensor:
     """[prompt and response tokens, expert layers, topk] int16, -1 for the last token. A request that was aborted where the server keeps
     nothing of it, in its queue, has -1 everywhere. Raises BadAnswer."""
     length = len(request.prompt_tokens) + len(output.tokens)
@@ -48,7 +54,9 @@ def read_routes(meta: Mapping[str, Any], request: GenerateRequest, output: Gener
     try:
         numbers = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
     except (binascii.Error, ValueError):
-        raise BadAnswer(f"request {rid}: the routed experts are no base64 of whole numbers: {encoded[:40]!r}") from None
+        raise BadAnswer(
+            f"request {rid}: the routed experts are no base64 of whole numbers: {encoded[:40]!r}"
+        ) from None
     shape = (length - 1, len(expected.sparse), expected.topk)
     if numbers.size != shape[0] * shape[1] * shape[2]:
         raise BadAnswer(
@@ -56,9 +64,13 @@ def read_routes(meta: Mapping[str, Any], request: GenerateRequest, output: Gener
         )
     known = numbers.reshape(shape)[:, np.array(expected.sparse)]
     if known.size and (known.min() < 0 or known.max() >= expected.experts):
-        raise BadAnswer(f"request {rid}: routed experts from {known.min()} to {known.max()}; the network has 0 to {expected.experts - 1}")
+        raise BadAnswer(
+            f"request {rid}: routed experts from {known.min()} to {known.max()}; the network has 0 to {expected.experts - 1}"
+        )
     in_order = np.sort(known, axis=-1)
-    if (in_order[..., 1:] == in_order[..., :-1]).any():  # as where the server's table was never written
+    if (
+        in_order[..., 1:] == in_order[..., :-1]
+    ).any():  # as where the server's table was never written
         raise BadAnswer(f"request {rid}: a token was routed to the same expert twice")
     routes = expected.unknown(length)
     routes[:-1] = torch.from_numpy(known.astype(np.int16))

@@ -32,11 +32,22 @@ def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dic
     for name, tensor in bucket.weights:
         end = start + tensor.nbytes
         metadata.append(
-            SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes)
+            SimpleNamespace(
+                name=name,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                start_idx=start,
+                end_idx=end,
+                numel=tensor.nbytes,
+            )
         )
         start = end
     content = {"flattened_tensor": flat, "metadata": metadata}
-    entries = [_pickled(content, ForkingPickler) for _ in range(ranks)] if flat.is_cuda else [_pickled(content, pickle.Pickler)] * ranks
+    entries = (
+        [_pickled(content, ForkingPickler) for _ in range(ranks)]
+        if flat.is_cuda
+        else [_pickled(content, pickle.Pickler)] * ranks
+    )
     body: dict[str, Any] = {
         "serialized_named_tensors": entries,
         "load_format": "flattened_bucket",

@@ -55,7 +55,9 @@ class Sent:
 class WeightUpdater:
     """On rank 0, which talks to the servers. The other ranks only take their steps of the stream."""
 
-    def __init__(self, fleet: Fleet, settings: UpdateSettings, hf_checkpoint: str, device: torch.device) -> None:
+    def __init__(
+        self, fleet: Fleet, settings: UpdateSettings, hf_checkpoint: str, device: torch.device
+    ) -> None:
         self._fleet = fleet
         self._settings = settings
         self._hf_checkpoint = hf_checkpoint
@@ -64,12 +66,20 @@ class WeightUpdater:
         # of the group; a server that was started again, or was out, is another one
         self._members: list[tuple[Worker, ServerProcess | None, int]] = []
         self._groups_made = 0
-        self._temporary = tempfile.mkdtemp(prefix="slime_like_weights_") if settings.disk_dir is None else None
+        self._temporary = (
+            tempfile.mkdtemp(prefix="slime_like_weights_") if settings.disk_dir is None else None
+        )
         self._snapshot: tuple[int, Path] | None = None  # version, folder
         self._copy: tuple[int, list[tuple[str, Tensor]]] | None = None  # version, weights
-        self._holders: list[tuple[Worker, int]] = []  # servers with the weights of the latest update, and how often each had been out
-        self._one_at_a_time = threading.Lock()  # an update by the training thread, or a server that gets weights by the one that watches
-        if settings.transport == "disk" or (settings.transport == "broadcast" and settings.keep_copy):
+        self._holders: list[
+            tuple[Worker, int]
+        ] = []  # servers with the weights of the latest update, and how often each had been out
+        self._one_at_a_time = (
+            threading.Lock()
+        )  # an update by the training thread, or a server that gets weights by the one that watches
+        if settings.transport == "disk" or (
+            settings.transport == "broadcast" and settings.keep_copy
+        ):
             fleet.restore = self.restore
 
     def update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> Sent:
@@ -104,8 +114,14 @@ class WeightUpdater:
             self._in_session(workers, lambda ready: self._move(counted(), version, ready))
         self._copy = (version, copy) if keep else None
         # One that was out meanwhile, and is back, has old weights or none.
-        self._holders = [(w, before) for w, before in zip(workers, evictions, strict=True) if w.alive and w.evictions == before]
-        return Sent([worker for worker, _ in self._holders], shapes, nbytes, time.monotonic() - start)
+        self._holders = [
+            (w, before)
+            for w, before in zip(workers, evictions, strict=True)
+            if w.alive and w.evictions == before
+        ]
+        return Sent(
+            [worker for worker, _ in self._holders], shapes, nbytes, time.monotonic() - start
+        )
 
     def restore(self, worker: Worker) -> int | None:
         """Give a server that is back the weights of the latest update; their version, or None where only the next update can. In the thread that
@@ -123,17 +139,25 @@ class WeightUpdater:
                 else:
                     assert self._copy is not None
                     self._broadcast_to(worker, version, self._copy[1])
-                info: Any = self._fleet.call(worker, "/model_info", timeout_s=CONTROL_S, method="GET")
-                self._fleet.call(worker, "/continue_generation", {}, timeout_s=CONTROL_S)  # it may have been lost while it was paused
+                info: Any = self._fleet.call(
+                    worker, "/model_info", timeout_s=CONTROL_S, method="GET"
+                )
+                self._fleet.call(
+                    worker, "/continue_generation", {}, timeout_s=CONTROL_S
+                )  # it may have been lost while it was paused
             except (RequestFailed, BroadcastFailed, UpdateIncomplete, RunError) as failure:
-                self._fleet.tell(f"warning: the engine {worker.url} did not get the current weights: {failure}")
+                self._fleet.tell(
+                    f"warning: the engine {worker.url} did not get the current weights: {failure}"
+                )
                 return None
             if info.get("weight_version") != str(version):
                 return None
             self._holders.append((worker, evictions))
             return version
 
-    def _broadcast_to(self, worker: Worker, version: int, weights: Sequence[tuple[str, Tensor]]) -> None:
+    def _broadcast_to(
+        self, worker: Worker, version: int, weights: Sequence[tuple[str, Tensor]]
+    ) -> None:
         """Over a group of its own: the others go on generating."""
         self._begin(worker)
         group = self._new_group([worker])
@@ -156,7 +180,9 @@ class WeightUpdater:
 
     # --- from disk
 
-    def _from_disk(self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]) -> None:
+    def _from_disk(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+    ) -> None:
         root = Path(self._temporary or str(self._settings.disk_dir))
         folder = root / f"version-{version}"
         write_hf(folder, weights, Path(self._hf_checkpoint))
@@ -166,16 +192,29 @@ class WeightUpdater:
             shutil.rmtree(before[1], ignore_errors=True)
 
     def _load_everywhere(self, folder: Path, version: int, workers: Sequence[Worker]) -> None:
-        self._evict_failures(workers, lambda worker: self._load_from_disk(worker, folder, version), "loading weights from disk")
+        self._evict_failures(
+            workers,
+            lambda worker: self._load_from_disk(worker, folder, version),
+            "loading weights from disk",
+        )
         self._snapshot = (version, folder)
 
     def _load_from_disk(self, worker: Worker, folder: Path, version: int) -> None:
-        body = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
-        self._fleet.call(worker, "/update_weights_from_disk", body, timeout_s=self._settings.timeout_s)
+        body = {
+            "model_path": str(folder.absolute()),
+            "weight_version": str(version),
+            "flush_cache": True,
+            "abort_all_requests": False,
+        }
+        self._fleet.call(
+            worker, "/update_weights_from_disk", body, timeout_s=self._settings.timeout_s
+        )
 
     # --- over a group, or in requests
 
-    def _in_session(self, workers: Sequence[Worker], move: Callable[[Sequence[Worker]], None]) -> None:
+    def _in_session(
+        self, workers: Sequence[Worker], move: Callable[[Sequence[Worker]], None]
+    ) -> None:
         """begin_weight_update ... end_weight_update on all servers."""
         ready = self._evict_failures(workers, self._begin, "beginning a weight update")
         move(ready)
@@ -194,7 +233,9 @@ class WeightUpdater:
             self._fleet.call(worker, "/end_weight_update", {}, timeout_s=CONTROL_S)
             self._fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
 
-    def _move(self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]) -> None:
+    def _move(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+    ) -> None:
         if self._settings.transport != "broadcast":
             self._move_in_requests(weights, version, workers)
             return
@@ -207,7 +248,9 @@ class WeightUpdater:
                 group.abandon()
                 self._blame(failure, workers)
 
-    def _move_in_requests(self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]) -> None:
+    def _move_in_requests(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+    ) -> None:
         """A server that fails with one bucket gets no other."""
         sizes = dict(zip(map(id, workers), self._sizes(workers), strict=True))
         device = self._device if self._settings.transport == "cuda_ipc" else torch.device("cpu")
@@ -216,7 +259,9 @@ class WeightUpdater:
 
             def send(worker: Worker, bucket: Bucket = bucket, flat: Tensor = flat) -> None:
                 body = tensor_update(bucket, flat, version, sizes[id(worker)])
-                self._fleet.call(worker, "/update_weights_from_tensor", body, timeout_s=self._settings.timeout_s)
+                self._fleet.call(
+                    worker, "/update_weights_from_tensor", body, timeout_s=self._settings.timeout_s
+                )
 
             workers = self._evict_failures(workers, send, "a bucket of weights")
             if device.type == "cuda":
@@ -243,7 +288,9 @@ class WeightUpdater:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
 
         def call_of(worker: Worker) -> Callable[[str, dict[str, Any]], Any]:
-            return lambda path, body: self._fleet.call(worker, path, body, timeout_s=self._settings.timeout_s)
+            return lambda path, body: self._fleet.call(
+                worker, path, body, timeout_s=self._settings.timeout_s
+            )
 
         return BroadcastGroup(
             f"slime_like_weights_{time.time_ns():x}_{self._groups_made}", [w.url for w in workers], [call_of(w) for w in workers],
@@ -283,11 +330,18 @@ class WeightUpdater:
 
     def _reachable(self, worker: Worker) -> bool:
         with contextlib.suppress(RequestFailed):
-            self._fleet.call(worker, "/health", timeout_s=min(CONTROL_S, self._fleet.health.timeout_s), method="GET")
+            self._fleet.call(
+                worker,
+                "/health",
+                timeout_s=min(CONTROL_S, self._fleet.health.timeout_s),
+                method="GET",
+            )
             return True
         return False
 
-    def _evict_failures(self, workers: Sequence[Worker], call: Callable[[Worker], object], what: str) -> list[Worker]:
+    def _evict_failures(
+        self, workers: Sequence[Worker], call: Callable[[Worker], object], what: str
+    ) -> list[Worker]:
         """`call` for all workers at the same time; those for which it succeeded. When it failed for every one, raises UpdateIncomplete if one of
         them is started again, else RunError."""
         if not workers:

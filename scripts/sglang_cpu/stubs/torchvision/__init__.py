@@ -18,7 +18,9 @@ class Missing:
         return Missing()
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("torchvision is not here; this is SGLang without a GPU (scripts/sglang_cpu)")
+        raise NotImplementedError(
+            "torchvision is not here; this is SGLang without a GPU (scripts/sglang_cpu)"
+        )
 
 
 def __getattr__(name: str) -> Missing:
