@@ -69,10 +69,10 @@ flags: install
 	$(BIN)/python scripts/generate_flags_doc.py
 
 parity: install
-	$(BIN)/python scripts/parity_table.py
+	$(BIN)/python benchmarks/parity_table.py
 
 parity-full: install
-	$(BIN)/python scripts/parity/matrix.py
+	$(BIN)/python benchmarks/parity/matrix.py
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info

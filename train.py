@@ -14,7 +14,7 @@ from arguments.parse import parse_or_exit
 def main() -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     config = parse_or_exit(sys.argv[1:], world_size, rank)
-    from slime_like.launcher import (
+    from slime_like.trainer.launch import (
         run,
     )  # torch and megatron-core come in only when the command line is right
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arguments.eval_sets import EvalSet
-from arguments.groups import (
+from arguments.schema import (
     AlgorithmConfig,
     CheckpointConfig,
     CriticConfig,

@@ -6,15 +6,15 @@ import dataclasses
 import re
 from typing import Any
 
-from arguments.groups import CriticConfig, ParallelConfig
 from arguments.megatron_configs import build_megatron_configs
+from arguments.rules.base import Rule, Settings
+from arguments.rules.batches import BATCH_RULES, every_rank_gets_a_sample
+from arguments.rules.critic import has_critic
+from arguments.rules.losses import legacy_needs_even_micro_batches
+from arguments.rules.moe import MOE_RULES
+from arguments.rules.parallel import PARALLEL_RULES, virtual_stages_of
 from arguments.run_config import CriticModel
-from arguments.validate import Rule, Settings
-from arguments.validate_batches import BATCH_RULES, every_rank_gets_a_sample
-from arguments.validate_critic import has_critic
-from arguments.validate_losses import legacy_needs_even_micro_batches
-from arguments.validate_moe import MOE_RULES
-from arguments.validate_parallel import PARALLEL_RULES, virtual_stages_of
+from arguments.schema import CriticConfig, ParallelConfig
 from slime_like.config import Problem, flag_name
 
 PREFIX = "critic_"

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from arguments.groups.data import EvalConfig
+from arguments.schema.data import EvalConfig
 from slime_like.config import (
     AT_LEAST_ONE,
     NON_NEGATIVE,

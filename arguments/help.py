@@ -5,14 +5,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection
 
-from arguments.from_dataclass import Flag
-from arguments.table import FlagTable
+from arguments.flag_registry import FlagTable
+from arguments.flags import Flag
 
 _WIDTH = 110
 TRAIN_USAGE = """usage: python train.py --hf-checkpoint FOLDER --prompt-data FILE --lr X --num-rollout N [flags]
        torchrun --nproc-per-node N train.py ...         on several processes"""
-SERVER_USAGE = """usage: python -m slime_like.server --hf-checkpoint FOLDER [flags]
-       torchrun --nproc-per-node N -m slime_like.server ...         on several processes"""
+SERVER_USAGE = """usage: python -m slime_like.tinker --hf-checkpoint FOLDER [flags]
+       torchrun --nproc-per-node N -m slime_like.tinker ...         on several processes"""
 _NOTES = """Dashes and underscores in flags are interchangeable. --config RUN.YAML reads flags from a file.
 --help WORD shows the groups and flags whose names hold WORD."""
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from arguments.from_dataclass import (
+from arguments.flags import (
     Flag,
     Shape,
     SourceField,
@@ -21,9 +21,9 @@ from arguments.from_dataclass import (
     shape_of,
     switch_spellings,
 )
-from arguments.groups import GPTModelConfig
-from arguments.hf_moe import layer_pattern
+from arguments.hf.moe import layer_pattern
 from arguments.megatron_help import SENTENCES
+from arguments.schema import GPTModelConfig
 from slime_like.config import Problem, flag_name
 
 # group -> (file in megatron/core, class) in which its fields are defined

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from arguments.groups import ModelConfig, ParallelConfig
 from arguments.megatron import OPTIMIZER_DTYPES, megatron_fields
+from arguments.schema import ModelConfig, ParallelConfig
 from slime_like.config import Problem, flag_name
 
 if TYPE_CHECKING:

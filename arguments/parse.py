@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import slime_like
+from arguments.cli import ParsedArgs, merge, read_command_line, read_run_file
 from arguments.config_groups import ConfigGroups
 from arguments.critic_layout import build_critic
 from arguments.eval_sets import eval_sets_of
-from arguments.groups import ModelConfig
+from arguments.flag_registry import GROUPS, FlagTable, flag_table, normalise
 from arguments.help import SERVER_USAGE, TRAIN_USAGE, help_text
-from arguments.hf_model import HfModel, read_hf_model
-from arguments.loss_choice import choose_loss, settle_loss
+from arguments.hf.model import HfModel, read_hf_model
 from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
 from arguments.megatron_configs import Machine, build_megatron_configs, resolve_transformer_impl
+from arguments.resolve_loss import choose_loss, settle_loss
+from arguments.rules.base import Rule, Settings
+from arguments.rules.batches import global_batch_of
+from arguments.rules.critic import completed_critic, has_critic
+from arguments.rules.distillation import completed_distillation
+from arguments.rules.moe import MOE_WARNINGS
+from arguments.rules.parallel import virtual_stages_of
+from arguments.rules.run import RULES, WARNINGS, Warn, settings_of_other_losses
+from arguments.rules.server import OF_EVERY_STEP, OF_THE_SERVER, SERVER_RULES, of_the_trainer
+from arguments.rules.sglang import completed_sglang
 from arguments.run_config import RunConfig, TeacherModel
-from arguments.table import GROUPS, FlagTable, flag_table, normalise
-from arguments.validate import Rule, Settings
-from arguments.validate_batches import global_batch_of
-from arguments.validate_critic import completed_critic, has_critic
-from arguments.validate_distillation import completed_distillation
-from arguments.validate_moe import MOE_WARNINGS
-from arguments.validate_parallel import virtual_stages_of
-from arguments.validate_run import RULES, WARNINGS, Warn, settings_of_other_losses
-from arguments.validate_server import OF_EVERY_STEP, OF_THE_SERVER, SERVER_RULES, of_the_trainer
-from arguments.validate_sglang import completed_sglang
-from arguments.words import Given, merge, read_command_line, read_run_file
+from arguments.schema import ModelConfig
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.losses.off_policy import OffPolicyConfig
@@ -64,14 +64,14 @@ SERVER = Program(
 )
 
 
-class HelpWanted(Exception):
+class HelpRequested(Exception):
     """--help or --version stands on the command line. The text to print is the only argument."""
 
 
 def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -> RunConfig:
     """The settings of a run of train.py, or of the server.
 
-    argv: without the program's name. world_size: number of processes. Raises ConfigError with every problem, and `HelpWanted`. Only
+    argv: without the program's name. world_size: number of processes. Raises ConfigError with every problem, and `HelpRequested`. Only
     what megatron-core itself refuses comes second, once nothing else is wrong. Needs no process group.
     """
     table = flag_table()
@@ -107,7 +107,7 @@ def parse_or_exit(
         else:
             time.sleep(_WAIT_FOR_RANK_0_S)
         raise SystemExit(CONFIG_EXIT_STATUS) from None
-    except HelpWanted as wanted:
+    except HelpRequested as wanted:
         if rank == 0:
             print(wanted, flush=True)
         raise SystemExit(0) from None
@@ -115,14 +115,14 @@ def parse_or_exit(
 
 def _answer_help(argv: Sequence[str], table: FlagTable, program: Program) -> None:
     if "--version" in argv:
-        raise HelpWanted(f"slime_like {slime_like.__version__}")
+        raise HelpRequested(f"slime_like {slime_like.__version__}")
     for position, word in enumerate(argv):
         if word in ("--help", "-h"):
             about = argv[position + 1] if position + 1 < len(argv) else ""
-            raise HelpWanted(help_text(table, about, usage=program.usage, hidden=program.hidden))
+            raise HelpRequested(help_text(table, about, usage=program.usage, hidden=program.hidden))
 
 
-def _read(argv: Sequence[str], table: FlagTable) -> Given:
+def _read(argv: Sequence[str], table: FlagTable) -> ParsedArgs:
     """The run file and, over it, the command line."""
     given = read_command_line(argv, table)
     if "config" in given.values:
@@ -136,7 +136,7 @@ def _read(argv: Sequence[str], table: FlagTable) -> Given:
     return given
 
 
-def _own_icepop(given: Given) -> None:
+def _own_icepop(given: ParsedArgs) -> None:
     """slime's icepop_function: a token mask and truncated importance sampling with the same bounds."""
     values = given.values
     path = str(values.get("custom_tis_function_path", ""))
@@ -158,7 +158,7 @@ def _own_icepop(given: Given) -> None:
             given.problems.append(Problem(flag_name(name), values[name], message))
 
 
-def _kl_in_the_reward(given: Given) -> None:
+def _kl_in_the_reward(given: ParsedArgs) -> None:
     """SkyRL's use_kl_in_reward: its kl_loss_coef is then our kl_coef."""
     values = given.values
     if values.pop("use_kl_in_reward", None) and "kl_coef" not in values:
@@ -174,7 +174,7 @@ def _kl_in_the_reward(given: Given) -> None:
             )
 
 
-def _read_checkpoint(given: Given) -> HfModel | None:
+def _read_checkpoint(given: ParsedArgs) -> HfModel | None:
     """What --hf-checkpoint's config.json says; None, with its problems noted, when it cannot be used."""
     folder = given.values.get("hf_checkpoint")
     if folder is None:
@@ -196,7 +196,7 @@ class _Draft:
 
 
 def _draft(
-    given: Given,
+    given: ParsedArgs,
     loss: PolicyLoss,
     policy_loss: Any,
     checkpoint: HfModel | None,
@@ -286,7 +286,7 @@ def _make(config_type: type, values: Mapping[str, Any]) -> Any:
     )
 
 
-def _about_unread(problem: Problem, given: Given, table: FlagTable) -> bool:
+def _about_unread(problem: Problem, given: ParsedArgs, table: FlagTable) -> bool:
     """Whether a rule speaks of a flag whose value could not be read: that has been told already."""
     spelling = table.spellings.get(normalise(problem.flag))
     return spelling is not None and spelling.flag.dest in given.bad

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from arguments.config_groups import ConfigGroups
-from arguments.groups import GPTModelConfig, ParallelConfig
-from arguments.groups.lora import TARGETS, UNEMBEDDING
 from arguments.megatron_configs import MegatronConfigs
+from arguments.schema import GPTModelConfig, ParallelConfig
+from arguments.schema.lora import TARGETS, UNEMBEDDING
 from slime_like.advantages.registry import advantage_estimators, needs_critic
 
 

@@ -14,7 +14,7 @@ from slime_like.config import ConfigError
 from slime_like.errors import RunError
 
 if TYPE_CHECKING:
-    from slime_like.convert.to_hf import NetworkSource
+    from slime_like.weights.to_hf import NetworkSource
 
 USAGE, DAMAGE = 2, 1
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -84,7 +84,7 @@ def verify(
     kinds: list[str], source: NetworkSource, folder: str, *, share: int, show: bool
 ) -> list[str]:
     """Collective. What was found to be right, as lines for the user. share: bytes that this rank compares. Raises ValueError."""
-    from slime_like.convert.verify import TOKENS, compare_bits, compare_logits
+    from slime_like.weights.verify import TOKENS, compare_bits, compare_logits
 
     lines = []
     if "checksums" in kinds:

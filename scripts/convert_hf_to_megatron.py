@@ -34,7 +34,7 @@ from scripts.convert_common import (
 if TYPE_CHECKING:
     import torch
 
-    from arguments.hf_model import HfModel
+    from arguments.hf.model import HfModel
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,14 +71,14 @@ def convert(chosen: argparse.Namespace) -> int:
     import torch
 
     import megatron_patches
-    from arguments.hf_model import read_hf_model
-    from arguments.validate_layout import CutNetwork, layout_problems
+    from arguments.hf.model import read_hf_model
+    from arguments.rules.layout import CutNetwork, layout_problems
     from slime_like.config import ConfigError
-    from slime_like.launcher import quiet_dependencies
+    from slime_like.trainer.launch import quiet_dependencies
 
     quiet_dependencies()
     megatron_patches.apply()
-    from slime_like.convert.blueprint import conversion_layout, make_blueprint
+    from slime_like.weights.meta_model import conversion_layout, make_blueprint
 
     rank, world = rank_and_world()
     value_head = chosen.network == "critic"
@@ -94,8 +94,8 @@ def convert(chosen: argparse.Namespace) -> int:
         raise ConfigError(problems)
     check_workers(chosen.workers)
     dtype = getattr(torch, DTYPES[chosen.dtype] if chosen.dtype else hf.dtype or "float32")
-    from slime_like.convert.to_megatron import convert_to_megatron
-    from slime_like.megatron_backend.init import model_parallel_groups, world_of_processes
+    from slime_like.megatron.init import model_parallel_groups, world_of_processes
+    from slime_like.weights.to_megatron import convert_to_megatron
 
     started = time.perf_counter()
     show = rank == 0 and not chosen.no_progress
@@ -142,9 +142,9 @@ def verified(
     chosen: argparse.Namespace, hf: HfModel, folder: Path, size: int, dtype: torch.dtype
 ) -> list[str]:
     """What --verify found to be right, as lines. size: bytes of the checkpoint `folder`. Raises ValueError."""
-    from slime_like.convert.blueprint import conversion_layout, make_blueprint
-    from slime_like.convert.to_hf import NetworkSource
-    from slime_like.megatron_backend.init import model_parallel_groups
+    from slime_like.megatron.init import model_parallel_groups
+    from slime_like.weights.meta_model import conversion_layout, make_blueprint
+    from slime_like.weights.to_hf import NetworkSource
 
     rank, world = rank_and_world()
     parallel = conversion_layout(hf)

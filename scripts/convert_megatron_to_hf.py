@@ -87,9 +87,9 @@ def convert(chosen: argparse.Namespace) -> int:
     import torch
 
     import megatron_patches
-    from arguments.hf_model import read_hf_model
+    from arguments.hf.model import read_hf_model
     from slime_like.checkpoints.folders import checkpoint_folder
-    from slime_like.launcher import quiet_dependencies
+    from slime_like.trainer.launch import quiet_dependencies
 
     quiet_dependencies()
     rank, world = rank_and_world()
@@ -99,10 +99,10 @@ def convert(chosen: argparse.Namespace) -> int:
     hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
     folder = checkpoint_folder(chosen.load, step_of(chosen, tell=rank == 0))
     megatron_patches.apply()
-    from slime_like.convert.blueprint import conversion_layout, make_blueprint
-    from slime_like.convert.to_hf import NetworkSource, convert_to_hf
-    from slime_like.megatron_backend.checkpoint.load import open_checkpoint
-    from slime_like.megatron_backend.init import process_groups
+    from slime_like.megatron.checkpoint.load import open_checkpoint
+    from slime_like.megatron.init import process_groups
+    from slime_like.weights.meta_model import conversion_layout, make_blueprint
+    from slime_like.weights.to_hf import NetworkSource, convert_to_hf
 
     def tell(text: str) -> None:
         if rank == 0:
@@ -152,7 +152,7 @@ def check_template(
     template: str, folder: Path, state: dict[str, object], blueprint: object
 ) -> None:
     """Raises UsageError naming the settings that differ."""
-    from slime_like.convert.to_hf import model_differences
+    from slime_like.weights.to_hf import model_differences
 
     different = model_differences(state.get("model", {}), blueprint)  # type: ignore[arg-type]
     if different:

@@ -24,7 +24,7 @@ for RUN in $RUNS; do
 done
 
 printf '\n'
-"$PYTHON" scripts/engine_table.py "${FOLDERS[@]}"
+"$PYTHON" benchmarks/engine_table.py "${FOLDERS[@]}"
 if [ ${#FAILED[@]} -gt 0 ]; then
   echo "failed: ${FAILED[*]}" >&2
   exit 1

@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from arguments.aliases import ALIASES, NO_EFFECT, NOT_IMPLEMENTED_GROUPS, PRESETS  # noqa: E402
-from arguments.from_dataclass import Flag  # noqa: E402
+from arguments.flag_registry import FlagTable, flag_table  # noqa: E402
+from arguments.flags import Flag  # noqa: E402
 from arguments.help import default_words  # noqa: E402
-from arguments.table import FlagTable, flag_table  # noqa: E402
 
 TARGET = ROOT / "docs" / "flags.md"
 HEAD = """# Flags

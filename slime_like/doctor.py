@@ -13,7 +13,7 @@ from importlib import metadata
 
 
 @dataclass(frozen=True, slots=True)
-class Thing:
+class Dependency:
     """module: what Python imports, or "" for a program. package: of its version, or the program's name."""
 
     module: str
@@ -23,50 +23,50 @@ class Thing:
 
 
 THINGS = (
-    Thing("torch", "torch", "everything", required=True),
-    Thing("megatron.core", "megatron-core", "the trainer", required=True),
-    Thing(
+    Dependency("torch", "torch", "everything", required=True),
+    Dependency("megatron.core", "megatron-core", "the trainer", required=True),
+    Dependency(
         "transformers",
         "transformers",
         "models, tokenizers, the local rollout engine",
         required=True,
     ),
-    Thing("safetensors", "safetensors", "checkpoints", required=True),
-    Thing("numpy", "numpy", "balancing, checkpoints", required=True),
-    Thing("yaml", "pyyaml", "run files (--config)", required=True),
-    Thing("rich", "rich", "the display of a run", required=True),
-    Thing("psutil", "psutil", "memory, worker processes", required=True),
-    Thing(
+    Dependency("safetensors", "safetensors", "checkpoints", required=True),
+    Dependency("numpy", "numpy", "balancing, checkpoints", required=True),
+    Dependency("yaml", "pyyaml", "run files (--config)", required=True),
+    Dependency("rich", "rich", "the display of a run", required=True),
+    Dependency("psutil", "psutil", "memory, worker processes", required=True),
+    Dependency(
         "tensorboard",
         "tensorboard",
         "TensorBoard files; --no-tensorboard does without",
         required=True,
     ),
-    Thing(
+    Dependency(
         "transformer_engine",
         "transformer-engine",
         "fused layers on GPUs, context parallelism there",
     ),
-    Thing("apex", "apex", "NVIDIA's fused optimizers and --gradient-accumulation-fusion"),
-    Thing("flash_attn", "flash-attn", "attention kernels of Transformer Engine"),
-    Thing("sglang", "sglang", "rollout engines that this environment starts"),
-    Thing("sglang_router", "sglang-router", "one address for several engines"),
-    Thing("httpx", "httpx", "engines and rewards over HTTP"),
-    Thing("reasoning_gym", "reasoning-gym", "tasks that are made on the fly"),
-    Thing("math_verify", "math-verify", "--rm-type math"),
-    Thing("pyarrow", "pyarrow", "prompts in Parquet"),
-    Thing("matplotlib", "matplotlib", "the plot of a run"),
-    Thing("fastapi", "fastapi", "the server"),
-    Thing("uvicorn", "uvicorn", "the server"),
-    Thing("", "sbatch", "scripts/slurm"),
+    Dependency("apex", "apex", "NVIDIA's fused optimizers and --gradient-accumulation-fusion"),
+    Dependency("flash_attn", "flash-attn", "attention kernels of Transformer Engine"),
+    Dependency("sglang", "sglang", "rollout engines that this environment starts"),
+    Dependency("sglang_router", "sglang-router", "one address for several engines"),
+    Dependency("httpx", "httpx", "engines and rewards over HTTP"),
+    Dependency("reasoning_gym", "reasoning-gym", "tasks that are made on the fly"),
+    Dependency("math_verify", "math-verify", "--rm-type math"),
+    Dependency("pyarrow", "pyarrow", "prompts in Parquet"),
+    Dependency("matplotlib", "matplotlib", "the plot of a run"),
+    Dependency("fastapi", "fastapi", "the server"),
+    Dependency("uvicorn", "uvicorn", "the server"),
+    Dependency("", "sbatch", "scripts/slurm"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Status:
     """have: a version or a place; None where it is missing."""
 
-    thing: Thing
+    thing: Dependency
     have: str | None
 
     def __str__(self) -> str:
@@ -74,19 +74,19 @@ class Finding:
         return f"{mark}  {self.thing.package:<20} {self.have or '-':<24} {self.thing.use}"
 
 
-def look(thing: Thing) -> Finding:
+def look(thing: Dependency) -> Status:
     if not thing.module:
-        return Finding(thing, shutil.which(thing.package))
+        return Status(thing, shutil.which(thing.package))
     try:
         there = importlib.util.find_spec(thing.module) is not None
     except ImportError:  # of a parent package
         there = False
     if not there:
-        return Finding(thing, None)
+        return Status(thing, None)
     try:
-        return Finding(thing, metadata.version(thing.package))
+        return Status(thing, metadata.version(thing.package))
     except metadata.PackageNotFoundError:
-        return Finding(thing, "version unknown")
+        return Status(thing, "version unknown")
 
 
 def devices() -> str:
@@ -105,7 +105,7 @@ def devices() -> str:
 
 
 def report(
-    things: Iterable[Thing] = THINGS, device: Callable[[], str] = devices
+    things: Iterable[Dependency] = THINGS, device: Callable[[], str] = devices
 ) -> tuple[list[str], int]:
     """(lines, exit status)."""
     findings = [look(thing) for thing in things]

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from slime_like.rollout.engine import GenerateRequest, SamplingParams
-from slime_like.rollout.local import LocalEngine
-from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
-from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
-from slime_like.rollout.sglang.http import Deadlines, Retries
-from slime_like.rollout.sglang.router import Router
-from slime_like.rollout.sglang.routes import RoutesFormat
-from slime_like.rollout.sglang.weight_update import Transport, UpdateSettings, WeightUpdater
+from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
+from slime_like.rollout.engines.local.engine import LocalEngine
+from slime_like.rollout.engines.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.engines.sglang.http import Deadlines, Retries
+from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
+from slime_like.rollout.engines.sglang.router import Router
+from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
+from slime_like.rollout.engines.sglang.weight_update import Transport, UpdateSettings, WeightUpdater
 
 ATTEMPTS = 3  # of a request
 Answer = dict[str, Any]

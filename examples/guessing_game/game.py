@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from slime_like.rollout.slime_api import GenerateState, Sample, get_model_url, post
+from slime_like.compat.slime.api import GenerateState, Sample, get_model_url, post
 
 TURNS = 4
 TURN_TOKENS = 24  # of one guess

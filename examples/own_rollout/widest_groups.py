@@ -13,7 +13,7 @@ import asyncio
 import statistics
 from typing import Any
 
-from slime_like.rollout.slime_api import (
+from slime_like.compat.slime.api import (
     GenerateState,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,

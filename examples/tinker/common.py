@@ -1,7 +1,7 @@
 """What the examples share: a connection, prompts, a reward that needs no data, and sampling.
 
     python scripts/make_demo.py --output-dir outputs/demo
-    python -m slime_like.server --hf-checkpoint outputs/demo/model
+    python -m slime_like.tinker --hf-checkpoint outputs/demo/model
     python examples/tinker/grpo.py --model outputs/demo/model
 
 The reward is the share of vowels in what the model writes. The task is a toy; the loops are those of a real one.

@@ -1,7 +1,7 @@
 """The RL stage of scripts/demo.sh as a loop against the SDK: the same model, prompts, groups, loss, learning rates and evaluation.
 
     bash scripts/demo.sh
-    python -m slime_like.server --hf-checkpoint outputs/demo-sapo-tp2/sft/hf
+    python -m slime_like.tinker --hf-checkpoint outputs/demo-sapo-tp2/sft/hf
     python examples/tinker/demo.py --demo outputs/demo-sapo-tp2
 
 prints its curve on the held-out words beside train.py's.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from arguments.eval_sets import EvalSet
-from arguments.groups.data import DataConfig
+from arguments.schema.data import DataConfig
 from slime_like.data.source import TASK_PREFIX, Row, RowSource, batches, open_source
 from slime_like.rewards.registry import AnswerCheck
 from slime_like.types import Prompt

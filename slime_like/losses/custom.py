@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slime_like.custom_function import load_function
+from slime_like.import_utils import load_function
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput
 from slime_like.losses.registry import PolicyLoss
 

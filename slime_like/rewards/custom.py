@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_like import custom_function
+from slime_like import import_utils
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class RewardSample:
 
 
 def load_function(path: str, flag: str = "--custom-rm-path") -> Callable[..., Any]:
-    """See `slime_like.custom_function`."""
-    return custom_function.load_function(path, flag)
+    """See `slime_like.import_utils`."""
+    return import_utils.load_function(path, flag)
 
 
 def is_async(function: Callable[..., Any]) -> bool:

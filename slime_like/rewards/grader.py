@@ -25,7 +25,7 @@ _UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED, SampleStatus.PARTIAL)
 
 
 class Grader:
-    """Fills in rewards. The arguments are the fields of `arguments.groups.rollout.RewardConfig`: ``Grader(**asdict(config))``.
+    """Fills in rewards. The arguments are the fields of `arguments.schema.rollout.RewardConfig`: ``Grader(**asdict(config))``.
 
     rm_type: reward of samples whose metadata names no ``rm_type`` of their own; None: samples of a reasoning_gym source are scored by
     their task (`registry.reward_of`). custom_rm_path: replaces all of these. rm_num_workers: processes; 0 chooses this process's

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.custom_function import load_function
+from slime_like.import_utils import load_function
 from slime_like.losses.custom_tis import custom_correction
 from slime_like.losses.off_policy import Correction, OffPolicyConfig, off_policy_correction
 from slime_like.metrics.typed import MetricAccumulator

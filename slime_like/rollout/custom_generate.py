@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import slime_like
-from slime_like.custom_function import load_function
-from slime_like.rollout.engine import Asked, SamplingParams
+from slime_like.compat.slime.requests import call_slime_function
+from slime_like.compat.slime.samples import SlimeArgs
+from slime_like.import_utils import load_function
+from slime_like.rollout.engines.base import GenerationClient, SamplingParams
 from slime_like.rollout.episode import Aborted, Model, episode_of, sample_of
-from slime_like.rollout.slime_requests import call_slime_function
-from slime_like.rollout.slime_samples import SlimeArgs
 from slime_like.types import Sample, SampleStatus
 
 PACKAGE = Path(slime_like.__file__).parent
@@ -41,7 +41,7 @@ class CustomGenerate:
     def run(
         self,
         samples: Sequence[Sample],
-        engine: Asked,
+        engine: GenerationClient,
         tokenizer: Any,
         sampling: SamplingParams,
         seed_of: SeedOf,
@@ -61,7 +61,13 @@ class CustomGenerate:
         return asyncio.run(every())
 
     async def make(
-        self, sample: Sample, model: Model, engine: Asked, seed_of: SeedOf, *, evaluation: bool
+        self,
+        sample: Sample,
+        model: Model,
+        engine: GenerationClient,
+        seed_of: SeedOf,
+        *,
+        evaluation: bool,
     ) -> Sample:
         """One sample with its response."""
         try:
@@ -79,7 +85,13 @@ class CustomGenerate:
             return lost(sample, f"{FLAG} {self.path} raised {type(error).__name__}: {error}"[:500])
 
     async def _one(
-        self, sample: Sample, model: Model, engine: Asked, seed_of: SeedOf, *, evaluation: bool
+        self,
+        sample: Sample,
+        model: Model,
+        engine: GenerationClient,
+        seed_of: SeedOf,
+        *,
+        evaluation: bool,
     ) -> Sample:
         if self.is_slime:
             return await call_slime_function(

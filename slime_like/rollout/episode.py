@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from slime_like.rollout.engine import (
-    Asked,
+from slime_like.rollout.engines.base import (
     FinishReason,
     GenerateOutput,
     GenerateRequest,
+    GenerationClient,
     SamplingParams,
 )
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
@@ -96,7 +96,7 @@ class Model:
 
     def __init__(
         self,
-        engine: Asked,
+        engine: GenerationClient,
         tokenizer: Any,
         sampling: SamplingParams,
         seed_of: Callable[[int, int], int],

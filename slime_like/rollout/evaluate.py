@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from arguments.eval_sets import EvalSet
-from arguments.groups import RewardConfig, RolloutConfig
 from arguments.run_config import RunConfig
+from arguments.schema import RewardConfig, RolloutConfig
 from slime_like.data.prompts import load_eval_sets
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
-from slime_like.rollout.engine import SamplingParams
+from slime_like.rollout.engines.base import SamplingParams
 from slime_like.rollout.rollouter import Rollouter, eval_sampling
 from slime_like.types import Prompt, SampleGroup
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from arguments.validate_scheduling import FILTERS
-from slime_like.custom_function import load_function
-from slime_like.rollout.buffer import OpenGroup
-from slime_like.rollout.slime_samples import SlimeArgs, SlimeSample, to_slime_groups
+from arguments.rules.scheduling import FILTERS
+from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, to_slime_groups
+from slime_like.import_utils import load_function
+from slime_like.rollout.group_buffer import PendingGroup
 
 DYNAMIC_FILTER = "--dynamic-sampling-filter-path"
 NO_SPREAD = 1e-6  # standard deviation of rewards up to which a group teaches nothing
@@ -138,7 +138,7 @@ def take_from_buffer(
 
 
 def choose_waiting(
-    path: str | None, args: SlimeArgs, rollout_id: int, waiting: Sequence[OpenGroup], count: int
+    path: str | None, args: SlimeArgs, rollout_id: int, waiting: Sequence[PendingGroup], count: int
 ) -> tuple[list[int], list[int]]:
     """Of the groups that wait: ids of at most `count` to go on with, and of those to throw away."""
     taken = take_from_buffer(

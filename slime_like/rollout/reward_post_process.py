@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.agreement import from_rank_zero
-from slime_like.custom_function import load_function
-from slime_like.rollout.slime_samples import SlimeArgs, to_slime
+from slime_like.compat.slime.samples import SlimeArgs, to_slime
+from slime_like.distributed.collectives import from_rank_zero
+from slime_like.import_utils import load_function
 from slime_like.types import Sample
 
 FLAG = "--custom-reward-post-process-path"

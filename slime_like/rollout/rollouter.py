@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from arguments.eval_sets import EvalSet
-from arguments.groups import RolloutConfig
+from arguments.schema import RolloutConfig
+from slime_like.compat.slime.samples import unwritten
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.custom_generate import CustomGenerate
-from slime_like.rollout.engine import (
+from slime_like.rollout.engines.base import (
     GenerateOutput,
     GenerateRequest,
     RolloutEngine,
@@ -28,7 +29,6 @@ from slime_like.rollout.engine import (
     asking_ranks,
 )
 from slime_like.rollout.seeds import sample_seed
-from slime_like.rollout.slime_samples import unwritten
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
 
 

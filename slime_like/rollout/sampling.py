@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from slime_like.rollout.engine import SamplingParams
+from slime_like.rollout.engines.base import SamplingParams
 
 
 def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""The Tinker-compatible API on our own workers: see docs/en/server.md. `python -m slime_like.server` is in __main__.py."""
+"""The name that `slime_like.tinker` had: `python -m slime_like.server` still starts it."""

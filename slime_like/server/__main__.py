@@ -1,25 +1,6 @@
-"""Serve the Tinker API: python -m slime_like.server ... on one process, torchrun -m slime_like.server ... on several. --help lists the flags.
+"""`python -m slime_like.server` is `python -m slime_like.tinker`."""
 
-Exit status: 0 stopped, 1 an error, 2 an error in the command line (every problem is listed), 130 interrupted.
-"""
-
-from __future__ import annotations
-
-import os
-import sys
-
-from arguments.parse import SERVER, parse_or_exit
-
-
-def main() -> int:
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    config = parse_or_exit(sys.argv[1:], world_size, rank, SERVER)
-    from slime_like.server.launch import (
-        run,
-    )  # torch and megatron-core come in only when the command line is right
-
-    return run(config, rank)
-
+from slime_like.tinker.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

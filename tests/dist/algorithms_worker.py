@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.parity.steps import parallel
+from benchmarks.parity.steps import parallel
 from slime_like.losses import LossTerms, policy_losses
-from slime_like.megatron_backend.backend import MegatronBackend
-from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.megatron_backend.loss_closure import Objective
-from slime_like.rollout.batch import flatten, usable
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.forward_step import Objective
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.rollout.step_plan import flatten, usable
 from tests.dist.backend_worker import make_trainer
 
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
@@ -51,7 +51,7 @@ def second_step(
         samples = [usable(sample) for sample in flatten(trainer.supply.groups_of(0)[0])]
         first, second = trainer.batches.make(samples, weight_version=0)[0].policy
         trainer.backend.update(first)
-        pending = trainer.backend.accumulate(second)
+        pending = trainer.backend.forward_backward(second)
         return dict(pending.metrics), gradients(trainer.backend)
 
 

@@ -15,15 +15,15 @@ import megatron_patches
 
 megatron_patches.apply()
 
-from scripts.parity.steps import SAMPLES as SAMPLES  # noqa: E402
-from scripts.parity.steps import VOCAB as VOCAB  # noqa: E402
-from scripts.parity.steps import parallel, random_samples, settings, share, weights  # noqa: E402
-from slime_like.megatron_backend.backend import MegatronBackend  # noqa: E402
-from slime_like.megatron_backend.gates import GateError, SkippedStepGate  # noqa: E402
-from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
-from slime_like.megatron_backend.network import Network  # noqa: E402
-from slime_like.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
-from slime_like.trainer import Trainer  # noqa: E402
+from benchmarks.parity.steps import SAMPLES as SAMPLES  # noqa: E402
+from benchmarks.parity.steps import VOCAB as VOCAB  # noqa: E402
+from benchmarks.parity.steps import parallel, random_samples, settings, share, weights  # noqa: E402
+from slime_like.megatron.backend import MegatronBackend  # noqa: E402
+from slime_like.megatron.guards import GateError, SkippedStepGate  # noqa: E402
+from slime_like.megatron.network import Network  # noqa: E402
+from slime_like.megatron.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
+from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
+from slime_like.trainer.trainer import Trainer  # noqa: E402
 
 
 def optimizer_state(backend: MegatronBackend) -> list[torch.Tensor]:

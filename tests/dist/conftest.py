@@ -12,7 +12,7 @@ import torch.distributed as dist
 @pytest.fixture
 def alone() -> Iterator[Any]:
     """The layout of a process group of one."""
-    from scripts.parity.steps import (
+    from benchmarks.parity.steps import (
         parallel,
     )  # only once a test's own module has applied the patches
 

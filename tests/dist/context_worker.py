@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.parity.steps import (
+from benchmarks.parity.steps import (
     differences,
     parallel,
     train,
 )  # applies the patches, before megatron-core is imported
 from slime_like.losses import LossInputs, LossOutput, LossTerms, policy_losses, total_loss
+from slime_like.megatron.ops.context_parallel import rows_of_rank
 from slime_like.metrics.typed import MetricAccumulator
-from slime_like.ops.context_parallel import rows_of_rank
 
 from megatron.core.process_groups_config import ProcessGroupCollection  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
-from slime_like.megatron_backend.layout import ParallelLayout  # isort: skip
-from slime_like.ops.attention import PackedAttention, packed_rows  # isort: skip
+from slime_like.megatron.parallel_layout import ParallelLayout  # isort: skip
+from slime_like.megatron.ops.attention import PackedAttention, packed_rows  # isort: skip
 
 # --- attention ---------------------------------------------------------------------------------------------------------
 

@@ -15,22 +15,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import megatron_patches
-from arguments.groups import GPTModelConfig
-from arguments.hf_model import HfModel, read_hf_model
+from arguments.hf.model import HfModel, read_hf_model
+from arguments.schema import GPTModelConfig
 
 megatron_patches.apply()
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
-from scripts.parity.steps import parallel  # noqa: E402
-from slime_like.convert import families  # noqa: E402
-from slime_like.convert.export import export_hf_weights  # noqa: E402
-from slime_like.convert.load import load_hf_weights  # noqa: E402
-from slime_like.convert.save import save_hf  # noqa: E402
-from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
-from slime_like.megatron_backend.model import build_chunks  # noqa: E402
-from slime_like.megatron_backend.policy_model import head_weight  # noqa: E402
-from slime_like.ops.attention import packed_rows  # noqa: E402
+from benchmarks.parity.steps import parallel  # noqa: E402
+from slime_like.megatron.model.gpt import build_chunks  # noqa: E402
+from slime_like.megatron.model.policy import head_weight  # noqa: E402
+from slime_like.megatron.ops.attention import packed_rows  # noqa: E402
+from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
+from slime_like.weights import families  # noqa: E402
+from slime_like.weights.hf_export import export_hf_weights  # noqa: E402
+from slime_like.weights.hf_import import load_hf_weights  # noqa: E402
+from slime_like.weights.hf_save import save_hf  # noqa: E402
 
 TOLERANCE = 1e-5
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.parity.cells import sizes_of
-from scripts.parity.steps import parallel
-from slime_like.megatron_backend.backend import MegatronBackend
-from slime_like.megatron_backend.layout import ParallelLayout
+from benchmarks.parity.cells import sizes_of
+from benchmarks.parity.steps import parallel
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.parallel_layout import ParallelLayout
 from tests.dist.backend_worker import random_samples, settings, share
 from tests.dist.critic_worker import FLAGS, STEPS, critic_samples, critic_weights
 

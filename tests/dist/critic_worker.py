@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.parity.steps import parallel
-from slime_like.convert.export import export_hf_weights
-from slime_like.megatron_backend.backend import MegatronBackend
-from slime_like.megatron_backend.gates import SkippedStepGate
-from slime_like.megatron_backend.layout import ParallelLayout
+from benchmarks.parity.steps import parallel
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.guards import SkippedStepGate
+from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import TrainSample
+from slime_like.weights.hf_export import export_hf_weights
 from tests.dist.backend_worker import poison_one_rank, random_samples, settings, share
 
 STEPS = 3
-# a clip range that some values leave within three steps; see scripts/parity_table.py for Adam's epsilon
+# a clip range that some values leave within three steps; see benchmarks/parity_table.py for Adam's epsilon
 FLAGS = (
     "--advantage-estimator ppo --lr 1e-3 --critic-lr 3e-3 --adam-eps 1e-6 --clip-grad 0.5 --weight-decay 0.1 --value-clip 0.1 "
     "--critic-lr-warmup-iters 1 "

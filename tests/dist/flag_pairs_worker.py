@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from scripts.parity.cells import sizes_of
-from scripts.parity.steps import differences, parallel, train
+from benchmarks.parity.cells import sizes_of
+from benchmarks.parity.steps import differences, parallel, train
 
 WORDS = ("loss", "gradients", "weights", "log_probs")
 

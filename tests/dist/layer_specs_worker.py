@@ -26,14 +26,14 @@ transformer_engine._get_extra_te_kwargs = lambda config: {
     "params_dtype": config.params_dtype
 }  # and no CUDA device
 
-from scripts.parity.cells import sizes_of  # noqa: E402
-from scripts.parity.steps import parallel, random_samples, settings, share, weights  # noqa: E402
+from benchmarks.parity.cells import sizes_of  # noqa: E402
+from benchmarks.parity.steps import parallel, random_samples, settings, share, weights  # noqa: E402
 from slime_like.checkpoints.folders import checkpoint_folder  # noqa: E402
-from slime_like.megatron_backend.backend import MegatronBackend, saved_network  # noqa: E402
-from slime_like.megatron_backend.checkpoint import CheckpointSaver, SavePolicy  # noqa: E402
-from slime_like.megatron_backend.checkpoint.fingerprint import fingerprint  # noqa: E402
-from slime_like.megatron_backend.checkpoint.tensors import CheckpointTensors  # noqa: E402
-from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
+from slime_like.megatron.backend import MegatronBackend, saved_network  # noqa: E402
+from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy  # noqa: E402
+from slime_like.megatron.checkpoint.fingerprint import fingerprint  # noqa: E402
+from slime_like.megatron.checkpoint.tensors import CheckpointTensors  # noqa: E402
+from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 
 FUSED = (
     "linear_qkv.layer_norm_weight",

@@ -11,10 +11,10 @@ import megatron_patches
 
 megatron_patches.apply()
 
-from scripts.parity.steps import parallel  # noqa: E402
-from slime_like.megatron_backend.layout import ParallelLayout  # noqa: E402
-from slime_like.ops import lean_head  # noqa: E402
-from slime_like.ops.lean_head import lean_log_probs  # noqa: E402
+from benchmarks.parity.steps import parallel  # noqa: E402
+from slime_like.megatron.ops import fused_linear_logprob  # noqa: E402
+from slime_like.megatron.ops.fused_linear_logprob import lean_log_probs  # noqa: E402
+from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 
 T, H, COLUMNS = 12, 6, 64
 ROWS = {"all": None, "some": [0, 2, 3, 8, 11], "none": []}
@@ -81,7 +81,7 @@ def differences_on_all(
     rank: int, world_size: int, arguments: dict[str, Any]
 ) -> dict[str, list[float]]:
     """Of four ranks the last has nothing but padding where the vocabulary has 33 tokens."""
-    lean_head.MIN_COLUMNS, lean_head.BLOCK_ELEMENTS_CPU = 3, 16
+    fused_linear_logprob.MIN_COLUMNS, fused_linear_logprob.BLOCK_ELEMENTS_CPU = 3, 16
     with parallel(world_size) as layout:
         found = {
             f"{vocab_size} {name} {sequence_parallel}": differences(

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arguments.parse import SERVER, parse_args
-from scripts.bench_server import ADAM, command_of, message_of
-from scripts.parity.cells import sizes_of
-from scripts.parity.steps import parallel, whole_gradients
-from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.megatron_backend.lora.base import VALUE_HEAD
-from slime_like.megatron_backend.lora.whole import set_factors, whole_factors
-from slime_like.megatron_backend.served import ServedAdapter
-from slime_like.server.host import ModelHost
-from slime_like.server.losses import CRITIC_LOSS
+from benchmarks.bench_server import ADAM, command_of, message_of
+from benchmarks.parity.cells import sizes_of
+from benchmarks.parity.steps import parallel, whole_gradients
+from slime_like.megatron.lora.base import VALUE_HEAD
+from slime_like.megatron.lora.gather import gather_factors, set_factors
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.served import ServedAdapter
+from slime_like.tinker.losses import CRITIC_LOSS
+from slime_like.tinker.worker_backend import ModelHost
 
 STEPS = 2
 LENGTHS = (
@@ -95,7 +95,7 @@ def whole(host: ModelHost, *, gradient: bool = False) -> dict[str, Tensor]:
     def value(parameter: torch.nn.Parameter) -> Tensor:
         return (parameter.main_grad if gradient else parameter.detach()).float()  # type: ignore[attr-defined]
 
-    found = {name: tensor.clone() for name, tensor in whole_factors(network, value)}
+    found = {name: tensor.clone() for name, tensor in gather_factors(network, value)}
     last = network.adapters[-1].value_head
     sizes = {"weight": (1, network.config.hidden_size), "bias": (1,)}
     for name, size in sizes.items():

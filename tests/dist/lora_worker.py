@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scripts.parity.cells import sizes_of
-from scripts.parity.steps import (
+from benchmarks.parity.cells import sizes_of
+from benchmarks.parity.steps import (
     STEPS,
     parallel,
     settings,
@@ -18,10 +18,10 @@ from scripts.parity.steps import (
     weights,
     whole_gradients,
 )
-from slime_like.megatron_backend.backend import MegatronBackend
-from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.megatron_backend.lora import LoraNetwork
-from slime_like.megatron_backend.lora.whole import set_factors, whole_factors
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.lora import LoraNetwork
+from slime_like.megatron.lora.gather import gather_factors, set_factors
+from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import TrainBatch
 
 COMMON = (
@@ -40,14 +40,14 @@ def adapter_of(backend: MegatronBackend) -> LoraNetwork:
 
 
 def factors(backend: MegatronBackend) -> dict[str, Tensor]:
-    return {name: tensor.float() for name, tensor in whole_factors(adapter_of(backend))}
+    return {name: tensor.float() for name, tensor in gather_factors(adapter_of(backend))}
 
 
 def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
     for module in backend.trained.trained_modules:
         whole_gradients(module)
     return {
-        name: g.float() for name, g in whole_factors(adapter_of(backend), attrgetter("main_grad"))
+        name: g.float() for name, g in gather_factors(adapter_of(backend), attrgetter("main_grad"))
     }
 
 
@@ -60,7 +60,7 @@ def start_from_noise(backend: MegatronBackend) -> None:
 
 
 def train(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
-    """As scripts/parity/steps.py's, of the adapter."""
+    """As benchmarks/parity/steps.py's, of the adapter."""
     backend = make_backend(folder, layout, flags)
     first = factors(backend)
     start_from_noise(backend)
@@ -71,11 +71,11 @@ def train(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
     losses, norms, metrics = [], [], []
     found: dict[str, Tensor] = {}
     for step in range(1, STEPS + 1):
-        pending = backend.accumulate(TrainBatch(share(train_samples(step), layout).samples))
+        pending = backend.forward_backward(TrainBatch(share(train_samples(step), layout).samples))
         found |= {f"step {step} {name}": g for name, g in gradients(backend).items()}
         losses.append(pending.metrics["loss"])
         metrics.append(pending.metrics)
-        result = backend.apply_gradients(pending)
+        result = backend.optim_step(pending)
         assert not result.skipped
         norms.append(result.grad_norm)
     return dict(

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from arguments.parse import parse_args
-from scripts.parity.steps import dist, parallel_state, read_layout, tensor_parallel
-from scripts.parity_table import make_model
+from benchmarks.parity.steps import dist, parallel_state, read_layout, tensor_parallel
+from benchmarks.parity_table import make_model
 from slime_like.metrics.timers import STEP_SECONDS
-from slime_like.rollout.debug_data import save_rollout
-from slime_like.trainer import Trainer
+from slime_like.rollout.recording import save_rollout
+from slime_like.trainer.trainer import Trainer
 from slime_like.types import Sample, SampleGroup
 
 STEPS, GROUPS, GROUP_SIZE = 2, 3, 3

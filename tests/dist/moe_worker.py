@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from arguments.hf_moe import moe_layers
+from arguments.hf.moe import moe_layers
 from arguments.parse import parse_args
-from scripts.parity.cells import sizes_of
-from scripts.parity.steps import gradients, parallel, random_samples, settings, share, weights
-from slime_like.megatron_backend.backend import MegatronBackend
-from slime_like.megatron_backend.layout import ParallelLayout
-from slime_like.ops.router import routers_of
+from benchmarks.parity.cells import sizes_of
+from benchmarks.parity.steps import gradients, parallel, random_samples, settings, share, weights
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.ops.router import routers_of
+from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import TrainBatch, TrainSample
 from tests.dist.backend_worker import poison_one_rank
 
@@ -39,11 +39,11 @@ def three_steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, An
         ]
     steps, grads = [], {}
     for number, batch in enumerate(batches, start=1):
-        pending = backend.accumulate(batch)
+        pending = backend.forward_backward(batch)
         grads |= {
             f"step {number} {name}": gradient for name, gradient in gradients(backend).items()
         }
-        steps.append(backend.apply_gradients(pending))
+        steps.append(backend.optim_step(pending))
     return dict(
         losses=[s.metrics["loss"] for s in steps],
         gradients=grads,
@@ -153,7 +153,7 @@ def auxiliary_gradients(rank: int, arguments: dict[str, Any]) -> None:
             silent = [
                 dataclasses.replace(s, loss_weights=0 * s.loss_weights) for s in random_samples(1)
             ]
-            pending = backend.accumulate(share(silent, layout))
+            pending = backend.forward_backward(share(silent, layout))
             results[name] = gradients(backend), dict(pending.metrics)
     if rank == 0:
         torch.save(results, arguments["out"])

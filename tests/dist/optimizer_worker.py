@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from scripts.parity.cells import sizes_of
-from scripts.parity.steps import parallel, settings, share, train_samples, weights
-from slime_like.megatron_backend.backend import MegatronBackend
-from slime_like.megatron_backend.layout import ParallelLayout
+from benchmarks.parity.cells import sizes_of
+from benchmarks.parity.steps import parallel, settings, share, train_samples, weights
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.parallel_layout import ParallelLayout
 from tests.dist.backend_worker import poison_one_rank
 
 COMMON = "--bf16 --use-distributed-optimizer --lr 1e-3 --weight-decay 0.1 --clip-grad 0.5 --adam-beta2 0.98"

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from slime_like.errors import RunError
-from slime_like.server import frames, worker
-from slime_like.server.errors import Refused
+from slime_like.tinker import codec, worker
+from slime_like.tinker.errors import Refused
 
 
 class Source:
@@ -21,7 +21,7 @@ class Source:
         self.commands, self.answers = commands, []  # type: tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
     def next(self) -> bytes:
-        return frames.encode(self.commands.pop(0))
+        return codec.encode(self.commands.pop(0))
 
     def answer(self, message: dict[str, Any]) -> None:
         self.answers.append(message)

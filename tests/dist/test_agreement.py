@@ -1,4 +1,4 @@
-"""slime_like/agreement.py: values and errors of one rank, on all of them."""
+"""slime_like/distributed/collectives.py: values and errors of one rank, on all of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from scripts.parity.ranks import run_ranks
-from slime_like import agreement
+from benchmarks.parity.ranks import run_ranks
 from slime_like.config import ConfigError, Problem
+from slime_like.distributed import collectives
 from slime_like.errors import RunError
 
 
@@ -42,9 +42,9 @@ def told(call: Callable[[], Any]) -> list[str]:
 
 
 def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    agreement.TELL_EVERY_S = 0.05
-    zero, group = agreement.from_rank_zero, dist.new_group()
-    one = agreement.together(lambda: rank + 1)
+    collectives.TELL_EVERY_S = 0.05
+    zero, group = collectives.from_rank_zero, dist.new_group()
+    one = collectives.together(lambda: rank + 1)
     errors = (
         ValueError("a setting"),
         OSError(28, "full"),
@@ -54,28 +54,28 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
         OfAUser(1, "a user's"),
     )
     slow = partial(
-        agreement.from_rank_zero_within,
+        collectives.from_rank_zero_within,
         lambda: time.sleep(0.3) or rank,
         group,
         timeout_s=30,
         late="late",
     )
     late = partial(
-        agreement.from_rank_zero_within,
+        collectives.from_rank_zero_within,
         lambda: time.sleep(30),
         None,
         timeout_s=0.2,
         late="it took too long",
     )
     return {
-        "values": [zero(lambda: ["of", rank]), zero(lambda: rank, group), agreement.share(rank), slow(), agreement.gather(rank)],
-        "own": [one, agreement.on_rank_zero(lambda: (x for x in "stays")) is not None],
+        "values": [zero(lambda: ["of", rank]), zero(lambda: rank, group), collectives.share(rank), slow(), collectives.gather(rank)],
+        "own": [one, collectives.on_rank_zero(lambda: (x for x in "stays")) is not None],
         "zero": [told(partial(zero, partial(fail, error))) for error in errors],
-        "stays": told(lambda: agreement.on_rank_zero(lambda: fail(ValueError("not there")))),
-        "second": told(lambda: agreement.together(lambda: fail(OSError("on rank 1")) if rank else None)),
+        "stays": told(lambda: collectives.on_rank_zero(lambda: fail(ValueError("not there")))),
+        "second": told(lambda: collectives.together(lambda: fail(OSError("on rank 1")) if rank else None)),
         "travels": told(lambda: zero(lambda: (x for x in "no pickle")))[:1],
         "late": told(late),
-        "thread": told(partial(agreement.from_rank_zero_within, lambda: fail(ValueError("in a thread")), None, timeout_s=30, late="late")),
+        "thread": told(partial(collectives.from_rank_zero_within, lambda: fail(ValueError("in a thread")), None, timeout_s=30, late="late")),
     }  # fmt: skip
 
 
@@ -103,14 +103,14 @@ def test_all_ranks_have_a_value_or_raise_the_same(tmp_path: Path) -> None:
 
 def test_without_a_process_group_it_is_this_process() -> None:
     assert (
-        agreement.from_rank_zero(lambda: 3)
-        == agreement.together(lambda: 3)
-        == agreement.share(3)
+        collectives.from_rank_zero(lambda: 3)
+        == collectives.together(lambda: 3)
+        == collectives.share(3)
         == 3
     )
-    assert agreement.gather(4) == [4] and agreement.on_rank_zero(lambda: 5) == 5
+    assert collectives.gather(4) == [4] and collectives.on_rank_zero(lambda: 5) == 5
     with pytest.raises(RunError, match="ZeroDivisionError: ") as caught:
-        agreement.from_rank_zero(lambda: 1 // 0)
+        collectives.from_rank_zero(lambda: 1 // 0)
     assert (
         isinstance(caught.value.__cause__, ZeroDivisionError)
         and "1 // 0" in caught.value.__notes__[0]

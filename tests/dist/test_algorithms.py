@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from scripts.parity.ranks import run_ranks
-from scripts.parity_table import make_model, make_rollouts
+from benchmarks.parity.ranks import run_ranks
+from benchmarks.parity_table import make_model, make_rollouts
 from slime_like.losses import LOSS_REDUCTIONS, policy_losses
 from tests.dist.algorithms_worker import LAYOUTS, SUPERVISED
 from tests.unit.test_losses_invariance import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.parity.ranks import run_ranks
-from scripts.parity_table import GROUP_SIZE, make_model, make_rollouts
+from benchmarks.parity.ranks import run_ranks
+from benchmarks.parity_table import GROUP_SIZE, make_model, make_rollouts
 from tests.dist import backend_worker as worker
 
 POISONED = (

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from scripts.parity.ranks import run_ranks
-from scripts.parity_table import make_model
+from benchmarks.parity.ranks import run_ranks
+from benchmarks.parity_table import make_model
 
 LIMIT = 1e-5
 REDUCTION = "--loss-reduction sequence_mean"

@@ -1,4 +1,4 @@
-"""slime_like/convert: logits against transformers and bit-equal round trips under every layout; saving; errors."""
+"""slime_like/weights: logits against transformers and bit-equal round trips under every layout; saving; errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from scripts.parity.ranks import run_ranks
+from benchmarks.parity.ranks import run_ranks
 from tests.dist import convert_worker
 
 LAYOUTS = [
@@ -313,17 +313,17 @@ def test_names_of_the_transformer_engine_spec(alone: Any, folders: dict[str, str
 def test_a_failing_disk_leaves_nothing_behind(
     alone: Any, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slime_like.convert import save
+    from slime_like.weights import hf_save
 
     def full(*arguments: Any, **keywords: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(save, "save_file", full)
+    monkeypatch.setattr(hf_save, "save_file", full)
     taken = []
     stream = ((name, taken.append(name) or torch.zeros(10)) for name in ("a", "b", "c"))
     with pytest.raises(RuntimeError, match="No space left on device"):
-        save.save_hf(str(tmp_path / "out"), stream, folders["qwen3-tied"], max_shard_bytes=40)  # type: ignore[arg-type]
+        hf_save.save_hf(str(tmp_path / "out"), stream, folders["qwen3-tied"], max_shard_bytes=40)  # type: ignore[arg-type]
     assert taken == ["a", "b", "c"], "the stream is taken to its end, the other ranks are in it"
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match=r"no config\.json"):
-        save.save_hf(str(tmp_path / "out"), iter([]), str(tmp_path))
+        hf_save.save_hf(str(tmp_path / "out"), iter([]), str(tmp_path))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.parity.ranks import run_ranks
-from slime_like.convert.families import FAMILIES
+from benchmarks.parity.ranks import run_ranks
+from slime_like.weights.families import FAMILIES
 from tests.dist.test_convert import MODELS, SIZES
 from tests.dist.test_convert_moe import make_models
 

@@ -1,4 +1,4 @@
-"""slime_like/convert with experts: logits against transformers and bit-equal round trips under every layout of the experts."""
+"""slime_like/weights with experts: logits against transformers and bit-equal round trips under every layout of the experts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.parity.models import TINY
-from scripts.parity.ranks import run_ranks
-from slime_like.convert.families import any_expert, canonical_name, expert_number, family_map
+from benchmarks.parity.models import TINY
+from benchmarks.parity.ranks import run_ranks
+from slime_like.weights.families import any_expert, canonical_name, expert_number, family_map
 from tests.dist import convert_worker
 
 SIZES: dict[str, Any] = dict(**TINY, vocab_size=90, initializer_range=0.2)
@@ -105,7 +105,7 @@ def make_models(folder: Path, names: list[str], **changes: Any) -> dict[str, str
                 elif parameter_name.endswith("gate.weight"):
                     parameter.copy_(
                         0.3 * torch.randn_like(parameter)
-                    )  # see scripts/parity/cells.py
+                    )  # see benchmarks/parity/cells.py
             for buffer_name, buffer in model.named_buffers():
                 if buffer_name.endswith("e_score_correction_bias"):
                     buffer.copy_(0.2 * torch.randn_like(buffer))

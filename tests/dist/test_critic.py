@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.parity.ranks import run_ranks
-from scripts.parity_table import make_model, make_rollouts
+from benchmarks.parity.ranks import run_ranks
+from benchmarks.parity_table import make_model, make_rollouts
 from slime_like.losses import ValueLossConfig
 from tests.dist import critic_worker as worker
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.parity.models import make_moe_model
-from scripts.parity.ranks import run_ranks
-from scripts.parity.steps import parallel
-from scripts.parity_table import make_model, make_rollouts
+from benchmarks.parity.models import make_moe_model
+from benchmarks.parity.ranks import run_ranks
+from benchmarks.parity.steps import parallel
+from benchmarks.parity_table import make_model, make_rollouts
 from tests.dist import critic_layouts_worker as worker
 from tests.dist.test_critic import make_critic
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.parity.models import MODELS
-from scripts.parity.ranks import run_ranks
+from benchmarks.parity.models import MODELS
+from benchmarks.parity.ranks import run_ranks
 from tests.unit.flag_pairs import APART, SAME_NUMBERS, SAME_NUMBERS_OF_EXPERTS
 
 LIMIT = 1e-5

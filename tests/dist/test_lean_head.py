@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.parity.ranks import run_ranks
+from benchmarks.parity.ranks import run_ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

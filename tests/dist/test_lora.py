@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scripts.parity.models import make_moe_model
-from scripts.parity.ranks import run_ranks
-from scripts.parity.steps import largest, random_samples, relative, share
-from scripts.parity_table import make_model, make_rollouts
-from slime_like.megatron_backend.backend import MegatronBackend
-from slime_like.megatron_backend.lora import load_adapter
+from benchmarks.parity.models import make_moe_model
+from benchmarks.parity.ranks import run_ranks
+from benchmarks.parity.steps import largest, random_samples, relative, share
+from benchmarks.parity_table import make_model, make_rollouts
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.lora import load_adapter
 from tests.dist import lora_worker as worker
 from tests.dist.test_convert_moe import make_models
 
@@ -104,7 +104,7 @@ def take_the_same_steps(
     optimizer = torch.optim.AdamW(leaves.values(), **ADAM)  # type: ignore[arg-type]
     for step in range(1, STEPS + 1):
         samples = random_samples(step)
-        pending = backend.accumulate(share(samples, alone))
+        pending = backend.forward_backward(share(samples, alone))
         optimizer.zero_grad()
         loss = policy_loss(model, samples)
         loss.backward()
@@ -122,7 +122,7 @@ def take_the_same_steps(
                 msg=f"step {step} {name}",
             )
         norm = float(torch.stack([g.norm() for g in grads.values()]).norm())
-        assert backend.apply_gradients(pending).grad_norm == pytest.approx(norm, rel=1e-5)
+        assert backend.optim_step(pending).grad_norm == pytest.approx(norm, rel=1e-5)
         optimizer.step()
     after = worker.factors(backend)
     for name, leaf in leaves.items():

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.parity.ranks import run_ranks
+from benchmarks.parity.ranks import run_ranks
 from tests.dist.test_convert_moe import make_models
 
 LIMIT = 1e-5

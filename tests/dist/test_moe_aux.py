@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.parity.ranks import run_ranks
+from benchmarks.parity.ranks import run_ranks
 from tests.dist.backend_worker import random_samples
 from tests.dist.test_convert_moe import make_models
 

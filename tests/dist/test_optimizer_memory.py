@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.parity.models import make_moe_model
-from scripts.parity.ranks import run_ranks
-from scripts.parity_table import make_model
+from benchmarks.parity.models import make_moe_model
+from benchmarks.parity.ranks import run_ranks
+from benchmarks.parity_table import make_model
 
 PRECISE = "--use-precision-aware-optimizer"
 KINDS = {

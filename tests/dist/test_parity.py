@@ -1,6 +1,6 @@
 """Every layout gives the numbers of one process: losses, gradient norms and exported weights of three optimizer steps, to 1e-5.
 
-The runs are those of scripts/parity_table.py: `train.py` on recorded rollouts of uneven lengths, with a KL and an entropy term, Adam, weight
+The runs are those of benchmarks/parity_table.py: `train.py` on recorded rollouts of uneven lengths, with a KL and an entropy term, Adam, weight
 decay and clipping.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.parity_table import (
+from benchmarks.parity_table import (
     LAYOUTS,
     LIMIT,
     Layout,

@@ -1,6 +1,6 @@
 """Corrections and token advantages through train.py: two data-parallel ranks give the numbers of one process.
 
-The recorded rollouts of scripts/parity_table.py come from another sampler, so that every mask of the correction rejects something.
+The recorded rollouts of benchmarks/parity_table.py come from another sampler, so that every mask of the correction rejects something.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.parity_table import LAYOUTS, LIMIT, compare, make_model, make_rollouts, run_layout
+from benchmarks.parity_table import LAYOUTS, LIMIT, compare, make_model, make_rollouts, run_layout
 
 CORRECTION = (
     "--no-use-rollout-logprobs --tis-ratio-type token --token-tis-ratio-clip-high 1.2 --outlier-token-is-threshold-high 4.5 "

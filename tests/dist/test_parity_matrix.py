@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from scripts.parity import matrix
-from scripts.parity.cells import PRECISIONS, Cell
-from scripts.parity.matrix import run_matrix
-from scripts.parity.report import table
-from scripts.parity.results import WORDS, Folder, Found, append, over_limit
+from benchmarks.parity import matrix
+from benchmarks.parity.cells import PRECISIONS, Cell
+from benchmarks.parity.matrix import run_matrix
+from benchmarks.parity.report import table
+from benchmarks.parity.results import WORDS, Folder, Found, append, over_limit
 
 LIMIT = PRECISIONS["float32"].limit
 

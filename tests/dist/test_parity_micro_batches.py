@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from scripts.parity.ranks import run_ranks
+from benchmarks.parity.ranks import run_ranks
 from tests.dist import micro_batch_worker as worker
 
 LIMIT = 1e-5
@@ -164,7 +164,7 @@ def test_a_wrong_order_would_be_seen(
     alone: Any, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Old log-probs given back in the order of the micro-batches, not of the samples, do not fit the samples."""
-    from slime_like.megatron_backend.micro_batches import MicroBatches
+    from slime_like.megatron.micro_batching import MicroBatches
 
     monkeypatch.setattr(MicroBatches, "in_order", lambda self, values: list(values))
     with pytest.raises((RuntimeError, ValueError)):

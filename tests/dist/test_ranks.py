@@ -1,4 +1,4 @@
-"""scripts/parity/ranks.py: results, tracebacks, and no process left behind."""
+"""benchmarks/parity/ranks.py: results, tracebacks, and no process left behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.parity.ranks import run_ranks
+from benchmarks.parity.ranks import run_ranks
 
 
 def add_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> float:

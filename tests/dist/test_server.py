@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.parity.ranks import run_ranks
+from benchmarks.parity.ranks import run_ranks
 
 
 def test_ranks_agree_on_errors_and_go_on(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import megatron_patches
 megatron_patches.apply()
 
 from arguments.parse import SERVER, parse_args  # noqa: E402
-from scripts.bench_server import ADAM, command_of, message_of  # noqa: E402
+from benchmarks.bench_server import ADAM, command_of, message_of  # noqa: E402
 from scripts.make_demo import save_model  # noqa: E402
-from slime_like.megatron_backend.init import process_groups  # noqa: E402
-from slime_like.megatron_backend.served import storages_of  # noqa: E402
-from slime_like.server.host import ModelHost  # noqa: E402
+from slime_like.megatron.init import process_groups  # noqa: E402
+from slime_like.megatron.served import storages_of  # noqa: E402
+from slime_like.tinker.worker_backend import ModelHost  # noqa: E402
 from tests.dist.lora_critic_worker import critic_command  # noqa: E402
 
 ADAPTER = {"rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": False}

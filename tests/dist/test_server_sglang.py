@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_like.errors import RunError
-from slime_like.rollout.engine import GenerateRequest, SamplingParams
-from slime_like.rollout.local import LocalEngine
-from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
-from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
-from slime_like.rollout.sglang.http import Deadlines, Retries
-from slime_like.server.errors import Refused
-from slime_like.server.sampler import seed_of
-from slime_like.server.sglang_sampler import SglangSampler, SnapshotUpdater
+from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
+from slime_like.rollout.engines.local.engine import LocalEngine
+from slime_like.rollout.engines.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.engines.sglang.http import Deadlines, Retries
+from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
+from slime_like.tinker.errors import Refused
+from slime_like.tinker.sampler import seed_of
+from slime_like.tinker.sglang_sampler import SglangSampler, SnapshotUpdater
 from tests.fake_sglang import FakeServer, changed, fake_servers, make_served_model, status
 
 PROMPTS = [(7, 8, 9), (11, 5)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from scripts.parity.ranks import run_ranks
+from benchmarks.parity.ranks import run_ranks
 from tests.dist.backend_worker import parallel, vocab_differences
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.parity.ranks import run_ranks
+from benchmarks.parity.ranks import run_ranks
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages
 from slime_like.losses.off_policy import OffPolicyConfig, off_policy_correction
 

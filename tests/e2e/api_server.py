@@ -37,7 +37,7 @@ class ApiServer:
         folder: Path,
         *flags: str,
         ranks: int = 1,
-        program: Sequence[str] = ("-m", "slime_like.server"),
+        program: Sequence[str] = ("-m", "slime_like.tinker"),
     ) -> None:
         self.model, self.folder, self.flags, self.ranks = model, folder, flags, ranks
         self.program = program

@@ -70,7 +70,7 @@ def before_each_call(action: Callable[[str], None]) -> None:
 
 def in_save(number: int, action: Callable[[str], None]) -> None:
     """Arm `action` when the run begins to write its `number`th checkpoint, until that is published."""
-    from slime_like.megatron_backend.checkpoint.save import CheckpointSaver
+    from slime_like.megatron.checkpoint.save import CheckpointSaver
 
     save, finish, seen = CheckpointSaver.save, CheckpointSaver.finish, [0]
 
@@ -120,7 +120,7 @@ def look_in_second_save(rank: int, root: str, report: str) -> None:
 
 def kill_after(rank: int, seconds: str) -> None:
     """Counted from the first save on."""
-    from slime_like.megatron_backend.checkpoint.save import CheckpointSaver
+    from slime_like.megatron.checkpoint.save import CheckpointSaver
 
     save, started = CheckpointSaver.save, []
 
@@ -137,17 +137,17 @@ def kill_after(rank: int, seconds: str) -> None:
 
 def signal_in_step(rank: int, name: str, step: str, on_rank: str) -> None:
     """SIGTERM or SIGKILL in that optimizer step (from 1), on one rank."""
-    from slime_like.megatron_backend.backend import MegatronBackend
+    from slime_like.megatron.backend import MegatronBackend
 
-    accumulate, seen = MegatronBackend.accumulate, [0]
+    forward_backward, seen = MegatronBackend.forward_backward, [0]
 
     def counted(self: Any, *args: Any) -> Any:
         seen[0] += 1
         if seen[0] == int(step) and rank == int(on_rank):
             os.kill(os.getpid(), signal.Signals[name])
-        return accumulate(self, *args)
+        return forward_backward(self, *args)
 
-    MegatronBackend.accumulate = counted  # type: ignore[method-assign]
+    MegatronBackend.forward_backward = counted  # type: ignore[method-assign]
 
 
 def disk_full_in_save(rank: int, number: str, on_rank: str) -> None:
@@ -182,7 +182,7 @@ def flip_a_moment_after_load(rank: int) -> None:
     """One bit of one tensor of Adam's, behind the loader's back."""
     import torch
 
-    from slime_like.megatron_backend.checkpoint import load
+    from slime_like.megatron.checkpoint import load
 
     inner = load._load_network
 
@@ -197,9 +197,9 @@ def flip_a_moment_after_load(rank: int) -> None:
 
 def kill_in_shard(rank: int, number: str) -> None:
     """A conversion dies when it begins to write the `number`th file, with half of it there."""
-    from slime_like.convert import shards
+    from slime_like.weights import safetensors_writer
 
-    real, seen = shards.hashed_file, [0]
+    real, seen = safetensors_writer.hashed_file, [0]
 
     def counted(path: Any) -> Any:
         seen[0] += 1
@@ -208,14 +208,14 @@ def kill_in_shard(rank: int, number: str) -> None:
             os._exit(9)
         return real(path)
 
-    shards.hashed_file = counted
+    safetensors_writer.hashed_file = counted
 
 
 def exchange_gate_and_up(rank: int, layer: str) -> None:
     """A map that is wrong while the files are written, and right afterwards: the gate and the up projection of one expert change places."""
-    from slime_like.convert import to_hf
+    from slime_like.weights import to_hf
 
-    whole = to_hf.whole_tensors
+    whole = to_hf.gather_full_tensors
 
     def exchanged(mapping: Any, shards: Any, sizes: Any) -> Any:
         made = whole(mapping, shards, sizes)
@@ -228,7 +228,7 @@ def exchange_gate_and_up(rank: int, layer: str) -> None:
         ]
         return made | dict(zip(names, [made[name] for name in reversed(names)], strict=True))
 
-    to_hf.whole_tensors = exchanged
+    to_hf.gather_full_tensors = exchanged
 
 
 def in_phase(phase: str, time: int, action: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from scripts.make_demo import make_model, make_tokenizer
 from slime_like.metrics.logger import read_metrics
-from slime_like.rollout.debug_data import load_rollout
+from slime_like.rollout.recording import load_rollout
 
 WORDS = [a + b + c for a in "bcd" for b in "aeiou" for c in ("ng", "st", "rk")]
 # the share of letters in the response, plus a little for every token: it differs between samples

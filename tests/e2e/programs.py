@@ -30,12 +30,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 2.0  # for the other ranks to end by themselves after one has failed
 PRELOADED = (
-    "slime_like.trainer",
+    "slime_like.trainer.trainer",
     "matplotlib.figure",
     "torch.utils.tensorboard",
     "megatron.core.dist_checkpointing.strategies.torch",
     "transformers.models.qwen3.modeling_qwen3",
-    "slime_like.convert.verify",
+    "slime_like.weights.verify",
 )
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
 
@@ -257,7 +257,7 @@ def main() -> None:
     import torch
 
     import megatron_patches
-    from slime_like.launcher import quiet_dependencies
+    from slime_like.trainer.launch import quiet_dependencies
 
     quiet_dependencies()
     torch.set_num_threads(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime_like.rollout.debug_data import load_rollout
+from slime_like.rollout.recording import load_rollout
 from tests.e2e.helpers import Workspace, rows_of, same_numbers
 from tests.e2e.programs import TrainServer
 

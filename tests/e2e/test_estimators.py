@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slime_like.rollout.debug_data import load_rollout
-from slime_like.rollout.greedy import GREEDY_REWARD
+from slime_like.rollout.recording import load_rollout
+from slime_like.rollout.remax_baseline import GREEDY_REWARD
 from tests.e2e.helpers import Workspace, rows_of, same_numbers
 from tests.e2e.programs import TrainServer
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_like.checkpoints.folders import checkpoint_folder
-from slime_like.megatron_backend.checkpoint.tensors import CheckpointTensors
+from slime_like.megatron.checkpoint.tensors import CheckpointTensors
 from tests.e2e.helpers import Workspace, make_workspace, rows_of, same_numbers, weights_of
 from tests.e2e.programs import TrainServer
 

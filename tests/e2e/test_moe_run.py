@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_like.rollout.debug_data import load_rollout, save_rollout
+from slime_like.rollout.recording import load_rollout, save_rollout
 from slime_like.types import SampleGroup
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, weights_of
 from tests.e2e.programs import TrainServer

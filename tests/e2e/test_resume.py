@@ -257,8 +257,8 @@ def test_the_exported_model_answers_as_the_engine_does(work: Workspace, whole: P
     """transformers' own greedy generation from --save-hf, against the local engine with the same weights."""
     import transformers
 
-    from slime_like.rollout.engine import GenerateRequest, SamplingParams
-    from slime_like.rollout.local import LocalEngine
+    from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
+    from slime_like.rollout.engines.local.engine import LocalEngine
 
     folder = str(whole / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

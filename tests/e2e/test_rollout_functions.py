@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from slime_like.rollout.debug_data import load_rollout
+from slime_like.rollout.recording import load_rollout
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights_of
 from tests.e2e.programs import TrainServer
 
 EXAMPLE = "examples/own_rollout/widest_groups.py:generate_rollout"
 # what slime's own does, wrapped as users wrap it: the run must not change by one bit
 WRAPPED = """
-from slime_like.rollout.slime_api import generate_rollout
+from slime_like.compat.slime.api import generate_rollout
 
 def rollout(args, rollout_id, data_source, evaluation=False):
     return generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
@@ -138,7 +138,7 @@ WRONG = {
 }  # fmt: skip
 MAKES = """
 import time
-from slime_like.rollout.slime_api import RolloutFnTrainOutput, Sample, generate_rollout
+from slime_like.compat.slime.api import RolloutFnTrainOutput, Sample, generate_rollout
 
 def rollout(args, rollout_id, data_source, evaluation=False):
     groups = generate_rollout(args, rollout_id, data_source).samples
@@ -167,7 +167,7 @@ def test_what_a_function_returns_is_checked(
 
 # Makes its samples itself, as slime's functions over foreign servers do: nothing of ours wrote them
 FOREIGN = """
-from slime_like.rollout.slime_api import RolloutFnEvalOutput, Sample
+from slime_like.compat.slime.api import RolloutFnEvalOutput, Sample
 
 def rollout(args, rollout_id, data_source, evaluation=False):
     if evaluation:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_like.rollout.debug_data import load_rollout
+from slime_like.rollout.recording import load_rollout
 from tests.e2e.helpers import Workspace, rows_of, sampled
 from tests.e2e.programs import TrainServer
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.rollout.debug_data import load_rollout
+from slime_like.rollout.recording import load_rollout
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights_of
 from tests.e2e.programs import TrainServer
 

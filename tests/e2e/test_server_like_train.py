@@ -10,7 +10,7 @@ import pytest
 from tinker import types
 
 from slime_like.metrics.logger import read_metrics
-from slime_like.rollout.debug_data import load_rollout
+from slime_like.rollout.recording import load_rollout
 from slime_like.types import Sample
 from tests.e2e.api_server import ApiServer, policy, sampler_folder, weights_of
 from tests.e2e.helpers import Workspace

@@ -11,8 +11,8 @@ import torch
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from slime_like.megatron_backend.lora.adapter import first_factor
-from slime_like.megatron_backend.lora.plan import Factor
+from slime_like.megatron.lora.adapter import first_factor
+from slime_like.megatron.lora.targets import Factor
 from tests.e2e.api_server import ApiServer, batch, policy, sampler_folder, weights_of
 from tests.e2e.helpers import Workspace, make_workspace
 

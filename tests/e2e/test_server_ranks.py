@@ -168,7 +168,7 @@ def test_the_workers_may_die(work: Workspace, tmp_path: Path) -> None:
         ranks = [
             p
             for p in psutil.Process(server.process.pid).children(recursive=True)
-            if "slime_like.server" in p.cmdline() and p.pid != server.api_pid
+            if "slime_like.tinker" in p.cmdline() and p.pid != server.api_pid
         ]
         assert len(ranks) == 2
         ranks[-1].kill()

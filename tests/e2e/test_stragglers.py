@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slime_like.rollout.debug_data import load_rollout
+from slime_like.rollout.recording import load_rollout
 from slime_like.types import Sample, SampleStatus
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer

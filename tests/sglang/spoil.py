@@ -36,7 +36,7 @@ def two_experts(rank: int) -> None:
 
 def count_what_is_left(rank: int, file: str, *urls: str) -> None:
     """After each rollout a line of `file` says how many requests each server still works on."""
-    from slime_like.rollout.rollout_function import FunctionCollector
+    from slime_like.compat.slime.rollout_function import FunctionCollector
     from tests.sglang.conftest import running
 
     collect = FunctionCollector.collect
@@ -52,7 +52,7 @@ def count_what_is_left(rank: int, file: str, *urls: str) -> None:
 
 
 def change_exports(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> None:
-    from slime_like.megatron_backend.backend import MegatronBackend
+    from slime_like.megatron.backend import MegatronBackend
 
     right = MegatronBackend.export_weights
 

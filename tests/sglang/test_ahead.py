@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime_like.rollout.debug_data import load_rollout
+from slime_like.rollout.recording import load_rollout
 from slime_like.types import Sample
 from tests.e2e.programs import TrainServer
 from tests.sglang.conftest import Servers

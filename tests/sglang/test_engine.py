@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.sglang.engine import RequestSettings, SglangEngine
-from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
-from slime_like.rollout.sglang.router import Router
-from slime_like.rollout.sglang.weight_update import Transport, UpdateSettings, WeightUpdater
+from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.engines.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.engines.sglang.router import Router
+from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
+from slime_like.rollout.engines.sglang.weight_update import Transport, UpdateSettings, WeightUpdater
 from tests.sglang.conftest import Servers, running, slowed
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)

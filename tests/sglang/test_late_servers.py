@@ -10,12 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slime_like.rollout.engine import GenerateOutput
-from slime_like.rollout.sglang.answers import generation_body, read_generation
-from slime_like.rollout.sglang.engine import SglangEngine
-from slime_like.rollout.sglang.fleet import Fleet, HealthSettings
-from slime_like.rollout.sglang.processes import free_ports
-from slime_like.rollout.sglang.router import Router
+from slime_like.rollout.engines.base import GenerateOutput
+from slime_like.rollout.engines.sglang.engine import SglangEngine
+from slime_like.rollout.engines.sglang.processes import free_ports
+from slime_like.rollout.engines.sglang.protocol import generation_body, read_generation
+from slime_like.rollout.engines.sglang.router import Router
+from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
 from tests.sglang.conftest import (
     START_S,
     Servers,

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_like.errors import RunError
-from slime_like.rollout.served_teacher import ServedTeacher, TeacherSettings
+from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
 from slime_like.types import Sample, SampleGroup
 from tests.e2e.programs import TrainServer
 from tests.sglang.conftest import Servers, give_own_weights

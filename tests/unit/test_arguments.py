@@ -11,9 +11,9 @@ import torch
 
 import slime_like
 from arguments import parse
-from arguments.groups import ModelConfig, ParallelConfig
 from arguments.megatron_configs import Build, Machine, _fusions, resolve_transformer_impl
-from arguments.parse import HelpWanted, parse_args, parse_or_exit
+from arguments.parse import HelpRequested, parse_args, parse_or_exit
+from arguments.schema import ModelConfig, ParallelConfig
 from slime_like.config import ConfigError
 from slime_like.losses.sapo import SAPOConfig
 from tests.unit.command_lines import complete, problems_of, write_files
@@ -392,7 +392,7 @@ def test_a_bad_checkpoint_is_told_with_the_rest(tmp_path: Path) -> None:
 
 
 def test_help_and_version() -> None:
-    with pytest.raises(HelpWanted) as everything:
+    with pytest.raises(HelpRequested) as everything:
         parse_args(["--help"], 1)
     for flag in (
         "--policy-loss-type",
@@ -402,20 +402,20 @@ def test_help_and_version() -> None:
         "--config",
     ):
         assert flag in str(everything.value)
-    with pytest.raises(HelpWanted) as part:
+    with pytest.raises(HelpRequested) as part:
         parse_args(["--lr", "x", "--help", "sapo"], 1)
     assert "--sapo-tau-pos" in str(part.value) and "--num-layers" not in str(part.value)
     assert "default: 1.05" in str(part.value) and "legal: > 0" in str(part.value)
-    with pytest.raises(HelpWanted, match=slime_like.__version__):
+    with pytest.raises(HelpRequested, match=slime_like.__version__):
         parse_args(["--version"], 1)
-    with pytest.raises(HelpWanted, match="did you mean --policy-loss-type"):
+    with pytest.raises(HelpRequested, match="did you mean --policy-loss-type"):
         parse_args(["--help", "polcy-loss-type"], 1)
 
 
 def test_each_program_shows_the_flags_that_it_takes(tmp_path: Path) -> None:
     shown = {}
     for name, program in (("train", parse.TRAIN), ("server", parse.SERVER)):
-        with pytest.raises(HelpWanted) as wanted:
+        with pytest.raises(HelpRequested) as wanted:
             parse_args(["--help"], 1, program)
         shown[name] = str(wanted.value)
     assert (
@@ -424,7 +424,7 @@ def test_each_program_shows_the_flags_that_it_takes(tmp_path: Path) -> None:
         and "  --lr " in shown["train"]
     )
     assert (
-        shown["server"].startswith("usage: python -m slime_like.server")
+        shown["server"].startswith("usage: python -m slime_like.tinker")
         and "  --max-models " in shown["server"]
     )
     for flag in ("--lr", "--prompt-data", "--sapo-tau-pos", "--ref-load"):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from arguments.rules.algorithm import ADVANTAGE_RULES
 from arguments.run_config import RunConfig
-from arguments.validate_algorithm import ADVANTAGE_RULES
 from slime_like.advantages import advantage_estimators
 from slime_like.config import Problem
 from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments.validate_critic import CRITIC_RULES, SETTINGS
+from arguments.rules.critic import CRITIC_RULES, SETTINGS
 from tests.unit.command_lines import HF_CONFIG
 from tests.unit.command_lines import parse_flags as parse
 from tests.unit.command_lines import problems_of_flags as problems_of

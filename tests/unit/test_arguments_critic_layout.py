@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from arguments.critic_layout import LAYOUT, PREFIX, layout_flags
-from arguments.groups import CriticConfig, ParallelConfig
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
+from arguments.schema import CriticConfig, ParallelConfig
 from tests.unit.command_lines import complete, problems_of
 from tests.unit.test_arguments_moe import on_experts
 

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from arguments.from_dataclass import flags_of, read_source_fields, shape_of
+from arguments.flag_registry import flag_table
+from arguments.flags import flags_of, read_source_fields, shape_of
 from arguments.megatron import OURS, SUPPORTED, megatron_fields, megatron_flags
 from arguments.megatron_help import DATA_PARALLEL, EXPERTS, NETWORK, OPTIMIZER, SENTENCES
-from arguments.table import flag_table
 from slime_like.config import POSITIVE, arg
 
 

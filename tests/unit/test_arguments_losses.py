@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from arguments.rules.losses import LOSS_RULES
 from arguments.run_config import RunConfig
-from arguments.validate_losses import LOSS_RULES
 from slime_like.config import Problem
 from slime_like.losses import policy_losses
-from slime_like.megatron_backend.from_settings import make_objective
+from slime_like.megatron.factory import make_objective
 from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from arguments.rules.algorithm import CORRECTION_RULES
 from arguments.run_config import RunConfig
-from arguments.validate_algorithm import CORRECTION_RULES
 from slime_like.config import Problem
 from slime_like.losses.off_policy import OffPolicyConfig
 from slime_like.losses.registry import policy_losses

@@ -8,7 +8,7 @@ import pytest
 
 from arguments.eval_sets import EvalSet
 from arguments.parse import parse_args
-from arguments.validate_scheduling import SCHEDULING_RULES
+from arguments.rules.scheduling import SCHEDULING_RULES
 from slime_like.config import ConfigError
 from tests.unit.command_lines import complete, problems_of
 

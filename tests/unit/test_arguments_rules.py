@@ -9,16 +9,16 @@ import pytest
 
 from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
-from arguments.validate_algorithm import ADVANTAGE_RULES, CORRECTION_RULES
-from arguments.validate_critic import CRITIC_RULES
-from arguments.validate_distillation import DISTILLATION_RULES
-from arguments.validate_lora import LORA_RULES
-from arguments.validate_losses import LOSS_RULES
-from arguments.validate_moe import MOE_RULES, MOE_WARNINGS
-from arguments.validate_optimizer import OPTIMIZER_RULES, OPTIMIZER_WARNINGS
-from arguments.validate_run import RULES, WARNINGS
-from arguments.validate_scheduling import SCHEDULING_RULES
-from arguments.validate_sglang import SGLANG_RULES
+from arguments.rules.algorithm import ADVANTAGE_RULES, CORRECTION_RULES
+from arguments.rules.critic import CRITIC_RULES
+from arguments.rules.distillation import DISTILLATION_RULES
+from arguments.rules.lora import LORA_RULES
+from arguments.rules.losses import LOSS_RULES
+from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
+from arguments.rules.optimizer import OPTIMIZER_RULES, OPTIMIZER_WARNINGS
+from arguments.rules.run import RULES, WARNINGS
+from arguments.rules.scheduling import SCHEDULING_RULES
+from arguments.rules.sglang import SGLANG_RULES
 from slime_like.rewards.registry import reward_of
 from tests.unit.command_lines import complete, problems_of
 
@@ -159,7 +159,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("debugging", "--debug-train-only", (), 1, "--load-debug-rollout-data", "is missing"),
     ("debugging", "--debug-rollout-only --load-debug-rollout-data {folder}/{rollout_id}", (), 1, "--load-debug-rollout-data", "contradicts"),
     ("debugging", "--debug-rollout-only --debug-train-only --load-debug-rollout-data {folder}/{rollout_id}", (), 1, "--debug-rollout-only", "contradicts"),
-    ("only_the_server_has_these", "--port 8000", (), 1, "--port", "python -m slime_like.server"),
+    ("only_the_server_has_these", "--port 8000", (), 1, "--port", "python -m slime_like.tinker"),
     ("debug_files", "--load-debug-rollout-data {folder}/none", (), 1, "--load-debug-rollout-data", "no such file"),
 ]  # fmt: skip
 NEEDS_A_DEVICE = {

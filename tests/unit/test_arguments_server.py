@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from arguments.parse import SERVER, parse_args
-from arguments.validate_moe import MOE_RULES
-from arguments.validate_network import NETWORK_RULES
-from arguments.validate_optimizer import OPTIMIZER_RULES
-from arguments.validate_parallel import PARALLEL_RULES
-from arguments.validate_server import SERVER_RULES, is_loopback
+from arguments.rules.moe import MOE_RULES
+from arguments.rules.network import NETWORK_RULES
+from arguments.rules.optimizer import OPTIMIZER_RULES
+from arguments.rules.parallel import PARALLEL_RULES
+from arguments.rules.server import SERVER_RULES, is_loopback
 from slime_like.config import ConfigError
 from tests.unit.command_lines import write_files
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from arguments.cli import read_command_line
+from arguments.flag_registry import flag_table
 from arguments.parse import parse_args
-from arguments.table import flag_table
-from arguments.validate_sglang import SGLANG_RULES, address_parts
-from arguments.words import read_command_line
+from arguments.rules.sglang import SGLANG_RULES, address_parts
 from tests.unit.command_lines import complete, problems_of
 
 SERVER = "class Serving:\n    mem_fraction_static: float = 0.9\n    log_level: str = 'info'\n    dp_size: int = 1\n    max_running_requests: int = 1\n"

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from arguments.aliases import ALIASES, NO_EFFECT, NOT_IMPLEMENTED, VALUES_NOT_IMPLEMENTED
-from arguments.table import flag_table, normalise
-from arguments.words import Given, read_command_line, read_run_file
+from arguments.cli import ParsedArgs, read_command_line, read_run_file
+from arguments.flag_registry import flag_table, normalise
 from slime_like.config import ConfigError
 from slime_like.rewards.registry import rewards
 
 
-def read(*argv: str) -> Given:
+def read(*argv: str) -> ParsedArgs:
     return read_command_line(argv, flag_table())
 
 
-def messages(given: Given) -> str:
+def messages(given: ParsedArgs) -> str:
     return "\n".join(map(str, given.problems))
 
 
@@ -210,7 +210,7 @@ def test_flags_without_effect_are_told() -> None:
     assert not given.problems and len(given.warnings) == 2
 
 
-def read_yaml(folder: Path, text: str) -> Given:
+def read_yaml(folder: Path, text: str) -> ParsedArgs:
     file = folder / "run.yaml"
     file.write_text(text)
     return read_run_file(str(file), flag_table())

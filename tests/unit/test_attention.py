@@ -12,7 +12,7 @@ megatron_patches.apply()
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from slime_like.ops.attention import PackedAttention, packed_rows  # noqa: E402
+from slime_like.megatron.ops.attention import PackedAttention, packed_rows  # noqa: E402
 
 
 def attention(heads: int, groups: int, size: int) -> PackedAttention:

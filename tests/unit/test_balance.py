@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from slime_like.balance import (
+from slime_like.distributed.seqlen_balancing import (
     even_rows,
     imbalance,
     linear_cost,

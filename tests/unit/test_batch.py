@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slime_like.losses.reductions import LOSS_REDUCTIONS
-from slime_like.rollout.batch import (
+from slime_like.rollout.step_plan import (
     StepPlan,
     map_steps,
     step_weights,

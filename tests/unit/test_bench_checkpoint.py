@@ -22,7 +22,7 @@ def test_its_table_is_whole(tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "scripts/bench_checkpoint.py", *words.split()]
+    command = [sys.executable, "benchmarks/bench_checkpoint.py", *words.split()]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
@@ -46,7 +46,7 @@ def test_conversions_are_measured(tmp_path: Path) -> None:
         f"--layers 2 20 --hidden-size 512 --repeat 1 --folder {tmp_path / 'bench'} --json {result}"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "scripts/bench_convert.py", *words.split()]
+    command = [sys.executable, "benchmarks/bench_convert.py", *words.split()]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
     )

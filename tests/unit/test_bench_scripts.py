@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scripts import (
+from benchmarks import (
     bench_attention,
     bench_balancing,
     bench_packing,
@@ -22,8 +22,8 @@ from scripts import (
     bench_training_step,
     plot_costs,
 )
-from scripts.bench_common import LENGTHS, fastest, growth_exponent, write_json
-from slime_like.balance import imbalance
+from benchmarks.bench_common import LENGTHS, fastest, growth_exponent, write_json
+from slime_like.distributed.seqlen_balancing import imbalance
 
 SCRIPTS = Path(bench_packing.__file__).parent
 BENCHES = sorted(path.stem for path in SCRIPTS.glob("bench_*.py") if path.stem != "bench_common")

@@ -14,8 +14,8 @@ megatron_patches.apply()
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
 
-from slime_like.megatron_backend.checkpoint.fingerprint import bit_sums, differences, fingerprint  # noqa: E402
-from slime_like.megatron_backend.checkpoint.networks import (  # noqa: E402
+from slime_like.megatron.checkpoint.fingerprint import bit_sums, differences, fingerprint  # noqa: E402
+from slime_like.megatron.checkpoint.networks import (  # noqa: E402
     SavedNetwork,
     adapt_names,
     available_name,

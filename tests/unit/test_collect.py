@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from arguments.parse import parse_args
+from slime_like.compat.slime.samples import unwritten
 from slime_like.data.prompts import PromptSource
 from slime_like.errors import RunError
-from slime_like.rollout.buffer import GroupBuffer, OpenGroup
-from slime_like.rollout.collect import Collector
-from slime_like.rollout.engine import GenerateOutput, SamplingParams
+from slime_like.rollout.collector import Collector
+from slime_like.rollout.engines.base import GenerateOutput, SamplingParams
+from slime_like.rollout.group_buffer import GroupBuffer, PendingGroup
 from slime_like.rollout.rollouter import Rollouter, cut_at_stop, joined_routes, training_sampling
-from slime_like.rollout.slime_samples import unwritten
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
 
@@ -350,8 +350,8 @@ def test_a_stop_string_across_a_cut_ends_the_response() -> None:
 
 
 def test_open_groups() -> None:
-    group = OpenGroup(Prompt(0, "", (1,)), (unwritten(Prompt(0, "", (1,)), 0),))
-    old = OpenGroup(
+    group = PendingGroup(Prompt(0, "", (1,)), (unwritten(Prompt(0, "", (1,)), 0),))
+    old = PendingGroup(
         group.prompt,
         (
             replace(

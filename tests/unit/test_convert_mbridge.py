@@ -17,21 +17,21 @@ import megatron_patches
 
 megatron_patches.apply()
 
-from arguments.groups import GPTModelConfig, ModelConfig  # noqa: E402
-from arguments.hf_model import read_hf_model  # noqa: E402
+from arguments.hf.model import read_hf_model  # noqa: E402
 from arguments.megatron import merge_network  # noqa: E402
 from arguments.megatron_configs import build_megatron_configs  # noqa: E402
-from arguments.validate_layout import CutNetwork, layout_problems  # noqa: E402
-from slime_like.convert.blueprint import NO_ACCELERATOR, conversion_layout  # noqa: E402
-from slime_like.convert.families import (  # noqa: E402
+from arguments.rules.layout import CutNetwork, layout_problems  # noqa: E402
+from arguments.schema import GPTModelConfig, ModelConfig  # noqa: E402
+from slime_like.weights.families import (  # noqa: E402
     FAMILIES,
     canonical_name,
     expert_number,
     family_map,
     model_sizes,
 )
-from slime_like.convert.load import _fill  # noqa: E402
-from slime_like.convert.weight_files import WeightFiles  # noqa: E402
+from slime_like.weights.hf_import import _fill  # noqa: E402
+from slime_like.weights.meta_model import NO_ACCELERATOR, conversion_layout  # noqa: E402
+from slime_like.weights.safetensors_reader import WeightFiles  # noqa: E402
 
 mbridge = pytest.importorskip(
     "mbridge", reason="mbridge is not installed: pip install --no-deps mbridge einops"

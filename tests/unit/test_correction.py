@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime_like.losses.custom_tis import CustomTISArgs, custom_correction
 from slime_like.losses.off_policy import OffPolicyConfig, off_policy_correction
-from slime_like.megatron_backend.packing import pack, unpack
+from slime_like.megatron.packing import pack, unpack
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.rollout.correction import correct_steps, require_sampler_log_probs, sampler_told
 from slime_like.types import Sample, TrainSample

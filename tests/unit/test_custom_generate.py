@@ -14,9 +14,14 @@ import pytest
 from arguments.parse import parse_args
 from examples.calculator.calculator import calculate
 from examples.guessing_game.game import feedback
+from slime_like.compat.slime.samples import slime_args, unwritten
 from slime_like.rollout.custom_generate import CustomGenerate
-from slime_like.rollout.engine import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
-from slime_like.rollout.slime_samples import slime_args, unwritten
+from slime_like.rollout.engines.base import (
+    GenerateOutput,
+    GenerateRequest,
+    RolloutEngine,
+    SamplingParams,
+)
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
 
@@ -197,7 +202,7 @@ WRONG = {
 def test_a_wrong_function_ends_the_run(tmp_path: Path, body: str) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
-        f"from slime_like.rollout.slime_api import post\nasync def generate(args, sample, sampling_params):\n    {body}\n"
+        f"from slime_like.compat.slime.api import post\nasync def generate(args, sample, sampling_params):\n    {body}\n"
     )
     with pytest.raises(ValueError, match=WRONG[body]):
         play(tmp_path, f"{path}:generate", Scripted("x"))
@@ -222,7 +227,7 @@ def test_a_function_that_fails_loses_its_sample(tmp_path: Path, body: str, words
 def test_settings_and_evaluation_reach_a_slime_function(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
-        "from slime_like.rollout.slime_api import GenerateState\n"
+        "from slime_like.compat.slime.api import GenerateState\n"
         "async def generate(args, sample, sampling_params, evaluation):\n"
         "    assert GenerateState(args).sampling_params == sampling_params and sampling_params['max_new_tokens'] == 200\n"
         "    try:\n        args.lr = 1\n    except AttributeError as error:\n        told = str(error)\n"

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from arguments.eval_sets import command_line_sets
-from arguments.groups.data import DataConfig, EvalConfig
+from arguments.schema.data import DataConfig, EvalConfig
 from slime_like.data.prompts import PromptSource, load_eval_sets
 from slime_like.data.sft import answer_problem, sft_samples
 from slime_like.rewards.grader import Grader

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_like.rollout.debug_data import debug_data_paths, load_rollout, save_rollout
+from slime_like.rollout.recording import debug_data_paths, load_rollout, save_rollout
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
 

@@ -8,7 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from slime_like.doctor import THINGS, Thing, report
+from slime_like.doctor import THINGS, Dependency, report
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,9 +38,9 @@ def test_this_environment_can_run() -> None:
 
 def test_what_is_missing_is_told() -> None:
     things = [
-        Thing("json", "no-such-package", "x"),
-        Thing("no_such_module.inner", "outer", "y"),
-        Thing("no_such", "needed", "z", required=True),
+        Dependency("json", "no-such-package", "x"),
+        Dependency("no_such_module.inner", "outer", "y"),
+        Dependency("no_such", "needed", "z", required=True),
     ]
     lines, status = report(things, device=lambda: "not asked")
     assert status == 1
@@ -53,7 +53,7 @@ def test_what_is_missing_is_told() -> None:
 
 
 def test_a_missing_program_is_no_obstacle() -> None:
-    lines, status = report([Thing("", "no-such-program", "jobs")], device=lambda: "a device")
+    lines, status = report([Dependency("", "no-such-program", "jobs")], device=lambda: "a device")
     assert status == 0 and lines[1].startswith("lacks  no-such-program") and lines[-1] == "a device"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from arguments.table import flag_table
+from arguments.flag_registry import flag_table
 from scripts.generate_flags_doc import TARGET, render
 
 

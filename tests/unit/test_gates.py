@@ -7,7 +7,7 @@ import math
 import pytest
 
 from slime_like.errors import RunError
-from slime_like.megatron_backend.gates import (
+from slime_like.megatron.guards import (
     GateError,
     SkippedStepGate,
     check_initial_kl,

@@ -1,4 +1,4 @@
-"""arguments/hf_model.py: config.json -> settings of megatron-core, against files that transformers itself writes."""
+"""arguments/hf/model.py: config.json -> settings of megatron-core, against files that transformers itself writes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from arguments.groups import GPTModelConfig
-from arguments.hf_model import read_hf_model
+from arguments.hf.model import read_hf_model
+from arguments.schema import GPTModelConfig
 from slime_like.config import ConfigError
 
 LLAMA3_ROPE = {

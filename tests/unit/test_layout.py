@@ -15,10 +15,10 @@ megatron_patches.apply()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 
-from arguments.groups import ParallelConfig  # noqa: E402
-from slime_like.megatron_backend.init import make_further_layout, make_layout  # noqa: E402
-from slime_like.megatron_backend.layout import ParallelLayout, parallel_globals  # noqa: E402
-from slime_like.megatron_backend.random_states import RandomStates  # noqa: E402
+from arguments.schema import ParallelConfig  # noqa: E402
+from slime_like.megatron.init import make_further_layout, make_layout  # noqa: E402
+from slime_like.megatron.parallel_layout import ParallelLayout, parallel_globals  # noqa: E402
+from slime_like.megatron.rng import RandomStates  # noqa: E402
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import megatron_patches
 
 megatron_patches.apply()
 
-from slime_like.ops import lean_head  # noqa: E402
-from slime_like.ops.lean_head import lean_log_probs  # noqa: E402
+from slime_like.megatron.ops import fused_linear_logprob  # noqa: E402
+from slime_like.megatron.ops.fused_linear_logprob import lean_log_probs  # noqa: E402
 
 T, H, COLUMNS = 13, 6, 40
 
@@ -22,8 +22,8 @@ T, H, COLUMNS = 13, 6, 40
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of columns, the last narrower, also at the sizes of a test."""
-    monkeypatch.setattr(lean_head, "MIN_COLUMNS", 7)
-    monkeypatch.setattr(lean_head, "BLOCK_ELEMENTS_CPU", 40)
+    monkeypatch.setattr(fused_linear_logprob, "MIN_COLUMNS", 7)
+    monkeypatch.setattr(fused_linear_logprob, "BLOCK_ELEMENTS_CPU", 40)
 
 
 def problem(
@@ -214,7 +214,7 @@ class LargestTensor(TorchDispatchMode):
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward of 64 rows x 512 tokens: beside the weight's own gradient nothing is larger than two blocks."""
-    monkeypatch.setattr(lean_head, "BLOCK_ELEMENTS_CPU", 1024)
+    monkeypatch.setattr(fused_linear_logprob, "BLOCK_ELEMENTS_CPU", 1024)
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(512, 4, requires_grad=True)
     with LargestTensor() as lean:
         log_probs, entropy = lean_log_probs(hidden, weight, torch.arange(64), vocab_size=512)

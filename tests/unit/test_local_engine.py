@@ -28,8 +28,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from slime_like.rollout.engine import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
-from slime_like.rollout.local import LocalEngine
+from slime_like.rollout.engines.base import (
+    GenerateOutput,
+    GenerateRequest,
+    RolloutEngine,
+    SamplingParams,
+)
+from slime_like.rollout.engines.local.engine import LocalEngine
 from slime_like.rollout.sampling import draw_uniforms, sample_tokens
 
 VOCAB = 64

@@ -14,14 +14,14 @@ megatron_patches.apply()
 
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
-from slime_like.megatron_backend import loss_closure  # noqa: E402
+from slime_like.megatron import forward_step  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def fresh_probe() -> Any:
-    loss_closure.schedule_context_parallel_factor.cache_clear()
+    forward_step.schedule_context_parallel_factor.cache_clear()
     yield
-    loss_closure.schedule_context_parallel_factor.cache_clear()
+    forward_step.schedule_context_parallel_factor.cache_clear()
 
 
 def layout(dp: int, cp: int) -> Any:
@@ -52,7 +52,7 @@ def test_schedule_and_data_parallel_average_are_undone(
     num_microbatches: int, dp: int, cp: int
 ) -> None:
     """Every rank has this many partial losses of 0.5, and DDP averages gradients over dp * cp equal ranks: the sum of all must come out."""
-    scale = loss_closure.gradient_scale(layout(dp, cp), num_microbatches)
+    scale = forward_step.gradient_scale(layout(dp, cp), num_microbatches)
     of_a_rank = sum(
         through_the_schedule(0.5 * scale, num_microbatches, cp) for _ in range(num_microbatches)
     )
@@ -69,8 +69,8 @@ def test_an_older_schedule_is_recognised(monkeypatch: pytest.MonkeyPatch) -> Non
         return loss * keywords["cp_group_size"], tokens
 
     monkeypatch.setattr(schedules, "forward_step_calc_loss", times_cp)
-    assert loss_closure.schedule_context_parallel_factor() > 1
-    assert loss_closure.gradient_scale(layout(2, 4), 3) == 3 * 2
+    assert forward_step.schedule_context_parallel_factor() > 1
+    assert forward_step.gradient_scale(layout(2, 4), 3) == 3 * 2
 
 
 def test_an_unknown_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,4 +82,4 @@ def test_an_unknown_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(schedules, "forward_step_calc_loss", doubled)
     with pytest.raises(RuntimeError, match=r"unknown factor 2\.0"):
-        loss_closure.gradient_scale(layout(1, 1), 1)
+        forward_step.gradient_scale(layout(1, 1), 1)

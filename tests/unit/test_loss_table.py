@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from arguments.parse import parse_args
-from scripts.loss_table import Result, command_of, command_words, finished, is_further, rows
+from benchmarks.loss_table import Result, command_of, command_words, finished, is_further, rows
 from slime_like.advantages import advantage_estimators
 from slime_like.losses import policy_losses
 from tests.unit.test_example_command_lines import warm_start_files

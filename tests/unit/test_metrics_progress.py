@@ -134,8 +134,8 @@ def test_sparkline() -> None:
 
 
 def test_engines_side_by_side() -> None:
-    """scripts/engine_table.py: seconds are sums over the run, and what was sampled while the training went on is told."""
-    from scripts.engine_table import HEAD, table_row
+    """benchmarks/engine_table.py: seconds are sums over the run, and what was sampled while the training went on is told."""
+    from benchmarks.engine_table import HEAD, table_row
 
     rows = [
         {"eval/heldout/mean": 0.4, "perf/sync_s": 1.0, "perf/eval_s": 2.0, "perf/step_s": 3.5},

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from arguments.groups import AlgorithmConfig
-from slime_like.balance import linear_cost
-from slime_like.megatron_backend.micro_batches import (
+from arguments.schema import AlgorithmConfig
+from slime_like.distributed.seqlen_balancing import linear_cost
+from slime_like.megatron.micro_batching import (
     MicroBatchSize,
     cut,
     micro_batch_size,
@@ -19,7 +19,7 @@ from slime_like.megatron_backend.micro_batches import (
     without_tokens,
     work_per_token,
 )
-from slime_like.megatron_backend.packing import pack, unpack
+from slime_like.megatron.packing import pack, unpack
 from slime_like.types import TrainSample
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
-from arguments.validate_optimizer import LARGEST_BETA2_OF_BF16
+from arguments.rules.optimizer import LARGEST_BETA2_OF_BF16
 from megatron_patches import precision_adam
 from megatron_patches.precision_adam import PrecisionAwareAdam
 
@@ -148,9 +148,9 @@ def model_and_optimizer(settings: dict[str, Any]) -> tuple[Any, Any]:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import MegatronModule
 
-    from arguments.groups import ModelConfig, ParallelConfig
     from arguments.megatron_configs import Machine, build_megatron_configs
-    from slime_like.megatron_backend.optimizer import build_optimizer
+    from arguments.schema import ModelConfig, ParallelConfig
+    from slime_like.megatron.optimizer import build_optimizer
 
     core = dict(num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True, bf16=True, lr=0.1, weight_decay=0.1,
                 use_distributed_optimizer=True, clip_grad=0.5, **settings)  # fmt: skip
@@ -177,7 +177,7 @@ def model_and_optimizer(settings: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def step(model: Any, optimizer: Any, seed: int) -> float:
-    from slime_like.megatron_backend.optimizer import step_if_finite
+    from slime_like.megatron.optimizer import step_if_finite
 
     model.zero_grad_buffer()
     optimizer.zero_grad()

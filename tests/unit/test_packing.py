@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime_like.megatron_backend.packing import (
+from slime_like.megatron.packing import (
     join_context_ranks,
     pack,
     pack_all,

@@ -11,8 +11,8 @@ from datetime import timedelta
 
 import pytest
 
+from slime_like.distributed.rendezvous import Rendezvous, meet, meeting_of
 from slime_like.errors import RunError
-from slime_like.rendezvous import Meeting, meet, meeting_of
 from tests.e2e.programs import free_port
 
 HERE = socket.gethostname()
@@ -20,7 +20,7 @@ SHORT = timedelta(seconds=1.5)
 ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "alpha", "MASTER_PORT": "29500"}
 
 
-def cannot_meet(meeting: Meeting, timeout: timedelta = SHORT, most_s: float = 6.0) -> str:
+def cannot_meet(meeting: Rendezvous, timeout: timedelta = SHORT, most_s: float = 6.0) -> str:
     """The message; the wait must be bounded."""
     start = time.monotonic()
     with pytest.raises(RunError) as raised:
@@ -46,7 +46,7 @@ def test_ranks_that_all_come_share_a_store() -> None:
 
     def come(rank: int) -> None:
         stores[rank] = meet(
-            Meeting("127.0.0.1", port, rank, 3, hosts=rank == 0), timedelta(seconds=20)
+            Rendezvous("127.0.0.1", port, rank, 3, hosts=rank == 0), timedelta(seconds=20)
         )
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in (2, 1, 0)]
@@ -61,31 +61,33 @@ def test_ranks_that_all_come_share_a_store() -> None:
 
 
 def test_a_name_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime_like.rendezvous.NAME_S", 0.5)
+    monkeypatch.setattr("slime_like.distributed.rendezvous.NAME_S", 0.5)
     message = cannot_meet(
-        Meeting("no-such-host.invalid", 29500, 1, 2, hosts=False), timedelta(minutes=10)
+        Rendezvous("no-such-host.invalid", 29500, 1, 2, hosts=False), timedelta(minutes=10)
     )
     assert "this host does not know the name no-such-host.invalid" in message
 
 
 def test_nobody_listens() -> None:
-    message = cannot_meet(Meeting("127.0.0.1", free_port(), 1, 2, hosts=False))
+    message = cannot_meet(Rendezvous("127.0.0.1", free_port(), 1, 2, hosts=False))
     assert "nobody listened there for 1.5 s (Connection refused)" in message
 
 
 def test_a_port_in_use_on_the_host_of_rank_0(web_server: int) -> None:
-    message = cannot_meet(Meeting("127.0.0.1", web_server, 0, 2, hosts=True), timedelta(minutes=10))
+    message = cannot_meet(
+        Rendezvous("127.0.0.1", web_server, 0, 2, hosts=True), timedelta(minutes=10)
+    )
     assert f"port {web_server} of this host is in use by another program" in message
 
 
 def test_another_program_answers_at_the_port(web_server: int) -> None:
-    message = cannot_meet(Meeting("127.0.0.1", web_server, 1, 2, hosts=False))
+    message = cannot_meet(Rendezvous("127.0.0.1", web_server, 1, 2, hosts=False))
     assert "what listens there does not answer as rank 0 of a run would" in message
 
 
 def test_missing_ranks_are_named() -> None:
     message = cannot_meet(
-        Meeting("127.0.0.1", free_port(), 0, 40, hosts=True), timedelta(seconds=1)
+        Rendezvous("127.0.0.1", free_port(), 0, 40, hosts=True), timedelta(seconds=1)
     )
     assert (
         f"ranks {', '.join(map(str, range(1, 17)))} and 23 more of 40 did not come within 1 s"
@@ -97,17 +99,17 @@ def test_two_processes_of_one_rank() -> None:
     port = free_port()
     first = threading.Thread(
         target=lambda: cannot_meet(
-            Meeting("127.0.0.1", port, 0, 2, hosts=True), timedelta(seconds=3)
+            Rendezvous("127.0.0.1", port, 0, 2, hosts=True), timedelta(seconds=3)
         )
     )
     first.start()
-    message = cannot_meet(Meeting("127.0.0.1", port, 0, 2, hosts=False), timedelta(seconds=3))
+    message = cannot_meet(Rendezvous("127.0.0.1", port, 0, 2, hosts=False), timedelta(seconds=3))
     first.join(timeout=20)
     assert "another process says that it is rank 0 too" in message
 
 
 def test_the_environment_says_where_to_meet() -> None:
-    assert meeting_of(ENVIRONMENT) == Meeting("alpha", 29500, 1, 2, hosts=False)
+    assert meeting_of(ENVIRONMENT) == Rendezvous("alpha", 29500, 1, 2, hosts=False)
     assert meeting_of(ENVIRONMENT | {"RANK": "0"}).hosts
     assert not meeting_of(
         ENVIRONMENT | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}

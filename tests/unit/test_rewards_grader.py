@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from arguments.groups.rollout import RewardConfig
+from arguments.schema.rollout import RewardConfig
 from slime_like.rewards.grader import Grader
 from slime_like.types import Sample, SampleStatus
 

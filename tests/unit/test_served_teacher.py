@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.make_demo import make_model, make_tokenizer
 from slime_like.errors import RunError
-from slime_like.rollout.served_teacher import ServedTeacher, TeacherSettings
+from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
 from slime_like.types import Sample, SampleGroup, SampleStatus
 from tests.fake_sglang import FakeServer, Fault, changed, death_in_the_middle, silence, status, text
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.server.base_model import BaseModel, adapter_of, check_unembed
-from slime_like.server.bodies import LoraConfig
-from slime_like.server.errors import Refused
+from slime_like.tinker.base_model import BaseModel, adapter_of, check_unembed
+from slime_like.tinker.errors import Refused
+from slime_like.tinker.schemas import LoraConfig
 
 LOCAL = BaseModel("folder", "name", "Qwen3ForCausalLM", supports_lora=True)
 SGLANG = BaseModel("folder", "name", "Qwen3ForCausalLM", supports_lora=True, supports_unembed=False)

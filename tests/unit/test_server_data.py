@@ -9,9 +9,9 @@ import pytest
 import torch
 from tinker import types
 
-from slime_like.server import wire
-from slime_like.server.data import Limits, check_pass
-from slime_like.server.errors import Refused
+from slime_like.tinker import proto
+from slime_like.tinker.data import Limits, check_pass
+from slime_like.tinker.errors import Refused
 
 LIMITS = Limits(vocab_size=50, max_length=32, max_tokens=200)
 
@@ -29,7 +29,7 @@ def request(targets: Any, weights: Any | None, loss: str = "cross_entropy", leng
         model_id="m",
         seq_id=1,
     )
-    return wire.ForwardBackwardRequest.FromString(
+    return proto.ForwardBackwardRequest.FromString(
         forward_backward_request_to_proto(asked).SerializeToString()
     )
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.server.api_process import listen
-from slime_like.server.dispatcher import Dispatcher, request_id
-from slime_like.server.errors import Failed, HttpError, Refused
-from slime_like.server.futures import Request, json_result
-from slime_like.server.journal import Journal
+from slime_like.tinker.api_process import listen
+from slime_like.tinker.errors import Failed, HttpError, Refused
+from slime_like.tinker.futures import Request, json_result
+from slime_like.tinker.request_queue import Dispatcher, request_id
+from slime_like.tinker.store import Journal
 
 
 class Recorder:

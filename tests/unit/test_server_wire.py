@@ -6,9 +6,9 @@ import pytest
 from google.protobuf import descriptor_pb2
 from tinker.proto import tinker_public_pb2
 
-from slime_like.server import frames, wire
-from slime_like.server.data import parse_request
-from slime_like.server.errors import HttpError
+from slime_like.tinker import codec, proto
+from slime_like.tinker.data import parse_request
+from slime_like.tinker.errors import HttpError
 
 REQUESTS_IN_JSON = {
     "SamplingParams",
@@ -20,14 +20,14 @@ REQUESTS_IN_JSON = {
 def test_the_messages_are_those_of_the_sdk() -> None:
     theirs = descriptor_pb2.FileDescriptorProto()
     tinker_public_pb2.DESCRIPTOR.CopyToProto(theirs)
-    ours = {message.name: message for message in wire.file_of_messages().message_type}
+    ours = {message.name: message for message in proto.file_of_messages().message_type}
     assert {message.name for message in theirs.message_type} - ours.keys() == REQUESTS_IN_JSON
     for message in theirs.message_type:
         for field in [*message.field, *(f for entry in message.nested_type for f in entry.field)]:
             field.ClearField("json_name")
         if message.name in ours:
             assert message == ours[message.name]
-    assert list(theirs.enum_type) == list(wire.file_of_messages().enum_type)
+    assert list(theirs.enum_type) == list(proto.file_of_messages().enum_type)
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_the_messages_are_those_of_the_sdk() -> None:
     ],
 )
 def test_frames_come_back(value: object) -> None:
-    assert frames.decode(frames.encode(value)) == value
+    assert codec.decode(codec.encode(value)) == value
 
 
 def test_what_is_not_plain_is_not_framed() -> None:
     with pytest.raises(TypeError):
-        frames.encode({"a": object()})
+        codec.encode({"a": object()})
     with pytest.raises(ValueError, match="has the key"):
-        frames.encode({frames.BYTES: 0})
+        codec.encode({codec.BYTES: 0})
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_what_is_not_plain_is_not_framed() -> None:
     [
         (b"\xff\xff\xff", "not a ForwardBackwardRequest"),
         (b"", "model_id is missing"),
-        (wire.ForwardBackwardRequest(model_id="a").SerializeToString(), "seq_id is 0"),
-        (wire.ForwardBackwardRequest(model_id="a", seq_id=-3).SerializeToString(), "seq_id is -3"),
+        (proto.ForwardBackwardRequest(model_id="a").SerializeToString(), "seq_id is 0"),
+        (proto.ForwardBackwardRequest(model_id="a", seq_id=-3).SerializeToString(), "seq_id is -3"),
     ],
 )
 def test_bytes_that_are_no_request(body: bytes, said: str) -> None:

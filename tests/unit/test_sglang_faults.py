@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from slime_like.errors import RunError
-from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.local import LocalEngine
-from slime_like.rollout.sglang.engine import SglangEngine
-from slime_like.rollout.sglang.router import Router
-from slime_like.rollout.sglang.weight_update import Transport, UpdateIncomplete
+from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.engines.local.engine import LocalEngine
+from slime_like.rollout.engines.sglang.engine import SglangEngine
+from slime_like.rollout.engines.sglang.router import Router
+from slime_like.rollout.engines.sglang.weight_update import Transport, UpdateIncomplete
 from tests.fake_sglang import (
     ATTEMPTS,
     Answer,

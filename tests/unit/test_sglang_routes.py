@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from arguments.parse import parse_args
 from slime_like.errors import RunError
-from slime_like.rollout.engine import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.local import LocalEngine
-from slime_like.rollout.sglang.answers import BadAnswer
-from slime_like.rollout.sglang.build import engine_launches, require_routes
-from slime_like.rollout.sglang.engine import SglangEngine
-from slime_like.rollout.sglang.routes import RoutesFormat, read_routes
+from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.engines.local.engine import LocalEngine
+from slime_like.rollout.engines.sglang.engine import SglangEngine
+from slime_like.rollout.engines.sglang.factory import engine_launches, require_routes
+from slime_like.rollout.engines.sglang.protocol import BadAnswer
+from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat, read_routes
 from tests.fake_sglang import FakeServer, changed, engine_of, fake_servers, weights_of
 from tests.unit.command_lines import complete
 

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CATCH = """
 import os, signal, sys, time
-from slime_like import stopping
-stopping.REPEAT_S = 0.3
-stop = stopping.StopConditions(every=None, minutes=None)
+from slime_like.distributed import signals
+signals.REPEAT_S = 0.3
+stop = signals.StopConditions(every=None, minutes=None)
 stop.catch()
 for wait in sys.argv[1:]:
     time.sleep(float(wait))
@@ -22,8 +22,8 @@ print(stop.requested(1, lambda flags: flags).words)
 """
 AT_ONCE = """
 import os, signal, sys
-from slime_like import stopping
-stopping.end_at_once_on_sigterm(int(sys.argv[1]), resumable=sys.argv[2] == "resumable")
+from slime_like.distributed import signals
+signals.end_at_once_on_sigterm(int(sys.argv[1]), resumable=sys.argv[2] == "resumable")
 os.kill(os.getpid(), signal.SIGTERM)
 """
 

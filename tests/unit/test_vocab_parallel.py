@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slime_like.ops.vocab_parallel import vocab_parallel_log_probs
+from slime_like.megatron.ops.vocab_parallel import vocab_parallel_log_probs
 
 
 def reference(

@@ -1,0 +1,156 @@
+"""All flags there are, and how to find one by the name that was typed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import slime_like.losses  # noqa: F401  (fills the registries)
+from arguments import schema
+from arguments.aliases import ALIASES, ESTIMATORS_THAT_ARE_LOSSES
+from arguments.flags import Flag, flags_of
+from arguments.megatron import megatron_flags
+from arguments.schema.megatron import MegatronSpellings
+from slime_like.advantages.registry import advantage_estimators
+from slime_like.losses.kl import KL_ESTIMATORS
+from slime_like.losses.off_policy import OffPolicyConfig
+from slime_like.losses.reductions import LOSS_REDUCTIONS
+from slime_like.losses.registry import policy_losses
+from slime_like.losses.value_loss import ValueLossConfig
+
+# attribute of RunConfig -> (title in --help, dataclass)
+GROUPS: Mapping[str, tuple[str, type]] = {
+    "model": ("model", schema.ModelConfig),
+    "lora": ("low-rank adapters (LoRA)", schema.LoraConfig),
+    "gpt": ("embeddings and positions", schema.GPTModelConfig),
+    "parallel": ("parallel", schema.ParallelConfig),
+    "data": ("data", schema.DataConfig),
+    "eval": ("eval", schema.EvalConfig),
+    "rollout": ("rollout", schema.RolloutConfig),
+    "scheduling": ("scheduling of rollouts", schema.SchedulingConfig),
+    "sglang": ("sglang", schema.SglangConfig),
+    "reward": ("reward", schema.RewardConfig),
+    "algorithm": ("algorithm", schema.AlgorithmConfig),
+    "distillation": ("on-policy distillation", schema.DistillationConfig),
+    "off_policy": ("off-policy correction", OffPolicyConfig),
+    "critic": ("critic", schema.CriticConfig),
+    "value_loss": ("critic: value loss", ValueLossConfig),
+    "gates": ("gates", schema.GateConfig),
+    "schedule": ("schedule", schema.ScheduleConfig),
+    "checkpoint": ("checkpoint", schema.CheckpointConfig),
+    "logging": ("logging", schema.LoggingConfig),
+    "debug": ("debug", schema.DebugConfig),
+    "server": ("server", schema.ServerConfig),
+}
+NETWORK = "network (megatron-core)"
+RUN_FILE = Flag(
+    "config", "run file", "value", "A YAML file whose keys are flags, with dashes or underscores; the command line wins over it.",
+    ("--config",), metavar="RUN.YAML",
+)  # fmt: skip
+
+
+def normalise(name: str) -> str:
+    """``--Sapo.tau_pos`` -> ``--sapo-tau-pos``: dashes, underscores and SkyRL's dots are the same."""
+    return "--" + name.lstrip("-").replace("_", "-").replace(".", "-")
+
+
+def loss_flags() -> list[Flag]:
+    """The fields of every registered loss's configuration. A field of several losses is one flag, whose default is each loss's own."""
+    holders: dict[str, list[tuple[str, Flag]]] = {}
+    for name, loss in policy_losses.items():
+        for flag in flags_of(loss.config_type, ""):
+            holders.setdefault(flag.dest, []).append((name, flag))
+    flags = []
+    for dest, held in holders.items():
+        first = held[0][1]
+        for _, other in held:
+            same = (other.kind, other.item, other.choices, other.on, other.off) == (
+                first.kind,
+                first.item,
+                first.choices,
+                first.on,
+                first.off,
+            )
+            assert same, (
+                f"{dest} means different things in the losses {', '.join(name for name, _ in held)}"
+            )
+        names = [name for name, _ in held]
+        group = ("policy loss: " if len(names) == 1 else "policy losses: ") + ", ".join(names)
+        words = default_words([(name, flag.default) for name, flag in held])
+        flags.append(dataclasses.replace(first, group=group, default_words=words))
+    return flags
+
+
+def default_words(defaults: list[tuple[str, Any]]) -> str:
+    """``0.2``, or ``ppo 0.2, gspo 0.0003`` where losses differ."""
+    values = {str(value) for _, value in defaults}
+    if len(values) == 1:
+        value = defaults[0][1]
+        return "" if value is None else str(value)
+    return ", ".join(f"{name} {value}" for name, value in defaults)
+
+
+def registry_choices() -> dict[str, list[str]]:
+    """Legal values that come from the registries."""
+    losses = policy_losses.names(with_aliases=True)
+    return {
+        "policy_loss_type": losses,
+        "advantage_estimator": advantage_estimators.names(with_aliases=True)
+        + [n for n in ESTIMATORS_THAT_ARE_LOSSES if n in losses],
+        "loss_reduction": list(LOSS_REDUCTIONS),
+        "kl_loss_type": list(KL_ESTIMATORS),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """A name that can be typed. value: what a switch becomes; None for flags with a value."""
+
+    flag: Flag
+    value: bool | None
+
+
+class FlagTable:
+    """Flags by field name (`by_dest`) and by what can be typed (`spellings`)."""
+
+    def __init__(self, flags: Iterable[Flag]) -> None:
+        self.flags = list(flags)
+        self.by_dest: dict[str, Flag] = {}
+        self.spellings: dict[str, Spelling] = {}
+        for flag in self.flags:
+            assert flag.dest not in self.by_dest, f"two flags are called {flag.dest}"
+            self.by_dest[flag.dest] = flag
+            for names, value in ((flag.on, True), (flag.off, False)):
+                for name in map(normalise, names):
+                    assert name not in self.spellings, (
+                        f"{name} is both {flag.dest} and {self.spellings[name].flag.dest}"
+                    )
+                    self.spellings[name] = Spelling(flag, value if flag.kind == "switch" else None)
+
+    def nearest(self, name: str) -> str | None:
+        """The usable flag that `name` looks most like, aliases of peers included."""
+        usable = {
+            spelled: spelled
+            for spelled, spelling in self.spellings.items()
+            if not spelling.flag.refused
+        }
+        usable |= {typed: ours for typed, ours in ALIASES.items() if ours in usable}
+        found = difflib.get_close_matches(normalise(name), usable, n=1, cutoff=0.6)
+        return usable[found[0]] if found else None
+
+
+@cache
+def flag_table() -> FlagTable:
+    """Every flag of this installation."""
+    choices = registry_choices()
+    flags = [RUN_FILE]
+    for title, config_type in GROUPS.values():
+        flags += flags_of(config_type, title, choices)
+    flags += loss_flags()
+    flags += flags_of(MegatronSpellings, NETWORK)
+    flags += megatron_flags()
+    return FlagTable(flags)

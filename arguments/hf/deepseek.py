@@ -1,0 +1,182 @@
+"""DeepSeek-V3's multi-latent attention, rotary embedding and experts, as settings of megatron-core; a part of `hf_model.py`.
+
+What megatron-core 0.16 has no counterpart for is refused by key: multi-token prediction, other group scores than the sum of each group's two
+best, weights that are not renormalised, rotary embeddings that are not interleaved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arguments.hf.moe import WITHOUT_EFFECT, Reader
+
+MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+ROUTER_KEYS = (
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "scoring_func",
+    "topk_method",
+    "moe_layer_freq",
+)
+KEYS = frozenset(
+    {
+        *(*MLA_KEYS, *ROUTER_KEYS, *WITHOUT_EFFECT),
+        *(
+            "n_routed_experts",
+            "num_local_experts",
+            "n_shared_experts",
+            "moe_intermediate_size",
+            "num_experts_per_tok",
+            "first_k_dense_replace",
+        ),
+        *(
+            "num_nextn_predict_layers",
+            "num_mtp_layers",
+            "rope_interleave",
+            "qk_head_dim",
+            "ep_size",
+            "seq_aux",
+            "aux_loss_alpha",
+        ),
+    }
+)
+REQUIRED = (
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "n_routed_experts",
+    "num_experts_per_tok",
+)
+FIXED = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "rope_interleave": True,
+}
+YARN = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}  # key -> transformers' default
+
+
+def deepseek_settings(reader: Reader) -> dict[str, Any]:
+    """MLATransformerConfig's fields. What is unsupported is told to the reader."""
+    for key, legal in FIXED.items():
+        value = reader.config.get(key)
+        if value is not None and value != legal:
+            reader.refuse(f"{key} {value!r} is not supported; the only legal value is {legal!r}")
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if reader.config.get(key):
+            reader.refuse(
+                f"{key} {reader.config[key]!r}: multi-token prediction is not supported; set it to 0 and leave out its tensors"
+            )
+    heads, groups = (
+        reader.number("num_attention_heads"),
+        reader.number("num_key_value_heads", default=reader.number("num_attention_heads")),
+    )
+    if groups != heads:
+        reader.refuse(
+            f"num_key_value_heads {groups} must be num_attention_heads {heads}: latent attention has no groups"
+        )
+    if reader.config.get("rms_norm_eps", 1e-6) != 1e-6:
+        reader.refuse(
+            f"rms_norm_eps {reader.config['rms_norm_eps']!r}: the norms of the latents have 1e-6 there, and one value here for all"
+        )
+    rope_dim = reader.number("qk_rope_head_dim")
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": reader.number("q_lora_rank")
+        if reader.config.get("q_lora_rank") is not None
+        else None,
+        "kv_lora_rank": reader.number("kv_lora_rank"),
+        "qk_head_dim": reader.number("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": rope_dim,
+        "v_head_dim": reader.number("v_head_dim"),
+        "kv_channels": rope_dim,  # what the file calls head_dim
+        "qk_layernorm": True,  # of the latents
+        **_rotary(reader),
+        **_experts(reader),
+    }
+
+
+def _rotary(reader: Reader) -> dict[str, Any]:
+    config = reader.config
+    given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    base = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    settings: dict[str, Any] = {
+        "rope_type": "rope",
+        "rotary_base": float(base),
+        "rotary_percent": 1.0,
+    }
+    if kind != "yarn":
+        if kind != "default":
+            reader.refuse(
+                f"rope_type {kind!r} is not supported with latent attention; legal values: default, yarn"
+            )
+        return settings | {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    yarn = {key: given.pop(key, default) for key, default in YARN.items()}
+    for key in ("factor", "original_max_position_embeddings"):
+        if not isinstance(given.get(key), int | float):
+            reader.refuse(f"rope_type 'yarn' needs {key}, a number, not {given.get(key)!r}")
+    settings |= {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(given.pop("factor", None) or 1),
+    }
+    settings["original_max_position_embeddings"] = int(
+        given.pop("original_max_position_embeddings", None) or 1
+    )
+    if not yarn["mscale"] or not yarn["mscale_all_dim"]:
+        reader.refuse("rope_type 'yarn' without mscale and mscale_all_dim is not supported")
+    for key, value in sorted(given.items()):
+        reader.refuse(f"rope_type 'yarn' with {key} {value!r} is not supported")
+    return settings | {key: float(value) for key, value in yarn.items()}
+
+
+def _experts(reader: Reader) -> dict[str, Any]:
+    experts, topk = reader.number("n_routed_experts"), reader.number("num_experts_per_tok")
+    groups, chosen = reader.number("n_group", default=1), reader.number("topk_group", default=1)
+    limited = chosen < groups
+    if limited and (experts % groups or topk % chosen or topk // chosen != 2):
+        reader.refuse(
+            f"n_group {groups} and topk_group {chosen} with num_experts_per_tok {topk}: megatron-core scores a group by its best "
+            "num_experts_per_tok / topk_group experts, the file's architecture by its best two"
+        )
+    if topk == 1:
+        reader.refuse(
+            "num_experts_per_tok 1 is not supported: megatron-core does not renormalise a single weight"
+        )
+    layers, dense = (
+        reader.number("num_hidden_layers"),
+        int(reader.config.get("first_k_dense_replace") or 0),
+    )
+    if dense >= layers:
+        reader.refuse(f"first_k_dense_replace {dense} leaves no layer with experts")
+    ffn, shared = (
+        reader.number("moe_intermediate_size"),
+        int(reader.config.get("n_shared_experts") or 0),
+    )
+    if not shared:
+        reader.refuse("n_shared_experts 0 is not supported with this architecture")
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": ffn,
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
+        "moe_router_pre_softmax": True,  # megatron-core's condition on group-limited routing; a sigmoid has no softmax
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": groups if limited else None,
+        "moe_router_group_topk": chosen if limited else None,
+        "moe_router_topk_scaling_factor": float(
+            reader.number("routed_scaling_factor", default=1.0, whole=False)
+        ),
+        "moe_shared_expert_intermediate_size": shared * ffn,
+        "moe_router_load_balancing_type": "none",
+    }

@@ -1,0 +1,76 @@
+"""What rules between settings are, and what they look at. A rule is a small function that returns what is wrong; all rules run, and everything
+is told together. The rules themselves are in the modules validate_*.py, by topic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from arguments.config_groups import ConfigGroups
+from arguments.megatron_configs import Machine
+from arguments.schema import ParallelConfig
+from slime_like.config import Problem, flag_name
+from slime_like.losses.registry import PolicyLoss
+
+TASK_PREFIX = "reasoning_gym:"  # of a source that makes its rows, answers and scores itself
+
+
+@dataclass(frozen=True)
+class Settings(ConfigGroups):
+    """What the rules look at. core: megatron-core's fields, from flags and checkpoint. loss: as its settings, policy_loss,
+    make it. given: names of the fields that the user set."""
+
+    loss: PolicyLoss
+    core: Mapping[str, Any]
+    given: frozenset[str]
+    machine: Machine
+
+    @property
+    def trains(self) -> bool:
+        return not self.debug.debug_rollout_only
+
+    @property
+    def generates(self) -> bool:
+        """Whether an engine makes responses: not in supervised fine-tuning, nor from saved rollouts."""
+        return (
+            self.algorithm.loss_type == "policy_loss"
+            and not self.debug.debug_train_only
+            and self.debug.load_debug_rollout_data is None
+        )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an engine answers --eval-prompt-data, in whatever way the run trains."""
+        return self.eval.eval_interval is not None and not self.debug.debug_train_only
+
+    @property
+    def samples_per_rollout(self) -> int:
+        return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def data_parallel_size(self) -> int | None:
+        """None when the world cannot be cut as asked, which has its own rule."""
+        whole, rest = divmod(self.world_size, self.parallel.model_parallel_size)
+        return None if rest else whole
+
+
+class LayoutSettings(Protocol):
+    """What the rules about parallel sizes look at: of a run, or of a conversion between formats."""
+
+    @property
+    def parallel(self) -> ParallelConfig: ...
+
+    @property
+    def core(self) -> Mapping[str, Any]: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+
+Rule = Callable[[Settings], list[Problem]]
+
+
+def problem(field: str, value: Any, message: str) -> list[Problem]:
+    """One problem with a flag, as a list."""
+    return [Problem(flag_name(field), value, message)]

@@ -1,0 +1,208 @@
+"""Rules about sizes: the samples of a rollout, of an optimizer step and of a micro-batch, by number or by tokens, and the length of a run."""
+
+from __future__ import annotations
+
+from arguments.rules.base import Rule, Settings, problem
+from arguments.rules.parallel import virtual_stages_of
+from slime_like.config import Problem
+
+BY_TOKENS = ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu")
+BY_SAMPLES = ("micro_batch_size", "log_probs_micro_batch_size")
+
+# --- a rollout and its steps ------------------------------------------------------------------------------------------
+
+
+def run_length(s: Settings) -> list[Problem]:
+    if s.rollout.num_rollout is not None and s.rollout.num_epoch is not None:
+        return problem("num_epoch", s.rollout.num_epoch, "excludes --num-rollout; give one of them")
+    if s.rollout.num_rollout is None and s.rollout.num_epoch is None:
+        return problem(
+            "num_rollout",
+            None,
+            "is missing: the number of rollouts in the run (or give --num-epoch)",
+        )
+    if s.rollout.num_rollout is None and s.data.prompt_data is None:
+        return problem(
+            "num_epoch",
+            s.rollout.num_epoch,
+            "counts passes over --prompt-data, which is missing; use --num-rollout",
+        )
+    return []
+
+
+def supervised_samples(s: Settings) -> list[Problem]:
+    if s.algorithm.loss_type == "sft_loss" and s.rollout.n_samples_per_prompt != 1:
+        return problem(
+            "n_samples_per_prompt",
+            s.rollout.n_samples_per_prompt,
+            "must be 1 with --loss-type sft_loss: a row is a sample; leave it out",
+        )
+    return []
+
+
+def global_batch_of(s: Settings) -> int | None:
+    """Samples in each optimizer step; None when the flags do not give a whole number."""
+    steps, size = s.algorithm.num_steps_per_rollout, s.algorithm.global_batch_size
+    if size is not None:
+        return (
+            size
+            if s.samples_per_rollout % size == 0 and steps in (None, s.samples_per_rollout // size)
+            else None
+        )
+    whole, rest = divmod(s.samples_per_rollout, steps or 1)
+    return None if rest else whole
+
+
+def rollout_is_divisible(s: Settings) -> list[Problem]:
+    if not s.trains or global_batch_of(s) is not None:
+        return []
+    steps, size, samples = (
+        s.algorithm.num_steps_per_rollout,
+        s.algorithm.global_batch_size,
+        s.samples_per_rollout,
+    )
+    have = f"--rollout-batch-size {s.rollout.rollout_batch_size} x --n-samples-per-prompt {s.rollout.n_samples_per_prompt} = {samples} samples"
+    if size is not None and samples % size:
+        return problem("global_batch_size", size, f"does not divide {have}")
+    if size is not None:
+        return problem(
+            "num_steps_per_rollout",
+            steps,
+            f"contradicts --global-batch-size {size}: {have} are {samples // size} steps; give one of them",
+        )
+    return problem("num_steps_per_rollout", steps, f"does not divide {have}")
+
+
+def global_batch_is_divisible(s: Settings) -> list[Problem]:
+    """Also the interleaved schedule's condition on the number of micro-batches."""
+    size, dp, micro = global_batch_of(s), s.data_parallel_size, s.algorithm.micro_batch_size
+    if size is None or dp is None or not s.trains or s.algorithm.use_dynamic_batch_size:
+        return []
+    if s.algorithm.loss_reduction == "token_mean_legacy" and size % (dp * micro):
+        return []  # the reduction's own rule tells it
+    name = "global_batch_size" if s.algorithm.global_batch_size else "rollout_batch_size"
+    if size % (dp * micro):
+        parts = f"{dp} data-parallel ranks x --micro-batch-size {micro}"
+        return problem(
+            name,
+            None,
+            f"an optimizer step's {size} samples are not divisible by {parts} = {dp * micro}; change one of them",
+        )
+    micro_batches, pipeline = size // (dp * micro), s.parallel.pipeline_model_parallel_size
+    if virtual_stages_of(s.parallel, s.core.get("num_layers")) and micro_batches % pipeline:
+        return problem(
+            name, None,
+            f"the interleaved schedule needs a multiple of --pipeline-model-parallel-size {pipeline} micro-batches in a step; there are {micro_batches}",
+        )  # fmt: skip
+    return []
+
+
+def log_prob_micro_batches(s: Settings) -> list[Problem]:
+    """The interleaved schedule's condition, for the forward passes over a whole rollout."""
+    size, dp, pipeline = (
+        s.algorithm.log_probs_micro_batch_size,
+        s.data_parallel_size,
+        s.parallel.pipeline_model_parallel_size,
+    )
+    if size is None or dp is None or not virtual_stages_of(s.parallel, s.core.get("num_layers")):
+        return []
+    if s.samples_per_rollout % (dp * size * pipeline):
+        need = f"{dp} data-parallel ranks x {size} x --pipeline-model-parallel-size {pipeline}"
+        message = f"the interleaved schedule needs the {s.samples_per_rollout} samples of a rollout to be divisible by {need}"
+        return problem("log_probs_micro_batch_size", size, message)
+    return []
+
+
+def sequences_fit(s: Settings) -> list[Problem]:
+    """Positions beyond the network's are not defined, or not trained."""
+    limit, prompt = s.gpt.max_position_embeddings, s.data.rollout_max_prompt_len or 1
+    responses = {}
+    if s.generates or (s.evaluates and any(each.max_response_len is None for each in s.eval_sets)):
+        responses["rollout_max_response_len"] = s.rollout.rollout_max_response_len
+    if s.evaluates and (
+        own := [each.max_response_len for each in s.eval_sets if each.max_response_len is not None]
+    ):
+        responses["eval_config" if s.eval.eval_config is not None else "eval_max_response_len"] = (
+            max(own)
+        )
+    have = f"with --rollout-max-prompt-len {prompt} it " if prompt > 1 else ""
+    message = f"{have}exceeds the {limit} positions of the network (--max-position-embeddings)"
+    too_long = {
+        name: response
+        for name, response in responses.items()
+        if limit is not None and response + prompt > limit
+    }
+    return [p for name, response in too_long.items() for p in problem(name, response, message)]
+
+
+# --- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def token_budgets(s: Settings) -> list[Problem]:
+    """Micro-batches are cut in one of two ways, and the settings of the other have no effect."""
+    if not s.algorithm.use_dynamic_batch_size:
+        given = {name: getattr(s.algorithm, name) for name in BY_TOKENS}
+        message = "has no effect without --use-dynamic-batch-size; add the switch"
+        return [
+            p
+            for name, value in given.items()
+            if value is not None
+            for p in problem(name, value, message)
+        ]
+    found = []
+    if s.algorithm.max_tokens_per_gpu is None:
+        found += problem(
+            "max_tokens_per_gpu",
+            None,
+            "is missing: the tokens up to which --use-dynamic-batch-size fills a micro-batch",
+        )
+    for name in BY_SAMPLES:
+        if name in s.given:
+            found += problem(
+                name,
+                getattr(s.algorithm, name),
+                "contradicts --use-dynamic-batch-size, which fills by tokens; leave it out",
+            )
+    if s.algorithm.loss_reduction == "token_mean_legacy":
+        message = "needs micro-batches of one size, which --use-dynamic-batch-size does not make; use token_mean"
+        found += problem("loss_reduction", "token_mean_legacy", message)
+    return found
+
+
+def every_rank_gets_a_sample(s: Settings) -> list[Problem]:
+    size, dp = global_batch_of(s), s.data_parallel_size
+    if (
+        not s.algorithm.use_dynamic_batch_size
+        or size is None
+        or dp is None
+        or not s.trains
+        or size >= dp
+    ):
+        return []
+    name = "global_batch_size" if s.algorithm.global_batch_size else "rollout_batch_size"
+    return problem(
+        name,
+        None,
+        f"an optimizer step's {size} samples are fewer than the {dp} data-parallel ranks; change one of them",
+    )
+
+
+def padded_rows(s: Settings) -> list[Problem]:
+    if s.algorithm.qkv_format == "bshd" and s.algorithm.use_dynamic_batch_size:
+        return problem(
+            "qkv_format",
+            "bshd",
+            "does not go with --use-dynamic-batch-size, whose budget is of packed tokens; use thd",
+        )
+    return []
+
+
+BATCH_RULES: tuple[Rule, ...] = (
+    run_length,
+    supervised_samples,
+    rollout_is_divisible,
+    global_batch_is_divisible,
+    log_prob_micro_batches,
+    sequences_fit,
+)
+MICRO_BATCH_RULES: tuple[Rule, ...] = (token_budgets, every_rank_gets_a_sample, padded_rows)

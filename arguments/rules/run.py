@@ -1,0 +1,213 @@
+"""All rules between the settings of a run, in the order in which their problems are told; those of KL and reduction; and the warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from arguments.critic_layout import critic_layout_is_possible
+from arguments.flags import Flag
+from arguments.resolve_loss import loss_fields
+from arguments.rules.algorithm import (
+    ADVANTAGE_RULES,
+    CORRECTION_RULES,
+    idle_advantage_settings,
+    idle_correction_settings,
+)
+from arguments.rules.base import Rule, Settings, problem
+from arguments.rules.batches import BATCH_RULES, MICRO_BATCH_RULES, global_batch_of
+from arguments.rules.critic import CRITIC_RULES
+from arguments.rules.data import DATA_RULES, truncates
+from arguments.rules.distillation import DISTILLATION_RULES, nothing_to_learn
+from arguments.rules.files import FILE_RULES
+from arguments.rules.learning_rate import LEARNING_RATE_RULES, STEP_RULES
+from arguments.rules.lora import LORA_RULES, nothing_to_overlap
+from arguments.rules.losses import LOSS_RULES, gmpo_needs_one_advantage, wide_gspo_range
+from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
+from arguments.rules.network import NETWORK_RULES
+from arguments.rules.optimizer import OPTIMIZER_RULES, OPTIMIZER_WARNINGS
+from arguments.rules.parallel import PARALLEL_RULES
+from arguments.rules.scheduling import SCHEDULING_RULES
+from arguments.rules.server import only_the_server_has_these
+from arguments.rules.sglang import SGLANG_RULES
+from arguments.rules.supervised import SUPERVISED_RULES
+from slime_like.advantages.registry import advantage_estimators, compares_samples
+from slime_like.config import Problem
+from slime_like.losses.registry import policy_losses
+
+
+def kl_in_one_place(s: Settings) -> list[Problem]:
+    if s.algorithm.kl_coef and s.algorithm.kl_loss_coef:
+        return problem(
+            "kl_coef",
+            s.algorithm.kl_coef,
+            f"and --kl-loss-coef {s.algorithm.kl_loss_coef} are both non-zero; choose one",
+        )
+    return []
+
+
+def kl_loss_needs_its_switch(s: Settings) -> list[Problem]:
+    if s.algorithm.use_kl_loss or s.algorithm.loss_type == "sft_loss":
+        return []
+    found = []
+    if s.algorithm.kl_loss_coef:
+        found += problem(
+            "kl_loss_coef",
+            s.algorithm.kl_loss_coef,
+            "has no effect without --use-kl-loss; add the switch",
+        )
+    if s.algorithm.use_unbiased_kl:
+        found += problem(
+            "use_unbiased_kl", None, "has no effect without --use-kl-loss; add the switch"
+        )
+    if s.algorithm.kl_loss_type is not None and not s.algorithm.kl_coef:
+        found += problem(
+            "kl_loss_type",
+            s.algorithm.kl_loss_type,
+            "has no effect without --use-kl-loss or --kl-coef; leave it out",
+        )
+    return found
+
+
+def kl_needs_a_reference(s: Settings) -> list[Problem]:
+    needs = (
+        "--use-kl-loss" if s.algorithm.use_kl_loss else "--kl-coef" if s.algorithm.kl_coef else None
+    )
+    if (
+        needs is None
+        or s.model.ref_load is not None
+        or s.lora.lora_rank
+        or not s.trains
+        or s.algorithm.loss_type == "sft_loss"
+    ):
+        return []
+    return problem(
+        "ref_load",
+        None,
+        f"is missing; {needs} needs a reference model, usually the same folder as --hf-checkpoint",
+    )
+
+
+def offloading_needs_a_reference(s: Settings) -> list[Problem]:
+    if s.model.ref_offload and s.model.ref_load is None:
+        return problem(
+            "ref_offload",
+            None,
+            "has no effect without --ref-load; give the reference model's folder",
+        )
+    return []
+
+
+def reduction_fits_the_loss(s: Settings) -> list[Problem]:
+    required = s.loss.required_reductions
+    if required and s.algorithm.loss_reduction not in required:
+        return problem(
+            "loss_reduction",
+            s.algorithm.loss_reduction,
+            f"--policy-loss-type {s.loss.name} needs {' or '.join(sorted(required))}",
+        )
+    return []
+
+
+def norm_length(s: Settings) -> list[Problem]:
+    wanted = s.algorithm.loss_reduction == "seq_mean_token_sum_norm"
+    if wanted and s.algorithm.loss_norm_length is None:
+        return problem(
+            "loss_norm_length",
+            None,
+            "is missing; --loss-reduction seq_mean_token_sum_norm divides by it",
+        )
+    if not wanted and s.algorithm.loss_norm_length is not None:
+        return problem(
+            "loss_norm_length",
+            s.algorithm.loss_norm_length,
+            "goes with --loss-reduction seq_mean_token_sum_norm only",
+        )
+    return []
+
+
+RULES: tuple[Rule, ...] = (
+    *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
+    kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, offloading_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
+    *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *LORA_RULES, *DISTILLATION_RULES,
+    *STEP_RULES, *OPTIMIZER_RULES, *LEARNING_RATE_RULES, *DATA_RULES, *SCHEDULING_RULES, *SGLANG_RULES, *FILE_RULES, only_the_server_has_these,
+)  # fmt: skip
+
+
+# --- warnings --------------------------------------------------------------------------------------------------------
+
+Warn = Callable[[Settings], str | None]
+
+
+def reduction_is_recommended(s: Settings) -> str | None:
+    recommended = s.loss.recommended_reductions
+    if (
+        not recommended
+        or s.algorithm.loss_reduction in recommended
+        or s.algorithm.loss_type == "sft_loss"
+    ):
+        return None
+    return f"--policy-loss-type {s.loss.name} is meant for --loss-reduction {' or '.join(sorted(recommended))}, not {s.algorithm.loss_reduction}"
+
+
+def k1_in_the_loss(s: Settings) -> str | None:
+    if (
+        s.algorithm.use_kl_loss
+        and s.algorithm.kl_loss_type == "k1"
+        and not s.algorithm.use_unbiased_kl
+    ):
+        return "--kl-loss-type k1 in the loss has an expected gradient of zero, only noise; use low_var_kl, k2 or --use-unbiased-kl"
+    return None
+
+
+def groups_of_one(s: Settings) -> str | None:
+    compares = compares_samples(advantage_estimators.get(s.algorithm.advantage_estimator))
+    single = s.rollout.n_samples_per_prompt == 1 and s.algorithm.singleton_advantage == "zero"
+    if (
+        s.algorithm.loss_type == "policy_loss"
+        and compares
+        and single
+        and not s.distillation.use_opd
+    ):
+        return "--n-samples-per-prompt 1 with --singleton-advantage zero: every advantage is 0 and nothing is learnt"
+    return None
+
+
+def ratios_are_one(s: Settings) -> str | None:
+    if s.algorithm.loss_type == "sft_loss" or not s.trains or s.algorithm.use_rollout_logprobs:
+        return None
+    if global_batch_of(s) == s.samples_per_rollout and "old_log_probs" in s.loss.needs:
+        return f"one optimizer step per rollout: every ratio is 1, so {s.loss.name} is the plain policy gradient; see --num-steps-per-rollout"
+    return None
+
+
+def truncated_sampling(s: Settings) -> str | None:
+    if not s.generates or not truncates(s) or s.rollout.renormalize_sampled_log_probs:
+        return None
+    return (
+        "--rollout-top-p or --rollout-top-k truncates what is sampled; the trainer's log-probs are over the whole vocabulary, so ratios are off; "
+        "see --renormalize-sampled-log-probs"
+    )
+
+
+def a_first_run(s: Settings) -> str | None:
+    if s.checkpoint.load is not None and not Path(s.checkpoint.load).is_dir():
+        return f"--load {s.checkpoint.load} does not exist yet and is also --save: this run starts from --hf-checkpoint"
+    return None
+
+
+WARNINGS: tuple[Warn, ...] = (
+    reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling, a_first_run,
+    wide_gspo_range, gmpo_needs_one_advantage, idle_correction_settings, idle_advantage_settings, nothing_to_learn,
+    *MOE_WARNINGS, *OPTIMIZER_WARNINGS, nothing_to_overlap,
+)  # fmt: skip
+
+
+def settings_of_other_losses(settings: Settings, table: Mapping[str, Flag]) -> list[str]:
+    """Flags of losses that were not chosen: they have no effect."""
+    chosen = loss_fields(settings.loss)
+    others = {name for _, loss in policy_losses.items() for name in loss_fields(loss)} - chosen
+    return [
+        f"{table[name].name} has no effect: it is not a setting of the loss {settings.loss.name}"
+        for name in sorted(others & settings.given)
+    ]

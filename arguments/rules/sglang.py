@@ -1,0 +1,306 @@
+"""Rules about SGLang servers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from arguments.aliases import PASSED_ON
+from arguments.rules.base import Rule, Settings, problem
+from arguments.schema import SglangConfig
+from arguments.sglang_install import interpreter, nearest, packages_of, router_fields, server_fields
+from slime_like.config import Problem
+
+_ADDRESS = re.compile(r"(https?://)?(\[[0-9a-fA-F:]+\]|[\w.\-]+):(\d{1,5})/?")
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+# Settings of a server that follow from the run's own.
+OURS = (
+    "model_path",
+    "host",
+    "port",
+    "tp_size",
+    "base_gpu_id",
+    "nnodes",
+    "node_rank",
+    "dist_init_addr",
+    "skip_tokenizer_init",
+    "weight_version",
+)
+ROUTER_OURS = ("host", "port", "worker_urls", "prometheus_port", "prometheus_host")
+
+
+def address_parts(address: str) -> tuple[str, int] | None:
+    """("127.0.0.1", 30000) of "127.0.0.1:30000" or "http://127.0.0.1:30000"; None for anything else."""
+    found = _ADDRESS.fullmatch(address)
+    return None if found is None or not 0 < int(found[3]) < 65536 else (found[2], int(found[3]))
+
+
+def engine_url(address: str) -> str:
+    parts = address_parts(address)
+    assert parts is not None, "checked by the rules"
+    scheme = "https" if address.startswith("https://") else "http"
+    return f"{scheme}://{parts[0]}:{parts[1]}"
+
+
+def uses_sglang(s: Settings) -> bool:
+    return s.rollout.rollout_engine == "sglang"
+
+
+def idle_sglang_settings(s: Settings) -> list[Problem]:
+    if uses_sglang(s):
+        return []
+    idle = [f.name for f in dataclasses.fields(SglangConfig) if f.name in s.given]
+    words = (
+        "has no effect with --rollout-engine local; add --rollout-engine sglang, or leave it out"
+    )
+    found = []
+    for name in idle:
+        value = getattr(s.sglang, name)
+        if isinstance(value, dict):  # of flags that are passed on, as they were typed
+            prefix = next(prefix for prefix, field in PASSED_ON.items() if field == name)
+            found += [
+                Problem(prefix + key.replace("_", "-"), text, words) for key, text in value.items()
+            ]
+        else:
+            found += problem(name, None if value is True else value, words)
+    return found
+
+
+def engines_are_named(s: Settings) -> list[Problem]:
+    g = s.sglang
+    if not uses_sglang(s):
+        return []
+    if (g.sglang_router_ip is None) != (g.sglang_router_port is None):
+        missing = "sglang_router_ip" if g.sglang_router_ip is None else "sglang_router_port"
+        return problem(
+            missing, None, "is missing: --sglang-router-ip and --sglang-router-port go together"
+        )
+    if g.rollout_external_engine_addrs is not None and g.rollout_num_gpus is not None:
+        return problem(
+            "rollout_num_gpus",
+            g.rollout_num_gpus,
+            "excludes --rollout-external-engine-addrs; give one of them",
+        )
+    if (
+        g.rollout_external_engine_addrs is None
+        and g.rollout_num_gpus is None
+        and g.sglang_router_ip is None
+    ):
+        return problem(
+            "rollout_engine", "sglang",
+            "needs servers: --rollout-num-gpus to start some, --rollout-external-engine-addrs host:port for some that run, or --sglang-router-ip",
+        )  # fmt: skip
+    found = []
+    for address in g.rollout_external_engine_addrs or []:
+        if address_parts(address) is None:
+            found += problem(
+                "rollout_external_engine_addrs", address, "must be host:port, or http://host:port"
+            )
+    if len(set(g.rollout_external_engine_addrs or [])) < len(g.rollout_external_engine_addrs or []):
+        found += problem(
+            "rollout_external_engine_addrs",
+            " ".join(g.rollout_external_engine_addrs or []),
+            "names a server twice",
+        )
+    if g.sglang_router_ip is not None and g.no_sglang_router:
+        found += problem(
+            "no_sglang_router", None, "contradicts --sglang-router-ip; give one of them"
+        )
+    return found
+
+
+def engines_that_are_started(s: Settings) -> list[Problem]:
+    g = s.sglang
+    if not uses_sglang(s):
+        return []
+    if g.rollout_num_gpus is None:
+        idle = [n for n in ("rollout_num_gpus_per_engine", "sglang_server_flags") if n in s.given]
+        return [
+            p
+            for n in idle
+            for p in problem(
+                n,
+                getattr(g, n),
+                "is for servers that this run starts; add --rollout-num-gpus, or leave it out",
+            )
+        ]
+    if g.rollout_num_gpus % g.rollout_num_gpus_per_engine:
+        return problem(
+            "rollout_num_gpus",
+            g.rollout_num_gpus,
+            f"is no multiple of --rollout-num-gpus-per-engine {g.rollout_num_gpus_per_engine}; change one",
+        )
+    return []
+
+
+def starts_router(s: Settings) -> bool:
+    return not s.sglang.no_sglang_router and s.sglang.sglang_router_ip is None
+
+
+def sglang_is_installed(s: Settings) -> list[Problem]:
+    """Where something is started, what it is started from is there, and has the settings that are passed on."""
+    g = s.sglang
+    if not uses_sglang(s):
+        return []
+    if importlib.util.find_spec("httpx") is None:
+        return problem(
+            "rollout_engine",
+            "sglang",
+            "needs httpx; install it with: pip install 'slime_like[sglang]'",
+        )
+    found = []
+    python = interpreter(g.sglang_python)
+    try:
+        sglang, router = packages_of(python)
+    except (OSError, ValueError) as error:
+        return problem("sglang_python", g.sglang_python, f"cannot be run: {error}")
+    if g.rollout_num_gpus is not None:
+        if sglang is None:
+            message = f"needs SGLang, which {python} does not have; name an interpreter that has it with --sglang-python"
+            found += problem("rollout_num_gpus", g.rollout_num_gpus, message)
+        else:
+            found += unknown_settings(
+                "--sglang-", g.sglang_server_flags, server_fields(sglang), OURS
+            )
+    if starts_router(s):
+        router = router or packages_of(interpreter(None))[1]
+        if router is None:
+            message = "needs sglang_router; install it with: pip install 'slime_like[sglang]', or add --no-sglang-router"
+            found += problem("rollout_engine", "sglang", message)
+        else:
+            found += unknown_settings(
+                "--router-", g.sglang_router_flags, router_fields(router), ROUTER_OURS
+            )
+    return found
+
+
+def unknown_settings(
+    prefix: str, given: Mapping[str, Any] | None, known: set[str], ours: tuple[str, ...]
+) -> list[Problem]:
+    found = []
+    for name, value in (given or {}).items():
+        flag = prefix + name.replace("_", "-")
+        if name in ours:
+            found.append(
+                Problem(flag, value, "follows from the run's other settings; leave it out")
+            )
+        elif name not in known:
+            near = nearest(name, known)
+            hint = f"; did you mean {prefix}{near.replace('_', '-')}?" if near else ""
+            found.append(Problem(flag, value, f"the installed server has no such setting{hint}"))
+    return found
+
+
+def weight_transport_fits(s: Settings) -> list[Problem]:
+    g = s.sglang
+    if not uses_sglang(s):
+        return []
+    found = []
+    if g.colocate and g.rollout_num_gpus is None:
+        found += problem(
+            "colocate", None, "is for servers that this run starts; add --rollout-num-gpus"
+        )
+    if g.colocate and not s.machine.cuda:
+        found += problem(
+            "colocate",
+            None,
+            "shares GPUs between trainer and servers, and there is none here; leave it out",
+        )
+    if g.colocate and s.scheduling.async_rollout:
+        found += problem(
+            "colocate",
+            None,
+            "releases the servers' memory while the trainer works, and --async-rollout samples then; give one",
+        )
+    if g.update_weight_transport == "cuda_ipc" and not g.colocate:
+        found += problem(
+            "update_weight_transport",
+            "cuda_ipc",
+            "needs --colocate: handles of GPU memory are of use on the same GPU only",
+        )
+    disk = g.update_weight_transport == "disk"
+    if g.update_weight_disk_dir is not None and not disk:
+        found += problem(
+            "update_weight_disk_dir",
+            g.update_weight_disk_dir,
+            "needs --update-weight-transport disk",
+        )
+    if g.no_update_weight_copy and (disk or g.colocate):
+        found += problem(
+            "no_update_weight_copy",
+            None,
+            "is for --update-weight-transport broadcast, which alone keeps a copy; leave it out",
+        )
+    if g.update_weight_disk_keep_files and g.update_weight_disk_dir is None:
+        found += problem(
+            "update_weight_disk_keep_files",
+            None,
+            "needs --update-weight-disk-dir; a temporary folder goes with the run",
+        )
+    far = [
+        a
+        for a in g.rollout_external_engine_addrs or []
+        if (parts := address_parts(a)) is not None and parts[0] not in LOOPBACK
+    ]
+    if disk and far and g.update_weight_disk_dir is None:
+        found += problem(
+            "update_weight_disk_dir",
+            None,
+            f"is missing: a folder that {far[0]} sees too, under the same name",
+        )
+    parallel = [
+        name
+        for name in ("dp_size", "pp_size")
+        if str((g.sglang_server_flags or {}).get(name, 1)) != "1"
+    ]
+    if parallel and not disk:
+        name = parallel[0].replace("_", "-")
+        found.append(
+            Problem(
+                f"--sglang-{name}",
+                (g.sglang_server_flags or {})[parallel[0]],
+                "needs --update-weight-transport disk",
+            )
+        )
+    return found
+
+
+def sampling_fits_sglang(s: Settings) -> list[Problem]:
+    if uses_sglang(s) and s.rollout.renormalize_sampled_log_probs:
+        return problem(
+            "renormalize_sampled_log_probs",
+            None,
+            "is implemented for --rollout-engine local only; leave it out",
+        )
+    return []
+
+
+def checkpoint_of_the_servers(s: Settings) -> list[Problem]:
+    if (
+        uses_sglang(s)
+        and s.model.hf_checkpoint is not None
+        and not Path(s.model.hf_checkpoint).is_dir()
+    ):
+        return problem(
+            "hf_checkpoint",
+            s.model.hf_checkpoint,
+            "must be a folder: servers read its config.json and tokenizer",
+        )
+    return []
+
+
+def completed_sglang(s: Settings) -> SglangConfig:
+    transport = s.sglang.update_weight_transport or (
+        "cuda_ipc" if s.sglang.colocate else "broadcast"
+    )
+    return dataclasses.replace(s.sglang, update_weight_transport=transport)
+
+
+SGLANG_RULES: tuple[Rule, ...] = (
+    idle_sglang_settings, engines_are_named, engines_that_are_started, sglang_is_installed, weight_transport_fits, sampling_fits_sglang,
+    checkpoint_of_the_servers,
+)  # fmt: skip

@@ -1,0 +1,38 @@
+"""One frozen dataclass for each group of settings. Constructors above this layer take these, never an argparse namespace."""
+
+from arguments.schema.algorithm import AlgorithmConfig, GateConfig
+from arguments.schema.checkpoint import CheckpointConfig
+from arguments.schema.critic import CriticConfig
+from arguments.schema.data import DataConfig, EvalConfig
+from arguments.schema.distillation import DistillationConfig
+from arguments.schema.logging import DebugConfig, LoggingConfig
+from arguments.schema.lora import LoraConfig
+from arguments.schema.model import GPTModelConfig, ModelConfig
+from arguments.schema.optimizer import ScheduleConfig
+from arguments.schema.parallel import ParallelConfig
+from arguments.schema.rollout import RewardConfig, RolloutConfig
+from arguments.schema.scheduling import SchedulingConfig
+from arguments.schema.server import ServerConfig
+from arguments.schema.sglang import SglangConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "CriticConfig",
+    "DataConfig",
+    "DebugConfig",
+    "DistillationConfig",
+    "EvalConfig",
+    "GPTModelConfig",
+    "GateConfig",
+    "LoggingConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "ScheduleConfig",
+    "SchedulingConfig",
+    "ServerConfig",
+    "SglangConfig",
+]

@@ -1,0 +1,71 @@
+"""Prompts and evaluation sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from arguments.schema.rollout import TOP_K
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, UNIT_OPEN_LOW, arg
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    prompt_data: str | None = arg(
+        None,
+        "Prompts: a .jsonl or .parquet file, with an optional row range as in file.jsonl@[0:100], or reasoning_gym:<task>?size=1000&seed=1&<option>=<value>.",
+    )
+    input_key: str = arg(
+        "input", "Field of a row that holds the prompt: a string or a list of chat messages."
+    )
+    label_key: str | None = arg(None, "Field that holds the reference answer.")
+    metadata_key: str = arg(
+        "metadata", "Field that holds a JSON object handed to rewards and custom functions."
+    )
+    apply_chat_template: bool = arg(False, "Render prompts with the tokenizer's chat template.")
+    apply_chat_template_kwargs: dict[str, Any] = arg(
+        {}, "JSON object of further arguments of the chat template."
+    )
+    rollout_shuffle: bool = arg(False, "Shuffle the prompts anew in every epoch.")
+    rollout_seed: int = arg(42, "Seed of shuffling and of sampling.")
+    rollout_max_prompt_len: int | None = arg(
+        None, "Prompts with more tokens are left out and counted.", legal=POSITIVE
+    )
+    skip_bad_rows: int = arg(
+        0,
+        "Bad rows to leave out (counted in the log) before the file is refused.",
+        legal=NON_NEGATIVE,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EvalConfig:
+    eval_interval: int | None = arg(
+        None,
+        "Evaluate every this many rollouts; also before the first and after the last.",
+        legal=POSITIVE,
+    )
+    eval_prompt_data: list[str] | None = arg(
+        None, "Evaluation sets: name path [name path ...].", nargs="+", metavar="NAME PATH"
+    )
+    eval_config: str | None = arg(
+        None,
+        "Evaluation sets in a YAML file, each with its own sampling and reward, in place of --eval-prompt-data.",
+        metavar="FILE",
+    )
+    skip_eval_before_train: bool = arg(False, "Do not evaluate before the first rollout.")
+    eval_input_key: str | None = arg(None, "As --input-key; default: the same.")
+    eval_label_key: str | None = arg(None, "As --label-key; default: the same.")
+    n_samples_per_eval_prompt: int = arg(
+        1,
+        "Responses to each evaluation prompt; mean and pass@k are over these.",
+        legal=AT_LEAST_ONE,
+    )
+    eval_temperature: float | None = arg(
+        None,
+        "Temperature of evaluation; 0 is greedy; default: --rollout-temperature.",
+        legal=NON_NEGATIVE,
+    )
+    eval_top_p: float | None = arg(None, "As --rollout-top-p.", legal=UNIT_OPEN_LOW)
+    eval_top_k: int | None = arg(None, "As --rollout-top-k.", legal=TOP_K)
+    eval_max_response_len: int | None = arg(None, "As --rollout-max-response-len.", legal=POSITIVE)

@@ -1,0 +1,189 @@
+"""What the parity matrix runs: models, losses, layouts, rows, precisions, and the cells that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+Run = tuple[str, str, str]  # of one process: precision, model, loss
+SEQUENCES = "--loss-reduction sequence_mean"
+LOSSES = {
+    "ppo": "--policy-loss-type ppo",
+    "sapo": "--policy-loss-type sapo",
+    "gspo": f"--policy-loss-type gspo --eps-clip 0.05 {SEQUENCES}",
+    "gmpo": f"--policy-loss-type gmpo {SEQUENCES}",
+    "cispo": "--policy-loss-type cispo",
+}
+ROWS = {
+    "packed": "--micro-batch-size 2",
+    "padded": "--micro-batch-size 2 --qkv-format bshd",
+    "budgets": "--use-dynamic-batch-size --max-tokens-per-gpu 30",
+}
+RECOMPUTE = {
+    "": "",
+    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+TP2, PP2, CP2 = (
+    "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+    "--context-parallel-size 2",
+)
+SP, VP2, EP2 = (
+    "--sequence-parallel",
+    "--num-virtual-stages-per-pipeline-rank 2",
+    "--expert-model-parallel-size 2",
+)
+SHARDED = "--use-distributed-optimizer"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """flags: added to the run's. ranks: processes. model: "dense", or "experts"."""
+
+    ranks: int
+    flags: str
+    model: str = "dense"
+
+
+LAYOUTS = {
+    "1": Layout(1, ""),
+    "TP2": Layout(2, TP2),
+    "TP2 SP": Layout(2, f"{TP2} {SP}"),
+    "PP2": Layout(2, PP2),
+    "PP2 VP2": Layout(2, f"{PP2} {VP2}"),
+    "DP2": Layout(2, ""),
+    "DP2 distributed optimizer": Layout(2, SHARDED),
+    "DP2 overlap": Layout(2, f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"),
+    "CP2": Layout(2, CP2),
+    "CP4": Layout(4, "--context-parallel-size 4"),
+    "TP2 CP2": Layout(4, f"{TP2} {CP2}"),
+    "TP2 SP CP2": Layout(4, f"{TP2} {SP} {CP2}"),
+    "TP2 PP2": Layout(4, f"{TP2} {PP2}"),
+    "PP2 CP2": Layout(4, f"{PP2} {CP2}"),
+    "DP2 CP2": Layout(4, f"{CP2} {SHARDED}"),
+    "TP2 PP2 DP2": Layout(8, f"{TP2} {SP} {PP2} {SHARDED}"),
+    "experts 1": Layout(1, "", "experts"),
+    "experts EP2": Layout(2, EP2, "experts"),
+    "experts ETP2": Layout(2, f"{TP2} {SP}", "experts"),
+    "experts TP2 EP2": Layout(2, f"{TP2} {SP} {EP2} --expert-tensor-parallel-size 1", "experts"),
+    "experts CP2 EP2": Layout(2, f"{EP2} {CP2}", "experts"),
+    "experts EP2 ETP2": Layout(4, f"{TP2} {SP} {EP2}", "experts"),
+    "experts PP2 EP2": Layout(4, f"{PP2} {EP2} {SHARDED}", "experts"),
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """flags: added to the run's. limit: of a cell's figure. base: the precision of the one process that a cell is compared with.
+    sharded: whether the distributed optimizer takes parameters of this precision."""
+
+    flags: str
+    limit: float
+    base: str
+    sharded: bool = True
+
+
+# In float32 and float64 the limit is of relative differences. In bfloat16 it is of their ratio to those of one process in bfloat16: a layout
+# may be off from float32 by what rounding does anyway, and that twice, since its roundings are others.
+# megatron-core clips, and shards, gradients in float32 only.
+PRECISIONS = {
+    "float32": Precision("", 1e-5, "float32"),
+    "float64": Precision("--clip-grad 0", 1e-12, "float64", sharded=False),
+    "bfloat16": Precision("--bf16", 2.0, "float32"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    layout: str
+    loss: str
+    rows: str
+    recompute: str = ""
+    precision: str = "float32"
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout} | {self.line} | {self.loss}"
+
+    @property
+    def line(self) -> str:
+        return " ".join(
+            word
+            for word in (self.rows, self.recompute, self.precision)
+            if word not in ("", "float32")
+        )
+
+    @property
+    def flags(self) -> str:
+        words = (
+            LOSSES[self.loss],
+            ROWS[self.rows],
+            RECOMPUTE[self.recompute],
+            LAYOUTS[self.layout].flags,
+            PRECISIONS[self.precision].flags,
+        )
+        return " ".join(words)
+
+
+def matrix(
+    layouts: Sequence[str],
+    losses: Sequence[str],
+    rows: Sequence[str],
+    recompute: Sequence[str],
+    precisions: Sequence[str] = ("float32",),
+) -> list[Cell]:
+    """All combinations in float32. The others are there for what is new in them, the arithmetic: only with the first kind of rows and of
+    recompute, and float64 not with a distributed optimizer."""
+    cells = []
+    for precision in precisions:
+        lines = product(rows, recompute) if precision == "float32" else [(rows[0], recompute[0])]
+        chosen = [
+            layout
+            for layout in layouts
+            if PRECISIONS[precision].sharded or SHARDED not in LAYOUTS[layout].flags
+        ]
+        cells += [
+            Cell(layout, loss, *line, precision)
+            for layout, line, loss in product(chosen, list(lines), losses)
+        ]
+    return cells
+
+
+def base_runs_of(cells: Iterable[Cell]) -> list[Run]:
+    """The runs of one process that these cells need. bfloat16 is measured by the worst loss in it, so by all of them."""
+    needed = []
+    for cell in cells:
+        model = LAYOUTS[cell.layout].model
+        base = PRECISIONS[cell.precision].base
+        if cell.precision == base:
+            needed.append((base, model, cell.loss))
+        else:
+            needed += [
+                (precision, model, loss) for precision in (base, cell.precision) for loss in LOSSES
+            ]
+    return list(dict.fromkeys(needed))
+
+
+def sizes_of(flags: str) -> dict[str, int]:
+    """The sizes of the groups that a run with these flags needs, by the parameters of `benchmarks.parity.steps.parallel`."""
+    words = flags.split()
+    names = {
+        "tp": "--tensor-model-parallel-size",
+        "pp": "--pipeline-model-parallel-size",
+        "vp": "--num-virtual-stages-per-pipeline-rank",
+        "ep": "--expert-model-parallel-size",
+        "cp": "--context-parallel-size",
+        "etp": "--expert-tensor-parallel-size",
+    }
+    return {
+        short: int(words[words.index(name) + 1]) for short, name in names.items() if name in words
+    }
+
+
+def by_sizes(cells: Sequence[Cell]) -> list[tuple[dict[str, int], list[Cell]]]:
+    """The cells by the sizes of their groups, which are made once for all of them."""
+    chosen: dict[tuple[tuple[str, int], ...], list[Cell]] = {}
+    for cell in cells:
+        chosen.setdefault(tuple(sizes_of(cell.flags).items()), []).append(cell)
+    return [(dict(sizes), own) for sizes, own in chosen.items()]

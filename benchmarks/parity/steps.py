@@ -1,0 +1,248 @@
+"""Three optimizer steps in one layout, on process groups that exist already, and how far they are from those of one process.
+
+Used by the parity matrix and by tests/dist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_patches
+
+megatron_patches.apply()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+
+from arguments.parse import parse_args  # noqa: E402
+from arguments.run_config import RunConfig  # noqa: E402
+from slime_like.megatron.backend import MegatronBackend  # noqa: E402
+from slime_like.megatron.parallel_layout import ParallelLayout, read_layout  # noqa: E402
+from slime_like.types import TrainBatch, TrainSample  # noqa: E402
+from slime_like.weights.hf_export import export_hf_weights  # noqa: E402
+
+VOCAB = 61
+SAMPLES = 8  # of every optimizer step, over all ranks
+STEPS = 3
+
+
+@contextmanager
+def parallel(
+    tp: int = 1, pp: int = 1, vp: int = 1, ep: int = 1, etp: int | None = None, cp: int = 1
+) -> Iterator[ParallelLayout]:
+    """Model-parallel groups of these sizes, out of all ranks; closed at the end."""
+    parallel_state.initialize_model_parallel(
+        tp,
+        pp,
+        virtual_pipeline_model_parallel_size=vp if vp > 1 else None,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    yield read_layout()
+    groups = [
+        group
+        for group in parallel_state._global_process_group_list or ()
+        if isinstance(group, dist.ProcessGroup)
+    ]
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # models of these groups
+    dist.barrier()  # nobody closes what another still uses
+    for group in groups:  # megatron-core forgets them: their threads would stay, and hundreds of them slow down every later layout
+        with contextlib.suppress(ValueError):  # closed by megatron-core, with those of gloo
+            dist.destroy_process_group(group)
+
+
+def settings(folder: str, flags: str = "") -> RunConfig:
+    """A run on the model in `folder` for `SAMPLES` samples a step. flags: further ones."""
+    words = (
+        f"--hf-checkpoint {folder} --debug-train-only --load-debug-rollout-data {folder}/rollout_{{rollout_id}} --lr 1e-2 --num-rollout 4 "
+        f"--rollout-batch-size 2 --n-samples-per-prompt 4 --no-tensorboard --no-progress {flags}"
+    )
+    return parse_args(words.split(), dist.get_world_size())
+
+
+def random_samples(seed: int, count: int = SAMPLES) -> list[TrainSample]:
+    """Samples of uneven lengths with holes in their masks; old log-probs near those of a random model."""
+    g = torch.Generator().manual_seed(seed)
+    samples = []
+    for _ in range(count):
+        prompt, response = (int(torch.randint(1, 12, (), generator=g)) for _ in range(2))
+        samples.append(
+            TrainSample(
+                tokens=torch.randint(VOCAB, (prompt + response,), generator=g),
+                response_length=response,
+                loss_mask=torch.rand(response, generator=g) > 0.2,
+                loss_weights=torch.full((response,), 1 / 32),
+                advantages=torch.randn(response, generator=g),
+                old_log_probs=-4.1 + 0.2 * torch.randn(response, generator=g),
+            )
+        )
+    return samples
+
+
+def share(samples: Sequence[TrainSample], layout: ParallelLayout) -> TrainBatch:
+    """This data-parallel rank's own part of them."""
+    size = len(samples) // layout.dp_size
+    return TrainBatch(tuple(samples[layout.dp_rank * size : (layout.dp_rank + 1) * size]))
+
+
+def weights(backend: MegatronBackend) -> dict[str, Tensor]:
+    """Of the policy, whole, by Hugging Face name."""
+    return {name: _wide(tensor) for name, tensor in backend.export_weights()}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A copy in float32, or in float64 where it is that."""
+    return tensor.to(torch.promote_types(torch.float32, tensor.dtype), copy=True)
+
+
+def train_samples(seed: int) -> list[TrainSample]:
+    """Of every length, some shorter than two chunks of four ranks; kept tokens, a reference, and weights that differ by sample."""
+    g = torch.Generator().manual_seed(1000 + seed)
+    samples = []
+    for i, s in enumerate(random_samples(seed)):
+        size = (s.response_length,)
+        samples.append(
+            dataclasses.replace(
+                s,
+                loss_weights=torch.full(size, (1 + i) / 100),
+                advantages=torch.full(size, float(torch.randn((), generator=g))),
+                ref_log_probs=-4.1 + 0.2 * torch.randn(size, generator=g),
+                rollout_log_probs=-4.1 + 0.2 * torch.randn(size, generator=g),
+                keep_mask=torch.rand(size, generator=g) > 0.1,
+                importance_weights=0.5 + torch.rand(size, generator=g),
+            )
+        )
+    return samples
+
+
+def gradients(built: MegatronBackend) -> dict[str, Tensor]:
+    """The reduced gradients of all parameters, whole, by Hugging Face name: exported in place of the weights."""
+    for module in built.trained.modules:
+        whole_gradients(module)
+    # not `export_weights`, which makes Megatron believe that the next step's parameters are gathered already (--overlap-param-gather)
+    assert built.hf is not None
+    with gradients_as_parameters(built.policy.chunks):
+        exported = export_hf_weights(
+            built.policy.chunks, hf=built.hf, gpt=built.gpt, layout=built.layout
+        )
+        return {name: _wide(tensor) for name, tensor in exported}
+
+
+@contextmanager
+def gradients_as_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Put other parameters, the gradients, in place of the parameters. Writing to the data of these would do only in float32: torch forgets
+    a parameter's gradient hooks, Megatron's among them, when its data change their type."""
+    places = [
+        (m, name, p)
+        for chunk in chunks
+        for m in chunk.modules()
+        for name, p in m._parameters.items()
+        if p is not None
+    ]
+    of_parameter = {
+        p: torch.nn.Parameter(p.main_grad.detach(), requires_grad=False)  # type: ignore[attr-defined]
+        for _, _, p in places
+    }
+    for module, name, p in places:
+        module._parameters[name] = of_parameter[p]
+    try:
+        yield
+    finally:
+        for module, name, p in places:
+            module._parameters[name] = p
+
+
+def whole_gradients(module: Any) -> None:
+    """With the distributed optimizer a rank has the reduced gradients of its shard of each buffer: bring it the others' too. Its own stay."""
+    if not module.ddp_config.use_distributed_optimizer:
+        return
+    for buffer in (*module.buffers, *module.expert_parallel_buffers):
+        for bucket in buffer.buckets:
+            group = buffer.data_parallel_group
+            shards = list(bucket.grad_data.chunk(dist.get_world_size(group)))
+            dist.all_gather(shards, shards[dist.get_rank(group)].clone(), group=group)
+
+
+def in_float64(run: RunConfig) -> None:
+    """Make the networks of this run compute in float64, which no flag asks for: training gains nothing by it."""
+    transformer = run.megatron.transformer
+    transformer.params_dtype = transformer.pipeline_dtype = torch.float64
+    if transformer.num_moe_experts is not None:
+        transformer.moe_router_dtype = "fp64"
+
+
+def train(
+    folder: str, layout: ParallelLayout, flags: str, precision: str = "float32"
+) -> dict[str, Any]:
+    """Losses and gradients of every step, log-probs before and weights after."""
+    common = "--lr 3e-4 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 --use-kl-loss --kl-loss-coef 0.3"
+    run = settings(folder, f"{common} --ref-load {folder} {flags}")
+    if precision == "float64":
+        in_float64(run)
+    built = MegatronBackend(run, layout, total_steps=STEPS)
+    first = share(train_samples(1), layout)
+    log_probs = [s.log_probs for s in built.compute_log_probs(first.samples)]
+    losses, metrics = [], []
+    found: dict[str, Tensor] = {}
+    for step in range(1, STEPS + 1):
+        pending = built.forward_backward(TrainBatch(share(train_samples(step), layout).samples))
+        found |= {f"step {step} {name}": g for name, g in gradients(built).items()}
+        losses.append(pending.metrics["loss"])
+        metrics.append(pending.metrics)
+        assert not built.optim_step(pending).skipped
+    return dict(
+        losses=losses, gradients=found, weights=weights(built), metrics=metrics, log_probs=log_probs, dp=(layout.dp_rank, layout.dp_size)
+    )  # fmt: skip
+
+
+def largest(values: Iterable[float]) -> float:
+    """Infinity where one is not a number, which `max` would pass over."""
+    return max(float("inf") if math.isnan(value) else value for value in values)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm().clamp(min=1e-12))
+
+
+def overall(found: dict[str, Tensor], base: dict[str, Tensor]) -> float:
+    """As `relative`, of all tensors as one."""
+    return float(
+        sum((found[n] - b).norm() ** 2 for n, b in base.items()) ** 0.5
+        / sum(b.norm() ** 2 for b in base.values()) ** 0.5
+    )
+
+
+def differences(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """From one process, the largest over tensors and steps. Losses are sums that nearly cancel in some steps: their scale is the largest."""
+    rank, ranks = found["dp"]
+    share = len(base["log_probs"]) // ranks
+    mine = base["log_probs"][rank * share : (rank + 1) * share]
+    gradient = {n: relative(found["gradients"][n], g) for n, g in base["gradients"].items()}
+    assert (
+        found["gradients"].keys() == base["gradients"].keys()
+        and found["weights"].keys() == base["weights"].keys()
+    )
+    return dict(
+        loss=largest(abs(a - b) for a, b in zip(found["losses"], base["losses"], strict=True)) / max(map(abs, base["losses"])),
+        gradients=largest(gradient.values()),
+        worst_gradient=max(gradient, key=lambda n: gradient[n]),
+        all_gradients=overall(found["gradients"], base["gradients"]),
+        weights=largest(relative(found["weights"][n], w) for n, w in base["weights"].items()),
+        all_weights=overall(found["weights"], base["weights"]),
+        log_probs=largest(float((a - b).abs().max()) for a, b in zip(found["log_probs"], mine, strict=True)),
+        metrics={
+            name: abs(a[name] - value) for a, b in zip(found["metrics"], base["metrics"], strict=True) for name, value in b.items() if not name.startswith("perf/")
+        },
+    )  # fmt: skip

@@ -1,0 +1,245 @@
+"""Promise 2, as a table: from the same recorded rollouts, three optimizer steps in every layout give the numbers of one process.
+
+    python benchmarks/parity_table.py                      # all layouts, a few minutes on 2 cores
+    python benchmarks/parity_table.py --layouts TP2 DP2    # some
+
+Every row is a run of `train.py --debug-train-only` (under torchrun where it has more than one rank) on synthetic rollouts of uneven lengths
+with holes in their masks and one sample without any active token. Compared with one process: loss and gradient norm of every step, and
+each tensor of the exported weights (difference over norm). Adam's epsilon is 1e-6: at 1e-8 an element whose gradient is rounding noise moves
+by a whole learning rate, and the table would measure Adam. Exit status 1 when anything exceeds 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.parity.models import make_model  # noqa: E402
+from slime_like.rollout.engines.sglang.processes import free_ports  # noqa: E402
+from slime_like.rollout.recording import save_rollout  # noqa: E402
+from slime_like.types import Sample, SampleGroup  # noqa: E402
+
+STEPS, GROUPS, GROUP_SIZE = 3, 2, 4
+LIMIT = 1e-5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """flags: added to the run's. ranks: processes."""
+
+    name: str
+    ranks: int
+    flags: str
+
+
+LAYOUTS = (
+    Layout("1 process", 1, ""),
+    Layout("micro-batch 2", 1, "--micro-batch-size 2"),
+    Layout("micro-batch 4", 1, "--micro-batch-size 4"),
+    Layout("TP2", 2, "--tensor-model-parallel-size 2"),
+    Layout("TP2 SP", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    Layout("PP2", 2, "--pipeline-model-parallel-size 2"),
+    Layout(
+        "PP2 VP2", 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    ),
+    Layout("DP2", 2, ""),
+    Layout("DP2 distributed optimizer", 2, "--use-distributed-optimizer"),
+    Layout(
+        "DP2 overlap", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    ),
+    Layout("CP2", 2, "--context-parallel-size 2"),
+    Layout("CP2 micro-batch 4", 2, "--context-parallel-size 2 --micro-batch-size 4"),
+    Layout("TP2 PP2", 4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    Layout("CP4", 4, "--context-parallel-size 4"),
+    Layout("TP2 CP2", 4, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
+    Layout(
+        "TP2 SP CP2",
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
+    ),
+    Layout("PP2 CP2", 4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
+    Layout(
+        "PP2 VP2 CP2",
+        4,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --context-parallel-size 2",
+    ),
+    Layout(
+        "DP2 CP2", 4, "--context-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer"
+    ),
+)
+COMMON = (
+    "--debug-train-only --lr 3e-4 --adam-eps 1e-6 --clip-grad 1.0 --weight-decay 0.1 --rollout-batch-size {groups} --n-samples-per-prompt {size} "
+    "--num-rollout {steps} --micro-batch-size 1 --use-rollout-logprobs --use-kl-loss --kl-loss-coef 0.3 --entropy-coef 0.01 "
+    "--no-tensorboard --no-progress"
+)
+
+
+def make_rollouts(template: str) -> None:
+    """STEPS recorded rollouts of random tokens, rewards and sampler log-probs."""
+    generator = torch.Generator().manual_seed(7)
+    for step in range(STEPS):
+        groups = []
+        for g in range(GROUPS):
+            group_id = step * GROUPS + g
+            prompt = torch.randint(
+                61, (int(torch.randint(2, 9, (), generator=generator)),), generator=generator
+            )
+            samples = tuple(make_sample(group_id, j, prompt, generator) for j in range(GROUP_SIZE))
+            groups.append(SampleGroup(group_id, samples))
+        save_rollout(template, step, groups)
+
+
+def make_sample(group_id: int, j: int, prompt: torch.Tensor, generator: torch.Generator) -> Sample:
+    length = int(torch.randint(1, 24, (), generator=generator))
+    response = torch.randint(61, (length,), generator=generator)
+    mask = torch.rand(length, generator=generator) > 0.2
+    if group_id == 1 and j == 0:
+        mask[:] = False
+    return Sample(
+        group_id=group_id,
+        sample_id=group_id * GROUP_SIZE + j,
+        tokens=torch.cat([prompt, response]),
+        response_length=length,
+        loss_mask=mask,
+        rollout_log_probs=-4.1 + 0.3 * torch.randn(length, generator=generator),
+        reward=float(torch.rand((), generator=generator)),
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def run_layout(layout: Layout, work: Path, flags: list[str]) -> Result:
+    """Train in `layout`; raises RuntimeError with the run's output when it fails."""
+    out = work / layout.name.replace(" ", "_")
+    common = COMMON.format(groups=GROUPS, size=GROUP_SIZE, steps=STEPS).split()
+    command = [sys.executable]
+    if layout.ranks > 1:
+        command += [
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={layout.ranks}",
+            f"--master-port={free_ports(1)[0]}",
+        ]
+    command += [str(ROOT / "train.py"), *common, *flags, *layout.flags.split()]
+    command += [
+        "--hf-checkpoint",
+        str(work / "model"),
+        "--ref-load",
+        str(work / "ref"),
+        "--output-dir",
+        str(out),
+    ]
+    command += [
+        "--load-debug-rollout-data",
+        str(work / "rollout_{rollout_id}"),
+        "--save-hf",
+        str(out / "hf"),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(
+            f"{layout.name}: {' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        )
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return Result(
+        losses=[row["train/loss"] for row in rows],
+        grad_norms=[row["train/grad_norm"] for row in rows],
+        weights=load_file(str(out / "hf" / "model.safetensors")),
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """Largest relative differences from one process."""
+
+    name: str
+    loss: float
+    grad_norm: float
+    weights: float
+    tensor: str
+
+    @property
+    def holds(self) -> bool:
+        return max(self.loss, self.grad_norm, self.weights) <= LIMIT
+
+
+def compare(name: str, base: Result, other: Result) -> Row:
+    assert base.weights.keys() == other.weights.keys()
+    assert len(base.losses) == len(other.losses) == STEPS
+
+    def apart(a: list[float], b: list[float]) -> float:
+        return max(abs(x - y) / abs(x) for x, y in zip(a, b))
+
+    per_tensor = {
+        k: float((v - other.weights[k]).norm() / v.norm()) for k, v in base.weights.items()
+    }
+    worst = max(per_tensor, key=lambda k: per_tensor[k])
+    return Row(
+        name,
+        apart(base.losses, other.losses),
+        apart(base.grad_norms, other.grad_norms),
+        per_tensor[worst],
+        worst,
+    )
+
+
+def parity(work: Path, layouts: list[Layout], flags: list[str]) -> list[Row]:
+    """A row for each layout but the first, which is what the others are compared with."""
+    make_model(work / "model", seed=3)
+    make_model(work / "ref", seed=4)
+    make_rollouts(str(work / "rollout_{rollout_id}"))
+    base = run_layout(layouts[0], work, flags)
+    print(f"{layouts[0].name}: losses {base.losses}, gradient norms {base.grad_norms}", flush=True)
+    print(f"{'layout':28} {'loss':>9} {'grad norm':>9} {'weights':>9}  worst tensor", flush=True)
+    rows = []
+    for layout in layouts[1:]:
+        row = compare(layout.name, base, run_layout(layout, work, flags))
+        rows.append(row)
+        verdict = "" if row.holds else "   EXCEEDS 1e-5"
+        print(
+            f"{row.name:28} {row.loss:9.1e} {row.grad_norm:9.1e} {row.weights:9.1e}  {row.tensor}{verdict}",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [layout.name for layout in LAYOUTS[1:]]
+    parser.add_argument("--layouts", nargs="+", choices=names, default=names)
+    parser.add_argument("--policy-loss-type", default="sapo")
+    options = parser.parse_args()
+    layouts = [LAYOUTS[0], *(layout for layout in LAYOUTS[1:] if layout.name in options.layouts)]
+    with tempfile.TemporaryDirectory() as work:
+        rows = parity(Path(work), layouts, ["--policy-loss-type", options.policy_loss_type])
+    return 0 if all(row.holds for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""The prompts of the run, and the groups that wait, as slime's functions of whole rollouts get them: ``data_source``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from slime_like.compat.slime.results import from_slime, whole
+from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, to_slime
+from slime_like.rollout.group_buffer import Choose, GroupBuffer, PendingGroup
+from slime_like.types import Prompt, Sample
+
+
+class DataSource:
+    """For one call of a function, from any of its threads. choose: which waiting groups go first. flag: names the function."""
+
+    def __init__(
+        self, buffer: GroupBuffer, choose: Choose, args: SlimeArgs, tokenizer: object, flag: str
+    ) -> None:
+        self._buffer = buffer
+        self._choose = choose
+        self._args = args
+        self._tokenizer = tokenizer
+        self._flag = flag
+        self._prompts: dict[
+            int, Prompt
+        ] = {}  # of the groups that were handed out and did not come back
+        self._lock = threading.Lock()
+
+    def get_samples(self, num_samples: int) -> list[list[SlimeSample]]:
+        """So many groups of --n-samples-per-prompt samples: first those that wait, then new prompts."""
+        if num_samples < 0:
+            raise ValueError(f"{self._flag}: data_source.get_samples({num_samples})")
+        with self._lock:
+            groups, _ = self._buffer.take(num_samples, self._choose)
+            self._prompts |= {group.group_id: group.prompt for group in groups}
+        return [[_handed_out(sample) for sample in group.samples] for group in groups]
+
+    def add_samples(self, samples: Sequence[Sequence[SlimeSample]]) -> None:
+        """Groups of this call that wait for the next rollout, as far as they are; they are part of every checkpoint. Raises ValueError for
+        others."""
+        for group in samples:
+            group_id = group[0].group_index if group else None
+            with self._lock:
+                prompt = None if group_id is None else self._prompts.pop(group_id, None)
+                if prompt is None:
+                    raise ValueError(
+                        f"{self._flag}: data_source.add_samples: group {group_id} was not handed out by get_samples in this rollout, or came "
+                        "back already"
+                    )
+                self._buffer.give_back([PendingGroup(prompt, self._read_group(group, prompt))])
+
+    def get_buffer_length(self) -> int:
+        """Groups that wait."""
+        return len(self._buffer.waiting)
+
+    def __len__(self) -> int:
+        """Prompts of an epoch."""
+        return len(self._buffer.source)
+
+    def _read_group(self, group: Sequence[SlimeSample], prompt: Prompt) -> tuple[Sample, ...]:
+        """Its samples by rising number, unfinished ones unless they are COMPLETED, TRUNCATED or FAILED."""
+        blanks = {s.sample_id: s for s in self._buffer.unwritten_group(prompt).samples}
+        if sorted(s.index if s.index is not None else -1 for s in group) != sorted(blanks):
+            raise ValueError(
+                f"{self._flag}: data_source.add_samples: group {prompt.group_id} has the samples {[s.index for s in group]}, and was handed "
+                f"out as {sorted(blanks)}"
+            )
+        read = []
+        for sample in sorted(group, key=lambda s: s.index or 0):
+            assert sample.index is not None
+            before = blanks[sample.index]
+            ours = before
+            if sample.response_length:
+                ours = from_slime(
+                    sample,
+                    before,
+                    sample.written,
+                    self._args,
+                    self._tokenizer,
+                    flag=self._flag,
+                    may_go_on=True,
+                )
+            read.append(ours)
+        return tuple(read)
+
+
+def _handed_out(sample: Sample) -> SlimeSample:
+    made = to_slime(sample)
+    if sample.response_length:
+        made.written = [whole(sample)]
+    return made

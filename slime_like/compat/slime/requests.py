@@ -1,0 +1,170 @@
+"""Requests to the engine in SGLang's form, from functions of the user's in slime's convention: `GenerateState` and `post`.
+
+Payload and answer are those of SGLang's ``/generate``. The engine inside the ranks has no address, so the URL is not looked at beyond its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from slime_like.compat.slime.results import from_slime
+from slime_like.compat.slime.rollout_context import function_call
+from slime_like.compat.slime.samples import SlimeArgs, to_slime
+from slime_like.rollout.engines.base import (
+    GenerateOutput,
+    GenerateRequest,
+    GenerationClient,
+    SamplingParams,
+)
+from slime_like.rollout.episode import Model
+from slime_like.types import Sample as OurSample
+
+# Keys of SGLang's sampling parameters that mean something here, and those that change nothing that is returned
+_KNOWN = ("temperature", "top_p", "top_k", "max_new_tokens", "stop", "stop_token_ids")
+_IGNORED = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "sampling_seed")
+
+
+@dataclass(slots=True)
+class _Call:
+    """The sample that a function is called for, and what the engine wrote for it."""
+
+    sample_id: int
+    model: Model
+    engine: GenerationClient
+    seed_of: Callable[[int, int], int]
+    outputs: list[GenerateOutput] = field(default_factory=list)
+
+
+_current: ContextVar[_Call] = ContextVar("slime_like_custom_generate")
+
+
+class GenerateState:
+    """tokenizer, and the sampling parameters of training, as SGLang's. semaphore: never waits, as the engine bounds its requests itself."""
+
+    def __init__(self, args: Any) -> None:
+        call = _call()
+        self.args = args
+        self.tokenizer = call.model.tokenizer
+        self.sampling_params = sampling_dict(call.model.sampling)
+        self.semaphore = contextlib.nullcontext()
+
+
+def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+    return f"http://rollout-engine{endpoint}"
+
+
+async def post(
+    url: str,
+    payload: Mapping[str, Any],
+    max_retries: int = 60,
+    headers: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """SGLang's answer to ``/generate`` with ``input_ids`` or ``text``, and ``sampling_params``. Raises ValueError for what the engine
+    does not know."""
+    call = _call()
+    if not url.endswith("/generate"):
+        raise ValueError(
+            f"post({url!r}): only the rollout engine's /generate is reached through slime_api.post"
+        )
+    if "input_ids" in payload:
+        prompt = [int(i) for i in payload["input_ids"]]
+    elif isinstance(payload.get("text"), str):
+        prompt = call.model.tokenizer(payload["text"], add_special_tokens=False)["input_ids"]
+    else:
+        raise ValueError("post: the payload needs 'input_ids' or 'text'")
+    sampling = sampling_of(payload.get("sampling_params") or {}, call.model.sampling)
+    seed = call.seed_of(call.sample_id, sum(len(o.tokens) for o in call.outputs))
+    output = await call.engine.generate_one(
+        GenerateRequest(call.sample_id, tuple(prompt), seed), sampling
+    )
+    call.outputs.append(output)
+    return answer(output, len(prompt), call.model.tokenizer)
+
+
+def answer(output: GenerateOutput, prompt_tokens: int, tokenizer: Any) -> dict[str, Any]:
+    """An output in the form of SGLang's."""
+    reason: dict[str, Any] = {"type": output.finish_reason}
+    if output.finish_reason == "length":
+        reason["length"] = len(output.tokens)
+    elif output.finish_reason == "abort":
+        reason["message"] = output.failure or "aborted"
+    meta = {
+        "finish_reason": reason,
+        "output_token_logprobs": [
+            [p, t, None] for p, t in zip(output.log_probs, output.tokens, strict=True)
+        ],
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(output.tokens),
+        "weight_version": str(output.weight_versions[-1]) if output.weight_versions else "",
+    }
+    return {
+        "text": tokenizer.decode(output.tokens, skip_special_tokens=False),
+        "output_ids": list(output.tokens),
+        "meta_info": meta,
+    }
+
+
+def sampling_dict(sampling: SamplingParams) -> dict[str, Any]:
+    values = {name: getattr(sampling, name) for name in _KNOWN}
+    return values | {
+        "stop": list(sampling.stop) or None,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "no_stop_trim": True,
+    }
+
+
+def sampling_of(given: Mapping[str, Any], base: SamplingParams) -> SamplingParams:
+    """SGLang's sampling parameters as ours. Raises ValueError naming those that there are not."""
+    unknown = [name for name in given if name not in (*_KNOWN, *_IGNORED)]
+    if unknown:
+        raise ValueError(
+            f"sampling parameters {', '.join(unknown)}: unknown here; known: {', '.join(_KNOWN)}"
+        )
+    values = {name: given[name] for name in _KNOWN if given.get(name) is not None}
+    for name in ("stop", "stop_token_ids"):
+        if name in values:
+            values[name] = (
+                (values[name],) if isinstance(values[name], str | int) else tuple(values[name])
+            )
+    return replace(base, **values)
+
+
+async def call_slime_function(
+    function: Callable[..., Any],
+    args: SlimeArgs,
+    sample: OurSample,
+    model: Model,
+    engine: GenerationClient,
+    seed_of: Callable[[int, int], int],
+    *,
+    evaluation: bool,
+) -> OurSample:
+    """``await function(args, sample, sampling_params)``, and the sample that it returns."""
+    call = _Call(sample.sample_id, model, engine, seed_of)
+    _current.set(call)  # of this task alone
+    more = (
+        {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+    )
+    result = await function(args, to_slime(sample), sampling_dict(model.sampling), **more)
+    return from_slime(
+        result, sample, call.outputs, args, model.tokenizer, flag="--custom-generate-function-path"
+    )
+
+
+def _call() -> _Call:
+    """That of the sample whose function is running, else of the rollout function, whose requests are of no sample."""
+    try:
+        return _current.get()
+    except LookupError:
+        call = function_call()
+        return _Call(
+            call.next_number(),
+            Model(call, call.rollouter.tokenizer, call.sampling, call.seed_of),
+            call,
+            call.seed_of,
+        )

@@ -1,0 +1,110 @@
+"""What this process is doing, as the watchdogs of the other ranks are told: its phase, where its main thread is, whether that moves."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+START = "start"
+MOVED_S = 0.01  # of processor time between two pulses
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """count: grows with every pulse. phases: entered so far. still_s: seconds for which the main thread has not moved. waiting: for other
+    ranks, inside a collective. left: the run is over for this rank."""
+
+    count: int
+    host: str
+    process: int
+    phase: str
+    phases: int
+    phase_s: float
+    still_s: float
+    where: str
+    waiting: bool
+    left: bool
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Heartbeat:
+        return Heartbeat(**json.loads(text))
+
+    def describe(self, rank: int) -> str:
+        moves = (
+            "waiting for other ranks"
+            if self.waiting
+            else "working"
+            if self.still_s < 1.0
+            else f"without a move for {self.still_s:.0f} s"
+        )
+        return (
+            f"rank {rank} (host {self.host}, process {self.process}), last heard of in phase {self.phase} for {self.phase_s:.1f} s, {moves}, "
+            f"at {self.where}"
+        )
+
+
+class Activity:
+    """Of this process; `enter` is called by its main thread, `pulse` by the watchdog's. changed: set when a phase begins."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Event()
+        self.phase = START
+        self._phases = 0
+        self._since = self._moved_at = time.monotonic()
+        self._count = 0
+        self._cpu_s = 0.0
+        self._where = ""
+        self._main = threading.main_thread().ident
+        assert self._main is not None
+        self._clock = time.pthread_getcpuclockid(self._main)
+
+    def enter(self, phase: str) -> None:
+        self.phase, self._since = phase, time.monotonic()
+        self._phases += 1
+        self.changed.set()
+
+    def pulse(self, *, left: bool = False) -> Heartbeat:
+        now, cpu_s = time.monotonic(), time.clock_gettime(self._clock)
+        where, waiting = place_of(sys._current_frames().get(self._main or 0))
+        if cpu_s - self._cpu_s > MOVED_S or where != self._where:
+            self._moved_at, self._cpu_s, self._where = now, cpu_s, where
+        self._count += 1
+        since = self._since
+        return Heartbeat(
+            self._count,
+            socket.gethostname(),
+            os.getpid(),
+            self.phase,
+            self._phases,
+            now - since,
+            now - self._moved_at,
+            where,
+            waiting,
+            left,
+        )
+
+
+def place_of(frame: FrameType | None) -> tuple[str, bool]:
+    """(innermost line of this project, whether a collective is being waited for)."""
+    waiting = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        waiting = (
+            waiting
+            or f"{os.sep}torch{os.sep}distributed{os.sep}" in file
+            or file.endswith("p2p_communication.py")
+        )
+        if file.startswith(ROOT) and "site-packages" not in file:
+            return f"{os.path.relpath(file, ROOT)}:{frame.f_lineno} {frame.f_code.co_name}", waiting
+        frame = frame.f_back
+    return "a place outside this project", waiting

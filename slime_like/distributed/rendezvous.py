@@ -1,0 +1,199 @@
+"""How the ranks of a run find each other, in bounded time and with errors that name host, port and rank.
+
+Torch waits several times as long as it was told, and for ever where another program answers at the port; here one deadline holds for all."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from slime_like.errors import RunError
+
+RETRY_S = 0.2
+NAME_S = 10.0  # a name that no server knows for so long will not be known
+MOST_NAMES = 16  # of missing ranks in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks meet, and who this one is. hosts: this process holds the store that the others connect to; under torchrun nobody
+    does, its agent on the first node has one."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    hosts: bool
+
+    def me(self) -> str:
+        return f"rank {self.rank} of {self.world_size} on host {socket.gethostname()}"
+
+    def failed(self, why: str) -> RunError:
+        return RunError(
+            f"{self.me()} could not meet the others at {self.host}:{self.port} (MASTER_ADDR:MASTER_PORT): {why}"
+        )
+
+
+def meeting_of(environment: Mapping[str, str]) -> Rendezvous:
+    """What torchrun, or whoever started this process, has put into its environment. Raises RunError."""
+    values = {
+        name: environment.get(name, "")
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    missing = [name for name, value in values.items() if not value]
+    if missing:
+        raise RunError(
+            f"RANK is set, so this is one of several processes, and {' and '.join(missing)} must be set too; torchrun sets all"
+        )
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not values[name].isdecimal():
+            raise RunError(f"{name}={values[name]} in the environment is not a number")
+        numbers[name] = int(values[name])
+    if not 0 < numbers["MASTER_PORT"] < 2**16:
+        raise RunError(
+            f"MASTER_PORT={numbers['MASTER_PORT']} in the environment is no port; ports are 1 to 65535"
+        )
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise RunError(
+            f"RANK={numbers['RANK']} in the environment must be below WORLD_SIZE={numbers['WORLD_SIZE']}"
+        )
+    in_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = numbers["RANK"] == 0 and not in_agent
+    return Rendezvous(
+        values["MASTER_ADDR"], numbers["MASTER_PORT"], numbers["RANK"], numbers["WORLD_SIZE"], hosts
+    )
+
+
+def meet(meeting: Rendezvous, timeout: timedelta) -> dist.Store:
+    """A store that all ranks have joined. Raises RunError within about `timeout`."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    _resolve(meeting, deadline)
+    if not meeting.hosts:
+        _wait_for_listener(meeting, deadline, timeout)
+    raw = _connect(meeting, deadline, timeout)
+    store = dist.PrefixStore(
+        f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", raw
+    )  # torchrun's outlives its workers
+    _wait_for_all(store, meeting, deadline, timeout)
+    return store
+
+
+def _resolve(meeting: Rendezvous, deadline: float) -> None:
+    """A wrong name is told at once, or nearly: name servers fail for moments."""
+    deadline = min(deadline, time.monotonic() + NAME_S)
+    while True:
+        try:
+            socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise meeting.failed(
+                    f"this host does not know the name {meeting.host} ({error.args[-1]})"
+                ) from error
+        time.sleep(RETRY_S)
+
+
+def _wait_for_listener(meeting: Rendezvous, deadline: float, timeout: timedelta) -> None:
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection(
+                (meeting.host, meeting.port), timeout=max(left, RETRY_S)
+            ).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise meeting.failed(
+                    f"nobody listened there for {_words(timeout)} ({error.strerror or error}): a wrong address, a firewall, or rank 0 did "
+                    "not start; --distributed-timeout-minutes waits longer"
+                ) from error
+        time.sleep(RETRY_S)
+
+
+def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.Store:
+    """Listening, where this rank does, and connecting. Torch waits for ever when what answers is not its store: hence the thread."""
+    results: list[dist.Store] = []
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            results.append(
+                dist.TCPStore(
+                    meeting.host,
+                    meeting.port,
+                    is_master=meeting.hosts,
+                    timeout=timeout,
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
+            )
+        except RuntimeError as error:
+            errors.append(str(error).splitlines()[0])
+
+    thread = threading.Thread(target=run, name="rendezvous", daemon=True)
+    thread.start()
+    thread.join(max(RETRY_S, deadline - time.monotonic()))
+    if results:
+        return results[0]
+    if errors and ("EADDRINUSE" in errors[0] or "already in use" in errors[0]):
+        raise meeting.failed(
+            f"port {meeting.port} of this host is in use by another program; give another MASTER_PORT, or end that program"
+        )
+    if errors:
+        raise meeting.failed(errors[0])
+    if meeting.hosts:
+        raise meeting.failed(
+            f"rank 0 listens on this host, and {meeting.host} leads elsewhere: MASTER_ADDR must be the host of rank 0"
+        )
+    raise meeting.failed(
+        "what listens there does not answer as rank 0 of a run would: the port is another program's; give another MASTER_PORT"
+    )
+
+
+def _wait_for_all(
+    store: dist.Store, meeting: Rendezvous, deadline: float, timeout: timedelta
+) -> None:
+    """Every rank has been here. Counted, so that it costs one question a look however many ranks there are."""
+    mine = f"slime_like/present/{meeting.rank}"
+    try:
+        if store.add(mine, 1) > 1:
+            raise meeting.failed(f"another process says that it is rank {meeting.rank} too")
+        present = store.add("slime_like/present", 1)
+        while present < meeting.world_size:
+            if time.monotonic() > deadline:
+                raise meeting.failed(
+                    f"{_missing(store, meeting.world_size)} did not come within {_words(timeout)}"
+                )
+            time.sleep(RETRY_S)
+            present = store.add("slime_like/present", 0)
+    except dist.DistError as error:  # rank 0 has given up, and the store went with it
+        raise meeting.failed(
+            f"the store there is gone, so rank 0 has ended ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _missing(store: dist.Store, world_size: int) -> str:
+    ranks = [
+        str(rank) for rank in range(world_size) if not store.check([f"slime_like/present/{rank}"])
+    ]
+    more = f" and {len(ranks) - MOST_NAMES} more" if len(ranks) > MOST_NAMES else ""
+    return (
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:MOST_NAMES])}{more} of {world_size}"
+    )
+
+
+def _words(timeout: timedelta) -> str:
+    return f"{timeout.total_seconds():g} s"
+
+
+def environment_meeting() -> Rendezvous | None:
+    """None where this process is a world of its own."""
+    return meeting_of(os.environ) if "RANK" in os.environ else None

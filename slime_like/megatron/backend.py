@@ -1,0 +1,418 @@
+"""The trainer's view of Megatron: log-probs and values, optimizer steps, weights out, checkpoints. Every method is called by all ranks together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from arguments.hf.model import HfModel, read_hf_model
+from arguments.run_config import RunConfig
+from slime_like.distributed.collectives import from_rank_zero
+from slime_like.megatron.checkpoint import (
+    CheckpointSaver,
+    SavedNetwork,
+    SaveReport,
+    load_checkpoint,
+)
+from slime_like.megatron.critic import (
+    make_critic,
+    start_from_policy,
+    value_step,
+    value_training_step,
+)
+from slime_like.megatron.factory import (
+    FrozenModel,
+    load_network,
+    make_head,
+    make_objective,
+    make_policy,
+    make_reference,
+    make_teacher,
+)
+from slime_like.megatron.forward_step import gradient_scale, log_prob_step, training_step
+from slime_like.megatron.init import device_of_this_process
+from slime_like.megatron.lora import LoraNetwork, load_adapter, save_adapter
+from slime_like.megatron.micro_batching import (
+    cut,
+    micro_batch_size,
+    pack_groups,
+    packing_metrics,
+)
+from slime_like.megatron.model.gpt import model_shape
+from slime_like.megatron.moe import (
+    replay_disagreement,
+    routes_of_stage,
+    routing_metrics,
+)
+from slime_like.megatron.network import Network, TrainedNetwork
+from slime_like.megatron.optimizer import limits_kept, resume_schedule
+from slime_like.megatron.packing import with_selection_seeds
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.metrics.typed import Metric, MetricAccumulator
+from slime_like.types import MicroBatch, StepResult, TrainBatch, TrainSample
+from slime_like.weights.hf_save import save_hf
+from slime_like.weights.safetensors_reader import weights_digest
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbOutput:
+    """Forward-only results of one sample, on the host, over its response. Zero where the loss mask is False."""
+
+    log_probs: Tensor  # [R] float32
+    entropy: Tensor  # [R] float32
+    routes: Tensor | None = (
+        None  # [L, expert layers of this pipeline stage, topk] int16: where its tokens went, if it was recorded
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """Gradients that are accumulated and reduced, and the metrics of their forward pass; the weights are still the old ones."""
+
+    metrics: dict[str, float]
+    network: TrainedNetwork
+
+
+class MegatronBackend:
+    """The networks of this rank: the policy; a reference model where a KL term uses it; the teacher of on-policy distillation; a critic where
+    the estimator needs one."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        *,
+        total_steps: int,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """total_steps: optimizer steps of the whole run, for the learning-rate schedules; in the first rollouts they may be the critic's
+        alone. tell: shows a line to the user."""
+        self.layout = layout
+        self.algorithm = run.algorithm
+        self.gpt = run.gpt
+        self.transformer = run.megatron.transformer
+        self.device = device_of_this_process()
+        self.hf: HfModel | None = (
+            read_hf_model(run.model.hf_checkpoint) if run.model.hf_checkpoint else None
+        )
+        self.head = make_head(run, layout)
+        self.objective = make_objective(run)
+        self._hf_checkpoint = run.model.hf_checkpoint
+        self._seed = run.model.seed
+
+        self.policy = make_policy(run, layout, self.hf, total_steps=total_steps)
+        self._adapter_shape = self._start_adapter(run.lora.lora_adapter_path)
+        self.reference = make_reference(run, self.policy, tell)
+        self.teacher = make_teacher(run, layout)
+        self.critic: TrainedNetwork | None = None
+        if run.trains_critic:
+            self.critic = make_critic(run, self.policy, total_steps=total_steps)
+            start_from_policy(self.critic, self.policy)
+        self._value_loss = run.value_loss
+        self._critic_rank = run.critic.critic_lora_rank
+        self._replays_rollout = run.rollout.use_rollout_routing_replay
+
+    @property
+    def trained(self) -> TrainedNetwork:
+        """The policy, in a run that trains it."""
+        assert isinstance(self.policy, TrainedNetwork), (
+            "nothing is trained with --debug-rollout-only"
+        )
+        return self.policy
+
+    def compute_log_probs(
+        self, samples: Sequence[TrainSample], network: FrozenModel | None = None
+    ) -> list[LogProbOutput]:
+        """Log-probs of the response tokens and entropies, at the sampling temperature, for this data-parallel rank's samples.
+
+        network: whose; None: the policy's, whose tokens go to the experts of the samples' routes, where they have them. All pipeline stages
+        get the result.
+        """
+        network = self.policy if network is None else network
+        if network is not self.policy:
+            samples = [
+                dataclasses.replace(sample, routes=None) for sample in samples
+            ]  # another network's routers choose themselves
+        parts = cut(
+            samples,
+            micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True),
+            self.layout,
+        )
+        head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
+        batches = self._pack(parts.groups)
+        if (
+            self.algorithm.use_routing_replay
+            and network is self.policy
+            and not self._replays_rollout
+        ):
+            log_probs, entropy = self.policy.evaluate(
+                log_prob_step(head), parts.groups, batches, record_routes=True
+            )
+            routes: list[Any] = list(self.policy.recorded_routes(parts.groups, batches))
+        else:
+            log_probs, entropy = network.evaluate(log_prob_step(head), parts.groups, batches)
+            routes = [None] * len(log_probs)
+        return parts.in_order(
+            [LogProbOutput(lp, h, r) for lp, h, r in zip(log_probs, entropy, routes, strict=True)]
+        )
+
+    def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        """Samples whose routes are those of the sampler, over all expert layers, with those of this pipeline stage in their place."""
+
+        def own(routes: Tensor | None) -> Tensor:
+            assert routes is not None, "every sample has routes with --use-rollout-routing-replay"
+            return routes_of_stage(routes, self.policy.chunks, self.transformer)
+
+        return [dataclasses.replace(sample, routes=own(sample.routes)) for sample in samples]
+
+    def replay_disagreement(self) -> float:
+        """Of the policy's last pass: see experts.py."""
+        return replay_disagreement(self.policy.chunks)
+
+    def forward_backward(self, batch: TrainBatch) -> PendingStep:
+        """Forward and backward over one optimizer step's samples; gradients are reduced, weights not yet changed.
+
+        The metrics are those of the whole step, reduced over the data-parallel ranks and equal on all ranks.
+        """
+        size = micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=False)
+        parts = cut(batch.samples, size, self.layout)
+        batches = self._pack(parts.groups)
+        batches = with_selection_seeds(
+            batches, self._seed, self.trained.scheduler.num_steps, self.layout.dp_rank
+        )
+        step = training_step(self.head, self.objective, gradient_scale(self.layout, len(batches)))
+        packing = packing_metrics(parts, batches, size)
+        metrics = self._reduced(self.trained.forward_backward(step, batches), self.layout, packing)
+        metrics |= routing_metrics(self.policy.chunks, self.transformer, self.layout, len(batches))
+        return PendingStep(metrics, self.trained)
+
+    def optim_step(self, pending: PendingStep) -> StepResult:
+        """The optimizer step of `accumulate` or `accumulate_critic`; skipped on all ranks when the gradient norm is not finite."""
+        stepped, grad_norm, learning_rate = pending.network.optim_step()
+        return StepResult(
+            metrics=pending.metrics,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            skipped=not stepped,
+        )
+
+    def update(self, batch: TrainBatch) -> StepResult:
+        """One optimizer step of the policy."""
+        return self.optim_step(self.forward_backward(batch))
+
+    def compute_values(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        """The critic's value of every response token [R] float32, 0 where the loss mask is False. samples: of this rank's data-parallel rank in
+        the critic's layout. All its pipeline stages get the result."""
+        assert self.critic is not None
+        layout = self.critic.layout
+        parts = cut(
+            not_of_the_policy(samples),
+            micro_batch_size(self.algorithm, layout.cp_size, forward_only=True),
+            layout,
+        )
+        (values,) = self.critic.evaluate(
+            value_step(layout), parts.groups, self._pack(parts.groups, self.critic)
+        )
+        return parts.in_order(values)
+
+    def forward_backward_critic(self, batch: TrainBatch) -> PendingStep:
+        """As `accumulate`, for the critic. batch: of this rank's data-parallel rank in the critic's layout."""
+        assert self.critic is not None
+        layout = self.critic.layout
+        size = micro_batch_size(self.algorithm, layout.cp_size, forward_only=False)
+        own = not_of_the_policy(batch.samples)
+        batches = self._pack(cut(own, size, layout).groups, self.critic)
+        step = value_training_step(layout, self._value_loss, gradient_scale(layout, len(batches)))
+        return PendingStep(
+            self._reduced(self.critic.forward_backward(step, batches), layout), self.critic
+        )
+
+    def update_critic(self, batch: TrainBatch) -> StepResult:
+        """One optimizer step of the critic."""
+        return self.optim_step(self.forward_backward_critic(batch))
+
+    def _reduced(
+        self,
+        outputs: Sequence[Any],
+        layout: ParallelLayout,
+        more: Mapping[str, Metric] | None = None,
+    ) -> dict[str, float]:
+        """Metrics of a whole step out of what the loss closures reported, and `more` of this rank, on all ranks. layout: the network's."""
+        metrics: dict[str, float] = {}
+        if layout.is_last_stage:
+            accumulator = MetricAccumulator()
+            for output in outputs:
+                accumulator.add(output["metrics"])
+            accumulator.add(more or {})
+            metrics = accumulator.reduce(layout.dp_cp_group)
+        return object_from_last_stage(metrics, layout)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) pairs of the policy, on every rank, a layer's worth of memory at a time."""
+        assert self.hf is not None, "weights have Hugging Face names only with --hf-checkpoint"
+        self.policy.finish_updates()
+        return self.policy.export_hf(self.hf)
+
+    def _start_adapter(self, path: str | None) -> dict[str, Any]:
+        """What tells this run's adapter, and its base, from others; the factors are those of `path` where there is one."""
+        if not isinstance(self.policy, LoraNetwork):
+            return {"lora_rank": 0}
+        assert self._hf_checkpoint is not None
+        base = self._hf_checkpoint
+        if path is not None:
+            load_adapter(path, self.policy, base)
+        return {
+            **self.policy.spec.describe(),
+            "base_model_digest": from_rank_zero(lambda: weights_digest(base)),
+        }
+
+    def save_adapter(self, folder: str) -> str:
+        """Write the policy's adapter in PEFT's format."""
+        assert isinstance(self.policy, LoraNetwork), "checked on the command line"
+        save_adapter(folder, self.policy, self._hf_checkpoint)
+        return folder
+
+    def save_hf(self, folder: str) -> str:
+        """Write the policy as a Hugging Face checkpoint that transformers loads, beside the tokenizer of --hf-checkpoint."""
+        assert self._hf_checkpoint is not None
+        save_hf(folder, self.export_weights(), self._hf_checkpoint)
+        return folder
+
+    def save(
+        self,
+        saver: CheckpointSaver,
+        step: int,
+        trainer_state: dict[str, Any],
+        *,
+        with_optimizer: bool,
+        with_rng: bool,
+    ) -> SaveReport | None:
+        """Write a checkpoint; see `CheckpointSaver.save`. The shape of the model joins `trainer_state`."""
+        for network in self.trained_networks.values():
+            network.finish_updates()
+        networks = {
+            name: saved_network(network, with_optimizer=with_optimizer)
+            for name, network in self.trained_networks.items()
+        }
+        return saver.save(
+            step,
+            networks,
+            {**trainer_state, "model": self._model_shape(networks)},
+            with_rng=with_rng,
+        )
+
+    def load(
+        self,
+        folder: Path,
+        *,
+        with_optimizer: bool,
+        with_rng: bool,
+        verify: bool,
+        tell: Callable[[str], None],
+        with_critic: bool = True,
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Restore a checkpoint; returns the trainer's state and words about each setting of a schedule that the checkpoint has otherwise.
+        Without the optimizer its fp32 copies start from the loaded weights and the schedule at its first step. with_critic: False leaves the
+        critic as it is."""
+        trained = {
+            name: network
+            for name, network in self.trained_networks.items()
+            if with_critic or name != "critic"
+        }
+        networks = {
+            name: saved_network(network, with_optimizer=with_optimizer)
+            for name, network in trained.items()
+        }
+        if not trained:  # --debug-rollout-only
+            networks = {"policy": SavedNetwork(self.policy.chunks, None, None, self.layout)}
+        with ExitStack() as limits:
+            for saved in networks.values():
+                if saved.optimizer is not None:
+                    limits.enter_context(limits_kept(saved.optimizer))
+            state = load_checkpoint(
+                folder,
+                networks,
+                load_rng=with_rng,
+                verify=verify,
+                seed=self._seed,
+                model=self._model_shape(networks),
+                tell=tell,
+            )
+        changed = []
+        for name, network in trained.items():
+            if with_optimizer:
+                words = resume_schedule(network.scheduler, state["networks"][name]["scheduler"])
+                changed += words if name == "policy" else [f"{name}: {text}" for text in words]
+            else:
+                network.weights_changed()
+        return state, changed
+
+    def start_critic(
+        self, source: str | None, *, verify: bool, tell: Callable[[str], None]
+    ) -> None:
+        """The critic of a run that does not go on with one. source: as --critic-load; None: see `start_from_policy`."""
+        assert self.critic is not None
+        if source is None:
+            start_from_policy(self.critic, self.policy)
+        else:
+            load_network(
+                self.critic,
+                source,
+                flag="--critic-load",
+                step=None,
+                verify=verify,
+                tell=tell,
+                name="critic",
+            )
+            self.critic.weights_changed()
+
+    @property
+    def trained_networks(self) -> dict[str, TrainedNetwork]:
+        """What a checkpoint holds, by the name of its folder there."""
+        policy = {"policy": self.policy} if isinstance(self.policy, TrainedNetwork) else {}
+        return policy if self.critic is None else {**policy, "critic": self.critic}
+
+    def _model_shape(self, networks: Collection[str]) -> dict[str, Any]:
+        """networks: by name, what the checkpoint holds of this run's."""
+        critic = {"critic_lora_rank": self._critic_rank} if "critic" in networks else {}
+        return {**model_shape(self.transformer, self.gpt), **self._adapter_shape, **critic}
+
+    def _pack(
+        self, groups: Sequence[Sequence[TrainSample]], network: Network | None = None
+    ) -> list[MicroBatch]:
+        """For a network in its layout; None: the policy's."""
+        network = self.policy if network is None else network
+        equal = self.algorithm.qkv_format == "bshd"
+        return pack_groups(
+            groups, transformer=network.config, layout=network.layout, equal_sequences=equal
+        )
+
+
+def object_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> dict[str, float]:
+    if layout.pp_size == 1:
+        return value
+    holder = [value]
+    source = dist.get_global_rank(layout.pp_group, layout.pp_size - 1)
+    dist.broadcast_object_list(holder, source, group=layout.pp_group)
+    return holder[0]
+
+
+def not_of_the_policy(samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """The samples as a critic reads them: without routes and token sets, which are the policy's."""
+    return [dataclasses.replace(sample, routes=None, token_sets=None) for sample in samples]
+
+
+def saved_network(network: TrainedNetwork, *, with_optimizer: bool) -> SavedNetwork:
+    return SavedNetwork(
+        network.saved_chunks,
+        network.optimizer if with_optimizer else None,
+        network.scheduler,
+        network.layout,
+    )

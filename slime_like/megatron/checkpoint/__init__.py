@@ -1,0 +1,30 @@
+"""What is in a checkpoint, and how it gets to the disk and back: megatron-core's distributed format for weights and optimizers, safetensors
+for random states, JSON for the rest. Where the files lie and what makes them a checkpoint: slime_like/checkpoints/."""
+
+from slime_like.megatron.checkpoint.load import (
+    is_converted,
+    load_checkpoint,
+    load_weights,
+    read_trainer_state,
+    saved_networks,
+)
+from slime_like.megatron.checkpoint.networks import SavedNetwork
+from slime_like.megatron.checkpoint.save import (
+    CheckpointSaver,
+    SaveError,
+    SavePolicy,
+    SaveReport,
+)
+
+__all__ = [
+    "CheckpointSaver",
+    "SaveError",
+    "SavePolicy",
+    "SaveReport",
+    "SavedNetwork",
+    "is_converted",
+    "load_checkpoint",
+    "load_weights",
+    "read_trainer_state",
+    "saved_networks",
+]

@@ -1,0 +1,304 @@
+"""Loading: verify, check that it is of this model, read, check that what is here now is what was saved. Every function is collective, and
+raises the same error on all ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import merge
+from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_patches.safe_checkpoints import read_metadata
+from slime_like.checkpoints.folders import complete_steps
+from slime_like.checkpoints.manifest import (
+    damaged_files,
+    describe,
+    read_manifest,
+    split_by_size,
+    total_bytes,
+)
+from slime_like.distributed.collectives import gather, together
+from slime_like.errors import RunError
+from slime_like.megatron.checkpoint.fingerprint import differences, fingerprint
+from slime_like.megatron.checkpoint.networks import (
+    EXTRA_STATE,
+    OWN_OPTIMIZER,
+    SavedNetwork,
+    adapt_names,
+    layouts_of,
+    optimizer_kind,
+    prefer_main_params,
+    set_step,
+    shape_problems,
+    sharded_state,
+)
+from slime_like.megatron.checkpoint.rng_state import (
+    new_random_states,
+    random_state_file,
+    restore_random_states,
+)
+from slime_like.megatron.checkpoint.save import TRAINER_FILE
+from slime_like.megatron.checkpoint.write import METADATA_FILE
+from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
+
+READERS = 4  # threads of one rank
+Tell = Callable[[str], None]
+
+
+def load_checkpoint(
+    folder: Path,
+    networks: Mapping[str, SavedNetwork],
+    *,
+    load_rng: bool,
+    verify: bool,
+    seed: int,
+    model: Mapping[str, Any],
+    tell: Tell,
+) -> dict[str, Any]:
+    """Restore networks, and with load_rng the random states. Returns the trainer's state as it was saved.
+
+    model: this run's, by setting, to name what differs. tell: gets lines for the user. Raises ValueError naming the file, setting or tensor
+    at fault; RunError when what was loaded is not what was saved.
+    """
+    state = open_checkpoint(folder, verify=verify, tell=tell)
+    _check_model(folder, state.get("model", {}), model)
+    unchanged = {}  # networks in the layout that they were saved in
+    for name, network in networks.items():
+        saved = state.get("networks", {}).get(name)
+        if saved is None:
+            raise ValueError(
+                f"checkpoint {folder} has no network {name!r}; it has: {', '.join(state.get('networks', {})) or 'none'}"
+            )
+        if network.optimizer is not None and not saved["optimizer"]:
+            raise ValueError(
+                f"checkpoint {folder} was saved with --no-save-optim; --no-load-optim starts the optimizer afresh"
+            )
+        same_layout = _same_layout(state, saved.get("layout", state["layout"]), network.layout)
+        same_optimizer = same_layout and saved["optimizer"] == optimizer_kind(network)
+        step = float(saved["optimizer_step"])
+        _load_network(
+            network, folder / name, step=None if same_optimizer and step else step
+        )  # step 0 is not in megatron-core's part
+        if same_layout:
+            unchanged[name] = network
+    if unchanged:  # the same ones on all ranks
+        _check_fingerprints(folder, unchanged, state["fingerprints"][dist.get_rank()])
+    if load_rng:
+        if not state["has_rng"]:
+            raise ValueError(
+                f"checkpoint {folder} was saved with --no-save-rng; --no-load-rng starts the random states afresh"
+            )
+        for owner, layout in layouts_of(networks).items():
+            _load_random_states(folder, state, owner, layout, seed=seed, tell=tell)
+    dist.barrier()
+    return state
+
+
+def load_weights(
+    folder: Path, name: str, network: SavedNetwork, *, verify: bool, tell: Tell
+) -> None:
+    """The weights of the network that is called `name` there, into `network`. Raises ValueError."""
+    there = open_checkpoint(folder, verify=verify, tell=tell)["networks"]
+    if name not in there:
+        raise ValueError(
+            f"checkpoint {folder} has no network {name!r}; it has: {', '.join(there) or 'none'}"
+        )
+    _load_network(network, folder / name)
+    dist.barrier()
+
+
+def open_checkpoint(folder: Path, *, verify: bool, tell: Tell) -> dict[str, Any]:
+    """The trainer's state of a checkpoint whose files are those of its manifest. Raises ValueError naming the file."""
+
+    def look() -> dict[str, Any]:
+        if not folder.is_dir():
+            there = ", ".join(map(str, complete_steps(folder.parent))) or "none"
+            raise ValueError(
+                f"checkpoint {folder} does not exist; complete steps in {folder.parent}: {there}"
+            )
+        records = read_manifest(folder)
+        if TRAINER_FILE not in records:
+            raise ValueError(f"checkpoint {folder}: its manifest names no {TRAINER_FILE}")
+        return records
+
+    records = together(look)
+    if verify:
+        started = time.perf_counter()
+        mine = split_by_size(records, dist.get_world_size())[dist.get_rank()]
+        damaged = [
+            text
+            for part in gather(damaged_files(folder, records, mine, threads=READERS))
+            for text in part
+        ]
+        if damaged:
+            others = [
+                step
+                for step in complete_steps(folder.parent)
+                if not folder.name.endswith(f"{step:07d}")
+            ]
+            remedy = (
+                f"--ckpt-step takes another one ({', '.join(map(str, others))})"
+                if others
+                else "there is no other one beside it"
+            )
+            raise ValueError(
+                f"checkpoint {folder} is damaged: {describe(sorted(damaged))}; {remedy}"
+            )
+        seconds, size = time.perf_counter() - started, total_bytes(records) / 1e9
+        tell(
+            f"checkpoint {folder} verified: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s"
+        )
+    return together(lambda: read_trainer_state(folder))
+
+
+def saved_networks(folder: Path) -> Collection[str]:
+    """Names of the networks in a checkpoint; none where it cannot be read, which `load_checkpoint` will tell."""
+    try:
+        return list(read_trainer_state(folder)["networks"])
+    except ValueError:
+        return []
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether a checkpoint holds weights that were converted, and nothing to go on from."""
+    try:
+        return bool(read_trainer_state(folder).get("weights_only"))
+    except ValueError:
+        return False
+
+
+def read_trainer_state(folder: Path) -> dict[str, Any]:
+    """trainer.json of a checkpoint. Raises ValueError naming it."""
+    path = folder / TRAINER_FILE
+    try:
+        state = json.loads(path.read_text())
+        if (
+            not isinstance(state, dict)
+            or not {"step", "layout", "world_size", "networks", "fingerprints"} <= state.keys()
+        ):
+            raise ValueError("it is not the state of a trainer")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"checkpoint {folder}: {path.name} is missing or damaged ({error})"
+        ) from error
+    return state
+
+
+def _check_model(folder: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    different = [
+        f"{name} {saved[name]} (here: {model[name]})"
+        for name in model
+        if name in saved and saved[name] != model[name]
+    ]
+    if different:
+        raise ValueError(f"checkpoint {folder} is of another model: {', '.join(different)}")
+
+
+@in_own_layout
+def _load_network(network: SavedNetwork, folder: Path, *, step: float | None = None) -> None:
+    """In the network's own layout. step: of Adam, when the parts of the optimizer's state that are not tensors are of another layout or kind of optimizer, and this run's
+    own stand in for them: its groups of parameters. Their learning rates and weight decay come from the schedule."""
+    wanted = sharded_state(network, is_loading=True)
+    own = None
+    if network.optimizer is not None:
+        own = extract_sharded_base(extract_nonpersistent(wanted["optimizer"])[1])[1]
+        wanted[OWN_OPTIMIZER] = wanted.pop(
+            "optimizer"
+        )  # so that the saved parts that are not tensors do not mix with it
+
+    def fit() -> None:
+        saved = read_metadata(folder / METADATA_FILE).state_dict_metadata
+        adapt_names(wanted, saved)
+        if network.optimizer is not None:
+            prefer_main_params(wanted, saved)
+        if problems := shape_problems(wanted, saved):
+            raise ValueError(f"checkpoint {folder} does not fit this model: {describe(problems)}")
+
+    together(fit)
+    optimizer = {name: wanted.pop(name) for name in (OWN_OPTIMIZER,) if name in wanted}
+    try:
+        loaded = dist_checkpointing.load(wanted, str(folder))
+        if optimizer:  # by itself: its fp32 parameters may be the same entries as the weights
+            loaded |= dist_checkpointing.load(optimizer, str(folder))
+    except (Exception, CheckpointException) as error:  # megatron-core and torch raise many kinds
+        raise ValueError(
+            f"checkpoint {folder} is damaged or does not fit this model: {_reason(error)}"
+        ) from error
+
+    def take() -> None:
+        for index, chunk in enumerate(network.chunks):
+            missing, unexpected = chunk.load_state_dict(loaded[f"model{index}"], strict=False)
+            lost = [name for name in missing if not name.endswith(EXTRA_STATE)]
+            if lost or unexpected:
+                raise ValueError(
+                    f"checkpoint {folder} does not fit this model: {describe([*lost, *unexpected])}"
+                )
+
+    together(take)
+    if network.optimizer is not None:
+        common = loaded["optimizer"]
+        if step is not None:
+            common = own
+            set_step(common, step)
+        network.optimizer.load_state_dict(merge(common, loaded[OWN_OPTIMIZER]))
+
+
+def _check_fingerprints(
+    folder: Path, networks: Mapping[str, SavedNetwork], saved: Mapping[str, dict[str, str]]
+) -> None:
+    """In the same layout this rank's bits are those that were saved."""
+    wrong = []
+    for name, network in networks.items():
+        wrong += [
+            f"{part} of the {name}" for part in differences(saved[name], fingerprint(network))
+        ]
+    found_wrong = [
+        f"rank {rank}: {', '.join(parts)}" for rank, parts in enumerate(gather(wrong)) if parts
+    ]
+    if found_wrong:
+        raise RunError(
+            f"checkpoint {folder} was loaded, and what is here now differs from what was saved ({'; '.join(found_wrong)}): training would not "
+            "go on as it was. Please report this"
+        )
+
+
+def _same_layout(state: Mapping[str, Any], saved: str, layout: ParallelLayout) -> bool:
+    return saved == layout.describe() and state["world_size"] == layout.world_size
+
+
+def _load_random_states(
+    folder: Path,
+    state: Mapping[str, Any],
+    owner: str,
+    layout: ParallelLayout,
+    *,
+    seed: int,
+    tell: Tell,
+) -> None:
+    """owner: the network whose layout it is, see `layouts_of`."""
+    saved = state.get("random_states", {"policy": state["layout"]}).get(owner)
+    if saved is not None and _same_layout(state, saved, layout):
+        together(
+            lambda: restore_random_states(folder / random_state_file(layout.rank, owner), layout)
+        )
+        return
+    of = "" if owner == "policy" else f" for the {owner}"
+    tell(
+        f"warning: the checkpoint's random states are for {saved or state['layout']}, this run is {layout.describe()}{of}: dropout draws new "
+        "numbers, from --seed and the step (--no-load-rng says so without a warning)"
+    )
+    new_random_states(seed, int(state["step"]), layout)
+
+
+def _reason(error: BaseException) -> str:
+    """torch reports the failures of all ranks with their tracebacks; the first one's own words are enough."""
+    while isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return str(error) or type(error).__name__

@@ -1,0 +1,52 @@
+"""Random states of one rank as a safetensors file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.rng import RandomStates, seed_stage
+
+TRACKED = "tracker."
+
+
+def random_state_file(rank: int, owner: str = "policy") -> str:
+    """Its path inside a checkpoint. owner: the network whose layout they are of; "critic" only where it has one of its own."""
+    return (
+        f"rng/rank_{rank:05d}.safetensors"
+        if owner == "policy"
+        else f"rng/{owner}_rank_{rank:05d}.safetensors"
+    )
+
+
+def random_states(layout: ParallelLayout) -> bytes:
+    with layout.in_force():
+        states = RandomStates.now()
+    plain = {"torch": states.host} | ({} if states.cuda is None else {"cuda": states.cuda})
+    return save(plain | {TRACKED + name: state for name, state in states.tracked.items()})
+
+
+def restore_random_states(path: Path, layout: ParallelLayout) -> None:
+    """Raises ValueError naming the file."""
+    try:
+        states = load_file(str(path))
+        tracked = {
+            name.removeprefix(TRACKED): state
+            for name, state in states.items()
+            if name.startswith(TRACKED)
+        }
+        with layout.in_force():
+            RandomStates(states["torch"], states.get("cuda"), tracked).restore()
+    except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{path} is missing or damaged ({error}); --no-load-rng starts the random states afresh"
+        ) from error
+
+
+def new_random_states(seed: int, step: int, layout: ParallelLayout) -> None:
+    """In a layout that the checkpoint has no states for: fresh ones that no earlier step has used."""
+    with layout.in_force():
+        seed_stage(seed + 1_000_003 * step, layout.pp_rank)

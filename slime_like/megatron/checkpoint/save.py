@@ -1,0 +1,309 @@
+"""Saving: plan, check the disk, write (at once, or behind the training), publish, remove what is not to be kept.
+
+Every method is collective. Nothing of an earlier checkpoint is touched before its successor is on the disk under its own name.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from slime_like.checkpoints.files import remove_folder, sync_path, write_file
+from slime_like.checkpoints.folders import (
+    checkpoint_folder,
+    clean_up,
+    complete_steps,
+    free_bytes,
+    publish,
+    remove_checkpoint,
+    steps_to_remove,
+    writing_folder,
+)
+from slime_like.checkpoints.manifest import total_bytes, write_manifest
+from slime_like.distributed.collectives import from_rank_zero, gather
+from slime_like.errors import RunError
+from slime_like.megatron.checkpoint.fingerprint import fingerprint
+from slime_like.megatron.checkpoint.networks import (
+    SavedNetwork,
+    layouts_of,
+    optimizer_kind,
+    optimizer_step,
+    sharded_state,
+)
+from slime_like.megatron.checkpoint.rng_state import random_state_file, random_states
+from slime_like.megatron.checkpoint.write import (
+    NetworkPlan,
+    Written,
+    common_file,
+    no_crc32,
+    plan_network,
+    write_file_plan,
+    write_network_metadata,
+)
+
+TRAINER_FILE = "trainer.json"
+WRITERS = 4  # threads of one rank
+MIB = 2**20
+TRAINER_BYTES = 4 * MIB  # of its state and the metadata, at most
+
+
+class SaveError(RunError):
+    """A checkpoint could not be written. Earlier ones are whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavePolicy:
+    """keep_last, keep_every: see `folders.steps_to_remove`. asynchronous: write behind the training."""
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    asynchronous: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A published checkpoint. seconds: from its beginning until it was published. blocked_s: of these, training stood still. removed: steps
+    of older checkpoints that went. free_bytes: of the disk, after that. notes: what did not go well."""
+
+    step: int
+    bytes: int
+    seconds: float
+    blocked_s: float
+    removed: tuple[int, ...]
+    free_bytes: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A checkpoint that is being written."""
+
+    step: int
+    plans: dict[str, NetworkPlan]
+    state: dict[str, Any]
+    random: dict[str, bytes]  # by file
+    started: float
+    blocked_s: float = 0.0
+    written: Written = field(default_factory=Written)
+    error: str | None = None
+    thread: threading.Thread | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.thread is None or not self.thread.is_alive()
+
+
+class CheckpointSaver:
+    """Writes checkpoints of one run to one folder."""
+
+    def __init__(
+        self, root: str | Path, policy: SavePolicy, tell: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Removes what a killed process has left in `root`; `notes` says what. tell: shows a line to the user, on whichever rank."""
+        self.root = Path(root)
+        self.policy = policy
+        self.tell = tell
+        self._pending: _Pending | None = None
+        self.notes: list[str] = from_rank_zero(lambda: clean_up(self.root))
+
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint is being written; the same on all ranks."""
+        return self._pending is not None
+
+    def save(
+        self,
+        step: int,
+        networks: Mapping[str, SavedNetwork],
+        state: dict[str, Any],
+        *,
+        with_rng: bool,
+    ) -> SaveReport | None:
+        """Write checkpoint `step`. networks: the first one's layout is the run's. state: the trainer's, plain JSON, used on rank 0. Returns None when it goes on in the background: `poll`
+        or `finish` reports it. Raises SaveError on all ranks, with earlier checkpoints whole. No other save may be pending."""
+        assert self._pending is None, "finish() the save before"
+        started = time.perf_counter()
+        folder = writing_folder(self.root, step)
+        self._or_fail(step, lambda: _make_folders(folder, networks))
+        plans = {
+            name: plan_network(
+                sharded_state(network, is_loading=False),
+                folder / name,
+                rank=dist.get_rank(),
+                detached=self.policy.asynchronous,
+            )
+            for name, network in networks.items()
+        }
+        needed = sum(gather(sum(plan.estimated_bytes() for plan in plans.values()))) + TRAINER_BYTES
+        free = self._or_fail(step, lambda: _check_space(self.root, needed))
+        self.tell(
+            f"saving {checkpoint_folder(self.root, step)}: {needed / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free"
+        )
+        prints = gather({name: fingerprint(network) for name, network in networks.items()})
+        layouts = layouts_of(networks)
+        state = {
+            **state,
+            "step": step,
+            "world_size": dist.get_world_size(),
+            "has_rng": with_rng,
+            "fingerprints": prints,
+        }
+        state["layout"] = next(iter(layouts.values())).describe()
+        state["random_states"] = (
+            {owner: layout.describe() for owner, layout in layouts.items()} if with_rng else {}
+        )
+        state["networks"] = {
+            name: {
+                "optimizer": optimizer_kind(n),
+                "optimizer_step": optimizer_step(n),
+                "scheduler": None if n.scheduler is None else n.scheduler.state_dict(),
+                "layout": n.layout.describe(),
+            }
+            for name, n in networks.items()
+        }
+        random = {
+            random_state_file(dist.get_rank(), owner): random_states(layout)
+            for owner, layout in layouts.items()
+        }
+        pending = _Pending(step, plans, state, random if with_rng else {}, started)
+        self._pending = pending
+        if not self.policy.asynchronous:
+            _write_all(folder, pending)
+            return self.finish()
+        pending.thread = threading.Thread(
+            target=_write_all, args=(folder, pending), name=f"checkpoint-{step}", daemon=True
+        )
+        pending.thread.start()
+        pending.blocked_s = time.perf_counter() - started
+        return None
+
+    def poll(self) -> SaveReport | None:
+        """Publish the pending checkpoint if all ranks have written their part. Raises SaveError if one could not."""
+        if self._pending is None or not all(gather(self._pending.done)):
+            return None
+        return self.finish()
+
+    def finish(self) -> SaveReport | None:
+        """Wait for the pending checkpoint and publish it; None without one. Raises SaveError."""
+        if (pending := self._pending) is None:
+            return None
+        waited = time.perf_counter()
+        if pending.thread is not None:
+            pending.thread.join()
+        self._pending = None
+        parts = gather((pending.error, pending.written))
+        size = self._or_fail(pending.step, lambda: self._publish(pending, parts))
+        removed, notes, free = from_rank_zero(lambda: self._remove_old(pending.step))
+        now = time.perf_counter()
+        blocked = (
+            pending.blocked_s + now - waited
+            if pending.thread is not None
+            else now - pending.started
+        )
+        return SaveReport(pending.step, size, now - pending.started, blocked, removed, free, notes)
+
+    def _publish(self, pending: _Pending, parts: list[tuple[str | None, Written]]) -> int:
+        """On rank 0: the checkpoint's bytes."""
+        for rank, (error, _) in enumerate(parts):
+            if error is not None:
+                raise OSError(f"rank {rank}: {error}")
+        folder = writing_folder(self.root, pending.step)
+        records = {name: record for _, written in parts for name, record in written.records.items()}
+        for name, plan in pending.plans.items():
+            assert plan.metadata is not None, "rank 0 coordinates"
+            files = write_network_metadata(
+                folder / name, plan.metadata, [written.results[name] for _, written in parts]
+            )
+            records |= {f"{name}/{file}": record for file, record in files.items()}
+        records[TRAINER_FILE] = write_file(
+            folder / TRAINER_FILE, json.dumps(pending.state, indent=1, allow_nan=False)
+        )
+        for inner in (path for path in folder.iterdir() if path.is_dir()):
+            sync_path(inner)
+        write_manifest(folder, records)
+        sync_path(folder)
+        publish(self.root, pending.step)
+        return total_bytes(records)
+
+    def _remove_old(self, newest: int) -> tuple[tuple[int, ...], tuple[str, ...], int]:
+        """On rank 0, once `newest` is published: (steps removed, notes, bytes free then)."""
+        removed, notes = [], []
+        steps = complete_steps(self.root)
+        for step in steps_to_remove(
+            steps, newest, keep_last=self.policy.keep_last, keep_every=self.policy.keep_every
+        ):
+            try:
+                remove_checkpoint(self.root, step)
+                removed.append(step)
+            except OSError as error:
+                notes.append(f"checkpoint {step} was not removed: {error}")
+        return tuple(removed), tuple(notes), free_bytes(self.root)
+
+    def _or_fail(self, step: int, action: Callable[[], Any]) -> Any:
+        """`action` on rank 0. An error removes what was written of this checkpoint, and is raised on all ranks."""
+
+        def guarded() -> Any:
+            try:
+                return action()
+            except OSError:
+                remove_folder(writing_folder(self.root, step))
+                raise
+
+        try:
+            return from_rank_zero(guarded)
+        except OSError as error:
+            final = checkpoint_folder(self.root, step)
+            raise SaveError(
+                f"checkpoint {final} could not be written, earlier ones are whole: {error}"
+            ) from error
+
+
+def _make_folders(folder: Path, networks: Mapping[str, SavedNetwork]) -> None:
+    remove_folder(folder)
+    for name in (*networks, "rng"):
+        (folder / name).mkdir(parents=True)
+
+
+def _check_space(root: Path, needed: int) -> int:
+    """The free bytes of the disk. Raises OSError when they are too few."""
+    if (free := free_bytes(root)) < needed:
+        raise OSError(
+            f"it needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; remove something, give another --save, or let "
+            "--save-retain-last remove old checkpoints"
+        )
+    return free
+
+
+def _write_all(folder: Path, pending: _Pending) -> None:
+    """This rank's files. Errors are kept for `finish`: this may be a thread."""
+    try:
+        written = pending.written
+        with no_crc32(), ThreadPoolExecutor(WRITERS) as pool:
+            jobs = {
+                name: [pool.submit(write_file_plan, folder / name, file) for file in plan.files]
+                for name, plan in pending.plans.items()
+            }
+            for name, plan in pending.plans.items():
+                if plan.common is not None:
+                    written.records[f"{name}/{common_file()}"] = write_file(
+                        folder / name / common_file(), plan.common
+                    )
+            for file_name, content in pending.random.items():
+                written.records[file_name] = write_file(folder / file_name, content)
+            for name, plan in pending.plans.items():
+                written.results[name] = []
+                for file, job in zip(plan.files, jobs[name], strict=True):
+                    written.records[f"{name}/{file.name}"], results = job.result()
+                    written.results[name] += results
+    except Exception as error:
+        pending.error = str(error) or type(error).__name__
+    for plan in pending.plans.values():
+        plan.files = []  # the copies are of no use any more

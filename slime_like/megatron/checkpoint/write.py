@@ -1,0 +1,196 @@
+"""One network to files: megatron-core plans who writes what, and this module writes it, in threads, hashing on the way.
+
+megatron-core would start a process for every file, and a manager process which imports the whole program again; a writer that dies leaves its
+parent waiting for ever. Threads do as well: hashing and writing release the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    SerializationFormat,
+    _StorageWriterTransforms,
+    _write_item,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_patches.safe_checkpoints import load_metadata, load_tensors
+from slime_like.checkpoints.files import FileRecord, hashed_file, write_file
+
+FORMAT = ("torch_dist", 1)
+METADATA_FILE = ".metadata"
+OVERHEAD_BYTES = 2048  # of one tensor's container in a file, at most
+
+
+@dataclass(slots=True)
+class FilePlan:
+    """One file of this rank. items: (write item, tensor or BytesIO)."""
+
+    name: str
+    items: list[tuple[Any, Any]]
+
+    def estimated_bytes(self) -> int:
+        return sum(OVERHEAD_BYTES + _bytes_of(data) for _, data in self.items)
+
+
+@dataclass(slots=True)
+class NetworkPlan:
+    """What this rank writes of one network. common: what is not cut into shards, written by rank 0. metadata: on rank 0 only."""
+
+    files: list[FilePlan]
+    common: bytes | None
+    metadata: Metadata | None
+
+    def estimated_bytes(self) -> int:
+        return len(self.common or b"") + sum(file.estimated_bytes() for file in self.files)
+
+
+@dataclass(slots=True)
+class Written:
+    """Of one rank. results: where each item lies, by network. records: by path inside the checkpoint."""
+
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    results: dict[str, list[WriteResult]] = field(default_factory=dict)
+
+
+class _Planner(TorchDistSaveShardedStrategy):
+    """megatron-core's planning without its writing."""
+
+    def plan(self, state: dict[str, Any], folder: Path) -> tuple[Any, Metadata | None]:
+        self.async_save(state, folder)
+        return self._planned
+
+    def _get_save_and_finalize_callbacks(
+        self, writer: Any, save_state_dict_ret: Any
+    ) -> AsyncRequest:
+        self._planned = (writer, save_state_dict_ret[1])
+        return AsyncRequest(None, (), [])
+
+
+def plan_network(state: dict[str, Any], folder: Path, *, rank: int, detached: bool) -> NetworkPlan:
+    """Collective; `folder` exists. state: of `sharded_state`. detached: copy tensors to memory of their own, so that training may go on
+    while they are written."""
+    sharded, common = save_preprocess(state)
+    live = {data.data_ptr() for data in _tensors_of(sharded)}
+    filesystem_async._results_queue = (
+        queue.SimpleQueue()
+    )  # else megatron-core starts a manager process for the results, which we do not use
+    writer, metadata = _Planner(*FORMAT).plan(sharded, folder)
+    files = []
+    for _, name, (objects, tensors) in writer.write_buckets or ():
+        if detached:
+            tensors = [(item, _detached(tensor, live)) for item, tensor in tensors]
+        files.append(FilePlan(name, [*objects, *tensors]))
+    return NetworkPlan(files, _common_bytes(common) if rank == 0 else None, metadata)
+
+
+@contextmanager
+def no_crc32() -> Iterator[None]:
+    """torch computes a CRC of every tensor that it saves, and never compares it; the manifest's SHA-256 is compared."""
+    was = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(was)
+
+
+def write_file_plan(folder: Path, plan: FilePlan) -> tuple[FileRecord, list[WriteResult]]:
+    """Write and sync one file in torch's format for distributed checkpoints. To be called within `no_crc32`."""
+    transforms = _StorageWriterTransforms()
+    results = []
+    with hashed_file(folder / plan.name) as file:
+        for item, data in plan.items:
+            if isinstance(data, torch.Tensor):
+                data = data.cpu()
+            results.append(
+                _write_item(
+                    transforms,
+                    file,  # type: ignore[arg-type]
+                    data,
+                    item,
+                    plan.name,
+                    SerializationFormat.TORCH_SAVE,
+                )
+            )
+    return file.record(), results
+
+
+def write_network_metadata(
+    folder: Path, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+) -> dict[str, FileRecord]:
+    """What makes the files of all ranks a distributed checkpoint that megatron-core and torch can load. On rank 0, at the end."""
+    metadata.version = CURRENT_DCP_VERSION
+    metadata.storage_data = {
+        result.index: result.storage_data for of_rank in results for result in of_rank
+    }
+    metadata.storage_meta = StorageMeta()
+    vars(metadata).pop(
+        "all_local_plans", None
+    )  # megatron-core's, to skip planning in the next run; larger than the rest
+    content = pickle.dumps(metadata)
+    load_metadata(
+        io.BytesIO(content), METADATA_FILE
+    )  # what cannot be loaded again must not be written
+    return {
+        METADATA_FILE: write_file(folder / METADATA_FILE, content),
+        CONFIG_FNAME: write_file(
+            folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(*FORMAT)))
+        ),
+    }
+
+
+def common_file() -> str:
+    return str(COMMON_STATE_FNAME)
+
+
+def _common_bytes(common: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    buffer.seek(0)
+    load_tensors(buffer, COMMON_STATE_FNAME)  # what cannot be loaded again must not be written
+    return buffer.getvalue()
+
+
+def _detached(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
+    if tensor.device.type != "cpu":
+        return tensor.cpu()
+    return (
+        tensor.clone() if tensor.data_ptr() in live else tensor
+    )  # the others are copies that planning has made
+
+
+def _tensors_of(container: Any) -> list[torch.Tensor]:
+    found = []
+    for value in container.values() if isinstance(container, dict) else container:
+        if isinstance(value, dict | list):
+            found += _tensors_of(value)
+        elif isinstance(getattr(value, "data", None), torch.Tensor):
+            found.append(value.data)
+    return found
+
+
+def _bytes_of(data: Any) -> int:
+    return (
+        data.numel() * data.element_size()
+        if isinstance(data, torch.Tensor)
+        else data.getbuffer().nbytes
+    )

@@ -1,0 +1,115 @@
+"""Process groups, the device of this process, and random seeds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from arguments.schema import ParallelConfig
+from slime_like.distributed.rendezvous import environment_meeting, meet
+from slime_like.megatron.parallel_layout import ParallelLayout, read_layout, without_layout
+
+
+def device_of_this_process() -> torch.device:
+    """The CUDA device of this local rank, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+@contextmanager
+def process_groups(
+    parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
+) -> Iterator[ParallelLayout]:
+    """Make the world and megatron-core's groups, and take both down at the end. Raises as `world_of_processes`."""
+    with (
+        world_of_processes(parallel),
+        model_parallel_groups(parallel, virtual_stages=virtual_stages, seed=seed) as layout,
+    ):
+        yield layout
+
+
+@contextmanager
+def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
+    """The default process group. Without torchrun the world is one process.
+
+    Raises RunError naming host, port and rank when the ranks cannot meet.
+    """
+    device = device_of_this_process()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = parallel.distributed_backend
+    if backend == "auto":
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    meeting = environment_meeting()
+    if meeting is None:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+    else:
+        store = meet(meeting, timeout)
+        try:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=meeting.rank,
+                world_size=meeting.world_size,
+                timeout=timeout,
+            )
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # the ranks know each other, and cannot connect to each other
+            raise meeting.failed(f"{backend}: {str(error).splitlines()[0]}") from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def model_parallel_groups(
+    parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
+) -> Iterator[ParallelLayout]:
+    """megatron-core's groups out of all processes, and its random states."""
+    from megatron.core import parallel_state
+
+    try:
+        yield make_layout(parallel, virtual_stages=virtual_stages, seed=seed)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def make_layout(
+    parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
+) -> ParallelLayout:
+    """megatron-core's groups, and random states, on processes that have met. The layout is in force."""
+    from megatron.core import parallel_state
+
+    from slime_like.megatron.rng import seed_stage
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_stages,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
+    )
+    seed_stage(seed, parallel_state.get_pipeline_model_parallel_rank())
+    return read_layout()
+
+
+def make_further_layout(
+    parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
+) -> ParallelLayout:
+    """Another layout of the same processes, beside the one that is in force and stays so. Its groups close with the process group."""
+    with without_layout():
+        return make_layout(parallel, virtual_stages=virtual_stages, seed=seed)

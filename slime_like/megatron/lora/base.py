@@ -1,0 +1,124 @@
+"""The frozen model under adapters, and the places where the active one acts.
+
+The model's modules stay what they are, with their names in checkpoints and conversions: an adapter acts through a forward hook on a linear
+layer, in `PolicyModel.head_weight` at the output layer, and a critic's with a value head in `HeadWeight`. Without an active adapter the model computes what it always does; that is the
+reference model of a KL term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arguments.hf.model import HfModel
+from arguments.schema import GPTModelConfig
+from slime_like.megatron.lora.targets import HEAD
+from slime_like.megatron.model.policy import Slot
+from slime_like.megatron.network import Network
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.weights.families import family_map, global_parameters, model_sizes, unwrap
+
+VALUE_HEAD = "value_head"  # the slot of one
+LATENT = (
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+)
+LINEAR = ("linear_qkv", *LATENT, "linear_proj", "linear_fc1", "linear_fc2")
+
+
+class LoraBase(Network):
+    """A frozen network on which adapters can be made active, one at a time."""
+
+    def __init__(
+        self,
+        transformer: Any,
+        gpt: GPTModelConfig,
+        transformer_impl: str,
+        layout: ParallelLayout,
+        *,
+        hf: HfModel,
+    ) -> None:
+        super().__init__(transformer, gpt, transformer_impl, layout)
+        self.freeze()
+        self.hf = hf
+        self.sizes = model_sizes(self.config, gpt)
+        self.tied = not gpt.untie_embeddings_and_output_weights
+        self.family = family_map(hf.architecture, self.config, tied=self.tied)
+        self.slots: list[dict[str, Slot]] = [
+            _slots(chunk, has_head=self.has_head(index)) for index, chunk in enumerate(self.chunks)
+        ]
+        self._carry_gradients = False
+        if layout.is_first_stage:
+            unwrap(self.chunks[0]).embedding.register_forward_hook(self._begin_graph)
+
+    def has_head(self, index: int) -> bool:
+        """Whether a chunk of this rank ends with the output layer."""
+        return self.layout.is_last_stage and index == self.layout.vp_size - 1
+
+    @contextmanager
+    def active(self, layers: Sequence[Mapping[str, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+        """layers: of each chunk, by the weight's canonical name; a value head by `VALUE_HEAD`."""
+        assert not any(slot.active for slots in self.slots for slot in slots.values()), (
+            "another adapter is active"
+        )
+        for slots, own in zip(self.slots, layers, strict=True):
+            for name, layer in own.items():
+                slots[name].active = layer
+        # recomputation and the schedule of several stages run backward only through an input that has a gradient
+        self._carry_gradients = (
+            self.config.recompute_granularity is not None or self.layout.pp_size > 1
+        )
+        try:
+            yield
+        finally:
+            self._carry_gradients = False
+            for slots in self.slots:
+                for slot in slots.values():
+                    slot.active = None
+
+    def _begin_graph(self, module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
+        if self._carry_gradients and torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()
+
+
+def _slots(chunk: Any, *, has_head: bool) -> dict[str, Slot]:
+    """Hooks on all linear layers of a chunk; a slot for each, by the canonical name of its weight."""
+    names = {id(parameter): name for name, parameter in global_parameters([chunk])}
+    slots = {}
+    for module in unwrap(chunk).decoder.modules():
+        weight = module._parameters.get("weight")
+        name = None if weight is None else names[id(weight)]
+        if name is not None and _is_linear(name):
+            slots[name] = Slot()
+            # before others, which see the layer with its adapter: megatron_patches/mla_tp_grads.py has one
+            module.register_forward_hook(_Hook(slots[name]), prepend=True)
+    if has_head:
+        slots[HEAD] = unwrap(chunk).head_slot
+        slots[VALUE_HEAD] = unwrap(chunk).output_layer.value_slot
+    return slots
+
+
+def _is_linear(name: str) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] in LINEAR
+
+
+class _Hook:
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        inputs: tuple[Tensor, ...],
+        output: tuple[Tensor, Tensor | None],
+    ) -> Any:
+        if self.slot.active is None:
+            return None
+        return output[0] + self.slot.active(inputs[0]), output[1]

@@ -1,0 +1,148 @@
+"""What an adapter adds to the output of a parallel linear layer: scale * lora_B (lora_A x).
+
+Communication between tensor-parallel ranks is of [tokens, rank], never of hidden states. Which factor a rank holds whole, and whether its
+gradient there is the whole one:
+
+    column-parallel (query, key, value; gate, up)    lora_A whole; lora_B: rows of this rank
+    row-parallel (attention's output, down)          lora_A: columns of this rank; lora_B whole
+    output layer                                     lora_A whole; lora_B: tokens of this rank
+
+Without sequence parallelism the gradient of a whole factor comes out whole on every rank. With it a rank sees its part of the tokens there,
+in an expert its part of the output (or of the input), and at the output layer its tokens of the vocabulary: these gradients are summed over
+the ranks when gradients are finalised (`needs_sum`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from slime_like.megatron.lora.targets import OutputPiece
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The tensor-parallel ranks that share a layer. expert: the token dispatcher sums over them what a layer leaves to be summed."""
+
+    group: dist.ProcessGroup
+    size: int
+    sequence_parallel: bool
+    expert: bool
+
+    @property
+    def exchange(self) -> bool:
+        """Whether the layer itself communicates."""
+        return self.size > 1 and not self.expert
+
+    def needs_sum(self, *, at_head: bool = False) -> bool:
+        """Whether a factor that is whole on every rank has a part of its gradient on each."""
+        return self.size > 1 and (self.sequence_parallel or self.expert or at_head)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnLora:
+    """first: [rank, in] of each module; second: [out / tp, rank]. order: of the output."""
+
+    first: Sequence[Tensor]
+    second: Sequence[Tensor]
+    order: Sequence[OutputPiece]
+    scale: float
+    ranks: Ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: the layer's input [..., in], under sequence parallelism this rank's part -> [..., out / tp] over all tokens."""
+        rank = self.first[0].size(0)
+        low = _product(
+            x, torch.cat(list(self.first)) if len(self.first) > 1 else self.first[0]
+        )  # [..., modules * rank]
+        if self.ranks.exchange:
+            if self.ranks.sequence_parallel:
+                low = gather_from_sequence_parallel_region(
+                    low, tensor_parallel_output_grad=True, group=self.ranks.group
+                )
+            else:
+                low = copy_to_tensor_model_parallel_region(low, group=self.ranks.group)
+        outputs = [
+            _product(part, second)
+            for part, second in zip((low * self.scale).split(rank, -1), self.second, strict=True)
+        ]
+        if len(self.order) == 1:
+            return outputs[0]
+        pieces = [
+            outputs[0].new_zeros(*low.shape[:-1], piece.stop - piece.start)
+            if piece.module is None
+            else outputs[piece.module][..., piece.start : piece.stop]
+            for piece in self.order
+        ]
+        return torch.cat(pieces, -1)
+
+    def delta(self) -> Tensor:
+        """[out / tp, in]: what the adapter adds to the layer's weight, in float32."""
+        products = [
+            self.scale * (b.float() @ a.float())
+            for a, b in zip(self.first, self.second, strict=True)
+        ]
+        pieces = [
+            products[0].new_zeros(piece.stop - piece.start, products[0].size(1))
+            if piece.module is None
+            else products[piece.module][piece.start : piece.stop]
+            for piece in self.order
+        ]
+        return torch.cat(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLora:
+    """first: [rank, in / tp]; second: [out, rank]."""
+
+    first: Tensor
+    second: Tensor
+    scale: float
+    ranks: Ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., in / tp] -> [..., out], under sequence parallelism over this rank's part of the tokens; of an expert: this rank's term."""
+        low = _product(x, self.first)
+        if self.ranks.exchange:
+            if self.ranks.sequence_parallel:
+                low = reduce_scatter_to_sequence_parallel_region(low, group=self.ranks.group)
+            else:
+                low = reduce_from_tensor_model_parallel_region(low, group=self.ranks.group)
+        return _product(low * self.scale, self.second)
+
+    def delta(self) -> Tensor:
+        return self.scale * (self.second.float() @ self.first.float())
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLora:
+    """The output layer, whose weight goes to ops/lean_head.py: it gets the sum. first: [rank, hidden]; second: [vocab_padded / tp, rank]."""
+
+    first: Tensor
+    second: Tensor
+    scale: float
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return weight + self.scale * (self.second @ self.first)
+
+    def delta(self) -> Tensor:
+        return self.scale * (self.second.float() @ self.first.float())
+
+
+Lora = ColumnLora | RowLora | HeadLora
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T over the last dimension, as one matrix product: torch.nn.functional.linear chooses another kernel for three dimensions
+    when a gradient is wanted, and log-probs of the update must be those of the pass before it, bit by bit."""
+    return torch.mm(x.reshape(-1, x.size(-1)), weight.t()).view(*x.shape[:-1], weight.size(0))

@@ -1,0 +1,128 @@
+"""A frozen model with one adapter of its own that is trained, of a policy or of a critic. Several may stand on one `LoraBase`, each with its own
+optimizer."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+from megatron.core.optimizer import OptimizerConfig
+from torch import Tensor
+
+from arguments.hf.model import HfModel
+from arguments.schema import ScheduleConfig
+from slime_like.megatron.lora.adapter import AdapterChunk
+from slime_like.megatron.lora.base import LoraBase
+from slime_like.megatron.lora.config import LoraSpec
+from slime_like.megatron.lora.targets import HEAD, Target, targets_of
+from slime_like.megatron.network import TrainedNetwork
+from slime_like.weights.hf_export import export_hf_weights
+
+
+class LoraNetwork(TrainedNetwork):
+    """To its callers a `TrainedNetwork`: chunks and modules are the base's, what is trained and saved is the adapter. The adapter is active
+    within its own methods only."""
+
+    def __init__(
+        self,
+        base: LoraBase,
+        spec: LoraSpec,
+        *,
+        ddp: DistributedDataParallelConfig,
+        optimizer: OptimizerConfig,
+        schedule: ScheduleConfig,
+        total_steps: int,
+    ) -> None:
+        """total_steps: optimizer steps of the whole run. Raises ValueError naming targets that the model does not have. The factors are
+        small, so their gradients are reduced when all are there, and parameters are gathered at once, whatever `ddp` says."""
+        self.base, self.spec = base, spec
+        self.value_head, self.config, self.gpt, self.layout, self.device = (
+            spec.value_head,
+            base.config,
+            base.gpt,
+            base.layout,
+            base.device,
+        )
+        self.chunks, self.modules = base.chunks, base.modules
+        self.targets: list[Target] = targets_of(spec, base.family, base.sizes, tied=base.tied)
+        self.adapters = [
+            AdapterChunk(base, index, self.targets, spec) for index in range(len(base.chunks))
+        ]
+        self._train(
+            self.adapters,
+            ddp=dataclasses.replace(ddp, overlap_grad_reduce=False, overlap_param_gather=False),
+            optimizer=without_overlap(optimizer),
+            schedule=schedule,
+            total_steps=total_steps,
+        )
+
+    @property
+    def saved_chunks(self) -> Sequence[Any]:
+        return self.adapters
+
+    def load_hf(self, folder: str) -> None:
+        """The base's weights; the adapter stays."""
+        self.base.load_hf(folder)
+
+    def freeze(self) -> None:
+        raise AssertionError("an adapter is there to be trained; its base is frozen")
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        self.config.finalize_model_grads_func = self.finalize_gradients
+        with self.base.active([adapter.acting for adapter in self.adapters]):
+            yield
+
+    def export_hf(
+        self, hf: HfModel, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The merged weights: what the model would be with the adapter in it. With one on the output layer of a tied model they are not tied."""
+        assert not self.value_head, "a critic is not exported"
+        layers = {
+            name: layer for adapter in self.adapters for name, layer in adapter.layers.items()
+        }
+        return export_hf_weights(
+            self.chunks,
+            hf=hf,
+            gpt=self.gpt,
+            layout=self.layout,
+            dtype=dtype,
+            deltas={n: layer.delta for n, layer in layers.items()},
+            own_head=self.base.tied and any(target.parameter == HEAD for target in self.targets),
+        )
+
+    def finalize_gradients(
+        self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any
+    ) -> None:
+        """In place of megatron-core's: reduce over data-parallel ranks, then complete what tensor-parallel ranks have a part of."""
+        assert num_tokens is None, "losses are normalised; see gradient_scale"
+        for wrapped in self.trained_modules:
+            wrapped.finish_grad_sync()
+        parts: dict[int, tuple[Any, list[Tensor]]] = {}
+        for adapter in self.adapters:
+            for parameter, group in adapter.summed():
+                parts.setdefault(id(group), (group, []))[1].append(parameter.main_grad)  # type: ignore[attr-defined]
+        for group, gradients in parts.values():
+            sum_over(group, gradients)
+        reset_model_temporary_tensors(self.config, list(model))
+
+
+def sum_over(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+    """In place, with one collective."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def without_overlap(optimizer: OptimizerConfig) -> OptimizerConfig:
+    config = copy.copy(optimizer)
+    config.overlap_param_gather = config.overlap_param_gather_with_optimizer_step = False
+    return config

@@ -1,0 +1,142 @@
+"""An adapter as a folder in PEFT's format: adapter_config.json and adapter_model.safetensors. Exact both ways: PEFT has the same factors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from arguments.hf.peft_adapter import (
+    ADAPTER_CONFIG,
+    PeftAdapter,
+    adapter_config,
+    read_adapter_config,
+)
+from slime_like.checkpoints.files import sync_path
+from slime_like.distributed.collectives import from_rank_zero, together
+from slime_like.megatron.lora.gather import gather_factors, set_factors
+from slime_like.megatron.lora.network import LoraNetwork
+from slime_like.weights.families import LM_HEAD
+from slime_like.weights.hf_save import put_in_place
+from slime_like.weights.safetensors_reader import WeightFiles, listed
+
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+BASE_HEAD = "lm_head.base_layer"  # PEFT writes it beside the factors of an output layer
+EMBED_TOKENS = "model.embed_tokens.weight"
+
+
+def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> None:
+    """Collective; rank 0 writes, and the folder is there whole or not at all. base_model: as PEFT is to find it. Raises OSError or ValueError
+    on every rank: the folder holds something that is no adapter, the disk is full."""
+    tensors = {
+        _peft_name(name): tensor.cpu().contiguous() for name, tensor in gather_factors(network)
+    }
+    modules = sorted(
+        {module.rpartition(".")[2] for target in network.targets for module in target.modules}
+    )
+    config = adapter_config(
+        rank=network.spec.rank, alpha=network.spec.alpha, modules=modules, base_model=base_model
+    )
+    from_rank_zero(lambda: _write(Path(folder), config, tensors))
+
+
+def load_adapter(folder: str, network: LoraNetwork, base_model: str) -> None:
+    """Collective. base_model: its Hugging Face folder. Raises ValueError, the same on every rank and before a number has changed: another rank
+    or alpha, tensors that are missing, surplus, of another shape, or not finite, an output layer other than the base's."""
+
+    def read() -> dict[str, Tensor]:
+        _check_config(folder, read_adapter_config(folder), network)
+        return _read_tensors(Path(folder) / WEIGHTS, network, base_model)
+
+    set_factors(network, together(read))
+
+
+def _write(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
+    if folder.exists() and not (
+        folder.is_dir() and ((folder / ADAPTER_CONFIG).is_file() or not any(folder.iterdir()))
+    ):
+        raise ValueError(
+            f"{folder} exists and holds no adapter; it is not replaced. Remove it or save elsewhere"
+        )
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    temporary.mkdir(parents=True)
+    try:
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        (temporary / ADAPTER_CONFIG).write_text(
+            json.dumps(config, indent=2) + "\n", encoding="utf-8"
+        )
+        for path in [*temporary.iterdir(), temporary]:
+            sync_path(path)
+        put_in_place(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check_config(folder: str, found: PeftAdapter, network: LoraNetwork) -> None:
+    spec = network.spec
+    if (found.rank, found.alpha) != (spec.rank, spec.alpha):
+        raise ValueError(
+            f"adapter {folder} has rank {found.rank} and alpha {found.alpha:g}; here they are {spec.rank} and {spec.alpha:g}"
+        )
+
+
+def _read_tensors(path: Path, network: LoraNetwork, base_model: str) -> dict[str, Tensor]:
+    wanted = {
+        factor.name: factor.shape
+        for target in network.targets
+        for pair in target.factors
+        for factor in pair
+    }
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            found = {_own_name(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    head = found.pop(BASE_HEAD, None)
+    if head is not None and not torch.equal(head, head_of(base_model).to(head.dtype)):
+        raise ValueError(f"{path}: {BASE_HEAD} is not the output layer of {base_model}")
+    problems = [
+        f"{words}: {listed(names)}"
+        for words, names in (
+            ("missing factors", wanted.keys() - found.keys()),
+            ("factors that the adapter has no place for", found.keys() - wanted.keys()),
+            (
+                "factors of another shape",
+                {n for n in wanted.keys() & found.keys() if tuple(found[n].shape) != wanted[n]},
+            ),
+            (
+                "factors that are not finite numbers",
+                {
+                    n
+                    for n, t in found.items()
+                    if not t.is_floating_point() or not t.isfinite().all()
+                },
+            ),
+        )
+        if names
+    ]
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}")
+    return {name: tensor.to(torch.float32) for name, tensor in found.items()}
+
+
+def head_of(folder: str) -> Tensor:
+    """The output layer of a Hugging Face folder, [vocabulary, hidden]."""
+    with WeightFiles(folder) as files:
+        name = LM_HEAD if LM_HEAD in files.names else EMBED_TOKENS
+        return files.read(name, 0, 0, files.shape(name)[0])
+
+
+def _peft_name(name: str) -> str:
+    return f"{PREFIX}{name}.weight"
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix(PREFIX).removesuffix(".weight")

@@ -1,0 +1,133 @@
+"""Which weights an adapter has factors for: the whole model's, in the network's order, whatever the layout.
+
+A weight of megatron-core may be several of Hugging Face's (query, key and value; gate and up projection). Each of these projections has
+factors of its own, as in PEFT: lora_A [rank, in] and lora_B [out, rank], so that adapters are exchanged with PEFT without a change, and any
+subset of the projections can be trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as MappingOf
+from dataclasses import dataclass
+
+from slime_like.megatron.lora.config import LoraSpec
+from slime_like.weights.families import LM_HEAD, OUTPUT_LAYER, expert_number
+from slime_like.weights.mappings import (
+    QKV,
+    ColumnParallel,
+    GatedMLP,
+    Mapping,
+    RowParallel,
+    Sizes,
+    VocabParallel,
+)
+
+HEAD = OUTPUT_LAYER
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One of a projection's two matrices. name: as PEFT has it, without the prefix. shape: of the whole. dim: along which the
+    tensor-parallel ranks share it; None: each has the whole. expert: its number in the whole model, None outside of experts (whose
+    factors are shared by the experts' tensor-parallel ranks)."""
+
+    name: str
+    shape: tuple[int, int]
+    dim: int | None
+    expert: int | None
+
+    @property
+    def is_first(self) -> bool:
+        """lora_A, which the input meets first."""
+        return self.name.endswith(".lora_A")
+
+    @property
+    def fan_in(self) -> int:
+        return self.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A weight of megatron-core with an adapter. modules: the Hugging Face modules that it is made of and that are targeted, in order."""
+
+    parameter: str  # canonical name, of the whole model
+    mapping: Mapping
+    modules: tuple[str, ...]
+    factors: tuple[tuple[Factor, Factor], ...]  # (lora_A, lora_B) of each module
+
+
+def targets_of(
+    spec: LoraSpec, family: MappingOf[str, Mapping], sizes: Sizes, *, tied: bool
+) -> list[Target]:
+    """family: every parameter of the model, see `family_map`. tied: the output layer is the embedding; lm_head's factors are then of the
+    output layer alone. Raises ValueError naming targets that the model does not have."""
+    family = {**family, HEAD: VocabParallel(LM_HEAD)} if tied else family
+    targets = [
+        target
+        for name, mapping in family.items()
+        if (target := _target(spec, name, mapping, sizes)) is not None
+    ]
+    found = {_last(module) for target in targets for module in target.modules}
+    if not found:
+        raise ValueError(
+            f"--lora-target-modules {' '.join(sorted(spec.targets))}: the model has none of these modules"
+        )
+    return targets
+
+
+def _target(spec: LoraSpec, name: str, mapping: Mapping, sizes: Sizes) -> Target | None:
+    is_linear = (
+        isinstance(mapping, GatedMLP | RowParallel | ColumnParallel)
+        or (isinstance(mapping, QKV) and not mapping.bias)
+        or name == HEAD
+    )
+    if not is_linear:
+        return None
+    shapes = {
+        weight.removesuffix(".weight"): shape for weight, shape in mapping.hf_shapes(sizes).items()
+    }
+    modules = tuple(module for module in shapes if _last(module) in spec.targets)
+    if not modules:
+        return None
+    in_dim, out_dim = (
+        (1, None) if mapping.dim == 1 else (None, 0)
+    )  # the input of a row-parallel layer is cut, of others the output
+    expert = expert_number(name)
+    pairs = tuple(
+        (
+            Factor(f"{module}.lora_A", (spec.rank, shapes[module][1]), in_dim, expert),
+            Factor(f"{module}.lora_B", (shapes[module][0], spec.rank), out_dim, expert),
+        )
+        for module in modules
+    )
+    return Target(name, mapping, modules, pairs)
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPiece:
+    """Rows [start, stop) of a rank's share of one module's output; module: its index among the targeted ones, None: it has no adapter."""
+
+    module: int | None
+    start: int
+    stop: int
+
+
+def output_order(
+    target: Target, sizes: Sizes, tp_rank: int, tp_size: int
+) -> tuple[OutputPiece, ...]:
+    """What the output of a column-parallel layer consists of on one rank, in order."""
+    pieces = []
+    for part in target.mapping.parts(sizes, tp_rank, tp_size, rows=0):
+        assert part.hf is not None, (
+            "padding is of the vocabulary only, whose factors are not applied to an output"
+        )
+        module = part.hf.removesuffix(".weight")
+        whole = target.mapping.hf_shapes(sizes)[part.hf][0]
+        first = whole * tp_rank // tp_size
+        index = target.modules.index(module) if module in target.modules else None
+        pieces.append(OutputPiece(index, part.start - first, part.stop - first))
+    return tuple(pieces)

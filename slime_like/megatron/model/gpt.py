@@ -1,0 +1,151 @@
+"""A network of the run: megatron-core's GPTModel, one chunk for each (virtual) pipeline stage of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from arguments.schema import GPTModelConfig
+from slime_like.megatron.model.policy import HalfPrecisionModule, PolicyModel
+from slime_like.megatron.model.value import ValueModel
+from slime_like.megatron.ops.attention import PackedAttention
+from slime_like.megatron.ops.router import PackedRouter
+from slime_like.megatron.parallel_layout import ParallelLayout
+
+MODEL_SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_moe_experts",
+)
+
+
+def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, int | bool | None]:
+    """Settings that tell one model from another, to say how a checkpoint's differs."""
+    shape = {name: getattr(config, name) for name in MODEL_SHAPE}
+    return {
+        **shape,
+        "vocab_size": gpt.vocab_size,
+        "untied_embeddings": gpt.untie_embeddings_and_output_weights,
+    }
+
+
+def padded_vocab_size(gpt: GPTModelConfig, tp_size: int) -> int:
+    """The vocabulary size, rounded up so that every tensor-parallel rank gets an equal share."""
+    assert gpt.vocab_size is not None, (
+        "the vocabulary size is known once the command line is parsed"
+    )
+    multiple = gpt.make_vocab_size_divisible_by * tp_size
+    return -(-gpt.vocab_size // multiple) * multiple
+
+
+def layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
+    """Which modules make up a layer: "transformer_engine", or "local" with our core attention, which knows packed rows."""
+    if transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, normalization=config.normalization
+    )
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec
+
+
+def decoder_spec(
+    config: TransformerConfig, transformer_impl: str, vp_stage: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The layers of one model chunk: all alike, or, with experts, each as `moe_layer_freq` has it."""
+    if config.num_moe_experts is None:
+        return layer_spec(config, transformer_impl)
+    block = get_gpt_decoder_block_spec(
+        config,
+        transformer_impl == "transformer_engine",
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+    )
+    for layer in block.layer_specs:
+        if transformer_impl != "transformer_engine":
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        if isinstance(experts := layer.submodules.mlp.submodules, MoESubmodules):
+            experts.router = PackedRouter
+    return block
+
+
+def build_chunks(
+    config: TransformerConfig,
+    gpt: GPTModelConfig,
+    transformer_impl: str,
+    layout: ParallelLayout,
+    *,
+    value_head: bool = False,
+) -> list[GPTModel]:
+    """This rank's model chunks, in parameter precision of fp32; see `to_model_precision` and `wrap_for_training`. value_head: of a critic."""
+    position: dict[str, Any] = {
+        "position_embedding_type": gpt.position_embedding_type or "rope",
+        "rotary_percent": gpt.rotary_percent or 1.0,
+        "rotary_base": gpt.rotary_base or 10000,
+        "rope_scaling": gpt.use_rope_scaling,
+        "rope_scaling_factor": gpt.rope_scaling_factor or 8.0,
+        "seq_len_interpolation_factor": gpt.rotary_seq_len_interpolation_factor,
+    }
+    chunks = []
+    for stage in range(layout.vp_size):
+        vp_stage = stage if layout.vp_size > 1 else None
+        chunk = (ValueModel if value_head else PolicyModel)(
+            config=config,
+            transformer_layer_spec=decoder_spec(config, transformer_impl, vp_stage),
+            vocab_size=padded_vocab_size(gpt, layout.tp_size),
+            max_sequence_length=gpt.max_position_embeddings or 0,
+            pre_process=layout.is_first_stage and stage == 0,
+            post_process=layout.is_last_stage and stage == layout.vp_size - 1,
+            share_embeddings_and_output_weights=not gpt.untie_embeddings_and_output_weights,
+            parallel_output=True,
+            vp_stage=vp_stage,
+            **position,
+        )
+        on_meta = next(chunk.parameters()).is_meta
+        chunks.append(
+            chunk.to(torch.cuda.current_device())
+            if torch.cuda.is_available() and not on_meta
+            else chunk
+        )
+    return chunks
+
+
+def to_model_precision(
+    chunks: Sequence[GPTModel], config: TransformerConfig
+) -> list[MegatronModule]:
+    """bf16 modules; in fp32 the chunks themselves, and in fp64, which only the parity matrix asks for."""
+    if config.bf16:
+        return [HalfPrecisionModule(config, chunk) for chunk in chunks]
+    if config.params_dtype == torch.float64:  # which megatron-core's norms and routers do not read
+        return [chunk.double() for chunk in chunks]
+    return list(chunks)
+
+
+def wrap_for_training(
+    chunks: Sequence[MegatronModule], config: TransformerConfig, ddp: DistributedDataParallelConfig
+) -> list[DistributedDataParallel]:
+    """Gradient buffers and data-parallel reduction. Only the first chunk overlaps in buckets, as in Megatron-LM."""
+    return [
+        DistributedDataParallel(
+            config=config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0
+        )
+        for index, chunk in enumerate(chunks)
+    ]

@@ -1,0 +1,218 @@
+"""Expert layers over a pass: what routers are told of the micro-batches, what they report, and what their layout asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from torch import Tensor
+
+from arguments.hf.moe import moe_layers
+from slime_like.megatron.ops.router import PackedRouter, RoutedRows, routers_of
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.types import MicroBatch, TrainSample
+
+# megatron-core's name of an auxiliary loss -> metric
+AUX_LOSSES = {
+    "load_balancing_loss": "moe_aux_loss",
+    "seq_load_balancing_loss": "moe_seq_aux_loss",
+    "global_load_balancing_loss": "moe_global_aux_loss",
+    "z_loss": "moe_z_loss",
+}
+
+
+def agreed_lengths(
+    config: Any, layout: ParallelLayout, device: torch.device
+) -> Callable[[list[int]], list[int]] | None:
+    """How ranks that share experts agree on the lengths of their micro-batches; None where these may differ.
+
+    config: TransformerConfig. The allgather dispatcher gathers equally many tokens of every rank; alltoall sends how many there are.
+    """
+    shared = layout.ep_size * layout.etp_size > 1
+    if (
+        config.num_moe_experts is None
+        or config.moe_token_dispatcher_type != "allgather"
+        or not shared
+    ):
+        return None
+
+    def longest(totals: list[int]) -> list[int]:
+        lengths = torch.tensor(totals, dtype=torch.int64, device=device)
+        for group in (layout.etp_group, layout.ep_group):
+            dist.all_reduce(lengths, dist.ReduceOp.MAX, group=group)
+        return [int(length) for length in lengths]
+
+    return longest
+
+
+def begin_routing(
+    chunks: Sequence[Any],
+    batches: Sequence[MicroBatch],
+    layout: ParallelLayout,
+    *,
+    record: bool = False,
+) -> None:
+    """Tell the routers of `chunks` which micro-batches come next, and their routes, where the micro-batches have them. record: keep what
+    they choose, for `recorded_routes`."""
+    get_moe_layer_wise_logging_tracker().clear()  # megatron-core's, one for the whole process: another network has other layers
+    routers = routers_of(chunks)
+    if not routers:
+        return
+    share = layout.tp_size if routers[0].config.sequence_parallel else 1
+    rows = [_routed_rows(batch, layout.tp_rank if share > 1 else 0, share) for batch in batches]
+    for slot, router in enumerate(routers):
+        router.begin(rows, slot=slot, record=record)
+
+
+def _routed_rows(batch: MicroBatch, rank: int, size: int) -> RoutedRows:
+    total = batch.tokens.numel()
+    own = slice(total * rank // size, total * (rank + 1) // size)
+    assert batch.is_padding is not None
+    routes = None if batch.routes is None else batch.routes[own]
+    return RoutedRows(batch.seq_ids[own], batch.num_seqs, batch.is_padding[own], routes)
+
+
+def recorded_routes(routers: Sequence[PackedRouter], layout: ParallelLayout) -> Tensor:
+    """What the routers chose in a pass, [expert layers of this stage * topk, rows of all its micro-batches] int32; with sequence parallelism
+    the rows of all tensor-parallel ranks are put together."""
+    parts = []
+    for chosen in zip(
+        *(router.recorded for router in routers), strict=True
+    ):  # one micro-batch: (t, topk) of each router
+        rows = torch.stack(chosen, dim=1).flatten(1).to(torch.int32)  # (t, layers * topk)
+        if routers[0].config.sequence_parallel and layout.tp_size > 1:
+            whole = rows.new_empty(layout.tp_size * rows.size(0), rows.size(1))
+            dist.all_gather_into_tensor(whole, rows.contiguous(), group=layout.tp_group)
+            rows = whole
+        parts.append(rows)
+    return torch.cat(parts).T
+
+
+def routes_of_samples(
+    table: Tensor,
+    groups: Sequence[Sequence[TrainSample]],
+    batches: Sequence[MicroBatch],
+    *,
+    topk: int,
+) -> list[Tensor]:
+    """[L, expert layers of this stage, topk] int16 of every sample, on the host. table: `recorded_routes`, of whole micro-batches."""
+    routes = []
+    wholes = table.T.cpu().to(torch.int16).split([int(batch.cu_seqlens[-1]) for batch in batches])
+    for group, batch, rows in zip(groups, batches, wholes, strict=True):
+        for sample, start in zip(group, batch.cu_seqlens.tolist()):
+            length = int(sample.tokens.numel())
+            routes.append(
+                rows[start : start + length].reshape(length, rows.size(1) // topk, topk).clone()
+            )
+    return routes
+
+
+def routes_of_stage(routes: Tensor, chunks: Sequence[Any], config: Any) -> Tensor:
+    """[L, expert layers of this stage, topk] out of the routes of all expert layers of the model, in the order of this rank's routers."""
+    sparse = moe_layers(config.moe_layer_freq, config.num_layers)
+    return routes[:, [sum(sparse[: router.layer_number - 1]) for router in routers_of(chunks)]]
+
+
+def replay_disagreement(chunks: Sequence[Any]) -> float:
+    """Of the pass that has ended, over all ranks: the share of tokens and layers whose router would have chosen other experts than the
+    replayed ones; NaN where nothing was replayed. Every rank of the world calls it."""
+    counts = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
+    for router in routers_of(chunks):
+        counts += torch.tensor(router.disagreement, dtype=torch.float64, device=counts.device)
+    dist.all_reduce(counts)
+    differing, compared = counts.tolist()
+    return differing / compared if compared else float("nan")
+
+
+def routing_metrics(
+    chunks: Sequence[Any], config: Any, layout: ParallelLayout, num_microbatches: int
+) -> dict[str, float]:
+    """Of the training pass that has ended, equal on all ranks; every rank of the world calls it.
+
+    Each auxiliary loss without its coefficient, averaged over expert layers, micro-batches and data-parallel ranks. `moe_load_max`: tokens
+    of the busiest expert over the mean, averaged over layers. `moe_replay_disagreement`: share of tokens and layers whose own choice of
+    experts would have been another than the replayed one.
+    """
+    if config.num_moe_experts is None:
+        return {}
+    routers = routers_of(chunks)
+    sparse = moe_layers(config.moe_layer_freq, config.num_layers)
+    device = next(chunks[0].parameters()).device
+    table = torch.zeros(
+        config.num_layers,
+        len(AUX_LOSSES) + 2 + config.num_moe_experts,
+        dtype=torch.float64,
+        device=device,
+    )
+    tracker = get_moe_layer_wise_logging_tracker()
+    for column, name in enumerate(AUX_LOSSES):
+        if name in tracker:
+            table[:, column] = tracker[name]["values"]
+    for router in routers:
+        row = table[router.layer_number - 1]
+        row[len(AUX_LOSSES) : len(AUX_LOSSES) + 2] = torch.tensor(
+            router.disagreement, dtype=torch.float64
+        )
+        row[len(AUX_LOSSES) + 2 :] = router.load
+    dist.all_reduce(table)
+    used = [name for name in AUX_LOSSES if name in _asked_for(config)]
+    # of the losses each rank has a part, or (z-loss) a mean over its own rows; a part of the global loss is one of all data-parallel ranks
+    parts = {
+        "global_load_balancing_loss": 1,
+        "z_loss": layout.tp_size * layout.cp_size * layout.dp_size,
+    }
+    sums = table[:, : len(AUX_LOSSES)].sum(dim=0)
+    metrics = {
+        AUX_LOSSES[name]: float(sums[list(AUX_LOSSES).index(name)])
+        / parts.get(name, layout.dp_size)
+        / sum(sparse)
+        / num_microbatches
+        for name in used
+    }
+    loads = table[torch.tensor(sparse), len(AUX_LOSSES) + 2 :]  # (expert layers, experts)
+    metrics["moe_load_max"] = float((loads.amax(dim=1) / loads.mean(dim=1)).mean())
+    differing, compared = (
+        float(x) for x in table[:, len(AUX_LOSSES) : len(AUX_LOSSES) + 2].sum(dim=0)
+    )
+    if compared:
+        metrics["moe_replay_disagreement"] = differing / compared
+    return metrics
+
+
+def _asked_for(config: Any) -> set[str]:
+    """megatron-core's names of the auxiliary losses that have a coefficient."""
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+    names = {
+        "aux_loss": "load_balancing_loss",
+        "seq_aux_loss": "seq_load_balancing_loss",
+        "global_aux_loss": "global_load_balancing_loss",
+    }
+    found = {
+        names[kind]
+        for kind, coefficient in zip(kinds, coefficients)
+        if coefficient and kind in names
+    }
+    return found | ({"z_loss"} if config.moe_z_loss_coeff else set())
+
+
+def expert_biases(chunks: Sequence[Any]) -> list[Tensor]:
+    """Copies of the biases by which routers without auxiliary loss are balanced; `restore_expert_biases` takes them back.
+
+    megatron-core moves them when gradients are finalised, before it is known whether the step will be taken.
+    """
+    return [
+        router.expert_bias.clone()
+        for router in routers_of(chunks)
+        if router.expert_bias is not None
+    ]
+
+
+def restore_expert_biases(chunks: Sequence[Any], biases: Sequence[Tensor]) -> None:
+    routers = [router for router in routers_of(chunks) if router.expert_bias is not None]
+    for router, bias in zip(routers, biases, strict=True):
+        router.expert_bias.copy_(bias)

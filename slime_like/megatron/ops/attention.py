@@ -1,0 +1,181 @@
+"""Core attention for packed rows in plain torch: what a layer uses where Transformer Engine is absent.
+
+megatron-core's own `DotProductAttention` refuses packed rows. This module takes the same place in the layer spec. Sequences of
+similar length are padded on the right into one batch (under a causal mask no real token can see the padding, so no mask tensor is
+needed); when padding would waste more than it saves, each sequence is computed alone. Attention never crosses sequences. Under context
+parallelism a rank has its own rows only, and gathers keys and values: see context_parallel.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from slime_like.megatron.ops.context_parallel import (
+    ContextRows,
+    context_parallel_attention,
+    context_rows,
+)
+
+# Padding costs S * max(L)^2 in place of sum(L^2); above this factor the sequences are computed one by one.
+MAX_PADDING_FACTOR = 2.0
+
+
+@dataclass
+class PackedRows(PackedSeqParams):
+    """megatron-core's description of packed rows, plus what our attention derives from it once per micro-batch. Under context
+    parallelism lengths are those of the whole sequences, which Transformer Engine and the rotary embedding expect too."""
+
+    lengths: tuple[int, ...] = ()  # S sequence lengths; they sum to T
+    gather_index: Tensor | None = (
+        None  # [S, max L]: row of each padded position; None: compute each sequence alone
+    )
+    scatter_index: Tensor | None = (
+        None  # [T]: padded position of each row, into the flattened [S * max L]
+    )
+    equal: bool = False  # all sequences have one length: the rows are a batch as they are
+    context: ContextRows | None = None  # under context parallelism, in place of the two indices
+
+
+def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> PackedRows:
+    """Describe rows packed at `cu_seqlens` [S + 1] (int32, starting at 0), of which a context-parallel rank holds its chunks."""
+    bounds = cu_seqlens.tolist()
+    lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
+    longest = max(lengths)
+    rows = PackedRows(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+    )
+    batched = len(lengths) * longest**2 <= MAX_PADDING_FACTOR * sum(n * n for n in lengths)
+    if cp_size > 1:
+        rows.context = context_rows(cu_seqlens, cp_size, cp_rank, batched=batched)
+    elif len(lengths) * longest == bounds[-1]:
+        rows.equal = True
+    elif batched:
+        device = cu_seqlens.device
+        columns = torch.arange(longest, device=device)
+        starts = cu_seqlens[:-1].long().unsqueeze(1)
+        ends = cu_seqlens[1:].long().unsqueeze(1)
+        positions = starts + columns  # (S, max L)
+        real = positions < ends
+        # a padded position reads the sequence's last row; its output is never gathered back
+        rows.gather_index = torch.minimum(positions, ends - 1)
+        rows.scatter_index = real.flatten().nonzero().squeeze(1)
+    return rows
+
+
+class PackedAttention(MegatronModule):
+    """Scaled dot-product attention over packed rows, with grouped queries. Its call follows megatron-core's core_attention."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        k_channels: int | None = None,  # of latent attention, whose keys are longer than its values
+        v_channels: int | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
+        self.cp_group = None if pg_collection is None else pg_collection.cp
+        self.softmax_scale = (
+            softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        )
+        if config.apply_query_key_layer_scaling:
+            self.softmax_scale /= max(1, layer_number)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,  # (T, heads, d), T / cp rows under context parallelism
+        key: Tensor,  # (T, groups, d)
+        value: Tensor,  # (T, groups, dv); d, but for latent attention
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:  # (T, heads * dv)
+        assert isinstance(packed_seq_params, PackedRows), (
+            "rows are packed by slime_like.megatron.ops.attention.packed_rows"
+        )
+        assert attention_bias is None and attention_mask is None, "packed rows carry no mask tensor"
+        with self._dropout_rng():
+            if packed_seq_params.context is not None:
+                assert self.cp_group is not None, (
+                    "a layer spec hands its process groups to the core attention"
+                )
+                out = context_parallel_attention(
+                    query, key, value, packed_seq_params.context, self.cp_group, self._sdpa
+                )
+            elif packed_seq_params.equal:
+                batch = (len(packed_seq_params.lengths), packed_seq_params.lengths[0])
+                out = self._sdpa(*(x.unflatten(0, batch) for x in (query, key, value))).flatten(
+                    0, 1
+                )
+            elif packed_seq_params.gather_index is not None:
+                out = self._padded(query, key, value, packed_seq_params)
+            else:
+                parts = [x.split(packed_seq_params.lengths) for x in (query, key, value)]
+                out = torch.cat(
+                    [self._sdpa(q[None], k[None], v[None])[0] for q, k, v in zip(*parts)]
+                )
+        return out.reshape(out.size(0), -1)
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        assert rows.gather_index is not None and rows.scatter_index is not None
+        out = self._sdpa(
+            query[rows.gather_index], key[rows.gather_index], value[rows.gather_index]
+        )  # (S, max L, heads, d)
+        return out.flatten(0, 1)[rows.scatter_index]
+
+    def _sdpa(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """Attention of (batch, length, heads, d), causal or with a mask that broadcasts to (batch, heads, queries, keys)."""
+        out = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=query.size(2) != key.size(2),
+        )
+        return out.transpose(1, 2)
+
+    def _dropout_rng(self) -> AbstractContextManager[None]:
+        # Heads differ between tensor-parallel ranks, so their dropout must; sequence parallelism already forks the generator.
+        if self.dropout and self.training and not self.config.sequence_parallel:
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return nullcontext()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Nothing to save."""
+        return {}

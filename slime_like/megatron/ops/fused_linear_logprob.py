@@ -1,0 +1,352 @@
+"""Log-probability of the label and entropy, from hidden states: the vocabulary projection without its logits.
+
+The projection runs block by block, rows x columns of the vocabulary, through one small workspace; [T, V] never exists, forward or
+backward. Forward keeps a running maximum and two running sums for each row ("online softmax", arXiv 1805.02867, with the sum that the
+entropy needs beside the normaliser). Backward computes each block again, turns it into the gradient of its logits,
+
+    d log p(label) / d z_v = 1[v = label] - p_v          d H / d z_v = -p_v (log p_v + H),
+
+and multiplies it into the gradients of hidden states and weight at once. A fourth matrix product takes the place of several passes over
+[T, V] in main memory: the elementwise work happens in cache.
+
+Columns are the outer loop, so that each slice of the weight, and of its gradient, passes through the cache once.
+`vocab_parallel.py` computes the same from logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+DEFAULT_CHUNK_SIZE = 1024  # rows of a block; benchmarks/bench_head.py --block-sizes compares
+# Elements of a block. On CPU two of them in float32 are the size of a core's second-level cache; a GPU wants larger matrix products.
+BLOCK_ELEMENTS_CPU = 2**18
+BLOCK_ELEMENTS_GPU = 2**25
+MIN_COLUMNS = 128
+LOWEST = -1e20  # in place of -inf, whose product with a probability of 0 would be NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The projection of this rank's slice of the vocabulary, cut into blocks. Tensors as in `lean_log_probs`, hidden [N, H]."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+    num_columns: int  # of this rank, without padding
+    chunk_size: int
+    token_sets: Tensor | None = None  # [N, K] int64, counted from this rank's first token
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of everything but the matrix products, which are in the weight's."""
+        return (
+            torch.float32
+            if self.weight.dtype in (torch.bfloat16, torch.float16)
+            else self.weight.dtype
+        )
+
+    @property
+    def block_shape(self) -> tuple[int, int]:
+        size = self.hidden.size(0)
+        rows = max(1, size if self.chunk_size == -1 else min(self.chunk_size, size))
+        elements = BLOCK_ELEMENTS_GPU if self.hidden.is_cuda else BLOCK_ELEMENTS_CPU
+        return rows, max(1, min(self.num_columns, max(MIN_COLUMNS, elements // rows)))
+
+    def workspace(self) -> Tensor:
+        """Room for two blocks."""
+        rows, columns = self.block_shape
+        return self.hidden.new_empty((2, rows * columns), dtype=self.dtype)
+
+    def row_blocks(self) -> Iterator[slice]:
+        return _slices(self.hidden.size(0), self.block_shape[0])
+
+    def column_blocks(self) -> Iterator[slice]:
+        return _slices(self.num_columns, self.block_shape[1])
+
+    def blocks(self, workspace: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """The scaled logits of a block, and room for another of its shape; both in the workspace."""
+        hidden, weight = self.hidden[rows], self.weight[columns]
+        shape = (hidden.size(0), weight.size(0))
+        logits, other = (half[: shape[0] * shape[1]].view(shape) for half in workspace)
+        if weight.dtype == self.dtype:
+            torch.mm(hidden, weight.t(), out=logits)
+        else:
+            logits.copy_(torch.mm(hidden, weight.t()))
+        if self.bias is not None:
+            logits.add_(self.bias[columns])
+        if self.temperature != 1:
+            logits.mul_(1 / self.temperature)
+        return logits, other
+
+    @property
+    def bans(self) -> bool:
+        """Whether a logit may be -inf."""
+        return not (self.bias is None and self.token_sets is None)
+
+    def restrict(
+        self, logits: Tensor, rows: slice, columns: slice, column: Tensor, here: Tensor
+    ) -> None:
+        """Ban, in place, what lies outside the token sets; not the label, which is at `column` where `here`."""
+        if self.token_sets is not None:
+            width = logits.size(1)
+            place = self.token_sets[rows] - columns.start
+            place = torch.where((place >= 0) & (place < width), place, width)
+            kept = torch.zeros(
+                (logits.size(0), width + 1), dtype=torch.bool, device=logits.device
+            ).scatter_(1, place, True)[:, :width]
+            logits.masked_fill_(
+                ~kept.scatter(1, column, kept.gather(1, column) | here), float("-inf")
+            )
+
+    def shifted(self, logits: Tensor, by: Tensor) -> Tensor:
+        """logits - by, in place and finite from below."""
+        logits.sub_(by.unsqueeze(1))
+        return logits.clamp_(min=LOWEST) if self.bans else logits
+
+
+def columns_of_rank(
+    weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None
+) -> tuple[int, int]:
+    """(first, number) of the tokens whose rows of the weight this rank has, without padding."""
+    start = 0 if group is None else group.rank() * weight.size(0)
+    return start, max(0, min(weight.size(0), vocab_size - start))
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def _in_block(local_labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Column within the block [N, 1], clamped, and whether the label is there [N, 1]."""
+    column = (local_labels - columns.start).unsqueeze(1)
+    width = columns.stop - columns.start
+    return column.clamp(0, width - 1), (column >= 0) & (column < width)
+
+
+def _softmax_statistics(
+    head: Projection, local_labels: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(logit of the label, log normaliser, entropy), [N] each, over the whole vocabulary. No host waits for the device."""
+    size = head.hidden.size(0)
+    top = head.hidden.new_full((size,), LOWEST, dtype=head.dtype)
+    label_logit, total, weighted = top.new_zeros((3, size))
+    workspace = head.workspace()
+    for columns in head.column_blocks():
+        for rows in head.row_blocks():
+            z, p = head.blocks(workspace, rows, columns)
+            column, here = _in_block(local_labels[rows], columns)
+            head.restrict(z, rows, columns, column, here)
+            label_logit[rows] += torch.where(here, z.gather(1, column), 0.0).squeeze(1)
+            new_top = torch.maximum(top[rows], z.amax(dim=1))
+            _rescale(total[rows], weighted[rows], top[rows] - new_top)
+            top[rows] = new_top
+            z = head.shifted(z, new_top)
+            torch.exp(z, out=p)
+            total[rows] += p.sum(dim=1)
+            weighted[rows] += p.mul_(z).sum(dim=1)
+    if group is not None and group.size() > 1:
+        local_top = top.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        _rescale(total, weighted, local_top - top)
+        sums = torch.stack([total, weighted, label_logit])
+        dist.all_reduce(sums, group=group)
+        total, weighted, label_logit = sums
+    log_total = total.log()
+    return label_logit, top + log_total, log_total - weighted / total
+
+
+def _rescale(total: Tensor, weighted: Tensor, change: Tensor) -> None:
+    """Sums of e^(z - a) and of e^(z - a) (z - a), in place, to those with a maximum b >= a. change: a - b."""
+    factor = change.exp()
+    weighted.add_(total * change).mul_(factor)
+    total.mul_(factor)
+
+
+class _LeanLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        vocab_size: int,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        chunk_size: int,
+        token_sets: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        vocab_start, num_columns = columns_of_rank(weight, vocab_size, group)
+        token_sets = None if token_sets is None else token_sets.long() - vocab_start
+        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
+        local_labels = labels - vocab_start
+        label_logit, log_normaliser, entropy = _softmax_statistics(head, local_labels, group)
+        ctx.save_for_backward(
+            hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets
+        )
+        ctx.settings = temperature, num_columns, chunk_size
+        ctx.set_materialize_grads(False)
+        return label_logit - log_normaliser, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets = ctx.saved_tensors
+        temperature, num_columns, chunk_size = ctx.settings
+        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
+        # grad z = p (slope (z - log normaliser) + offset), and at the label the gradient of its log-prob
+        of_label = (
+            torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / temperature
+        )
+        slope = None if grad_entropy is None else -grad_entropy / temperature
+        offset = -of_label if slope is None else slope * entropy - of_label
+
+        grads = _Gradients.like(head, ctx.needs_input_grad)
+        workspace = head.workspace()
+        for columns in head.column_blocks():
+            for rows in head.row_blocks():
+                z, p = head.blocks(workspace, rows, columns)
+                column, here = _in_block(local_labels[rows], columns)
+                head.restrict(z, rows, columns, column, here)
+                z = head.shifted(z, log_normaliser[rows])
+                torch.exp(z, out=p)
+                row_offset = offset[rows].unsqueeze(1)
+                p.mul_(
+                    row_offset
+                    if slope is None
+                    else z.mul_(slope[rows].unsqueeze(1)).add_(row_offset)
+                )
+                p.scatter_add_(1, column, torch.where(here, of_label[rows].unsqueeze(1), 0.0))
+                grads.add(p, rows, columns)
+        return (*grads.results(), None, None, None, None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """Gradients that are wanted, summed in the precision of `Projection.dtype`."""
+
+    head: Projection
+    hidden: Tensor | None  # [N, H]
+    weight: (
+        Tensor | None
+    )  # [V/tp, H] in the weight's own dtype: the sum over rows is taken beside it
+    bias: Tensor | None  # [V/tp]
+    weight_sum: (
+        Tensor | None
+    )  # [columns of a block, H], only where weight's dtype is narrower and there are several blocks of rows
+
+    @classmethod
+    def like(cls, head: Projection, wanted: tuple[bool, ...]) -> _Gradients:
+        hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if wanted[0] else None
+        weight = torch.empty_like(head.weight) if wanted[1] else None
+        if weight is not None:
+            weight[head.num_columns if head.hidden.size(0) else 0 :] = (
+                0  # padding; everything where there is no row
+            )
+        bias = (
+            torch.zeros_like(head.bias, dtype=head.dtype)
+            if wanted[2] and head.bias is not None
+            else None
+        )
+        narrow = (
+            weight is not None
+            and weight.dtype != head.dtype
+            and head.hidden.size(0) > head.block_shape[0]
+        )
+        weight_sum = (
+            head.weight.new_empty((head.block_shape[1], head.weight.size(1)), dtype=head.dtype)
+            if narrow
+            else None
+        )
+        return cls(head, hidden, weight, bias, weight_sum)
+
+    def add(self, of_logits: Tensor, rows: slice, columns: slice) -> None:
+        """Take in a block's gradient; blocks come with columns outermost."""
+        head = self.head
+        if self.bias is not None:
+            self.bias[columns] += of_logits.sum(dim=0)
+        of_logits = of_logits.to(head.weight.dtype)
+        if self.hidden is not None:
+            if self.hidden.dtype == of_logits.dtype:
+                self.hidden[rows].addmm_(of_logits, head.weight[columns])
+            else:
+                self.hidden[rows] += of_logits @ head.weight[columns]
+        if self.weight is None:
+            return
+        if self.weight_sum is None:
+            first = rows.start == 0
+            torch.addmm(
+                self.weight[columns],
+                of_logits.t(),
+                head.hidden[rows],
+                beta=0 if first else 1,
+                out=self.weight[columns],
+            )
+            return
+        total = self.weight_sum[: columns.stop - columns.start]
+        product = of_logits.t() @ head.hidden[rows]
+        total.copy_(product) if rows.start == 0 else total.add_(product)
+        if rows.stop == head.hidden.size(0):
+            self.weight[columns] = total.to(self.weight.dtype)
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        hidden = None if self.hidden is None else self.hidden.to(self.head.hidden.dtype)
+        bias = (
+            None
+            if self.bias is None or self.head.bias is None
+            else self.bias.to(self.head.bias.dtype)
+        )
+        return hidden, self.weight, bias
+
+
+def lean_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    rows: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    token_sets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(log-prob of labels [N], entropy [N]) of softmax((hidden weight^T + bias) / temperature), float32 for narrower inputs.
+
+    hidden: [T, H]; under sequence parallelism this rank's [T / tp, H]. weight, bias: [V_padded / tp, H] and [V_padded / tp], this rank's
+    columns; a bias may hold -inf, which bans a token. labels: [T] int64 over the whole vocabulary. rows: [N] int64, the rows of the T that
+    are computed, in this order; None: all. vocab_size: tokens without padding; padded columns get no probability and no gradient.
+    chunk_size: rows of a block; -1: all. token_sets: [T, K] tokens over the whole vocabulary, filled up with -1: only they, what top-k and
+    top-p left to the sampler, share the probability; the label is never banned.
+
+    Matrix products are in the weight's dtype, all else in float32. Results are equal on all ranks of `tp_group`. Each rank gets the
+    gradient of its own columns, and that of its hidden states, already summed over the ranks. All ranks of the group must run backward
+    together, also with no rows at all.
+    """
+    parallel = tp_group is not None and tp_group.size() > 1
+    if parallel and sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=tp_group
+        )
+    if rows is not None:
+        hidden, labels = hidden.index_select(0, rows), labels.index_select(0, rows)
+        token_sets = None if token_sets is None else token_sets.index_select(0, rows)
+    if parallel and not sequence_parallel:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=tp_group)
+    settings = (vocab_size, temperature, tp_group, chunk_size, token_sets)
+    log_probs, entropy = _LeanLogProbs.apply(hidden, weight, bias, labels, *settings)
+    return log_probs, entropy

@@ -1,0 +1,244 @@
+"""Samples -> packed micro-batches, and per-token results back to samples. The label shift happens here and nowhere else.
+
+Under context parallelism the micro-batch is packed whole, with every sequence padded to a multiple of 2 * cp, and each rank then takes its
+rows of it; values of the ranks' rows are joined before they go back to samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.megatron.ops.context_parallel import places_over_ranks, rows_of_rank
+from slime_like.types import MicroBatch, TrainSample
+
+
+def pack_all(
+    groups: Sequence[Sequence[TrainSample]],
+    *,
+    multiple: int,
+    equal_lengths: bool,
+    device: torch.device,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    agree: Callable[[list[int]], list[int]] | None = None,
+    equal_sequences: bool = False,
+) -> list[MicroBatch]:
+    """A micro-batch for each group: this context-parallel rank's rows of it, a multiple of `multiple` of them. equal_lengths: pad all to
+    the longest, as the interleaved pipeline schedule needs. agree: from the lengths on this rank, those that all ranks pad theirs to.
+    equal_sequences: pad the sequences of each to its longest."""
+    totals = [sum(padded_lengths(group, cp_size, equal=equal_sequences)) for group in groups]
+    if equal_lengths:
+        totals = [max(totals)] * len(totals)
+    if agree is not None:
+        totals = agree(totals)
+    packed = [
+        pack(
+            group,
+            multiple=multiple,
+            at_least=total,
+            device=device,
+            cp_size=cp_size,
+            equal_sequences=equal_sequences,
+        )
+        for group, total in zip(groups, totals, strict=True)
+    ]
+    return (
+        packed
+        if cp_size == 1
+        else [rows_of_context_rank(batch, cp_size, cp_rank) for batch in packed]
+    )
+
+
+def padded_lengths(
+    samples: Sequence[TrainSample], cp_size: int, *, equal: bool = False
+) -> list[int]:
+    """Rows that each sample takes: its length, or with `equal` that of the longest, up to a multiple of 2 * cp where context-parallel
+    ranks share them. A sample without tokens takes none, and no place in the list."""
+    lengths = [int(s.tokens.numel()) for s in samples if s.tokens.numel()]
+    if equal and lengths:
+        lengths = [max(lengths)] * len(lengths)
+    return lengths if cp_size == 1 else [n + -n % (2 * cp_size) for n in lengths]
+
+
+def pack(
+    samples: Sequence[TrainSample],
+    *,
+    multiple: int,
+    device: torch.device,
+    at_least: int = 0,
+    cp_size: int = 1,
+    equal_sequences: bool = False,
+) -> MicroBatch:
+    """Concatenate samples into one row of T >= `at_least` tokens, of which each of `cp_size` ranks can take an equal share that is a multiple
+    of `multiple` (the tensor-parallel size under sequence parallelism). Padding at the end is one more sequence with an all-False mask;
+    padding of a sequence, to the length of the longest with `equal_sequences`, is at its own end, where no token can see it."""
+    lengths = padded_lengths(samples, cp_size, equal=equal_sequences)
+    wanted = max(sum(lengths), at_least, 1)
+    unit = multiple if cp_size == 1 else math.lcm(2, multiple) * cp_size
+    padding = wanted + -wanted % unit - sum(lengths)
+    if padding:
+        lengths.append(padding)
+    total = sum(lengths)
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
+    starts = cu_seqlens[:-1].tolist()
+    tokens = torch.zeros(total, dtype=torch.int64)
+    labels = torch.zeros(total, dtype=torch.int64)
+    for start, sample in zip(starts, samples):
+        end = start + sample.tokens.numel()
+        tokens[start:end] = sample.tokens
+        labels[start : max(start, end - 1)] = sample.tokens[1:]
+        if sample.labels is not None:
+            labels[rows_of(sample, start)] = sample.labels
+    seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    positions = torch.arange(total) - cu_seqlens[:-1].long()[seq_ids]
+    real_lengths = torch.tensor([*(int(s.tokens.numel()) for s in samples), 0])
+    # padding stands at position 0: it may be longer than the network has learned positions
+    position_ids = torch.where(positions < real_lengths[seq_ids], positions, 0)
+
+    def per_token(get: Callable[[TrainSample], Tensor | None], dtype: torch.dtype) -> Tensor | None:
+        """Place each sample's response values on the rows whose labels they speak about."""
+        out = torch.zeros(total, dtype=dtype)
+        for start, sample in zip(starts, samples):
+            values = get(sample)
+            if values is None:
+                return None
+            out[rows_of(sample, start)] = values.to(dtype)
+        return out.to(device)
+
+    def required(get: Callable[[TrainSample], Tensor | None], dtype: torch.dtype) -> Tensor:
+        values = per_token(get, dtype)
+        assert values is not None
+        return values
+
+    return MicroBatch(
+        tokens=tokens.unsqueeze(0).to(device),
+        labels=labels.unsqueeze(0).to(device),
+        position_ids=position_ids.unsqueeze(0).to(device),
+        seq_ids=seq_ids.to(device),
+        cu_seqlens=cu_seqlens.to(device),
+        max_seqlen=max(lengths),
+        loss_mask=required(lambda s: s.loss_mask, torch.bool),
+        loss_weights=required(lambda s: s.loss_weights, torch.float32),
+        policy_weights=per_token(lambda s: s.policy_weights, torch.float32),
+        advantages=per_token(lambda s: s.advantages, torch.float32),
+        old_log_probs=per_token(lambda s: s.old_log_probs, torch.float32),
+        rollout_log_probs=per_token(lambda s: s.rollout_log_probs, torch.float32),
+        ref_log_probs=per_token(lambda s: s.ref_log_probs, torch.float32),
+        keep_mask=per_token(lambda s: s.keep_mask, torch.bool),
+        importance_weights=per_token(lambda s: s.importance_weights, torch.float32),
+        rewards=per_token(lambda s: s.rewards, torch.float32),
+        nll_weights=per_token(lambda s: s.nll_weights, torch.float32),
+        values=per_token(lambda s: s.values, torch.float32),
+        returns=per_token(lambda s: s.returns, torch.float32),
+        places=_places(samples, seq_ids, positions).to(device)
+        if cp_size > 1 or equal_sequences
+        else None,
+        is_padding=(positions >= real_lengths[seq_ids]).to(device),
+        routes=_routes(samples, starts, total, device),
+        token_sets=_sets(samples, starts, total, device, lambda s: s.token_sets, -1),
+        label_sets=_sets(samples, starts, total, device, lambda s: s.label_sets, 0),
+        label_weights=_sets(samples, starts, total, device, lambda s: s.label_weights, 0),
+    )
+
+
+def _routes(
+    samples: Sequence[TrainSample], starts: Sequence[int], total: int, device: torch.device
+) -> Tensor | None:
+    """[T, layers, topk] of the samples' rows, -1 at padding; None when a sample has no routes."""
+    given = [s.routes for s in samples if s.routes is not None]
+    if len(given) < len(samples):
+        return None
+    out = torch.full((total, *given[0].shape[1:]), -1, dtype=torch.int16)
+    for start, routes in zip(starts, given):
+        out[start : start + routes.size(0)] = routes
+    return out.to(device)
+
+
+def _sets(
+    samples: Sequence[TrainSample],
+    starts: Sequence[int],
+    total: int,
+    device: torch.device,
+    get: Callable[[TrainSample], Tensor | None],
+    filler: int,
+) -> Tensor | None:
+    """[T, K] for the largest set, on the rows whose labels they speak about; None when a sample has none."""
+    given = [sets for s in samples if (sets := get(s)) is not None]
+    if len(given) < len(samples) or not given:
+        return None
+    out = torch.full((total, max(sets.size(1) for sets in given)), filler, dtype=given[0].dtype)
+    for start, sample, sets in zip(starts, samples, given):
+        out[rows_of(sample, start), : sets.size(1)] = sets
+    return out.to(device)
+
+
+def _places(samples: Sequence[TrainSample], seq_ids: Tensor, positions: Tensor) -> Tensor:
+    """[T]: the row of each token where nothing is padded. Padding inside the row has those of others, and is never asked for its own."""
+    starts = torch.tensor([0, *(int(s.tokens.numel()) for s in samples)]).cumsum(0)
+    return starts[seq_ids] + positions
+
+
+def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:
+    """What a context-parallel rank holds of a whole micro-batch."""
+    rows = rows_of_rank(batch.cu_seqlens, cp_size, cp_rank)
+    held: dict[str, Any] = {}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if isinstance(value, Tensor) and f.name != "cu_seqlens":
+            by_row = value[0] if value.size(0) == 1 else value
+            assert by_row.size(0) == batch.seq_ids.numel(), f"{f.name} is not by row"
+            held[f.name] = by_row[rows] if by_row is value else by_row[rows].unsqueeze(0)
+    return replace(batch, **held)
+
+
+def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: int) -> Tensor:
+    """Values of all ranks' rows in the order of the whole micro-batches, [n, T] for T rows in all.
+
+    values: [cp_size, n, T / cp_size], each rank's rows of `batches` one micro-batch after another.
+    """
+    parts = values.split([batch.tokens.numel() for batch in batches], dim=2)
+    whole = [
+        part.transpose(0, 1).flatten(1)[:, places_over_ranks(b.cu_seqlens, cp_size)]
+        for part, b in zip(parts, batches)
+    ]
+    return torch.cat(whole, dim=1)
+
+
+def with_selection_seeds(
+    batches: Sequence[MicroBatch], seed: int, step: int, dp_rank: int
+) -> list[MicroBatch]:
+    """Give each micro-batch of an optimizer step a seed of its own, of 32 bits, which is all that torch's generator on the host reads.
+
+    All data-parallel ranks have as many micro-batches, so that their place in the step does not depend on the layout.
+    """
+    first = dp_rank * len(batches)
+    seeds = [
+        int(np.random.SeedSequence((seed, step, first + i)).generate_state(1)[0])
+        for i in range(len(batches))
+    ]
+    return [replace(batch, selection_seed=s) for batch, s in zip(batches, seeds)]
+
+
+def with_active_rows(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Look up the rows that the head computes before a forward pass is queued: the host waits for the device to count them."""
+    return [replace(batch, active_rows=batch.loss_mask.nonzero().squeeze(1)) for batch in batches]
+
+
+def unpack(values: Tensor, samples: Sequence[TrainSample], cu_seqlens: Tensor) -> list[Tensor]:
+    """The response values [R] of each sample from a whole packed row of values [T]; inverse of the placement in `pack`, whose
+    `cu_seqlens` these are."""
+    return [values[rows_of(s, start)] for start, s in zip(cu_seqlens.tolist(), samples)]
+
+
+def rows_of(sample: TrainSample, start: int) -> slice:
+    """Rows of a packed micro-batch that the response values of a sample speak about, whose tokens begin at row `start`."""
+    rows = sample.scored_rows
+    return slice(start + rows.start, start + rows.stop)

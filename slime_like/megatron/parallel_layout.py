@@ -1,0 +1,193 @@
+"""The one reader of megatron-core's parallel state. Everything else is handed a `ParallelLayout`.
+
+megatron-core keeps groups, sizes and ranks in the globals of one module, and half of what we call reads them there: tensor-parallel layers,
+the optimizer's factory, schedules, random states, names in checkpoints. Networks of different layouts in one process therefore take turns:
+each layout has a set of these globals, and `ParallelLayout.in_force` puts it in their place for as long as its network is at work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch.distributed as dist
+
+P = ParamSpec("P")
+R = TypeVar("R")
+STATE_NAME = re.compile(
+    "_[A-Z][A-Z_]*$"
+)  # megatron-core's spelling of the globals that make a layout; the list of all groups is none of them
+
+
+class MegatronState:
+    """What megatron-core and torch hold for one layout while it is in force: the globals of `parallel_state`, and the random states, which
+    differ between the ranks of a layout in its own way. Changed in place: both move on while the layout is at work."""
+
+    def __init__(self) -> None:
+        self.keep()
+
+    def keep(self) -> None:
+        """Take what is in force."""
+        from slime_like.megatron.rng import RandomStates
+
+        self.globals = parallel_globals()
+        self.random = RandomStates.now()
+
+    def put_in_force(self) -> None:
+        from megatron.core import parallel_state
+
+        vars(parallel_state).update(self.globals)
+        self.random.restore()
+
+    @property
+    def is_in_force(self) -> bool:
+        from megatron.core import parallel_state
+
+        return parallel_state._MODEL_PARALLEL_GROUP is self.globals["_MODEL_PARALLEL_GROUP"]
+
+
+def parallel_globals() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    return {name: value for name, value in vars(parallel_state).items() if STATE_NAME.match(name)}
+
+
+_taking_turns = False  # whether a layout is in the place of the one that was in force
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Sizes, ranks and process groups of this process. `dp_*` excludes context parallelism, `dp_cp_group` includes it.
+    A copy of the model is spread over the tensor-, context- and pipeline-parallel ranks. Experts are spread in a grid of their own, of
+    expert-tensor-, expert- and pipeline-parallel ranks, which may take in several data-parallel ranks."""
+
+    world_size: int
+    rank: int
+    tp_size: int
+    tp_rank: int
+    pp_size: int
+    pp_rank: int
+    vp_size: int  # model chunks on this rank; 1 without the interleaved schedule
+    cp_size: int
+    cp_rank: int
+    dp_size: int
+    dp_rank: int
+    ep_size: int  # ranks that share the experts
+    ep_rank: int
+    etp_size: int  # ranks that share each expert's matrices
+    etp_rank: int
+    expert_dp_rank: int  # among the ranks that hold the same part of the same experts
+    tp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    dp_cp_group: dist.ProcessGroup
+    ep_group: dist.ProcessGroup
+    etp_group: dist.ProcessGroup
+    state: MegatronState = field(repr=False, compare=False)
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """For the block this is megatron-core's layout. Such blocks nest only where the layout is the same."""
+        global _taking_turns
+        if self.state.is_in_force:
+            yield
+            return
+        assert not _taking_turns, "a network of one layout is called from within one of another"
+        others, _taking_turns = MegatronState(), True
+        self.state.put_in_force()
+        try:
+            yield
+        finally:
+            self.state.keep()
+            others.put_in_force()
+            _taking_turns = False
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True where the embedding is (of the first model chunk)."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True where the output layer is (of the last model chunk): the ranks that compute losses and log-probs."""
+        return self.pp_rank == self.pp_size - 1
+
+    def describe(self) -> str:
+        vp = f" VP{self.vp_size}" if self.vp_size > 1 else ""
+        experts = (
+            f" EP{self.ep_size} ETP{self.etp_size}"
+            if self.ep_size > 1 or self.etp_size != self.tp_size
+            else ""
+        )
+        return f"TP{self.tp_size} PP{self.pp_size}{vp} CP{self.cp_size} DP{self.dp_size}{experts}"
+
+
+class HasLayout(Protocol):
+    @property
+    def layout(self) -> ParallelLayout: ...
+
+
+Self = TypeVar("Self", bound=HasLayout)
+
+
+def in_own_layout(method: Callable[Concatenate[Self, P], R]) -> Callable[Concatenate[Self, P], R]:
+    """A method of something that has a layout, which is in force while the method runs."""
+
+    @wraps(method)
+    def call(self: Self, *positional: P.args, **named: P.kwargs) -> R:
+        with self.layout.in_force():
+            return method(self, *positional, **named)
+
+    return call
+
+
+@contextmanager
+def without_layout() -> Iterator[None]:
+    """megatron-core as if it had no groups yet, to make those of a further layout; afterwards the layout that was in force is so again."""
+    from megatron.core import parallel_state
+
+    others = MegatronState()
+    vars(parallel_state).update(
+        {name: {} if isinstance(value, dict) else None for name, value in others.globals.items()}
+    )
+    try:
+        yield
+    finally:
+        others.put_in_force()
+
+
+def read_layout() -> ParallelLayout:
+    """The layout after `initialize_model_parallel` and the seeding of random states."""
+    from megatron.core import parallel_state as mpu
+
+    return ParallelLayout(
+        world_size=dist.get_world_size(),
+        rank=dist.get_rank(),
+        tp_size=mpu.get_tensor_model_parallel_world_size(),
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        pp_size=mpu.get_pipeline_model_parallel_world_size(),
+        pp_rank=mpu.get_pipeline_model_parallel_rank(),
+        vp_size=mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
+        cp_size=mpu.get_context_parallel_world_size(),
+        cp_rank=mpu.get_context_parallel_rank(),
+        dp_size=mpu.get_data_parallel_world_size(),
+        dp_rank=mpu.get_data_parallel_rank(),
+        ep_size=mpu.get_expert_model_parallel_world_size(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        etp_size=mpu.get_expert_tensor_parallel_world_size(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        expert_dp_rank=mpu.get_expert_data_parallel_rank(),
+        tp_group=mpu.get_tensor_model_parallel_group(),
+        pp_group=mpu.get_pipeline_model_parallel_group(),
+        cp_group=mpu.get_context_parallel_group(),
+        dp_group=mpu.get_data_parallel_group(),
+        dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
+        ep_group=mpu.get_expert_model_parallel_group(),
+        etp_group=mpu.get_expert_tensor_parallel_group(),
+        state=MegatronState(),
+    )

@@ -1,0 +1,113 @@
+"""Rollouts that are sampled while others are trained on (--async-rollout).
+
+A thread samples one rollout after another, in their order, as far as it is allowed. Before rollout k is trained on, k + max_staleness is allowed: at
+that moment the engine gets the weights that k is trained from. So no token is older than max_staleness versions, and with 0 every rollout
+is sampled by the weights that it is trained from, as without a thread. New weights reach a rollout in the middle, between two tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slime_like.metrics.timers import SAMPLING_SECONDS
+from slime_like.types import SampleGroup
+
+Groups = tuple[list[SampleGroup], dict[str, float]]
+
+
+class AsyncRolloutQueue:
+    """make(step): samples a rollout; its collectives, on all ranks in the same order, are of a process group of its own. position(): where
+    sampling goes on, as plain JSON. threaded False: `take` samples in the calling thread."""
+
+    def __init__(
+        self,
+        make: Callable[[int], Groups],
+        position: Callable[[], dict[str, Any]],
+        *,
+        max_staleness: int,
+        threaded: bool,
+    ) -> None:
+        self.max_staleness = max_staleness
+        self._make = make
+        self._position = position
+        self._threaded = threaded
+        self._done: dict[int, Groups] = {}
+        self._positions: dict[
+            int, dict[str, Any]
+        ] = {}  # before each rollout that was sampled and not taken
+        self._next: int | None = None
+        self._allowed = -1
+        self._error: BaseException | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def allow(self, last: int) -> None:
+        """Rollouts up to `last` may be sampled from now on."""
+        with self._changed:
+            self._allowed = max(self._allowed, last)
+            self._changed.notify_all()
+
+    def take(self, step: int) -> Groups:
+        """The groups of a rollout, in the order of steps. Raises what sampling raised."""
+        if not self._threaded:
+            return self._make(step)
+        with self._changed:
+            if self._thread is None:
+                self._next = step
+                self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+                self._thread.start()
+            self._changed.wait_for(lambda: step in self._done or self._error is not None)
+            if step not in self._done:
+                assert self._error is not None
+                raise self._error
+            self._positions.pop(step)
+            return self._done.pop(step)
+
+    def drain(self) -> None:
+        """Wait until all that is allowed is sampled: the engine is then idle on every rank, and stays so until more is allowed."""
+        if self._thread is None:
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error is not None or (self._next or 0) > self._allowed
+            )
+
+    def state(self) -> dict[str, Any]:
+        """Where a resumed run goes on: before the first rollout that was not taken."""
+        self.drain()
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            return self._positions[min(self._positions)] if self._positions else self._position()
+
+    def close(self) -> None:
+        """No more rollouts; one that is being sampled is left to end with the process."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        assert self._next is not None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._next or 0) <= self._allowed)
+                if self._closed:
+                    return
+                step = self._next
+            try:
+                position, started = self._position(), time.perf_counter()
+                groups, metrics = self._make(step)
+                metrics = metrics | {SAMPLING_SECONDS: time.perf_counter() - started}
+            except BaseException as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._done[step], self._positions[step] = (groups, metrics), position
+                self._next = step + 1
+                self._changed.notify_all()

@@ -1,0 +1,94 @@
+"""Calls that all servers get, and what they answer about their weights. On rank 0, by the training thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from slime_like.errors import RunError
+from slime_like.rollout.engines.sglang.http import RequestFailed
+from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
+from slime_like.rollout.engines.sglang.weight_update import CONTROL_S
+
+
+def tell_servers(fleet: Fleet, workers: Sequence[Worker], path: str, body: dict[str, Any]) -> None:
+    """One that does not answer is evicted."""
+    for worker in workers:
+        try:
+            fleet.call(worker, path, body, timeout_s=CONTROL_S)
+        except RequestFailed as failure:
+            fleet.evict(worker, str(failure))
+
+
+def check_versions(fleet: Fleet, workers: Sequence[Worker], version: int) -> list[Worker]:
+    """Those that answer. Raises RunError for one that says that it has other weights, and when none is left."""
+    answering = []
+    for worker in workers:
+        try:
+            info: Any = fleet.call(worker, "/model_info", timeout_s=CONTROL_S, method="GET")
+        except RequestFailed as failure:
+            fleet.evict(worker, str(failure))
+            continue
+        if info.get("weight_version") != str(version):
+            raise RunError(
+                f"the engine {worker.url} has weights of version {info.get('weight_version')!r} after an update to {version}; does another run use it?"
+            )
+        answering.append(worker)
+    if not answering:
+        raise RunError(f"no engine is left after the update to version {version}")
+    return answering
+
+
+def check_alike(fleet: Fleet, workers: Sequence[Worker]) -> None:
+    """All servers of one shape have the same weights, by their own checksums; else RunError. A server without the call is left out."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for worker in workers:
+        try:
+            answer: Any = fleet.call(
+                worker, "/weights_checker", {"action": "checksum"}, timeout_s=10 * CONTROL_S
+            )
+            sums = {
+                f"{i}/{name}": value
+                for i, rank in enumerate(answer["ranks"])
+                for name, value in rank["checksums"].items()
+            }
+        except (RequestFailed, KeyError, TypeError, AttributeError) as failure:
+            fleet.tell(
+                f"warning: the engine {worker.url} gives no checksums of its weights: {failure}"
+            )
+            continue
+        other = found.setdefault(tuple(sorted(sums)), sums)
+        different = [name for name in sums if sums[name] != other[name]]
+        if different:
+            raise RunError(
+                f"the engine {worker.url} has other weights than the first engine after the same update: {', '.join(different[:8])}"
+            )
+
+
+class ColocatedMemory:
+    """Of the GPUs that servers share with the trainer, which has it while it trains. fleet: on rank 0; None elsewhere."""
+
+    def __init__(self, fleet: Fleet | None) -> None:
+        self._fleet = fleet
+        self._lent: list[tuple[Worker, int]] | None = (
+            None  # servers without memory, and how often each had been out by then
+        )
+
+    def release(self) -> None:
+        """The servers give up weights and KV cache."""
+        if self._lent is None:
+            self._lent = []
+            if self._fleet is not None:
+                tell_servers(self._fleet, self._fleet.alive(), "/release_memory_occupation", {})
+                self._lent = [(worker, worker.evictions) for worker in self._fleet.alive()]
+
+    def resume(self) -> None:
+        """They get it back, without the weights. One that was started again meanwhile has its memory, and would not survive to be told so."""
+        lent, self._lent = self._lent, None
+        if lent and self._fleet is not None:
+            workers = [
+                worker
+                for worker, evictions in lent
+                if worker.alive and worker.evictions == evictions
+            ]
+            tell_servers(self._fleet, workers, "/resume_memory_occupation", {})

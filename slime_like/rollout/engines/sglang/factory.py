@@ -1,0 +1,225 @@
+"""The engine that a run's settings describe: servers found or started, the router, and what they are asked with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arguments.hf.moe import moe_layers
+from arguments.rules.sglang import engine_url
+from arguments.run_config import RunConfig
+from arguments.schema import SglangConfig
+from arguments.sglang_install import interpreter, packages_of
+from slime_like.distributed.collectives import on_rank_zero
+from slime_like.errors import RunError
+from slime_like.rollout.engines.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.engines.sglang.http import Deadlines, RequestFailed, Retries
+from slime_like.rollout.engines.sglang.processes import (
+    Launch,
+    free_ports,
+    gpus_of_engines,
+    router_command,
+    server_command,
+    server_settings,
+)
+from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
+from slime_like.rollout.engines.sglang.router import Router
+from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
+from slime_like.rollout.engines.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater
+
+LOOPBACK = "127.0.0.1"
+ROUTES_SETTING = "enable_return_routed_experts"  # of a server
+Tell = Callable[[str], None]
+
+
+def make_sglang_engine(
+    run: RunConfig, *, device: torch.device, output_dir: Path, tell: Tell
+) -> SglangEngine:
+    """A collective. Rank 0 starts what is to be started and waits until it answers; what these processes print is in `output_dir`/engines.
+    Raises RunError on every rank when it does not."""
+    assert run.model.hf_checkpoint is not None
+    model, settings = run.model.hf_checkpoint, update_settings(run.sglang)
+
+    def start() -> tuple[Fleet, WeightUpdater]:
+        fleet = start_fleet(run, device=device, logs=output_dir / "engines", tell=tell)
+        return fleet, WeightUpdater(fleet, settings, model, device)
+
+    fleet, updater = on_rank_zero(start) or (None, None)
+    return SglangEngine(
+        fleet, updater, request_settings(run.sglang), model, check_updates=run.sglang.check_weight_update_equal,
+        colocated=run.sglang.colocate, routes=routes_format(run),
+    )  # fmt: skip
+
+
+def start_fleet(run: RunConfig, *, device: torch.device, logs: Path, tell: Tell) -> Fleet:
+    """All servers answer when it returns; none got weights yet."""
+    config = run.sglang
+    router = make_router(config, logs, tell)
+    fleet = None
+    try:
+        addresses = [engine_url(address) for address in config.rollout_external_engine_addrs or []]
+        by_router = config.rollout_external_engine_addrs is None
+        if router is not None and config.sglang_router_ip is not None:
+            router.start(config.rollout_health_check_first_wait)
+            if by_router and config.rollout_num_gpus is None:
+                addresses = workers_of(router)
+        health = HealthSettings(
+            config.rollout_health_check_interval,
+            config.rollout_health_check_timeout,
+            config.rollout_health_check_first_wait,
+        )
+        launches = (
+            engine_launches(run, device=device, logs=logs)
+            if config.rollout_num_gpus is not None
+            else []
+        )
+        fleet = Fleet(
+            addresses,
+            launches,
+            router,
+            health,
+            config.rollout_connect_timeout_s,
+            tell,
+            joined_by_router=by_router,
+        )
+        if router is not None and config.sglang_router_ip is None:
+            router.start(config.rollout_health_check_first_wait)
+        fleet.start()
+        if run.rollout.use_rollout_routing_replay:
+            require_routes(fleet)
+        return fleet
+    except BaseException:
+        if fleet is not None:
+            fleet.close()
+        elif router is not None:
+            router.close()
+        raise
+
+
+def routes_format(run: RunConfig) -> RoutesFormat | None:
+    """None where the network has no experts."""
+    config = run.megatron.transformer
+    if not config.num_moe_experts:
+        return None
+    return RoutesFormat(
+        tuple(moe_layers(config.moe_layer_freq, config.num_layers)),
+        config.moe_router_topk,
+        config.num_moe_experts,
+    )
+
+
+def require_routes(fleet: Fleet) -> None:
+    """Raises RunError naming a server that says that it does not tell its routes."""
+    if fleet.router is not None:
+        fleet.tell(
+            "requests of rollouts go to the engines directly: sglang_router does not pass on that they ask for routes"
+        )
+    for worker in fleet.alive():
+        try:
+            info = fleet.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
+        except RequestFailed as failure:
+            raise RunError(str(failure)) from None
+        if isinstance(info, dict) and info.get(ROUTES_SETTING) is False:
+            raise RunError(
+                f"--use-rollout-routing-replay: the engine {worker.url} does not tell which experts its tokens go to; start it with "
+                "--enable-return-routed-experts"
+            )
+
+
+def workers_of(router: Router) -> list[str]:
+    try:
+        workers = list(router.workers())
+    except RequestFailed as failure:
+        raise RunError(str(failure)) from None
+    if not workers:
+        raise RunError(
+            f"the router {router.url} has no workers; name the servers with --rollout-external-engine-addrs"
+        )
+    return workers
+
+
+def make_router(config: SglangConfig, logs: Path, tell: Tell) -> Router | None:
+    if config.no_sglang_router:
+        return None
+    if config.sglang_router_ip is not None:
+        return Router(
+            f"http://{config.sglang_router_ip}:{config.sglang_router_port}",
+            None,
+            config.rollout_connect_timeout_s,
+            tell,
+        )
+    python = (
+        interpreter(config.sglang_python)
+        if packages_of(interpreter(config.sglang_python))[1] is not None
+        else interpreter(None)
+    )
+    port, metrics_port = free_ports(2)
+    ours = {
+        "host": LOOPBACK, "port": port, "prometheus_host": LOOPBACK, "prometheus_port": metrics_port, "log_level": "warn",
+        "request_timeout_secs": int(config.rollout_request_timeout_s) + 1, "retry_max_retries": 2, "health_check_interval_secs": 5,
+    }  # fmt: skip
+    command = router_command(python, ours | (config.sglang_router_flags or {}))
+    return Router(
+        f"http://{LOOPBACK}:{port}",
+        Launch(command, logs / "router.log"),
+        config.rollout_connect_timeout_s,
+        tell,
+    )
+
+
+def engine_launches(
+    run: RunConfig, *, device: torch.device, logs: Path
+) -> list[tuple[str, Launch]]:
+    config = run.sglang
+    assert config.rollout_num_gpus is not None and run.model.hf_checkpoint is not None
+    per_engine = config.rollout_num_gpus_per_engine
+    count = config.rollout_num_gpus // per_engine
+    gpus = gpus_of_engines(
+        count,
+        per_engine,
+        trainers_here=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        colocate=config.colocate,
+    )
+    launches = []
+    for number, (port, base_gpu) in enumerate(zip(free_ports(count), gpus, strict=True)):
+        settings: dict[str, Any] = server_settings(
+            model=run.model.hf_checkpoint, port=port, host=LOOPBACK, gpus=per_engine, base_gpu=base_gpu,
+            dtype=str(run.megatron.transformer.params_dtype).removeprefix("torch."), cuda=device.type == "cuda",
+            memory_saver=config.colocate, given=config.sglang_server_flags or {},
+        )  # fmt: skip
+        if run.rollout.use_rollout_routing_replay:
+            settings[ROUTES_SETTING] = True
+        command = server_command(interpreter(config.sglang_python), settings)
+        launches.append(
+            (f"http://{LOOPBACK}:{port}", Launch(command, logs / f"engine-{number}.log"))
+        )
+    return launches
+
+
+def request_settings(config: SglangConfig) -> RequestSettings:
+    deadlines = Deadlines(
+        config.rollout_connect_timeout_s,
+        config.rollout_read_timeout_s,
+        config.rollout_request_timeout_s,
+    )
+    return RequestSettings(
+        deadlines,
+        Retries(attempts=config.rollout_request_attempts),
+        config.sglang_server_concurrency,
+    )
+
+
+def update_settings(config: SglangConfig) -> UpdateSettings:
+    assert config.update_weight_transport in ("broadcast", "disk", "cuda_ipc", "tensor")
+    return UpdateSettings(
+        transport=config.update_weight_transport,  # type: ignore[arg-type]
+        buffer_bytes=config.update_weight_buffer_size,
+        timeout_s=config.update_weight_timeout_s,
+        disk_dir=config.update_weight_disk_dir,
+        keep_files=config.update_weight_disk_keep_files,
+        keep_copy=not config.no_update_weight_copy,
+    )

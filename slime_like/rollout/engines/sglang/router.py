@@ -1,0 +1,110 @@
+"""sglang_router: generation goes through it; it knows the servers that may answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+from slime_like.errors import RunError
+from slime_like.rollout.engines.sglang.http import ControlClient, RequestFailed
+from slime_like.rollout.engines.sglang.processes import Launch, ServerProcess
+
+CALL_S = 10.0
+ADD_S = 60.0  # the router probes a server before it takes it
+
+
+class Router:
+    """A router that runs already, or one that is started here and ended with the run."""
+
+    def __init__(
+        self, url: str, launch: Launch | None, connect_s: float, tell: Callable[[str], None]
+    ) -> None:
+        self.url = url
+        self._tell = tell
+        self._control = ControlClient(connect_s)
+        self._process = None if launch is None else ServerProcess(launch)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was started here, so that nobody else adds servers to it."""
+        return self._process is not None
+
+    def start(self, timeout_s: float) -> None:
+        """Wait until it answers. Raises RunError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = None if self._process is None else self._process.exit_status
+            if self._process is not None and status is not None:
+                raise RunError(
+                    f"the router {self.url} ended with status {status} while it started:\n{self._process.last_words()}"
+                )
+            try:
+                self.workers()
+                return
+            except RequestFailed as failure:
+                if time.monotonic() > deadline:
+                    raise RunError(f"the router {self.url} does not answer: {failure}") from None
+            time.sleep(0.1)
+
+    def workers(self) -> dict[str, str]:
+        """Addresses of the servers that it sends requests to -> its ids for them. Raises RequestFailed."""
+        return {
+            worker_url(entry): str(entry["id"])
+            for entry in self._entries()
+            if entry.get("is_healthy", True)
+        }
+
+    def _entries(self) -> list[dict[str, Any]]:
+        answer: Any = self._control.call(f"{self.url}/workers", timeout_s=CALL_S, method="GET")
+        entries = answer.get("workers") if isinstance(answer, dict) else None
+        if not isinstance(entries, list):
+            raise RequestFailed(
+                "no_router",
+                f"{self.url}/workers: no list of workers: {str(answer)[:200]!r}",
+                again=False,
+            )
+        return entries
+
+    def add(self, worker: str) -> None:
+        """Returns once the router has taken the server. Raises RunError."""
+        try:
+            if worker in self.workers():
+                return
+            self._control.call(f"{self.url}/workers", {"url": worker}, timeout_s=CALL_S)
+            self._wait(lambda: worker in self.workers())
+        except RequestFailed as failure:
+            raise RunError(f"the router does not take the engine {worker}: {failure}") from None
+
+    def remove(self, worker: str) -> None:
+        """A router that cannot be reached, or does not know it, sends it nothing either."""
+        try:
+            numbers = [str(entry["id"]) for entry in self._entries() if worker_url(entry) == worker]
+            for number in numbers:
+                self._control.call(
+                    f"{self.url}/workers/{quote(number, safe='')}",
+                    timeout_s=CALL_S,
+                    method="DELETE",
+                )
+            self._wait(lambda: not any(worker_url(entry) == worker for entry in self._entries()))
+        except RequestFailed as failure:
+            self._tell(f"warning: the router did not let go of the engine {worker}: {failure}")
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.end()
+        self._control.close()
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + ADD_S
+        while not done():
+            if time.monotonic() > deadline:
+                raise RequestFailed(
+                    "router", f"{self.url}: no effect within {ADD_S:g} s", again=False
+                )
+            time.sleep(0.05)
+
+
+def worker_url(entry: dict[str, Any]) -> str:
+    return str(entry["url"]).rstrip("/")

@@ -1,0 +1,267 @@
+"""Which servers there are, which of them may answer, and what happens when one of them does not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from slime_like.errors import RunError
+from slime_like.rollout.engines.sglang.http import ControlClient, RequestFailed
+from slime_like.rollout.engines.sglang.processes import Launch, ServerProcess
+from slime_like.rollout.engines.sglang.router import Router
+
+Tell = Callable[[str], None]
+MAX_RESTARTS = 3  # of one server in a run
+PROCESS_LOOK_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One server. version: of the weights that it is known to have; None: unknown, it gets no requests. in_flight: requests sent to it
+    directly, by the tasks that wait for them. strikes: probes without an answer, in a row. evictions: how often it was out."""
+
+    url: str
+    process: ServerProcess | None = None
+    alive: bool = False
+    version: int | None = None
+    strikes: int = 0
+    restarts: int = 0
+    evictions: int = 0
+    in_flight: set[asyncio.Task[object]] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class HealthSettings:
+    """interval_s: between two probes of a server; timeout_s: of one probe; start_s: for a server to start; strikes: probes without an answer
+    after which a server is out."""
+
+    interval_s: float = 10.0
+    timeout_s: float = 10.0
+    start_s: float = 600.0
+    strikes: int = 3
+
+
+class Fleet:
+    """Servers by address, or ones that it starts; joined_by_router: also those that somebody adds to the router. Every change of a worker's state
+    happens under `lock`: three threads come here, the training thread, the one with the event loop, and the one that watches."""
+
+    def __init__(
+        self, addresses: Sequence[str], launches: Sequence[tuple[str, Launch]], router: Router | None, health: HealthSettings,
+        connect_s: float, tell: Tell, *, joined_by_router: bool = False,
+    ) -> None:  # fmt: skip
+        self.router = router
+        self.joined_by_router = joined_by_router
+        self.health = health
+        self.tell = tell
+        self.lock = threading.RLock()
+        self.version = -1  # of the weights that requests are answered with
+        # Gives one server the weights of the latest update and tells their version, or None when it could not; None: only an update of all can
+        self.restore: Callable[[Worker], int | None] | None = None
+        self._control = ControlClient(connect_s)
+        self._watch_control = ControlClient(connect_s)
+        self._stop = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self.workers = [Worker(url) for url in addresses] + [
+            Worker(url, ServerProcess(launch)) for url, launch in launches
+        ]
+
+    def start(self) -> None:
+        """Wait until every server answers, then watch them. Raises RunError naming those that do not."""
+        deadline = time.monotonic() + self.health.start_s
+        waiting = list(self.workers)
+        while waiting:
+            for worker in waiting:
+                status = None if worker.process is None else worker.process.exit_status
+                if status is not None:
+                    raise RunError(
+                        f"the engine {worker.url} ended with status {status} while it started:\n{last_words(worker)}"
+                    )
+            waiting = [worker for worker in waiting if not self._answers(worker, self._control)]
+            if waiting and time.monotonic() > deadline:
+                names = ", ".join(worker.url for worker in waiting)
+                raise RunError(
+                    f"no answer from the engines {names} within {self.health.start_s:g} s (--rollout-health-check-first-wait)\n"
+                    + "\n".join(last_words(worker) for worker in waiting)
+                )
+            if waiting:
+                time.sleep(0.25)
+        for worker in self.workers:
+            worker.alive = True
+        self.take_added()
+        self._watcher = threading.Thread(target=self._watch, name="sglang-health", daemon=True)
+        self._watcher.start()
+
+    def alive(self) -> list[Worker]:
+        with self.lock:
+            return [worker for worker in self.workers if worker.alive]
+
+    def ready(self) -> list[Worker]:
+        """Those that may answer requests now."""
+        with self.lock:
+            return [
+                worker for worker in self.workers if worker.alive and worker.version == self.version
+            ]
+
+    @property
+    def evictions(self) -> int:
+        return sum(worker.evictions for worker in self.workers)
+
+    def may_recover(self) -> bool:
+        """Whether a server without the current weights may get them before the next update."""
+        return self.restore is not None and self.starts_again()
+
+    def starts_again(self) -> bool:
+        """Whether a server that is out may be started again."""
+        with self.lock:
+            return any(w.process is not None and w.restarts <= MAX_RESTARTS for w in self.workers)
+
+    def call(
+        self,
+        worker: Worker,
+        path: str,
+        body: object = None,
+        *,
+        timeout_s: float,
+        method: str = "POST",
+    ) -> object:
+        """A control call. Raises RequestFailed."""
+        return self._control.call(
+            worker.url + path, body if body is not None else {}, timeout_s=timeout_s, method=method
+        )
+
+    def has_weights(self, worker: Worker, version: int) -> None:
+        """Let it answer requests."""
+        with self.lock:
+            worker.version = version
+        if self.router is not None:
+            self.router.add(worker.url)
+
+    def evict(self, worker: Worker, why: str) -> None:
+        """No more requests; those that wait for it go elsewhere. One that we started is started again."""
+        with self.lock:
+            if not worker.alive and worker.version is None:
+                return
+            worker.alive, worker.version, worker.strikes = False, None, 0
+            worker.evictions += 1
+            for task in worker.in_flight:
+                task.get_loop().call_soon_threadsafe(task.cancel, "evicted")
+        self.tell(f"warning: the engine {worker.url} is out: {why}")
+        if self.router is not None:
+            self.router.remove(worker.url)
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._watcher is not None:
+            self._watcher.join(self.health.timeout_s + 5)
+        if self.router is not None:
+            self.router.close()
+        for worker in self.workers:
+            if worker.process is not None:
+                worker.process.end()
+        self._control.close()
+        self._watch_control.close()
+
+    def _answers(self, worker: Worker, control: ControlClient) -> bool:
+        try:
+            control.call(worker.url + "/health", timeout_s=self.health.timeout_s, method="GET")
+        except RequestFailed:
+            return False
+        return True
+
+    def _watch(self) -> None:
+        """In a thread of its own: probe every server, again and again, and between the probes see whether those started here still run."""
+        next_probe = 0.0
+        while not self._stop.wait(min(PROCESS_LOOK_S, self.health.interval_s)):
+            probes = time.monotonic() >= next_probe
+            if probes:
+                next_probe = time.monotonic() + self.health.interval_s
+                self.take_added()
+            for worker in self.workers:
+                if self._stop.is_set():
+                    return
+                try:
+                    self._look_after(worker, probe=probes)
+                except Exception as error:  # the watch goes on whatever one server does
+                    self.tell(
+                        f"warning: watching the engine {worker.url}: {type(error).__name__}: {error}"
+                    )
+
+    def take_added(self) -> None:
+        """A server that somebody added to their router gets no requests through it until it has the current weights, or where it is none of this
+        run's."""
+        if self.router is None or self.router.is_ours:
+            return
+        try:
+            added = [
+                url
+                for url in self.router.workers()
+                if url not in {worker.url for worker in self.workers}
+            ]
+        except RequestFailed:  # a router that is gone adds none
+            return
+        for url in added:
+            self.router.remove(url)
+            if self.joined_by_router:
+                with self.lock:
+                    self.workers.append(Worker(url))
+                self.tell(
+                    f"the engine {url} was added to the router {self.router.url} and belongs to this run now"
+                )
+            else:
+                self.tell(
+                    f"warning: the engine {url} is none of this run's: the router {self.router.url} was told to send it nothing"
+                )
+
+    def _look_after(self, worker: Worker, *, probe: bool) -> None:
+        status = None if worker.process is None else worker.process.exit_status
+        if status is not None:
+            self.evict(worker, f"its process ended with status {status}")
+            self._restart(worker)
+            return
+        if not probe:
+            return
+        if self._answers(worker, self._watch_control):
+            worker.strikes = 0
+            if not worker.alive:
+                self._welcome(worker)
+            return
+        worker.strikes += 1
+        if worker.alive and worker.strikes >= self.health.strikes:
+            self.evict(
+                worker,
+                f"{self.health.strikes} health probes without an answer within {self.health.timeout_s:g} s each",
+            )
+            if worker.process is not None:
+                worker.process.end()
+                self._restart(worker)
+
+    def _restart(self, worker: Worker) -> None:
+        assert worker.process is not None
+        if worker.restarts >= MAX_RESTARTS or self._stop.is_set():
+            return
+        worker.restarts += 1
+        self.tell(
+            f"warning: the engine {worker.url} is started again ({worker.restarts} of {MAX_RESTARTS})"
+        )
+        worker.process = ServerProcess(worker.process.launch)
+
+    def _welcome(self, worker: Worker) -> None:
+        """A server that is back, or late: it gets requests once it has the current weights."""
+        with self.lock:
+            worker.alive = True
+        version = None if self.restore is None else self.restore(worker)
+        if version is not None:
+            self.tell(f"the engine {worker.url} is back, with weights of version {version}")
+            self.has_weights(worker, version)
+        else:
+            self.tell(
+                f"the engine {worker.url} answers, and gets requests after the next weight update"
+            )
+
+
+def last_words(worker: Worker) -> str:
+    words = "" if worker.process is None else worker.process.last_words()
+    return f"--- {worker.url}:\n{words}" if words else ""

@@ -1,0 +1,189 @@
+"""Groups that wait: those that a rollout left unfinished, before those of new prompts. Its state is part of every checkpoint."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.compat.slime.samples import unwritten
+from slime_like.data.prompts import PromptSource
+from slime_like.rollout.recording import decode, encode
+from slime_like.types import Prompt, Sample, SampleStatus
+
+_ARRAYS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
+_PLAIN = ("sample_id", "response_length", "response")
+
+
+@dataclass(frozen=True, slots=True)
+class PendingGroup:
+    """A prompt and its samples, of which some have not ended."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    @property
+    def group_id(self) -> int:
+        return self.prompt.group_id
+
+    @property
+    def ended(self) -> bool:
+        return all(sample.ended for sample in self.samples)
+
+    @property
+    def response_tokens(self) -> int:
+        return sum(sample.response_length for sample in self.samples)
+
+    def is_stale(self, oldest_version: int) -> bool:
+        """Whether a token was written under weights older than that."""
+        return any(v < oldest_version for sample in self.samples for v in sample.weight_versions)
+
+    def restarted(self) -> PendingGroup:
+        return PendingGroup(
+            self.prompt, tuple(unwritten(self.prompt, s.sample_id) for s in self.samples)
+        )
+
+
+Choose = Callable[
+    [list[PendingGroup], int], tuple[list[int], list[int]]
+]  # (waiting, count) -> group ids to go on with, and to throw away
+
+
+class GroupBuffer:
+    """Groups to be sampled: unfinished ones as `choose` picks them, then n_samples unwritten samples for each new prompt."""
+
+    def __init__(self, source: PromptSource, n_samples: int) -> None:
+        self.source = source
+        self.n_samples = n_samples
+        self.waiting: list[PendingGroup] = []
+
+    def take(self, count: int, choose: Choose) -> tuple[list[PendingGroup], list[PendingGroup]]:
+        """`count` groups to sample, and the waiting ones that were thrown away."""
+        chosen, discarded = choose(self.waiting, count) if self.waiting else ([], [])
+        by_id = {group.group_id: group for group in self.waiting}
+        self.waiting = [
+            group for group in self.waiting if group.group_id not in {*chosen, *discarded}
+        ]
+        groups = [by_id[i] for i in chosen]
+        new = self.source.next_prompts(count - len(groups)) if len(groups) < count else []
+        groups += [self.unwritten_group(prompt) for prompt in new]
+        return groups, [by_id[i] for i in discarded]
+
+    def unwritten_group(self, prompt: Prompt) -> PendingGroup:
+        return PendingGroup(
+            prompt,
+            tuple(
+                unwritten(prompt, prompt.group_id * self.n_samples + j)
+                for j in range(self.n_samples)
+            ),
+        )
+
+    def give_back(self, groups: Sequence[PendingGroup]) -> None:
+        self.waiting += groups
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Plain JSON; every number comes back bit by bit."""
+        return [
+            {
+                "prompt": _prompt_row(group.prompt),
+                "samples": [_sample_row(s) for s in group.samples],
+            }
+            for group in self.waiting
+        ]
+
+    def load_state_dict(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.waiting = []
+        for row in rows:
+            prompt = _prompt(row["prompt"])
+            self.waiting.append(
+                PendingGroup(prompt, tuple(_sample(prompt, sample) for sample in row["samples"]))
+            )
+
+
+def _prompt_row(prompt: Prompt) -> dict[str, Any]:
+    return {
+        "group_id": prompt.group_id,
+        "text": prompt.text,
+        "tokens": list(prompt.tokens),
+        "label": _text(prompt.label, f"prompt {prompt.group_id}: label"),
+        "metadata": _text(dict(prompt.metadata), f"prompt {prompt.group_id}: metadata"),
+    }
+
+
+def _prompt(row: Mapping[str, Any]) -> Prompt:
+    return Prompt(
+        row["group_id"],
+        row["text"],
+        tuple(row["tokens"]),
+        _value(row["label"]),
+        _value(row["metadata"]),
+    )
+
+
+def _sample_row(sample: Sample) -> dict[str, Any]:
+    row = {name: getattr(sample, name) for name in _PLAIN} | {
+        name: _pack(getattr(sample, name)) for name in _ARRAYS
+    }
+    return row | {
+        "status": str(sample.status),
+        "weight_versions": list(sample.weight_versions),
+        "reward": None if sample.reward is None else float(sample.reward).hex(),
+        "metadata": _text(dict(sample.metadata), f"sample {sample.sample_id}: metadata"),
+    }
+
+
+def _sample(prompt: Prompt, row: Mapping[str, Any]) -> Sample:
+    arrays = {name: _unpack(row[name]) for name in _ARRAYS}
+    tokens, mask = arrays.pop("tokens"), arrays.pop("loss_mask")
+    assert tokens is not None and mask is not None
+    sample = Sample(
+        group_id=prompt.group_id,
+        text=prompt.text,
+        tokens=tokens,
+        loss_mask=mask,
+        status=SampleStatus(row["status"]),
+        weight_versions=tuple(row["weight_versions"]),
+        label=prompt.label,
+        reward=None if row["reward"] is None else float.fromhex(row["reward"]),
+        metadata=_value(row["metadata"]),
+        **{name: row[name] for name in _PLAIN},
+    )
+    return replace(
+        sample,
+        rollout_log_probs=arrays["rollout_log_probs"],
+        token_sets=arrays["token_sets"],
+        routes=arrays["routes"],
+    )
+
+
+def _text(value: Any, where: str) -> str:
+    """As a string, because the checkpoint's own JSON refuses NaN."""
+    return json.dumps(encode(value, where))
+
+
+def _value(text: str) -> Any:
+    return decode(json.loads(text))
+
+
+def _pack(tensor: Tensor | None) -> dict[str, Any] | None:
+    if tensor is None:
+        return None
+    array = tensor.numpy()
+    return {
+        "dtype": str(array.dtype),
+        "shape": list(array.shape),
+        "bytes": base64.b64encode(array.tobytes()).decode(),
+    }
+
+
+def _unpack(row: Mapping[str, Any] | None) -> Tensor | None:
+    if row is None:
+        return None
+    array = np.frombuffer(base64.b64decode(row["bytes"]), dtype=row["dtype"]).reshape(row["shape"])
+    return torch.from_numpy(array.copy())

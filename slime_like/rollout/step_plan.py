@@ -1,0 +1,267 @@
+"""A rollout becomes optimizer steps: which rank trains on which sample, advantages, and token weights.
+
+All ranks hold all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples: the samples of an optimizer step, and so the
+loss, are the same for every layout. Which data-parallel rank has which of them is `StepPlan`'s choice alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slime_like.advantages import Outcomes
+from slime_like.distributed.seqlen_balancing import imbalance, partition, sequence_costs
+from slime_like.losses.reductions import reduction_weights
+from slime_like.rollout.correction import sampler_told
+from slime_like.rollout.remax_baseline import GREEDY_REWARD
+from slime_like.types import Sample, SampleGroup, SampleStatus, TrainBatch, TrainSample
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """How many samples make an optimizer step, and which of them are this data-parallel rank's: the d-th run of them for rank d, or, with
+    a `linear_cost` (see `balance.linear_cost`), samples of equal work; as many for each rank where `equal_counts` asks for it."""
+
+    global_batch_size: int
+    dp_size: int
+    dp_rank: int
+    linear_cost: float | None = None
+    equal_counts: bool = True
+
+    def steps(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
+        """The samples of each optimizer step, over all ranks."""
+        size = self.global_batch_size
+        assert len(samples) % size == 0, (len(samples), size)
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+    def share(self, samples: Sequence[Sample]) -> DataParallelAssignment:
+        """Who trains on what. Equal on all ranks, which need not talk for it."""
+        lengths = [[s.total_length for s in step] for step in self.steps(samples)]
+        shares = DataParallelAssignment(
+            tuple(tuple(self._share_step(step)) for step in lengths),
+            self.dp_rank,
+            self.global_batch_size,
+            {},
+        )
+        return (
+            replace(shares, metrics=self._metrics(lengths, shares.positions))
+            if self.linear_cost is not None
+            else shares
+        )
+
+    def _share_step(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        if self.linear_cost is None:
+            bounds = [self.global_batch_size * d // self.dp_size for d in range(self.dp_size + 1)]
+            return [tuple(range(a, b)) for a, b in pairwise(bounds)]
+        costs = sequence_costs(lengths, self.linear_cost)
+        return [
+            tuple(part.tolist())
+            for part in partition(costs, self.dp_size, equal_counts=self.equal_counts)
+        ]
+
+    def _metrics(
+        self, lengths: Sequence[Sequence[int]], positions: Sequence[Sequence[Sequence[int]]]
+    ) -> dict[str, float]:
+        """Means over the optimizer steps of the heaviest rank over the mean rank: by work, and by tokens."""
+        assert self.linear_cost is not None
+        work, tokens = [], []
+        for step, parts in zip(lengths, positions):
+            costs, counts = (
+                sequence_costs(step, self.linear_cost),
+                np.asarray(step, dtype=np.float64),
+            )
+            work.append(imbalance(np.array([costs[list(part)].sum() for part in parts])))
+            tokens.append(imbalance(np.array([counts[list(part)].sum() for part in parts])))
+        return {
+            "perf/rank_work_max_over_mean": float(np.mean(work)),
+            "perf/rank_tokens_max_over_mean": float(np.mean(tokens)),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelAssignment:
+    """The samples of every rank in every optimizer step. positions: [step][rank], ascending places within the step; metrics: plain numbers
+    by name. The one owner of the order in which this rank's samples are computed, step after step."""
+
+    positions: tuple[tuple[tuple[int, ...], ...], ...]
+    dp_rank: int
+    global_batch_size: int
+    metrics: dict[str, float]
+
+    def mine(self, step: int) -> tuple[int, ...]:
+        """Places of this rank's samples within an optimizer step."""
+        return self.positions[step][self.dp_rank]
+
+    def indices_of(self, rank: int) -> list[int]:
+        """Places of a data-parallel rank's samples among all samples of the rollout."""
+        return [
+            k * self.global_batch_size + i
+            for k, of_ranks in enumerate(self.positions)
+            for i in of_ranks[rank]
+        ]
+
+    @property
+    def local_indices(self) -> list[int]:
+        """Those of this rank."""
+        return self.indices_of(self.dp_rank)
+
+
+def flatten(groups: Sequence[SampleGroup]) -> list[Sample]:
+    return [sample for group in groups for sample in group.samples]
+
+
+def usable(sample: Sample) -> Sample:
+    """The sample as it is trained on. Without a response (aborted) its mask is all False; without a reward (the grader failed) it gets
+    advantage 0, and keeps its mask and so every denominator, as a sample whose reward is NaN does."""
+    if sample.status == SampleStatus.ABORTED:
+        return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask), reward=math.nan)
+    if sample.status == SampleStatus.FAILED:
+        return replace(sample, reward=math.nan)
+    return sample
+
+
+def check_token_sets(samples: Sequence[Sample], *, wanted: bool) -> None:
+    """Raises ValueError unless every sample tells what it was sampled from, or with `wanted` False none does."""
+    for s in samples:
+        if wanted and s.token_sets is None:
+            raise ValueError(
+                f"--renormalize-sampled-log-probs: sample {s.sample_id} does not tell which tokens it was sampled from; it was recorded without "
+                "this flag, or its engine cannot tell"
+            )
+        if not wanted and s.token_sets is not None:
+            raise ValueError(
+                f"sample {s.sample_id} was recorded with --renormalize-sampled-log-probs, and its log-probs are over few tokens; give the flag, "
+                "and --rollout-top-k and --rollout-top-p of that run"
+            )
+
+
+def with_routes(samples: Sequence[Sample], *, layers: int, topk: int, experts: int) -> list[Sample]:
+    """The samples, with a route for every one: an aborted one that has none gets a route of -1. Raises ValueError naming a sample whose
+    engine did not tell, or told of another network. layers: with experts."""
+    return [replace(s, routes=_checked_routes(s, layers, topk, experts)) for s in samples]
+
+
+def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Tensor:
+    shape = (sample.total_length, layers, topk)
+    if sample.routes is None:
+        if sample.status == SampleStatus.ABORTED:
+            return torch.full(shape, -1, dtype=torch.int16)
+        raise ValueError(
+            f"--use-rollout-routing-replay: sample {sample.sample_id} does not tell which experts its tokens went to; it was recorded without "
+            "this flag, or its engine cannot tell"
+        )
+    routes = sample.routes
+    if routes.shape != shape or not bool(((routes >= -1) & (routes < experts)).all()):
+        raise ValueError(
+            f"--use-rollout-routing-replay: the routes of sample {sample.sample_id} are {tuple(routes.shape)} with numbers from "
+            f"{int(routes.min()) if routes.numel() else 0} to {int(routes.max()) if routes.numel() else 0}; expected (tokens, expert layers, "
+            f"experts of a token) = {shape} with numbers from -1 to {experts - 1}"
+        )
+    return routes
+
+
+def step_weights(
+    step: Sequence[Sample],
+    reduction: str,
+    loss_norm_length: int | None = None,
+    micro_batch_size: int | None = None,
+) -> list[float]:
+    """The token weight `u` of each sample of one optimizer step."""
+    active = torch.tensor([int(s.loss_mask.sum()) for s in step])
+    weights = reduction_weights(
+        reduction,
+        active_tokens=active,
+        rollout_ids=torch.tensor([s.sample_id for s in step]),
+        prompt_ids=torch.tensor([s.group_id for s in step]),
+        loss_norm_length=loss_norm_length,
+        micro_batch_size=micro_batch_size,
+    )
+    return [float(w) for w in weights]
+
+
+def nll_weights(step: Sequence[Sample]) -> list[float]:
+    """1 / (active tokens of the step's samples with a reward above 0) for each of these, 0 for the others."""
+    good = [s.reward is not None and s.reward > 0 for s in step]
+    tokens = sum(int(s.loss_mask.sum()) for s, is_good in zip(step, good) if is_good)
+    return [1.0 / max(tokens, 1) if is_good else 0.0 for is_good in good]
+
+
+def outcomes_of(samples: Sequence[Sample]) -> Outcomes:
+    """What estimators of advantages read of all samples of a rollout; a missing reward is NaN.
+    Rewards of greedy responses are there when every sample has one."""
+    greedy = [s.metadata.get(GREEDY_REWARD) for s in samples]
+    return Outcomes(
+        rewards=torch.tensor(
+            [math.nan if s.reward is None else s.reward for s in samples], dtype=torch.float64
+        ),
+        group_ids=torch.tensor([s.group_id for s in samples]),
+        lengths=torch.tensor([int(s.loss_mask.sum()) for s in samples]),
+        greedy_rewards=None if None in greedy else torch.tensor(greedy, dtype=torch.float64),
+    )
+
+
+def train_samples(
+    plan: StepPlan,
+    samples: Sequence[Sample],
+    *,
+    reduction: str,
+    loss_norm_length: int | None = None,
+    micro_batch_size: int | None = None,
+    positive_nll: bool = False,
+    shares: DataParallelAssignment | None = None,
+) -> list[list[TrainSample]]:
+    """This rank's samples of each optimizer step, with token weights; advantages and trainer log-probs come later.
+
+    micro_batch_size: of reductions that depend on it. positive_nll: with the weights of the term for samples with a positive reward.
+    shares: the plan's, when they are known already. Either all
+    samples of all ranks have log-probs of the sampler (zeros in one that trains nothing), or none has, so that all ranks do alike.
+    """
+    told = sampler_told(samples)
+    shares = shares or plan.share(samples)
+    result = []
+    for k, step in enumerate(plan.steps(samples)):
+        weights = step_weights(step, reduction, loss_norm_length, micro_batch_size)
+        nll = nll_weights(step) if positive_nll else [None] * len(weights)
+        result.append(
+            [_train_sample(step[i], weights[i], nll[i], told=told) for i in shares.mine(k)]
+        )
+    return result
+
+
+def _train_sample(
+    sample: Sample, weight: float, nll_weight: float | None, *, told: bool
+) -> TrainSample:
+    def per_token(value: float) -> Tensor:
+        return torch.full((sample.response_length,), value, dtype=torch.float32)
+
+    rollout_log_probs = (
+        per_token(0.0) if sample.rollout_log_probs is None else sample.rollout_log_probs
+    )
+    return TrainSample(
+        tokens=sample.tokens,
+        response_length=sample.response_length,
+        loss_mask=sample.loss_mask,
+        loss_weights=per_token(weight),
+        rollout_log_probs=rollout_log_probs if told else None,
+        token_sets=sample.token_sets,
+        routes=sample.routes,
+        rewards=per_token(math.nan if sample.reward is None else sample.reward),
+        nll_weights=None if nll_weight is None else per_token(nll_weight),
+    )
+
+
+def map_steps(
+    steps: Sequence[Sequence[TrainSample]], change: Callable[[int, TrainSample], TrainSample]
+) -> list[TrainBatch]:
+    """Apply `change(i, sample)` to every sample, i counting over all steps."""
+    batches, i = [], 0
+    for step in steps:
+        batches.append(TrainBatch(tuple(change(i + j, sample) for j, sample in enumerate(step))))
+        i += len(step)
+    return batches

@@ -1,0 +1,214 @@
+"""A teacher behind SGLang servers: log-probs of the tokens that the policy sampled, for on-policy distillation.
+
+Rank 0 asks for all ranks, when a rollout is sampled: with --async-rollout beside the training. The teacher is frozen, so that a recorded rollout
+gets the same answers again. A sample without an answer is given up, as one that the engine gave up: it is not trained on, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+
+from slime_like.distributed.collectives import from_rank_zero
+from slime_like.errors import RunError
+from slime_like.rollout.engines.sglang.http import (
+    Deadlines,
+    RequestFailed,
+    Retries,
+    async_client,
+    post_once,
+    with_retries,
+)
+from slime_like.rollout.engines.sglang.protocol import (
+    BadAnswer,
+    read_input_tokens,
+    read_scores,
+    scoring_body,
+    scoring_body_of_text,
+    vocabulary_body,
+)
+from slime_like.types import Sample, SampleGroup, SampleStatus
+
+PROBE_TOKENS = 96  # of the vocabulary, evenly spread, for the comparison of tokenizers
+PROBE_TEXT = 'Straße 東京 αβγ: def f(x): return x**2  # 3.14159\n\t{"a": [1, 2]}'
+CONNECT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSettings:
+    """urls: of servers, all with the same teacher. timeout_s: of one answer. attempts: of one request, the first included, at one server after
+    the other. concurrency: requests on their way, over all servers."""
+
+    urls: tuple[str, ...]
+    timeout_s: float = 300.0
+    attempts: int = 4
+    concurrency: int = 64
+
+
+class ServedTeacher:
+    """Every method is a collective. tokenizer: the policy's. tell: shows a message, on rank 0."""
+
+    def __init__(
+        self, settings: TeacherSettings, tokenizer: Any, tell: Callable[[str], None]
+    ) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._last = max(tokenizer.get_vocab().values())
+        self._tell = tell
+        self._deadlines = Deadlines(CONNECT_S, settings.timeout_s, settings.timeout_s)
+        self._run = f"teacher-{os.getpid():x}-{time.time_ns():x}"
+        self._numbers = itertools.count()
+
+    def probe(self) -> None:
+        """Raises RunError on every rank when a server does not answer, does not know all of the policy's tokens, or reads text as other ones."""
+        from_rank_zero(lambda: asyncio.run(self._compare(self._tokenizer)))
+
+    def grade(
+        self, groups: Sequence[SampleGroup], group: dist.ProcessGroup | None = None
+    ) -> tuple[list[SampleGroup], dict[str, float]]:
+        """With `teacher_log_probs`; a sample without them is ABORTED, and its metadata tells why. group: of the ranks' collective."""
+        samples = [
+            s
+            for each in groups
+            for s in each.samples
+            if s.status != SampleStatus.ABORTED and s.response_length
+        ]
+        counts: Counter[str] = Counter()  # on rank 0
+        started = time.perf_counter()
+        answers = from_rank_zero(lambda: asyncio.run(self._ask_all(samples, counts)), group)
+        graded = {
+            s.sample_id: with_answer(s, answer) for s, answer in zip(samples, answers, strict=True)
+        }
+        dropped = sum(isinstance(answer, str) for answer in answers)
+        metrics = {
+            "rollout/opd_dropped": float(dropped),
+            "rollout/opd_teacher_s": time.perf_counter() - started,
+        }
+        metrics |= {
+            f"rollout/opd_request_{kind}": float(count) for kind, count in sorted(counts.items())
+        }
+        return [
+            SampleGroup(g.group_id, tuple(graded.get(s.sample_id, s) for s in g.samples))
+            for g in groups
+        ], metrics
+
+    async def _ask_all(
+        self, samples: Sequence[Sample], counts: Counter[str]
+    ) -> list[tuple[float, ...] | str]:
+        slots = asyncio.Semaphore(self._settings.concurrency)
+        async with async_client(self._settings.concurrency) as client:
+
+            async def one(place: int, sample: Sample) -> tuple[float, ...] | str:
+                async with slots:
+                    return await self._ask(client, sample, place, counts)
+
+            return await asyncio.gather(
+                *(one(place, sample) for place, sample in enumerate(samples))
+            )
+
+    async def _ask(
+        self, client: httpx.AsyncClient, sample: Sample, place: int, counts: Counter[str]
+    ) -> tuple[float, ...] | str:
+        """Log-probs [R] of the response, or why there are none. place: decides which server is asked first."""
+        tokens, rid = sample.tokens.tolist(), self._new_id(sample.sample_id)
+        start = sample.prompt_length - 1
+        if (
+            max(tokens) > self._last
+        ):  # a server need not know it, and would tell the log-prob of another one
+            return f"the teacher: token {max(tokens)} is above {self._last}, the last one of the tokenizer"
+
+        async def attempt(number: int) -> tuple[float, ...]:
+            url = self._settings.urls[(place + number - 1) % len(self._settings.urls)]
+            answer = await self._post(client, url, scoring_body(tokens, f"{rid}-{number}", start))
+            return read_scores(answer, tokens, f"{rid}-{number}", start, self._last)
+
+        try:
+            scores: tuple[float, ...] = await with_retries(
+                attempt, Retries(attempts=self._settings.attempts), counts
+            )
+        except RequestFailed as failure:
+            return f"the teacher: {failure}"
+        except BadAnswer as failure:
+            counts["bad_answer"] += 1
+            return f"the teacher: {failure}"
+        return scores
+
+    async def _compare(self, tokenizer: Any) -> None:
+        texts = [PROBE_TEXT + "".join(tokenizer.all_special_tokens), spread_text(tokenizer)]
+        async with async_client(1) as client:
+            for url in self._settings.urls:
+                try:
+                    await self._compare_vocabulary(client, url)
+                    for text in texts:
+                        await self._compare_text(
+                            client, url, text, tuple(tokenizer(text)["input_ids"])
+                        )
+                except (RequestFailed, BadAnswer) as failure:
+                    raise RunError(
+                        f"--opd-teacher-url: the teacher does not answer: {failure}"
+                    ) from None
+
+    async def _compare_vocabulary(self, client: httpx.AsyncClient, url: str) -> None:
+        rid = self._new_id("probe")
+        try:
+            read_scores(await self._post(client, url, vocabulary_body(self._last, rid)), [0], rid)
+        except RequestFailed as failure:
+            if failure.kind != "status_400":
+                raise
+            words = f"the teacher does not know the policy's token {self._last}; give one of the same vocabulary ({failure})"
+            raise RunError(f"--opd-teacher-url {url}: {words}") from None
+
+    async def _compare_text(
+        self, client: httpx.AsyncClient, url: str, text: str, own: tuple[int, ...]
+    ) -> None:
+        rid = self._new_id("probe")
+        try:
+            theirs = read_input_tokens(
+                await self._post(client, url, scoring_body_of_text(text, rid)), rid
+            )
+        except RequestFailed as failure:
+            if failure.kind != "status_400":
+                raise
+            self._tell(
+                f"warning: the tokenizer of the teacher {url} could not be compared with the policy's: {failure}"
+            )
+            return
+        different = [
+            i for i, (a, b) in enumerate(zip(own, theirs)) if a != b and (a, b) != (self._last, 0)
+        ]
+        if different or len(own) != len(theirs):
+            raise RunError(
+                f"--opd-teacher-url {url}: the teacher has another tokenizer than the policy: it reads a probe of {len(own)} tokens as "
+                f"{len(theirs)}, different from place {min([*different, len(own), len(theirs)])} on; token ids are compared as they are, so give a "
+                "teacher of the same tokenizer"
+            )
+
+    async def _post(self, client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Any:
+        return await post_once(client, f"{url}/generate", body, self._deadlines)
+
+    def _new_id(self, what: object) -> str:
+        return f"{self._run}-{what}-{next(self._numbers)}"
+
+
+def with_answer(sample: Sample, answer: tuple[float, ...] | str) -> Sample:
+    if isinstance(answer, str):
+        return replace(
+            sample, status=SampleStatus.ABORTED, metadata={**sample.metadata, "failure": answer}
+        )
+    return replace(sample, teacher_log_probs=torch.tensor(answer, dtype=torch.float32))
+
+
+def spread_text(tokenizer: Any) -> str:
+    """Text of tokens from everywhere in the vocabulary."""
+    ids = sorted(tokenizer.get_vocab().values())
+    return str(tokenizer.decode(ids[:: max(1, len(ids) // PROBE_TOKENS)], skip_special_tokens=True))

@@ -1,0 +1,25 @@
+"""Serve the Tinker API: python -m slime_like.tinker ... on one process, torchrun -m slime_like.tinker ... on several. --help lists the flags.
+
+Exit status: 0 stopped, 1 an error, 2 an error in the command line (every problem is listed), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from arguments.parse import SERVER, parse_or_exit
+
+
+def main() -> int:
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    config = parse_or_exit(sys.argv[1:], world_size, rank, SERVER)
+    from slime_like.tinker.launch import (
+        run,
+    )  # torch and megatron-core come in only when the command line is right
+
+    return run(config, rank)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""The API process: HTTP for clients, a loopback port for the workers, the journal. Started by rank 0 of the workers (see __main__.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from arguments.parse import SERVER, parse_or_exit
+from arguments.rules.server import read_keys
+from arguments.run_config import RunConfig
+from slime_like.tinker.app import make_app
+from slime_like.tinker.base_model import BaseModel
+from slime_like.tinker.data import Limits
+from slime_like.tinker.errors import Failed
+from slime_like.tinker.futures import Request
+from slime_like.tinker.middleware import Gate, PatientProtocol
+from slime_like.tinker.model_registry import Registry
+from slime_like.tinker.operations import ServerOperations
+from slime_like.tinker.request_queue import Dispatcher
+from slime_like.tinker.service import Service, make_folders
+from slime_like.tinker.store import Journal
+from slime_like.tinker.worker_rpc import WorkerLink
+
+log = logging.getLogger("slime_like.tinker")
+JOURNAL_FILE = "journal.sqlite"
+HOUSEKEEPING_S = 5.0
+CONTEXT_WITHOUT_POSITIONS = 2**17  # of a model whose config tells none
+
+
+def base_model_of(run: RunConfig) -> BaseModel:
+    folder = run.model.hf_checkpoint
+    assert folder is not None, "checked on the command line"
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    architecture = (config.get("architectures") or ["unknown"])[0]
+    supports_lora = run.model.transformer_impl == "local"  # as on the command line of train.py
+    tied = not run.gpt.untie_embeddings_and_output_weights
+    supports_unembed = not (tied and run.rollout.rollout_engine == "sglang")
+    return BaseModel(
+        folder,
+        run.server.served_model_name or folder,
+        architecture,
+        supports_lora,
+        supports_unembed,
+    )
+
+
+def limits_of(run: RunConfig) -> Limits:
+    positions = run.gpt.max_position_embeddings or CONTEXT_WITHOUT_POSITIONS
+    assert run.gpt.vocab_size is not None
+    return Limits(
+        run.gpt.vocab_size,
+        run.server.max_sequence_length or positions,
+        run.server.max_request_tokens,
+    )
+
+
+def make_service(
+    run: RunConfig, journal: Journal, call: Callable[[str, dict[str, Any]], Awaitable[Any]]
+) -> Service:
+    """call: executes a command on the workers."""
+    root = Path(run.server.server_dir).resolve()
+    make_folders(root)
+    base = base_model_of(run)
+    registry = Registry(journal)
+    operations = ServerOperations(
+        registry, call, folder=root, base=base.folder, max_snapshots=run.server.max_snapshots
+    )
+    dispatcher = Dispatcher(
+        journal,
+        operations,
+        most_waiting=run.server.max_queued_requests,
+        gap_s=run.server.seq_gap_s,
+        batch=run.rollout.rollout_local_batch_size
+        if run.rollout.rollout_engine == "local"
+        else run.sglang.sglang_server_concurrency,
+    )
+    return Service(run.server, base, limits_of(run), registry, dispatcher, operations)
+
+
+class ApiProcess:
+    """Owns what lives as long as the process."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self.run = run
+        root = Path(run.server.server_dir).resolve()
+        make_folders(root)
+        self.journal = Journal(root / JOURNAL_FILE)
+        self.link = WorkerLink(root, on_connect=self._workers_came, on_loss=self._workers_ended)
+        self.service = make_service(run, self.journal, self.link.call)
+        self._ended = asyncio.Event()
+        self._deserted: asyncio.TimerHandle | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def serve(self) -> int:
+        """Until the workers say goodbye, or are gone for good, or a signal comes. Returns the exit status."""
+        config = self.run.server
+        listening = await listen(config.host, config.port)
+        await self.link.start()
+        self.service.dispatcher.restore(self._cannot_go_on)
+        self.service.dispatcher.start()
+        keys = None if config.api_key_file is None else read_keys(config.api_key_file)
+        gate = Gate(make_app(self.service), keys=keys, max_body=int(config.max_body_mb * 1e6))
+        settings = uvicorn.Config(
+            gate, http=PatientProtocol, ws="none", lifespan="off", log_level="warning", access_log=False, server_header=False,
+            timeout_keep_alive=75, timeout_graceful_shutdown=2,
+        )  # fmt: skip
+        server = uvicorn.Server(settings)
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._ended.set)
+        self._tasks = [asyncio.create_task(self._housekeeping())]
+        self._wait_for_workers()
+        serving = asyncio.create_task(server._serve([listening]))
+        await self._ended.wait()
+        server.should_exit = True
+        await serving
+        for task in self._tasks:
+            task.cancel()
+        await self.service.dispatcher.stop()
+        await self.link.stop()
+        self.journal.close()
+        return 0 if self.link.said_goodbye else 1
+
+    def _cannot_go_on(self, request: Request) -> bool:
+        model = self.service.registry.models.get(request.body.get("model", ""))
+        return model is not None and model.state == "ended"
+
+    def _workers_came(self, hello: dict[str, Any]) -> None:
+        if self._deserted is not None:
+            self._deserted.cancel()
+            self._deserted = None
+        self.service.lifetimes.workers_came(hello)
+        print(
+            f"slime_like.tinker: {hello['facts']['layout']}, http://{self.run.server.host}:{self.run.server.port}",
+            flush=True,
+        )
+
+    def _workers_ended(self, reason: str) -> None:
+        self.service.lifetimes.workers_ended(reason)
+        if self.link.said_goodbye:
+            self._ended.set()
+            return
+        log.warning(
+            "the workers have ended; waiting %g s for others (--worker-restart-s)",
+            self.run.server.worker_restart_s,
+        )
+        self._wait_for_workers()
+
+    def _wait_for_workers(self) -> None:
+        """The process ends when none come."""
+        self._deserted = asyncio.get_running_loop().call_later(
+            self.run.server.worker_restart_s, self._ended.set
+        )
+
+    async def _housekeeping(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            try:
+                self.service.lifetimes.end_silent_sessions()
+            except Exception:
+                log.exception("housekeeping")
+
+
+async def listen(host: str, port: int) -> socket.socket:
+    """A socket on the address, which is tried again for a while: an API process that is about to end may still have it. Raises Failed."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for attempt in range(20):
+        # by its protocol's number asyncio knows TCP, and turns off the waiting for more to send, which costs 40 ms an answer
+        found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, port))
+        except OSError as error:
+            found.close()
+            if attempt == 19:
+                raise Failed(f"--host {host} --port {port}: {error.strerror}") from error
+            await asyncio.sleep(0.25)
+        else:
+            return found
+    raise AssertionError("unreachable")
+
+
+def main() -> int:
+    """argv: the world size, then the server's command line."""
+    logging.basicConfig(level=logging.WARNING, format="slime_like.tinker: %(message)s")
+    world_size, argv = int(sys.argv[1]), sys.argv[2:]
+    run = parse_or_exit(argv, world_size, 0, SERVER)
+    try:
+        return asyncio.run(_serve(run))
+    except Failed as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+async def _serve(run: RunConfig) -> int:
+    return await ApiProcess(run).serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

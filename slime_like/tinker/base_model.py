@@ -1,0 +1,64 @@
+"""The model that is served, and what clients may ask of it: its name, adapters, optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.tinker import schemas
+from slime_like.tinker.errors import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """folder: of the Hugging Face model. name: for clients. arch: its class. supports_unembed: samplers can take an output layer that was trained."""
+
+    folder: str
+    name: str
+    arch: str
+    supports_lora: bool = False
+    supports_unembed: bool = True
+
+    def is_called(self, name: str) -> bool:
+        return name in (self.name, self.folder)
+
+    def check_name(self, name: str) -> None:
+        """Raises Refused for another model."""
+        if not self.is_called(name):
+            raise Refused(f"base_model {name!r} is not served here; it is {self.name!r}")
+
+
+def adapter_of(
+    lora: schemas.LoraConfig | None, role: str, base: BaseModel
+) -> dict[str, Any] | None:
+    """The settings of a model's adapter; None trains all weights, as rank 0 does. A critic has no output layer, so `train_unembed`, which the SDK
+    asks for unless it is told otherwise, says nothing there and is kept as False. Raises Refused."""
+    if lora is None or lora.rank == 0:
+        return None
+    if not base.supports_lora:
+        raise Refused(
+            f"LoRA (rank {lora.rank}) is not offered with Transformer Engine layers (--transformer-impl); rank 0 trains all weights"
+        )
+    settings = {
+        name: getattr(lora, name)
+        for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")
+    }
+    if role == "critic":
+        settings["train_unembed"] = False
+    check_unembed(settings, base)
+    return settings
+
+
+def check_unembed(lora: dict[str, Any] | None, base: BaseModel) -> None:
+    """Raises Refused for an adapter whose merged weights the sampler cannot take."""
+    if lora is not None and lora["train_unembed"] and not base.supports_unembed:
+        raise Refused(
+            "train_unembed is not offered with --rollout-engine sglang for this model, whose output layer is its embedding: SGLang's servers "
+            "hold one weight for both, and could not take the merged ones; give train_unembed=False, or serve with --rollout-engine local"
+        )
+
+
+def check_optimizer(config: schemas.OptimizerConfig | None) -> None:
+    """Raises Refused."""
+    if config is not None and config.type != "adamw":
+        raise Refused(f"optimizer {config.type!r} is not offered here; the only one is adamw")

@@ -1,0 +1,141 @@
+"""Requests that were accepted: their place in a queue, and their results until they are fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime_like.tinker import codec
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """queue: of the model or sampler. seq: place there. digest: of the body as it came, so that a repetition can be told from another
+    request. body: plain values for its operation, dropped once it is done. content_type: of the result; "" for an error, whose category is
+    user or server. extra: told with the request's id."""
+
+    id: str
+    op: str
+    queue: str
+    seq: int
+    owner: str
+    digest: str
+    created: float
+    body: dict[str, Any] = field(default_factory=dict)
+    state: str = "waiting"  # running, done
+    result: bytes = b""
+    content_type: str = ""
+    category: str = ""
+    finished: float = 0.0
+    fetched: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)
+    size: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __lt__(self, other: Request) -> bool:
+        return self.seq < other.seq
+
+    @property
+    def failed(self) -> bool:
+        return self.state == "done" and not self.content_type
+
+    def finish(self, result: bytes, content_type: str, category: str = "") -> None:
+        self.result, self.content_type, self.category = result, content_type, category
+        self.state, self.finished, self.body = "done", time.time(), {}
+        self.done.set()
+
+    def record(self) -> dict[str, Any]:
+        """For the journal."""
+        names = (
+            "id",
+            "op",
+            "queue",
+            "seq",
+            "owner",
+            "digest",
+            "created",
+            "state",
+            "content_type",
+            "category",
+            "finished",
+            "extra",
+            "size",
+        )
+        return {name: getattr(self, name) for name in names}
+
+    @staticmethod
+    def from_journal(record: dict[str, Any], body: bytes | None, result: bytes | None) -> Request:
+        request = Request(**{**record, "state": "waiting"})
+        if record["state"] == "done":
+            request.state, request.result = "done", result or b""
+            request.done.set()
+        elif body is not None:
+            request.body = codec.decode(body)
+        return request
+
+
+def json_result(value: dict[str, Any]) -> tuple[bytes, str]:
+    """No successful answer has a field `error`: clients would take it for a failure."""
+    assert "error" not in value
+    return json.dumps(value, allow_nan=False).encode(), JSON
+
+
+class Queue:
+    """Requests of one model, executed in the order of their numbers however they arrive; or of one sampler, in the order of arrival."""
+
+    def __init__(self, key: str, *, next_seq: int | None) -> None:
+        """next_seq: None for a queue without an order."""
+        self.key = key
+        self.next_seq = next_seq
+        self._waiting: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        if self.next_seq is None:
+            self._waiting.append(request)
+        else:
+            heapq.heappush(self._waiting, request)
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._waiting) and (
+            self.next_seq is None or self._waiting[0].seq == self.next_seq
+        )
+
+    def first(self) -> Request:
+        return self._waiting[0]
+
+    def take(self) -> Request:
+        """The next request; its number is used up, whatever becomes of it."""
+        assert self.ready
+        if self.next_seq is None:
+            return self._waiting.pop(0)
+        self.next_seq += 1
+        return heapq.heappop(self._waiting)
+
+    def take_like(self, first: Request, alike: Any, most: int) -> list[Request]:
+        """Of a queue without an order: waiting requests that `alike(first, other)`, at most `most`."""
+        chosen = [r for r in self._waiting if alike(first, r)][:most]
+        self._waiting = [r for r in self._waiting if r not in chosen]
+        return chosen
+
+    def take_all(self) -> list[Request]:
+        """Everything that waits, and with it all the numbers up to the last."""
+        taken, self._waiting = sorted(self._waiting), []
+        if taken and self.next_seq is not None:
+            self.next_seq = taken[-1].seq + 1
+        return taken
+
+    def missing_since(self) -> float | None:
+        """When the first of the requests came that wait for one before them; None when none does."""
+        if self.next_seq is None or not self._waiting or self.ready:
+            return None
+        return min(request.created for request in self._waiting)

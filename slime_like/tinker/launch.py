@@ -1,0 +1,40 @@
+"""From a checked command line to workers that serve: patches, process groups, the loop."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Any
+
+from arguments.run_config import RunConfig
+from slime_like.distributed.failure_report import leave_address
+from slime_like.errors import RunError
+from slime_like.trainer.launch import FAILED, INTERRUPTED, fail, prepare
+
+
+def run(config: RunConfig, rank: int) -> int:
+    """Returns the exit status."""
+    prepare(config, rank, config.warnings)
+    # megatron-core reads its globals on import, so this comes after the patches
+    from slime_like.megatron.init import process_groups
+    from slime_like.tinker.worker import Terminated, serve
+
+    def stop(*_: Any) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        with process_groups(
+            config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
+        ) as layout:
+            leave_address(layout.rank)
+            try:
+                serve(config, layout, lambda text: print(text, flush=True) if rank == 0 else None)
+            except KeyboardInterrupt:
+                return INTERRUPTED
+            except Exception as error:
+                return fail(error, layout)
+    except RunError as error:  # the ranks could not meet: each tells what it saw
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return FAILED
+    return 0

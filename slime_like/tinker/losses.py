@@ -1,0 +1,219 @@
+"""Names and settings of losses on the wire -> the losses of slime_like/losses. Every loss is a sum over tokens of weight times token loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.config import check_fields
+from slime_like.losses import policy_losses
+from slime_like.losses.value_loss import ValueLossConfig
+from slime_like.tinker.errors import Refused
+
+CRITIC_LOSS = "ppo_critic"
+# what is known by name and not offered
+NOT_OFFERED = {
+    "stable_reinforce": "it needs provenance spans and sampling records of the server, and its formula is not public",
+    "custom": "losses that clients define run in the client: forward_backward_custom without an uploaded loss",
+}
+# tensors of a datum -> field of TrainSample
+FIELDS = {
+    "target_tokens": "labels",
+    "weights": "loss_weights",
+    "logprobs": "old_log_probs",
+    "rollout_logprobs": "rollout_log_probs",
+    "advantages": "advantages",
+    "rewards": "rewards",
+    "mask": "keep_mask",
+    "sequence_ratio_mask": "keep_mask",
+    "values": "values",
+    "returns": "returns",
+}
+SETS = {"target_tokens": "label_sets", "weights": "label_weights"}  # where they are of shape [N, K]
+ENTROPY = "entropy_coef"  # of every loss of ours, as --entropy-coef
+SOFT_LOSS = "cross_entropy"  # whose targets may be
+INTEGERS = {"target_tokens"}
+MASKS = {"mask", "sequence_ratio_mask"}
+_RL = frozenset({"target_tokens", "logprobs", "advantages"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLoss:
+    """name: the client's. kind: a registered policy loss, or CRITIC_LOSS. settings: of its configuration. required, optional: tensors of a
+    datum. entropy_coef: the weight of each token's entropy, which comes off its loss."""
+
+    name: str
+    kind: str
+    settings: Mapping[str, Any]
+    required: frozenset[str]
+    optional: frozenset[str] = frozenset({"weights"})
+    entropy_coef: float = 0.0
+
+    @property
+    def is_critic(self) -> bool:
+        return self.kind == CRITIC_LOSS
+
+
+def served_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
+    """Raises Refused for an unknown loss or setting, a setting that is missing, or a value that is not legal."""
+    if name in NOT_OFFERED:
+        raise Refused(f"loss_fn {name!r} is not offered here: {NOT_OFFERED[name]}")
+    if name in _OF_TINKER:
+        return _OF_TINKER[name](_Config(name, config))
+    if name not in policy_losses.names(with_aliases=True):
+        raise Refused(f"unknown loss_fn {name!r}; known: {', '.join(known_losses())}")
+    return _own_loss(name, config)
+
+
+def known_losses() -> list[str]:
+    return [*_OF_TINKER, *(n for n in policy_losses.names() if n not in _OF_TINKER)]
+
+
+class _Config:
+    """A loss_fn_config whose keys are taken one by one."""
+
+    def __init__(self, loss: str, given: Mapping[str, float | str]) -> None:
+        self.loss, self.given, self.known = loss, given, []  # type: tuple[str, Mapping[str, float | str], list[str]]
+
+    def number(
+        self, key: str, default: float | None, holds: Callable[[float], bool], words: str
+    ) -> float:
+        self.known.append(key)
+        value = self.given.get(key, default)
+        if value is None:
+            raise Refused(
+                f"loss_fn {self.loss!r} needs loss_fn_config[{key!r}] ({words}): its default is not documented"
+            )
+        if isinstance(value, str) or not holds(value):
+            raise Refused(
+                f"loss_fn {self.loss!r}: loss_fn_config[{key!r}] is {value!r}, must be {words}"
+            )
+        return float(value)
+
+    def finish(self) -> None:
+        if unknown := [key for key in self.given if key not in self.known]:
+            known = ", ".join(self.known) or "none"
+            raise Refused(
+                f"loss_fn {self.loss!r}: unknown loss_fn_config {', '.join(map(repr, unknown))}; known: {known}"
+            )
+
+    def thresholds(self, low: float | None, high: float | None) -> tuple[float, float]:
+        """Absolute bounds of a ratio."""
+        below = self.number(
+            "clip_low_threshold", low, lambda x: 0 <= x <= 1, "a ratio, 0 <= x <= 1"
+        )
+        above = self.number(
+            "clip_high_threshold", high, lambda x: 1 <= x < float("inf"), "a ratio, >= 1"
+        )
+        self.finish()
+        return 1 - below, above - 1
+
+
+def _plain(kind: str, required: frozenset[str]) -> Callable[[_Config], ServedLoss]:
+    def make(config: _Config) -> ServedLoss:
+        config.finish()
+        return ServedLoss(kind, kind, {}, required)
+
+    return make
+
+
+def _ppo(config: _Config) -> ServedLoss:
+    low, high = config.thresholds(0.8, 1.2)
+    return ServedLoss("ppo", "ppo", {"eps_clip": low, "eps_clip_high": high}, _RL)
+
+
+def _cispo(config: _Config) -> ServedLoss:
+    low, high = config.thresholds(0.0, 4.0)
+    return ServedLoss(
+        "cispo", "cispo", {"cispo_eps_clip_low": low, "cispo_eps_clip_high": high}, _RL
+    )
+
+
+def _gspo(config: _Config) -> ServedLoss:
+    low, high = config.thresholds(None, None)
+    return ServedLoss(
+        "gspo", "gspo", {"eps_clip": low, "eps_clip_high": high}, _RL | {"sequence_ratio_mask"}
+    )
+
+
+def _dro(config: _Config) -> ServedLoss:
+    beta = config.number("beta", None, lambda x: 0 < x < float("inf"), "> 0")
+    config.finish()
+    return ServedLoss("dro", "dro", {"dro_beta": beta}, _RL)
+
+
+def _critic(config: _Config) -> ServedLoss:
+    clip = config.number(
+        "value_clip", ValueLossConfig().value_clip, lambda x: 0 < x < float("inf"), "> 0"
+    )
+    config.finish()
+    settings = {"value_clip": clip, "value_loss_scale": 0.5}
+    return ServedLoss(
+        CRITIC_LOSS,
+        CRITIC_LOSS,
+        settings,
+        frozenset(),
+        frozenset({"values", "returns", "weights", "target_tokens"}),
+    )
+
+
+_OF_TINKER: dict[str, Callable[[_Config], ServedLoss]] = {
+    "cross_entropy": _plain("cross_entropy", frozenset({"target_tokens"})),
+    "importance_sampling": _plain("importance_sampling", _RL),
+    "ppo": _ppo,
+    "cispo": _cispo,
+    "dro": _dro,
+    "gspo": _gspo,
+    CRITIC_LOSS: _critic,
+}
+
+
+def _own_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
+    """A loss of slime_like by its name, with the names of its flags as settings. `mask` tells which tokens it counts."""
+    kind = policy_losses.canonical(name)
+    loss = policy_losses.get(kind)
+    hints = typing.get_type_hints(loss.config_type)
+    names = [*(field.name for field in dataclasses.fields(loss.config_type)), ENTROPY]
+    if unknown := [key for key in config if key not in names]:
+        raise Refused(
+            f"loss_fn {name!r}: unknown loss_fn_config {', '.join(map(repr, unknown))}; known: {', '.join(names)}"
+        )
+    given = {key: _typed(name, key, value, hints.get(key, float)) for key, value in config.items()}
+    entropy_coef = given.pop(ENTROPY, 0.0)
+    if not 0 <= entropy_coef < float("inf"):
+        raise Refused(
+            f"loss_fn {name!r}: loss_fn_config[{ENTROPY!r}] is {entropy_coef!r}, must be >= 0"
+        )
+    settings = {**loss.alias_defaults.get(name, {}), **given}
+    made = loss.config_type(**settings)
+    if problems := check_fields(made):
+        words = "; ".join(
+            f"{problem.flag.lstrip('-').replace('-', '_')} is {problem.value!r}: {problem.message}"
+            for problem in problems
+        )
+        raise Refused(f"loss_fn {name!r}: {words}")
+    needs = loss.with_config(made).needs
+    required = {"target_tokens", "mask"} | {
+        key for key, field in FIELDS.items() if field in needs and key not in MASKS
+    }
+    optional = frozenset({"weights", "logprobs", "rollout_logprobs", "rewards"})
+    return ServedLoss(name, kind, settings, frozenset(required), optional, entropy_coef)
+
+
+def _typed(loss: str, key: str, value: float | str, hint: Any) -> Any:
+    """Numbers come as doubles."""
+    kinds = typing.get_args(hint) or (hint,)
+    if isinstance(value, str):
+        if str in kinds:
+            return value
+    elif float in kinds:
+        return float(value)
+    elif int in kinds and value == int(value):
+        return int(value)
+    elif bool in kinds and value in (0.0, 1.0):
+        return bool(value)
+    wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+    raise Refused(f"loss_fn {loss!r}: loss_fn_config[{key!r}] is {value!r}, must be {wanted}")

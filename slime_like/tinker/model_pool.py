@@ -1,0 +1,214 @@
+"""Which models are on the device, and which wait in host memory. Every method is called by all ranks together.
+
+Networks with all weights are slots, which have the shape of the base model: a model's state sits in one, or lies in host memory until it is asked
+for and takes the slot of another. Adapters stand on one frozen base; the storage of one that waits is given back to the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from arguments.hf.model import HfModel
+from arguments.run_config import RunConfig
+from arguments.schema.lora import TARGETS
+from slime_like.megatron.critic import start_from_policy
+from slime_like.megatron.lora import LoraBase, LoraSpec
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.served import (
+    OffloadedNetwork,
+    Served,
+    ServedAdapter,
+    ServedNetwork,
+    StoredState,
+)
+from slime_like.tinker.errors import Refused
+
+LORA_ALPHA = 32.0  # the API does not say it; this is what its own service trains with
+
+
+@dataclass(slots=True)
+class HostedModel:
+    """slot: of all weights, where they are resident; else stored is their state. adapter: its network; outside: while it waits in host memory.
+    used: when, by the host's clock. passes: made, for losses that draw random numbers."""
+
+    id: str
+    role: str
+    slot: int | None = None
+    stored: StoredState | None = None
+    adapter: ServedAdapter | None = None
+    outside: OffloadedNetwork | None = None
+    used: int = 0
+    passes: int = 0
+
+
+@dataclass(slots=True)
+class Slot:
+    role: str
+    network: ServedNetwork
+    model: str | None = None
+
+
+class ModelPool:
+    def __init__(self, run: RunConfig, layout: ParallelLayout, hf: HfModel) -> None:
+        assert run.model.hf_checkpoint is not None
+        self.run, self.layout, self.hf = run, layout, hf
+        self.base = run.model.hf_checkpoint
+        self.models: dict[str, HostedModel] = {}
+        self._slots: list[Slot] = []
+        self._base_of_adapters: LoraBase | None = None
+        self._clock = 0
+
+    def create(
+        self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None
+    ) -> None:
+        """Raises Refused for an adapter with nothing to train."""
+        assert model not in self.models, model
+        created = HostedModel(model, role)
+        if lora is not None:
+            self._make_room_for_an_adapter()
+            created.adapter = self._new_adapter(lora, role)
+            self._use(created)
+        else:
+            network = self._network(created)
+            if role == "critic":
+                self._start_critic(network, policy)
+            else:
+                network.load_hf(self.base)
+            network.start_afresh()
+        self.models[model] = created
+
+    def unload(self, model: str) -> None:
+        hosted = self.models.pop(model, None)
+        if hosted is not None:
+            self._free(hosted)
+
+    def network(self, model: str) -> Served:
+        """With this model in it, brought back from host memory if it has to be."""
+        hosted = self.models[model]
+        self._use(hosted)
+        if hosted.adapter is not None:
+            if hosted.outside is not None:
+                self._make_room_for_an_adapter()
+                hosted.outside.restore()
+                hosted.outside = None
+            return hosted.adapter
+        if hosted.slot is None:
+            stored, hosted.stored = hosted.stored, None
+            network = self._network(hosted)
+            assert stored is not None
+            stored.restore(network)
+        assert hosted.slot is not None
+        return self._slots[hosted.slot].network
+
+    def _use(self, hosted: HostedModel) -> None:
+        self._clock += 1
+        hosted.used = self._clock
+
+    # --- all weights ------------------------------------------------------------------------------------------------
+
+    def _start_critic(self, critic: ServedNetwork, policy: str | None) -> None:
+        """From its policy's weights as they are now, of an adapter from the base, with values of 0."""
+        if policy is not None:
+            start_from_policy(critic, self.network(policy))
+            return
+        source = HostedModel(
+            "~base", "policy"
+        )  # a critic that is about to be loaded: any weights will do
+        start_from_policy(critic, self._network(source))
+        self._free(source)
+
+    def _free(self, hosted: HostedModel) -> None:
+        if hosted.slot is not None:
+            self._slots[hosted.slot].model = None
+
+    def _network(self, hosted: HostedModel) -> ServedNetwork:
+        """A network for a model: a free one, a new one while there may be more, else the one whose model was not used for longest."""
+        self._use(hosted)
+        free = next(
+            (
+                i
+                for i, slot in enumerate(self._slots)
+                if slot.role == hosted.role and slot.model is None
+            ),
+            None,
+        )
+        if free is None:
+            free = self._make_room(hosted.role)
+        self._slots[free].model = hosted.id
+        hosted.slot = free
+        return self._slots[free].network
+
+    def _make_room(self, role: str) -> int:
+        most = self.run.server.max_resident_models
+        taken = [i for i, slot in enumerate(self._slots) if slot.role == role]
+        if most is None or len(self._slots) < most or not taken:
+            self._slots.append(Slot(role, self._new_network(role)))
+            return len(self._slots) - 1
+        oldest = min(taken, key=lambda i: self.models[self._slots[i].model or ""].used)
+        out = self.models[self._slots[oldest].model or ""]
+        out.stored, out.slot = StoredState(self._slots[oldest].network), None
+        return oldest
+
+    def _new_network(self, role: str) -> ServedNetwork:
+        megatron = self.run.megatron
+        return ServedNetwork(
+            megatron.transformer,
+            self.run.gpt,
+            self.run.model.transformer_impl,
+            self.layout,
+            ddp=megatron.ddp,
+            optimizer=dataclasses.replace(megatron.optimizer),
+            schedule=self.run.schedule,
+            value_head=role == "critic",
+        )
+
+    # --- adapters ---------------------------------------------------------------------------------------------------
+
+    def _make_room_for_an_adapter(self) -> None:
+        """Those that were not used for longest go to host memory, until one more may come."""
+        most = self.run.server.max_resident_adapters
+        inside = sorted(
+            (m for m in self.models.values() if m.adapter is not None and m.outside is None),
+            key=lambda m: m.used,
+        )
+        for out in [] if most is None else inside[: max(0, len(inside) - most + 1)]:
+            assert out.adapter is not None
+            out.outside = OffloadedNetwork(out.adapter)
+
+    def _new_adapter(self, lora: Mapping[str, Any], role: str) -> ServedAdapter:
+        """On the one frozen base, which is made with the first adapter. A critic's starts from that base, with values of 0. Raises Refused when
+        there is nothing to train."""
+        parts = {
+            "attn": lora["train_attn"],
+            "mlp": lora["train_mlp"],
+            "unembed": lora["train_unembed"],
+        }
+        targets = frozenset(
+            name for part, wanted in parts.items() if wanted for name in TARGETS[part]
+        )
+        if not targets:
+            words = (
+                "train_attn, train_mlp and train_unembed are all False: there is nothing to train"
+            )
+            if role == "critic":
+                words = "train_attn and train_mlp are both False: an adapter of a critic has no other layers, for it has no output layer"
+            raise Refused(words)
+        megatron, shape = (
+            self.run.megatron,
+            (self.run.gpt, self.run.model.transformer_impl, self.layout),
+        )
+        if self._base_of_adapters is None:
+            self._base_of_adapters = LoraBase(megatron.transformer, *shape, hf=self.hf)
+            self._base_of_adapters.load_hf(self.base)
+        seed = self.run.model.seed if lora["seed"] is None else lora["seed"]
+        spec = LoraSpec(lora["rank"], LORA_ALPHA, targets, seed, value_head=role == "critic")
+        return ServedAdapter(
+            self._base_of_adapters,
+            spec,
+            ddp=megatron.ddp,
+            optimizer=dataclasses.replace(megatron.optimizer),
+            schedule=self.run.schedule,
+        )

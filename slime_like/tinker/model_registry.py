@@ -1,0 +1,228 @@
+"""Sessions, models, samplers and checkpoints of clients: records, who owns them, and what may be said of them. Kept in the journal."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from slime_like.tinker.errors import HttpError, Refused
+from slime_like.tinker.store import Journal
+
+ROLES = ("policy", "critic")
+KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
+
+
+@dataclass(slots=True)
+class Session:
+    """owner: of the key that created it. clients: copies of its sampling clients that asked for a number."""
+
+    id: str
+    owner: str
+    created: float
+    seen: float
+    finished: bool = False
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+
+
+@dataclass(slots=True)
+class Model:
+    """state: creating, ready, or ended, with the reason why. policy: of a critic, the model that it belongs to. next_seq: of the request that
+    is executed next."""
+
+    id: str
+    session: str
+    owner: str
+    base_model: str
+    role: str
+    created: float
+    seen: float
+    lora: dict[str, Any] | None = None
+    policy: str | None = None
+    state: str = "creating"
+    reason: str = ""
+    next_seq: int = 1
+    user_metadata: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Sampler:
+    """folder: of its weights, a Hugging Face model. source: the checkpoint's path, or None for the base model or a snapshot without a name."""
+
+    id: str
+    session: str
+    owner: str
+    folder: str
+    source: str | None = None
+    used: float = 0.0
+    clients: int = 0
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """path: as clients know it. kind: training, sampler or external. expires: a time, or None for never."""
+
+    path: str
+    run: str
+    kind: str
+    name: str
+    owner: str
+    folder: str
+    created: float
+    base_model: str
+    role: str
+    size: int = 0
+    lora: dict[str, Any] | None = None
+    expires: float | None = None
+    user_metadata: dict[str, Any] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.path
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{KINDS[self.kind]}/{self.name}"
+
+
+Record = TypeVar("Record", Session, Model, Sampler, Checkpoint)
+_TABLES: dict[str, type] = {
+    "session": Session,
+    "model": Model,
+    "sampler": Sampler,
+    "checkpoint": Checkpoint,
+}
+_KIND_OF = {record: kind for kind, record in _TABLES.items()}
+
+
+@dataclass
+class Registry:
+    """Every change goes through `keep` or `forget`, which write it down."""
+
+    journal: Journal
+    sessions: dict[str, Session] = field(default_factory=dict)
+    models: dict[str, Model] = field(default_factory=dict)
+    samplers: dict[str, Sampler] = field(default_factory=dict)
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for kind, record_type in _TABLES.items():
+            for id, record, _, _ in self.journal.entries(kind):
+                self._table(record_type)[id] = record_type(**record)
+
+    def _table(self, record_type: type) -> dict[str, Any]:
+        tables: dict[type, dict[str, Any]] = {
+            Session: self.sessions,
+            Model: self.models,
+            Sampler: self.samplers,
+            Checkpoint: self.checkpoints,
+        }
+        return tables[record_type]
+
+    def keep(self, record: Session | Model | Sampler | Checkpoint) -> None:
+        self._table(type(record))[record.id] = record
+        self.journal.put(_KIND_OF[type(record)], record.id, dataclasses.asdict(record))
+
+    def forget(self, record: Session | Model | Sampler | Checkpoint) -> None:
+        self._table(type(record)).pop(record.id, None)
+        self.journal.remove(_KIND_OF[type(record)], record.id)
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    def new_session(
+        self,
+        owner: str,
+        *,
+        most: int,
+        user_metadata: dict[str, Any] | None,
+        display_name: str | None,
+    ) -> Session:
+        live = [s for s in self.sessions.values() if not s.finished]
+        if len(live) >= most:
+            raise HttpError(
+                403,
+                f"{len(live)} sessions are open, the most that --max-sessions allows; close one",
+            )
+        now = time.time()
+        session = Session(
+            f"session-{secrets.token_hex(8)}",
+            owner,
+            now,
+            now,
+            user_metadata=user_metadata,
+            display_name=display_name,
+        )
+        self.keep(session)
+        return session
+
+    def session(self, id: str, owner: str) -> Session:
+        """An open session. Raises HttpError 404 for one that is not there, 410 for one that has ended."""
+        session = self.sessions.get(id)
+        if session is None or session.owner != owner:
+            raise HttpError(404, f"session {id} does not exist")
+        if session.finished:
+            raise HttpError(410, f"session {id} has finished")
+        session.seen = time.time()
+        return session
+
+    # --- models -----------------------------------------------------------------------------------------------------
+
+    def model(self, id: str, owner: str) -> Model:
+        model = self.models.get(id)
+        if model is None or model.owner != owner:
+            raise HttpError(404, f"model {id} does not exist")
+        model.seen = time.time()
+        session = self.sessions.get(model.session)
+        if session is not None and not session.finished:
+            session.seen = model.seen
+        return model
+
+    def live_models(self) -> list[Model]:
+        return [m for m in self.models.values() if m.state != "ended"]
+
+    def policy_for_critic(self, session: str) -> str:
+        """The policy that a new critic of a session belongs to: the newest without one. Raises Refused."""
+        mine = [m for m in self.models.values() if m.session == session and m.state != "ended"]
+        policies = [m for m in mine if m.role == "policy"]
+        if not policies:
+            raise Refused("create a policy before its critic: this session has none")
+        taken = {m.policy for m in mine if m.role == "critic"}
+        free = [m for m in policies if m.id not in taken]
+        if not free:
+            raise Refused(f"one critic per policy: {', '.join(m.id for m in policies)} has one")
+        return max(free, key=lambda m: m.created).id
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def checkpoint(self, path: str, owner: str, kind: str | None = None) -> Checkpoint:
+        """Raises Refused when there is none of this path and kind for this owner, or it has expired."""
+        found = self.checkpoints.get(path)
+        if (
+            found is None
+            or found.owner != owner
+            or (found.expires is not None and found.expires < time.time())
+        ):
+            raise Refused(f"checkpoint {path} does not exist")
+        if kind is not None and found.kind != kind:
+            raise Refused(
+                f"checkpoint {path} is of kind {found.kind}; one of kind {kind} is wanted ({KINDS[kind]}/...)"
+            )
+        return found
+
+    def newest_checkpoint(self, run: str) -> Checkpoint | None:
+        mine = [c for c in self.checkpoints.values() if c.run == run and c.kind == "training"]
+        return max(mine, key=lambda c: c.created, default=None)
+
+
+def role_of(user_metadata: dict[str, Any] | None, raw: str | None) -> str:
+    """The role of a new model, declared in either way. Raises Refused."""
+    told = (user_metadata or {}).get("model_role")
+    if told is not None and raw is not None and told != raw:
+        raise Refused(f"model_role is {raw!r} and user_metadata says {told!r}; give one of them")
+    role = raw if raw is not None else told if told is not None else "policy"
+    if role not in ROLES:
+        raise Refused(f"unknown model_role {role!r}; accepted: {', '.join(ROLES)}")
+    return str(role)

@@ -1,0 +1,285 @@
+"""What each accepted request does: a command to the workers, and what follows from their answer for registry and files."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slime_like.tinker.errors import Failed, Refused
+from slime_like.tinker.futures import Request, json_result
+from slime_like.tinker.model_registry import KINDS, Checkpoint, Model, Registry, Sampler
+from slime_like.tinker.request_queue import Result
+from slime_like.tinker.results import pass_output, sample_output
+
+log = logging.getLogger(__name__)
+Call = Callable[[str, dict[str, Any]], Awaitable[Any]]
+
+
+class ServerOperations:
+    """call: gives a command to the workers. folder: of everything that the server keeps. base: folder of the base model."""
+
+    def __init__(
+        self, registry: Registry, call: Call, *, folder: Path, base: str, max_snapshots: int
+    ) -> None:
+        self.registry = registry
+        self.call = call
+        self.folder = folder
+        self.base = base
+        self.max_snapshots = max_snapshots
+        self.end_model: Callable[[Model, str], None] = lambda model, reason: None
+
+    async def execute(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
+        if requests[0].op == "sample":
+            return await self._sample(requests)
+        (request,) = requests
+        if "refusal" in request.body:
+            raise Refused(request.body["refusal"])
+        run: Callable[[Request], Awaitable[Result]] = getattr(self, f"_{request.op}")
+        try:
+            return [await run(request)]
+        except Failed as error:
+            model = self.registry.models.get(request.body.get("model", ""))
+            if error.broken and model is not None:
+                self.end_model(model, f"{model.id} cannot be used any more: {error}")
+            raise
+
+    def executed(self, request: Request) -> None:
+        """A request of a model's queue is done: its number is used up."""
+        model = self.registry.models.get(request.queue)
+        if model is None:
+            return
+        model.next_seq = request.seq + 1
+        if (
+            request.op in ("create_model", "load_new")
+            and request.failed
+            and model.state == "creating"
+        ):
+            self.end_model(model, f"model {model.id} was not created")
+        self.registry.keep(model)
+
+    def _ready(self, request: Request) -> Model:
+        model = self.registry.models[request.body["model"]]
+        if model.state == "ended":
+            raise Failed(model.reason)
+        return model
+
+    # --- models -----------------------------------------------------------------------------------------------------
+
+    async def _create_model(self, request: Request) -> Result:
+        model = self._ready(request)
+        await self.call(
+            request.id,
+            {
+                "op": "create",
+                "model": model.id,
+                "role": model.role,
+                "policy": model.policy,
+                "lora": model.lora,
+            },
+        )
+        model.state = "ready"
+        self.registry.keep(model)
+        return json_result({"model_id": model.id, "type": "create_model"})
+
+    async def _load_new(self, request: Request) -> Result:
+        """Create a model from a checkpoint."""
+        model = self._ready(request)
+        await self.call(
+            request.id,
+            {
+                "op": "create",
+                "model": model.id,
+                "role": model.role,
+                "policy": None,
+                "lora": model.lora,
+            },
+        )
+        return await self._load(request)
+
+    async def _load(self, request: Request) -> Result:
+        model, path = self._ready(request), request.body["path"]
+        checkpoint = self.registry.checkpoint(path, request.owner, "training")
+        self._same_kind(model, checkpoint)
+        command = {
+            "op": "load",
+            "model": model.id,
+            "folder": checkpoint.folder,
+            "optimizer": request.body["optimizer"],
+        }
+        await self.call(request.id, command)
+        model.state = "ready"
+        self.registry.keep(model)
+        return json_result({"path": path, "model_id": model.id, "type": "load_weights"})
+
+    @staticmethod
+    def _same_kind(model: Model, checkpoint: Checkpoint) -> None:
+        if checkpoint.role != model.role:
+            raise Refused(
+                f"checkpoint {checkpoint.path} is of a {checkpoint.role}, model {model.id} is a {model.role}"
+            )
+        if checkpoint.lora != model.lora:
+            kind = (
+                "full weights"
+                if checkpoint.lora is None
+                else f"an adapter of rank {checkpoint.lora['rank']}"
+            )
+            raise Refused(
+                f"checkpoint {checkpoint.path} has {kind}; model {model.id} has another shape of its trained weights"
+            )
+
+    async def _unload(self, request: Request) -> Result:
+        await self.call(request.id, {"op": "unload", "model": request.body["model"]})
+        return json_result({})
+
+    async def _forward_backward(self, request: Request) -> Result:
+        model, command = self._ready(request), request.body["command"]
+        told = {name: value for name, value in command.items() if name != "widths"}
+        value = await self.call(request.id, {"op": "pass", "model": model.id, **told})
+        return pass_output(
+            value, command["lengths"], command.get("widths"), critic=model.role == "critic"
+        )
+
+    async def _optim_step(self, request: Request) -> Result:
+        model = self._ready(request)
+        value = await self.call(
+            request.id, {"op": "step", "model": model.id, "adam": request.body["adam"]}
+        )
+        if not value["stepped"]:
+            norm = value["grad_norm"]
+            raise Refused(
+                f"model {model.id}: the optimizer step was skipped, for the gradient norm is {norm}: weights and moments are as before, the "
+                "gradients are forgotten"
+            )
+        metrics = {
+            "grad_norm": value["grad_norm"],
+            "learning_rate": request.body["adam"]["learning_rate"],
+        }
+        return json_result({"metrics": metrics, "type": "optim_step"})
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    async def _save(self, request: Request) -> Result:
+        """kind: training (everything, to go on from), sampler or external (a Hugging Face model)."""
+        model, body = self._ready(request), request.body
+        path = f"tinker://{model.id}/{KINDS[body['kind']]}/{body['name']}"
+        before = self.registry.checkpoints.get(path)
+        if before is not None and not body["overwrite"]:
+            raise Refused(
+                f"checkpoint {path} exists; give another name"
+                + (", or overwrite=True" if body["kind"] == "training" else "")
+            )
+        folder = (
+            self.folder
+            / "checkpoints"
+            / model.id
+            / KINDS[body["kind"]]
+            / f"{body['name']}.{request.seq}"
+        )
+        op = "save" if body["kind"] == "training" else "export"
+        await self.call(request.id, {"op": op, "model": model.id, "folder": str(folder)})
+        self._add_checkpoint(model, body, path, folder)
+        if before is not None:
+            remove_tree(Path(before.folder))
+        kind = {
+            "training": "save_weights",
+            "sampler": "save_weights_for_sampler",
+            "external": "save_weights_external",
+        }[body["kind"]]
+        return json_result({"path": path, "type": kind})
+
+    def _add_checkpoint(self, model: Model, body: dict[str, Any], path: str, folder: Path) -> None:
+        now = time.time()
+        expires = None if body["ttl_seconds"] is None else now + body["ttl_seconds"]
+        checkpoint = Checkpoint(
+            path,
+            model.id,
+            body["kind"],
+            body["name"],
+            model.owner,
+            str(folder),
+            now,
+            model.base_model,
+            model.role,
+        )
+        checkpoint.size, checkpoint.lora, checkpoint.expires = size_of(folder), model.lora, expires
+        checkpoint.user_metadata = body["user_metadata"]
+        self.registry.keep(checkpoint)
+
+    async def _snapshot(self, request: Request) -> Result:
+        """Fixed weights for a new sampling session, without a name."""
+        model, sampler_id = self._ready(request), request.body["sampler"]
+        folder = self.folder / "snapshots" / f"{model.id}.{request.seq}"
+        await self.call(request.id, {"op": "export", "model": model.id, "folder": str(folder)})
+        self.registry.keep(
+            Sampler(sampler_id, model.session, model.owner, str(folder), used=time.time())
+        )
+        self._drop_old_snapshots()
+        return json_result({"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
+
+    def _drop_old_snapshots(self) -> None:
+        root = self.folder / "snapshots"
+        mine = sorted(
+            (s for s in self.registry.samplers.values() if Path(s.folder).parent == root),
+            key=lambda s: s.used,
+        )
+        for sampler in mine[: max(0, len(mine) - self.max_snapshots)]:
+            self.drop_sampler(sampler)
+
+    def drop_sampler(self, sampler: Sampler) -> None:
+        """Forget a sampler, with its weights where they are its own."""
+        self.registry.forget(sampler)
+        if Path(sampler.folder).parent == self.folder / "snapshots":
+            remove_tree(Path(sampler.folder))
+
+    def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self.registry.forget(checkpoint)
+        for sampler in [s for s in self.registry.samplers.values() if s.source == checkpoint.path]:
+            self.registry.forget(sampler)
+        remove_tree(Path(checkpoint.folder))
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def alike(self, first: Request, other: Request) -> bool:
+        if first.op != "sample" or "refusal" in first.body or "refusal" in other.body:
+            return first is other
+        return all(
+            first.body[name] == other.body[name]
+            for name in ("sampling", "prompt_log_probs", "seeded")
+        )
+
+    async def _sample(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
+        if "refusal" in requests[0].body:
+            raise Refused(requests[0].body["refusal"])
+        sampler = self.registry.samplers.get(requests[0].queue)
+        if sampler is None:
+            return [Refused(snapshot_is_gone(requests[0].queue))] * len(requests)
+        sampler.used = time.time()
+        first = requests[0].body
+        command = {
+            "op": "sample",
+            "folder": sampler.folder,
+            "sampling": first["sampling"],
+            "prompt_log_probs": first["prompt_log_probs"],
+            "prompts": [request.body["prompt"] for request in requests],
+            "counts": [request.body["count"] for request in requests],
+            "seeds": [request.body["seed"] for request in requests],
+            "seeded": first["seeded"],
+        }
+        value = await self.call(requests[0].id, command)
+        return [sample_output(answer["sequences"], answer["prompt_log_probs"]) for answer in value]
+
+
+def snapshot_is_gone(id: str) -> str:
+    return f"sampling session {id} is gone: its snapshot was removed to make room (--max-snapshots), or its checkpoint was"
+
+
+def remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

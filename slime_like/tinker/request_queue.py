@@ -1,0 +1,269 @@
+"""Accepts requests, executes them one after another on the workers, keeps their results. One asyncio task executes; nothing polls.
+
+Requests of a model are executed in the order of their numbers; models and samplers take turns, so that none waits for all of another's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from slime_like.tinker import codec
+from slime_like.tinker.errors import Failed, HttpError, Refused
+from slime_like.tinker.futures import Queue, Request
+from slime_like.tinker.store import Journal
+
+log = logging.getLogger(__name__)
+FETCHED_FOR_S = (
+    120.0  # how long a result is kept after it was fetched: an answer may be lost on the way
+)
+KEPT_FOR_S = 3600.0  # and one that nobody fetched
+KEPT_OF_A_QUEUE = 2000  # requests whose repetition is recognised
+MAX_WAITING_BYTES = 2**30
+SWEEP_S = 1.0
+
+Result = tuple[bytes, str]  # and its content type
+
+
+class Operations(Protocol):
+    """What a request means. `alike`: whether a second request of a sampler can be executed together with the first."""
+
+    async def execute(self, requests: Sequence[Request]) -> Sequence[Result | Exception]: ...
+
+    def alike(self, first: Request, other: Request) -> bool: ...
+
+    def executed(self, request: Request) -> None: ...
+
+
+class Dispatcher:
+    def __init__(
+        self,
+        journal: Journal,
+        operations: Operations,
+        *,
+        most_waiting: int,
+        gap_s: float,
+        batch: int,
+    ) -> None:
+        """most_waiting: requests, of all queues. gap_s: how long requests wait for one before them. batch: samples executed together."""
+        self.journal = journal
+        self.operations = operations
+        self.queues: dict[str, Queue] = {}
+        self.requests: dict[str, Request] = {}
+        self._most_waiting, self._gap_s, self._batch = most_waiting, gap_s, batch
+        self._wake = asyncio.Event()
+        self._last = ""
+        self._bytes: dict[str, int] = {}  # of the bodies that wait or are executed, by queue
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._sweep())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def queue(self, key: str, *, next_seq: int | None) -> Queue:
+        return self.queues.setdefault(key, Queue(key, next_seq=next_seq))
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(queue) for queue in self.queues.values())
+
+    # --- accepting --------------------------------------------------------------------------------------------------
+
+    def known(self, key: str, seq: int, digest: str) -> Request | None:
+        """The request that was accepted at this place before. Raises HttpError 422 when it was another one, or is long done."""
+        before = self.requests.get(request_id(key, seq))
+        if before is not None:
+            if before.digest != digest:
+                raise HttpError(422, f"{key}: seq_id {seq} was used by another request")
+            return before
+        queue = self.queues.get(key)
+        if queue is not None and queue.next_seq is not None and seq < queue.next_seq:
+            raise HttpError(422, f"{key}: seq_id {seq} is over; the next is {queue.next_seq}")
+        return None
+
+    def accept(self, request: Request) -> Request:
+        """Put a new request into its queue. Raises HttpError 429 when too much is waiting: clients come again later. A queue may take as much
+        room as it leaves free, so that one that is flooded leaves some for the others."""
+        body = codec.encode(request.body)
+        request.size = len(body)
+        mine, all_queues = len(self.queues[request.queue]), self.waiting
+        my_bytes = self._bytes.get(request.queue, 0)
+        if (
+            mine >= self._most_waiting - all_queues
+            or my_bytes + request.size > MAX_WAITING_BYTES - sum(self._bytes.values())
+        ):
+            words = f"{mine} requests of {request.queue} are waiting, {all_queues} in all (--max-queued-requests)"
+            raise HttpError(429, f"{words}; try again later")
+        self.journal.put("request", request.id, request.record(), body=body)
+        self.requests[request.id] = request
+        self._add(request)
+        self._wake.set()
+        return request
+
+    def _add(self, request: Request) -> None:
+        self.queues[request.queue].add(request)
+        self._bytes[request.queue] = self._bytes.get(request.queue, 0) + request.size
+
+    def restore(self, interrupted: Callable[[Request], bool]) -> None:
+        """Take up what the journal has. Queues are there already. interrupted: whether a request that was not done cannot be executed any
+        more."""
+        for id, record, body, result in list(self.journal.entries("request")):
+            request = Request.from_journal(record, body, result)
+            self.requests[id] = request
+            if request.state == "done":
+                continue
+            if request.queue not in self.queues or interrupted(request):
+                self._fail(
+                    request,
+                    Failed(
+                        "the server restarted before this request was executed, and its model is lost"
+                    ),
+                )
+            else:
+                self._add(request)
+        self._wake.set()
+
+    # --- executing --------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while batch := self._next_batch():
+                await self._execute(batch)
+
+    def _next_batch(self) -> list[Request]:
+        """Of the queue after the one that was served last: its next request, of a sampler several."""
+        keys = sorted(self.queues)
+        start = next((i for i, key in enumerate(keys) if key > self._last), 0)
+        for key in keys[start:] + keys[:start]:
+            queue = self.queues[key]
+            if not queue.ready:
+                continue
+            self._last = key
+            if queue.next_seq is not None:
+                return [queue.take()]
+            return queue.take_like(queue.first(), self.operations.alike, self._batch)
+        return []
+
+    async def _execute(self, batch: list[Request]) -> None:
+        for request in batch:
+            request.state = "running"
+        try:
+            results = await self.operations.execute(batch)
+        except Exception as error:
+            if not isinstance(error, Refused | Failed):
+                log.exception("executing %s", [request.id for request in batch])
+            results = [error] * len(batch)
+        for request, result in zip(batch, results, strict=True):
+            if isinstance(result, Exception):
+                self._fail(request, result)
+            else:
+                request.finish(*result)
+                self._done(request)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        """A lasting failure is an answer of its own, with status 200: clients repeat others."""
+        ours = isinstance(error, Refused | Failed)
+        text = (
+            str(error)
+            if ours
+            else f"the server has a fault, please report it: {type(error).__name__}: {error}"
+        )
+        request.finish(
+            json.dumps({"error": text}).encode(),
+            "",
+            "user" if isinstance(error, Refused) else "server",
+        )
+        self._done(request)
+
+    def _done(self, request: Request) -> None:
+        if (left := self._bytes.pop(request.queue, 0) - request.size) > 0:
+            self._bytes[request.queue] = left
+        self.journal.put("request", request.id, request.record(), result=request.result)
+        self.operations.executed(request)
+
+    def fail_all(self, key: str, error: Exception, *, forget: bool = False) -> None:
+        """Fail what waits in a queue; forget: the queue too."""
+        queue = self.queues.get(key)
+        for request in queue.take_all() if queue is not None else []:
+            self._fail(request, error)
+        if forget:
+            self.queues.pop(key, None)
+
+    # --- in the course of time --------------------------------------------------------------------------------------
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.time()
+            for key, queue in list(self.queues.items()):
+                since = queue.missing_since()
+                if since is not None and now - since > self._gap_s:
+                    words = f"request {queue.next_seq} of {key} never came, and this one had to wait for it"
+                    self.fail_all(key, Refused(words))
+            self.expire(now)
+
+    def expire(self, now: float) -> None:
+        """Forget results that were fetched, or that nobody wants; a queue's oldest requests where it has very many."""
+        done: dict[str, list[Request]] = {}
+        for request in list(self.requests.values()):
+            if request.state != "done":
+                continue
+            old = now - request.finished > KEPT_FOR_S or (
+                request.fetched and now - request.fetched > FETCHED_FOR_S
+            )
+            if old:
+                self._forget(request)
+            else:
+                done.setdefault(request.queue, []).append(request)
+        for requests in done.values():
+            for request in sorted(requests, key=lambda r: r.finished)[:-KEPT_OF_A_QUEUE]:
+                self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self.requests.pop(request.id, None)
+        self.journal.remove("request", request.id)
+
+    # --- results ----------------------------------------------------------------------------------------------------
+
+    def find(self, id: str, owner: str) -> Request:
+        """Raises HttpError 404 for a request that never was, 410 for one whose result is gone."""
+        request = self.requests.get(id)
+        if request is not None:
+            if request.owner != owner:
+                raise HttpError(404, f"request {id} does not exist")
+            return request
+        key, _, seq = id.rpartition("/")
+        queue = self.queues.get(key)
+        if (
+            queue is not None
+            and seq.isdigit()
+            and (queue.next_seq is None or int(seq) < queue.next_seq)
+        ):
+            raise HttpError(410, f"the result of request {id} is not kept any more")
+        raise HttpError(404, f"request {id} does not exist")
+
+    async def result(self, request: Request, *, hold_s: float) -> dict[str, Any] | Result:
+        """What `retrieve_future` answers: the result and its type, or JSON for a failure and for "not yet" after `hold_s`."""
+        try:
+            async with asyncio.timeout(hold_s):
+                await request.done.wait()
+        except TimeoutError:
+            return {"type": "try_again", "request_id": request.id, "queue_state": "active"}
+        request.fetched = time.time()
+        if request.failed:
+            return {"error": json.loads(request.result)["error"], "category": request.category}
+        return request.result, request.content_type
+
+
+def request_id(key: str, seq: int) -> str:
+    return f"{key}/{seq}"

@@ -1,0 +1,105 @@
+"""What the workers computed, as clients read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from slime_like.tinker import proto
+from slime_like.tinker.errors import Failed
+from slime_like.tinker.futures import PROTOBUF
+
+REDUCTIONS = {"mean": "mean", "std": "mean", "sum": "sum", "min": "min", "max": "max"}
+
+
+def pass_output(
+    value: dict[str, Any],
+    lengths: Sequence[int],
+    widths: Sequence[int] | None = None,
+    *,
+    critic: bool,
+) -> tuple[bytes, str]:
+    """Of forward_backward: `logprobs` (of a critic `values`) and `elementwise_loss` of every datum, and metrics `name:reduction`.
+
+    widths: targets a token of each datum, where there are several; its `logprobs` are [N, K] then. value: scores and losses as float32 bytes, datum after datum, and metrics as {name: [kind, number]}. Raises Failed where the loss is not
+    finite.
+    """
+    losses = np.frombuffer(value["losses"], dtype="<f4")
+    total = float(losses.sum(dtype=np.float64))
+    if not math.isfinite(total):
+        raise Failed(
+            f"the loss of this batch is {total}: see the metrics and the inputs; the gradients of this model are not usable",
+            broken=False,
+        )
+    metrics = {"loss:sum": total}
+    for name, (kind, number) in value["metrics"].items():
+        metrics[f"{_metric_name(name, critic=critic)}:{REDUCTIONS[kind]}"] = number
+    if critic:
+        metrics["critic_loss:sum"] = total
+    output = proto.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    if widths is None:
+        _add_record(
+            output,
+            lengths,
+            {
+                "values" if critic else "logprobs": value["scores"],
+                "elementwise_loss": value["losses"],
+            },
+        )
+        return output.SerializeToString(), PROTOBUF
+    scores, start = np.frombuffer(value["scores"], dtype="<f4").reshape(-1, max(widths)), 0
+    for length, width in zip(lengths, widths, strict=True):  # a record has one K
+        rows = slice(start, start + length)
+        _add_record(
+            output,
+            [length],
+            {
+                "logprobs": scores[rows, :width].tobytes(),
+                "elementwise_loss": losses[rows].tobytes(),
+            },
+            width,
+        )
+        start += length
+    return output.SerializeToString(), PROTOBUF
+
+
+def _add_record(
+    output: Any, lengths: Sequence[int], fields: dict[str, bytes], width: int | None = None
+) -> None:
+    """Datums one after another. width: of `logprobs`, where they are [N, K]."""
+    record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(lengths))
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    for name, data in fields.items():
+        tensor, wide = (
+            record.fields[name],
+            width if width is not None and name == "logprobs" else None,
+        )
+        tensor.data, tensor.dtype = data, proto.DTYPE_FLOAT32
+        tensor.offsets = (ends * 4 * (wide or 1)).astype("<i8").tobytes()
+        if wide is not None:
+            tensor.trailing_shape.append(wide)
+
+
+def _metric_name(name: str, *, critic: bool) -> str:
+    """Exactly one colon separates a name from its reduction."""
+    name = name.replace(":", "_")
+    return {"value_clipfrac": "values_clipfrac"}.get(name, name) if critic else name
+
+
+def sample_output(
+    sequences: Sequence[dict[str, Any]], prompt_log_probs: bytes | None
+) -> tuple[bytes, str]:
+    """Of asample. sequences: tokens as int32 and log_probs as float32 bytes, stopped: by a stop token or text. prompt_log_probs: float32, NaN
+    for the first token."""
+    response = proto.SampleResponse()
+    for sequence in sequences:
+        added = response.sequences.add(tokens=sequence["tokens"], logprobs=sequence["log_probs"])
+        added.stop_reason = (
+            proto.STOP_REASON_STOP if sequence["stopped"] else proto.STOP_REASON_LENGTH
+        )
+    if prompt_log_probs is not None:
+        response.prompt_logprobs = prompt_log_probs
+    return response.SerializeToString(), PROTOBUF

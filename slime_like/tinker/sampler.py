@@ -1,0 +1,183 @@
+"""Sampling from fixed weights, on the workers: engines that hold snapshots, requests shared among the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from torch import Tensor
+
+from arguments.run_config import RunConfig
+from slime_like.distributed.collectives import gather, together
+from slime_like.megatron.init import device_of_this_process
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.engines.local.engine import LocalEngine
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCommand:
+    """A command to sample. prompts: their tokens. wanted: (prompt, number of its sample), for all samples."""
+
+    params: SamplingParams
+    prompts: list[tuple[int, ...]]
+    wanted: list[tuple[int, int]]
+
+    @classmethod
+    def of(
+        cls, sampling: Mapping[str, Any], prompts: Sequence[bytes], counts: Sequence[int]
+    ) -> SampleCommand:
+        """Of plain values. prompts: little-endian int32. counts: samples of each prompt."""
+        params = SamplingParams(
+            **{
+                **sampling,
+                "stop": tuple(sampling["stop"]),
+                "stop_token_ids": tuple(sampling["stop_token_ids"]),
+            }
+        )
+        tokens = [tuple(np.frombuffer(prompt, dtype="<i4").tolist()) for prompt in prompts]
+        return cls(params, tokens, [(i, j) for i, count in enumerate(counts) for j in range(count)])
+
+    def requests(
+        self, places: Sequence[tuple[int, int]], seeds: Sequence[int]
+    ) -> list[GenerateRequest]:
+        """For these of `wanted`, numbered in their order. seeds: of each prompt."""
+        return [
+            GenerateRequest(n, self.prompts[i], seed_of(seeds[i], j))
+            for n, (i, j) in enumerate(places)
+        ]
+
+
+class SnapshotSampler:
+    """At most --max-sampler-engines engines on every rank; the one that was least recently used takes the next snapshot."""
+
+    def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
+        self.run, self.layout = run, layout
+        self._engines: OrderedDict[str, LocalEngine] = OrderedDict()
+        self._tokenizer: Any = None
+        self._updates = 0
+
+    def sample(
+        self,
+        folder: str,
+        sampling: Mapping[str, Any],
+        prompts: list[bytes],
+        counts: list[int],
+        seeds: list[int],
+        prompt_log_probs: bool,
+        seeded: bool = False,
+    ) -> list[dict[str, Any]]:
+        """For each prompt its samples, as plain values, on every rank. seeded: whether the client gave the seeds; here they always count."""
+        together(lambda: self._engine(folder))
+        engine = self._engine(folder)
+        asked = SampleCommand.of(sampling, prompts, counts)
+        rank, world = self.layout.rank, self.layout.world_size
+        mine = asked.wanted[rank::world]
+        requests = asked.requests(mine, seeds)
+        outputs = together(lambda: engine.generate(requests, asked.params) if requests else [])
+        scored = list(range(rank, len(prompts), world)) if prompt_log_probs else []
+        scores = together(lambda: engine.prompt_log_probs([asked.prompts[i] for i in scored]))
+        told = (
+            [(where, plain(output)) for where, output in zip(mine, outputs)],
+            [(i, with_nan(s)) for i, s in zip(scored, scores)],
+        )
+        sequences: dict[tuple[int, int], dict[str, Any]] = {}
+        prompt_scores: dict[int, bytes] = {}
+        for samples, part in gather(told):
+            sequences |= dict(samples)
+            prompt_scores |= dict(part)
+        return [
+            {
+                "sequences": [sequences[i, j] for j in range(count)],
+                "prompt_log_probs": prompt_scores.get(i),
+            }
+            for i, count in enumerate(counts)
+        ]
+
+    def close(self) -> None:
+        """It has nothing outside this process."""
+
+    def _engine(self, folder: str) -> LocalEngine:
+        engine = self._engines.pop(folder, None)
+        if engine is None:
+            engine = self._free_engine(tied=is_tied(folder))
+            self._updates += 1
+            engine.update_weights(weights_in(folder), self._updates)
+        self._engines[folder] = engine
+        return engine
+
+    def _free_engine(self, *, tied: bool) -> LocalEngine:
+        """A new one, or the oldest, whose weights are about to be replaced. tied: see `is_tied`."""
+        if len(self._engines) >= self.run.server.max_sampler_engines:
+            oldest = self._engines.popitem(last=False)[1]
+            if oldest.tied == tied:
+                return oldest
+            oldest.close()
+        model = self.run.model
+        assert model.hf_checkpoint is not None
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                model.hf_checkpoint, trust_remote_code=model.trust_remote_code
+            )
+        return LocalEngine(
+            model.hf_checkpoint,
+            self._tokenizer,
+            local_batch_size=self.run.rollout.rollout_local_batch_size,
+            device=device_of_this_process(),
+            dtype=self.run.megatron.transformer.params_dtype,
+            trust_remote_code=model.trust_remote_code,
+            tied=tied,
+        )
+
+
+def seed_of(seed: int, sample: int) -> int:
+    """Of the j-th sample of a request, 63 bits that depend on both alone."""
+    return (
+        int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big")
+        >> 1
+    )
+
+
+def is_tied(folder: str) -> bool:
+    """Whether output layer and embedding are one weight: not after training with an adapter on the output layer. Raises ValueError when the
+    folder is gone."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"the snapshot {folder} is gone") from error
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def weights_in(folder: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a Hugging Face folder. Raises ValueError when it has none."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"the snapshot {folder} is gone")
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (not a dict)
+                yield name, opened.get_tensor(name)
+
+
+def plain(output: GenerateOutput) -> dict[str, Any]:
+    if output.finish_reason == "abort":
+        raise ValueError("the model gave a log-prob that is not finite: its weights are broken")
+    return {
+        "tokens": np.array(output.tokens, dtype="<i4").tobytes(),
+        "log_probs": np.array(output.log_probs, dtype="<f4").tobytes(),
+        "stopped": output.finish_reason == "stop",
+    }
+
+
+def with_nan(scores: tuple[float, ...]) -> bytes:
+    """Of a prompt, whose first token has no log-prob."""
+    return np.array([float("nan"), *scores], dtype="<f4").tobytes()

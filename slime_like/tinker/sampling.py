@@ -1,0 +1,74 @@
+"""Bodies of asample -> what the workers sample."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import numpy as np
+
+from slime_like.tinker.data import Limits, check_tokens
+from slime_like.tinker.errors import Refused
+from slime_like.tinker.schemas import Sample, SamplingParams
+
+# fields that SDK 0.38 has and that are not offered here, with the value that means "not wanted"
+NOT_OFFERED: dict[str, Any] = {
+    "topk_prompt_logprobs": 0,
+    "topk_sample_logprobs": 0,
+    "target_prompt_logprobs": None,
+    "prompt_alt_tokens_k": 0,
+    "prompt_logprobs_last_n": None,
+    "record_stability_info": False,
+}
+
+
+def sample_body(request: Sample, limits: Limits) -> dict[str, Any]:
+    """As plain values: prompt, number of samples, seed, settings. Raises Refused."""
+    for name, unwanted in NOT_OFFERED.items():
+        if getattr(request, name) not in (unwanted, None):
+            raise Refused(f"{name} is not offered here; leave it out")
+    if request.base_model is not None or request.model_path is not None:
+        raise Refused(
+            "base_model and model_path belong to create_sampling_session; a sampling session has its weights"
+        )
+    tokens: list[int] = []
+    for chunk in request.prompt.chunks:
+        if chunk.type != "encoded_text" or chunk.tokens is None or chunk.model_extra:
+            raise Refused(
+                f"the prompt has a chunk of kind {chunk.type!r}; only encoded_text is offered here"
+            )
+        tokens += chunk.tokens
+    prompt = np.array(tokens, dtype=np.int64)
+    params = request.sampling_params
+    check_tokens(prompt, "prompt", limits, room=params.max_tokens or 1)
+    longest = (
+        params.max_tokens if params.max_tokens is not None else limits.max_length - prompt.size
+    )
+    if longest * request.num_samples > limits.max_tokens:
+        raise Refused(
+            f"{request.num_samples} samples of up to {longest} tokens are more than {limits.max_tokens} (--max-request-tokens)"
+        )
+    return {
+        "prompt": prompt.astype("<i4").tobytes(),
+        "count": request.num_samples,
+        "seeded": params.seed is not None,
+        "seed": secrets.randbits(62) if params.seed is None else params.seed,
+        "sampling": {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "max_new_tokens": longest,
+            **_stops(params, limits),
+        },
+        "prompt_log_probs": bool(request.prompt_logprobs),
+    }
+
+
+def _stops(params: SamplingParams, limits: Limits) -> dict[str, Any]:
+    """None keeps the model's own end, an empty list takes it away, others are added to it."""
+    stop = [params.stop] if isinstance(params.stop, str) else params.stop
+    texts = [s for s in stop or [] if isinstance(s, str)]
+    tokens = [s for s in stop or [] if not isinstance(s, str)]
+    if any(token >= limits.vocab_size for token in tokens):
+        raise Refused(f"stop: a token is outside the vocabulary, 0 to {limits.vocab_size - 1}")
+    return {"stop": texts, "stop_token_ids": tokens, "ignore_end_tokens": stop == []}

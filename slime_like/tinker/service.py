@@ -1,0 +1,373 @@
+"""The server as clients see it, without HTTP: which requests are accepted, as what, and answers to what is asked about."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from arguments.schema import ServerConfig
+from slime_like.tinker import schemas
+from slime_like.tinker.base_model import BaseModel, adapter_of, check_optimizer, check_unembed
+from slime_like.tinker.data import Limits, check_pass, parse_request
+from slime_like.tinker.errors import HttpError, Refused
+from slime_like.tinker.futures import Request
+from slime_like.tinker.model_registry import Checkpoint, Model, Registry, Sampler, role_of
+from slime_like.tinker.operations import ServerOperations, snapshot_is_gone
+from slime_like.tinker.request_queue import Dispatcher, request_id
+from slime_like.tinker.sampling import sample_body
+from slime_like.tinker.session_manager import SessionManager
+
+
+class Service:
+    def __init__(
+        self,
+        config: ServerConfig,
+        base: BaseModel,
+        limits: Limits,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        operations: ServerOperations,
+    ) -> None:
+        self.config = config
+        self.base = base
+        self.limits = limits
+        self.registry = registry
+        self.dispatcher = dispatcher
+        self.operations = operations
+        self.lifetimes = SessionManager(config, registry, dispatcher, operations)
+        for model in registry.models.values():
+            dispatcher.queue(model.id, next_seq=model.next_seq)
+        for sampler in registry.samplers.values():
+            dispatcher.queue(sampler.id, next_seq=None)
+
+    def heartbeat(self, body: schemas.Heartbeat, owner: str) -> dict[str, Any]:
+        self.registry.session(body.session_id, owner)
+        return {"type": "session_heartbeat"}
+
+    # --- requests with a future -------------------------------------------------------------------------------------
+
+    def _accept(
+        self,
+        op: str,
+        queue: str,
+        seq: int,
+        owner: str,
+        digest: str,
+        body: dict[str, Any],
+        **extra: Any,
+    ) -> dict[str, Any]:
+        request = Request(
+            request_id(queue, seq), op, queue, seq, owner, digest, time.time(), body, extra=extra
+        )
+        return future_of(self.dispatcher.accept(request))
+
+    def _repeated(self, queue: str, seq: int, digest: str) -> dict[str, Any] | None:
+        before = self.dispatcher.known(queue, seq, digest)
+        return None if before is None else future_of(before)
+
+    def create_model(self, body: schemas.CreateModel, owner: str) -> dict[str, Any]:
+        session = self.registry.session(body.session_id, owner)
+        id, digest = f"{session.id}:train:{body.model_seq_id}", digest_of("create_model", body)
+        if (before := self._repeated(id, 0, digest)) is not None:
+            return before
+        model = self._new_model(id, session.id, owner, body.user_metadata)
+        request: dict[str, Any] = {"model": id}
+        try:
+            model.role = role_of(body.user_metadata, body.model_role)
+            self.base.check_name(body.base_model)
+            check_optimizer(body.optimizer_config)
+            model.lora = adapter_of(body.lora_config, model.role, self.base)
+            if model.role == "critic":
+                model.policy = self.registry.policy_for_critic(session.id)
+        except Refused as error:
+            request["refusal"] = str(error)
+        self._open(model)
+        return self._accept("create_model", id, 0, owner, digest, request)
+
+    def _new_model(
+        self, id: str, session: str, owner: str, user_metadata: dict[str, Any] | None
+    ) -> Model:
+        if id in self.registry.models:
+            raise HttpError(422, f"model {id} exists")
+        live = self.registry.live_models()
+        if len(live) >= self.config.max_models:
+            raise HttpError(
+                403,
+                f"{len(live)} models are loaded, the most that --max-models allows; close the session of another",
+            )
+        now = time.time()
+        return Model(
+            id,
+            session,
+            owner,
+            self.base.name,
+            "policy",
+            now,
+            now,
+            next_seq=0,
+            user_metadata=user_metadata,
+        )
+
+    def _open(self, model: Model) -> None:
+        self.registry.keep(model)
+        self.dispatcher.queue(model.id, next_seq=0)
+
+    def load_weights(self, body: schemas.LoadWeights, owner: str) -> dict[str, Any]:
+        by_model, by_session = body.model_id is not None, body.session_id is not None
+        if (
+            by_model == by_session
+            or (by_model and body.seq_id is None)
+            or (by_session and body.model_seq_id is None)
+        ):
+            raise HttpError(
+                422,
+                "give session_id and model_seq_id for a new model, or model_id and seq_id for one that is there",
+            )
+        digest = digest_of("load_weights", body)
+        if body.model_id is not None and body.seq_id is not None:
+            model = self.registry.model(body.model_id, owner)
+            if (before := self._repeated(model.id, body.seq_id, digest)) is not None:
+                return before
+            request = {"model": model.id, "path": body.path, "optimizer": body.optimizer}
+            return self._accept("load", model.id, body.seq_id, owner, digest, request)
+        assert body.session_id is not None
+        session = self.registry.session(body.session_id, owner)
+        id = f"{session.id}:train:{body.model_seq_id}"
+        if (before := self._repeated(id, 0, digest)) is not None:
+            return before
+        model = self._new_model(id, session.id, owner, body.user_metadata)
+        request = {"model": id, "path": body.path, "optimizer": body.optimizer}
+        try:
+            if body.base_model is not None:
+                self.base.check_name(body.base_model)
+            check_optimizer(body.optimizer_config)
+            if body.optimizer and body.optimizer_config is not None:
+                raise Refused(
+                    "optimizer_config does not go with optimizer=True, which takes the checkpoint's"
+                )
+            checkpoint = self.registry.checkpoint(body.path, owner, "training")
+            check_unembed(checkpoint.lora, self.base)
+            model.role, model.lora = checkpoint.role, checkpoint.lora
+            told = role_of(body.user_metadata, None)
+            if (body.user_metadata or {}).get("model_role") is not None and told != model.role:
+                raise Refused(
+                    f"checkpoint {body.path} is of a {model.role}, and model_role says {told}"
+                )
+            if model.role == "critic":
+                model.policy = self.registry.policy_for_critic(session.id)
+        except Refused as error:
+            request["refusal"] = str(error)
+        self._open(model)
+        return self._accept("load_new", id, 0, owner, digest, request)
+
+    def forward_backward(self, data: bytes, owner: str) -> dict[str, Any]:
+        request = parse_request(data)
+        model = self.registry.model(request.model_id, owner)
+        digest = hashlib.sha256(
+            b"forward_backward" + request.SerializeToString(deterministic=True)
+        ).hexdigest()
+        if (before := self._repeated(model.id, request.seq_id, digest)) is not None:
+            return before
+        body: dict[str, Any] = {"model": model.id}
+        try:
+            body["command"] = check_pass(request, role=model.role, limits=self.limits).command()
+        except Refused as error:
+            body["refusal"] = str(error)
+        return self._accept("forward_backward", model.id, request.seq_id, owner, digest, body)
+
+    def optim_step(self, body: schemas.OptimStep, owner: str) -> dict[str, Any]:
+        request: dict[str, Any] = {
+            "adam": (body.adam_params or schemas.AdamParams()).model_dump(exclude={"type"})
+        }
+        if body.optimizer_params is not None:
+            kind = body.optimizer_params.get("type")
+            request["refusal"] = (
+                f"optimizer {kind!r} is not offered here; the only one is adamw, with adam_params"
+            )
+        elif body.adam_params is None:
+            request["refusal"] = "adam_params is missing"
+        return self._of_model("optim_step", body, owner, request)
+
+    def save_weights(self, body: schemas.SaveWeights, owner: str) -> dict[str, Any]:
+        return self._of_model(
+            "save", body, owner, save_request("training", body, overwrite=body.overwrite)
+        )
+
+    def save_external(self, body: schemas.SaveWeightsExternal, owner: str) -> dict[str, Any]:
+        request = save_request("external", body, overwrite=False)
+        if body.age_encryption_recipients:
+            request["refusal"] = (
+                "age_encryption_recipients is not offered here; the files are written as they are"
+            )
+        return self._of_model("save", body, owner, self._for_policies(body.model_id, request))
+
+    def save_for_sampler(self, body: schemas.SaveWeightsForSampler, owner: str) -> dict[str, Any]:
+        if (body.path is None) == (body.sampling_session_seq_id is None):
+            raise HttpError(
+                422, "give path for a checkpoint, or sampling_session_seq_id for a sampling session"
+            )
+        if body.path is not None:
+            request = save_request("sampler", body, overwrite=False)
+        else:
+            model = self.registry.model(body.model_id, owner)
+            request = {"sampler": f"{model.session}:sample:{body.sampling_session_seq_id}"}
+            if request["sampler"] in self.registry.samplers:
+                request["refusal"] = f"sampling session {request['sampler']} exists"
+        if body.kind == "inflight":
+            request["refusal"] = (
+                "kind='inflight' is not offered here; snapshots (the default) stay fixed"
+            )
+        op = "save" if body.path is not None else "snapshot"
+        return self._of_model(op, body, owner, self._for_policies(body.model_id, request))
+
+    def _for_policies(self, model_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        model = self.registry.models.get(model_id)
+        if model is not None and model.role == "critic":
+            request["refusal"] = (
+                f"model {model.id} is a critic: sampler checkpoints are for policies only"
+            )
+        return request
+
+    def _of_model(self, op: str, body: Any, owner: str, request: dict[str, Any]) -> dict[str, Any]:
+        model = self.registry.model(body.model_id, owner)
+        digest = digest_of(op, body)
+        if (before := self._repeated(model.id, body.seq_id, digest)) is not None:
+            return before
+        return self._accept(
+            op, model.id, body.seq_id, owner, digest, {"model": model.id, **request}
+        )
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def create_sampling_session(
+        self, body: schemas.CreateSamplingSession, owner: str
+    ) -> dict[str, Any]:
+        session = self.registry.session(body.session_id, owner)
+        id = f"{session.id}:sample:{body.sampling_session_seq_id}"
+        if (body.base_model is None) == (body.model_path is None) and body.model_path is None:
+            raise HttpError(422, "give base_model or model_path")
+        try:
+            folder, source = self.base.folder, body.model_path
+            if body.base_model is not None:
+                self.base.check_name(body.base_model)
+            if body.model_path is not None:
+                checkpoint = self.registry.checkpoint(body.model_path, owner, "sampler")
+                check_unembed(checkpoint.lora, self.base)
+                folder = checkpoint.folder
+        except Refused as error:
+            raise HttpError(422, str(error)) from error
+        before = self.registry.samplers.get(id)
+        if before is not None and (before.folder, before.source) != (folder, source):
+            raise HttpError(422, f"sampling session {id} exists with other weights")
+        if before is None:
+            self.registry.keep(Sampler(id, session.id, owner, folder, source, used=time.time()))
+        return {"sampling_session_id": id, "type": "create_sampling_session"}
+
+    def join_sampling_session(
+        self, body: schemas.JoinSamplingSession, owner: str
+    ) -> dict[str, Any]:
+        sampler = self.sampler(body.sampling_session_id, owner)
+        sampler.clients += 1
+        self.registry.keep(sampler)
+        return {"client_counter": sampler.clients, "type": "join_sampling_session"}
+
+    def sampler(self, id: str, owner: str) -> Sampler:
+        sampler = self.registry.samplers.get(id)
+        if sampler is None or sampler.owner != owner:
+            raise HttpError(
+                404,
+                snapshot_is_gone(id)
+                if ":sample:" in id
+                else f"sampling session {id} does not exist",
+            )
+        session = self.registry.sessions.get(sampler.session)
+        if session is not None and not session.finished:
+            session.seen = time.time()
+        return sampler
+
+    def sample(self, body: schemas.Sample, owner: str) -> dict[str, Any]:
+        sampler = self.sampler(body.sampling_session_id, owner)
+        digest = digest_of("asample", body)
+        if (before := self._repeated(sampler.id, body.seq_id, digest)) is not None:
+            return before
+        self.dispatcher.queue(sampler.id, next_seq=None)
+        ids = [f"{sampler.id}/{body.seq_id}/{i}" for i in range(body.num_samples)]
+        try:
+            request = sample_body(body, self.limits)
+        except Refused as error:
+            request = {"refusal": str(error)}
+        return self._accept(
+            "sample", sampler.id, body.seq_id, owner, digest, request, sample_sequence_ids=ids
+        )
+
+    # --- what is asked about ----------------------------------------------------------------------------------------
+
+    def get_info(self, body: schemas.ModelRequest, owner: str) -> dict[str, Any]:
+        model = self.registry.model(body.model_id, owner)
+        data = {
+            "arch": self.base.arch,
+            "model_name": self.base.name,
+            "tokenizer_id": self.base.folder,
+        }
+        rank = None if model.lora is None else model.lora["rank"]
+        return {
+            "model_id": model.id, "model_data": data, "is_lora": rank is not None, "lora_rank": rank, "model_name": self.base.name,
+            "type": "get_info",
+        }  # fmt: skip
+
+    def weights_info(self, body: schemas.WeightsInfo, owner: str) -> dict[str, Any]:
+        checkpoint = self.checkpoint(body.tinker_path, owner)
+        lora = checkpoint.lora
+        info: dict[str, Any] = {"base_model": checkpoint.base_model, "is_lora": lora is not None}
+        if lora is not None:
+            info |= {
+                "lora_rank": lora["rank"],
+                **{name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")},
+            }
+        return info
+
+    def checkpoint(self, path: str, owner: str) -> Checkpoint:
+        try:
+            return self.registry.checkpoint(path, owner)
+        except Refused as error:
+            raise HttpError(404, str(error)) from error
+
+    def capabilities(self) -> dict[str, Any]:
+        return {
+            "supported_models": [
+                {
+                    "model_name": self.base.name,
+                    "max_context_length": self.limits.max_length,
+                    "trainable": True,
+                    "sampleable": True,
+                }
+            ]
+        }
+
+
+def save_request(kind: str, body: Any, *, overwrite: bool) -> dict[str, Any]:
+    metadata = getattr(body, "user_metadata", None)
+    return {
+        "kind": kind,
+        "name": body.path,
+        "ttl_seconds": body.ttl_seconds,
+        "overwrite": overwrite,
+        "user_metadata": metadata,
+    }
+
+
+def digest_of(op: str, body: Any) -> str:
+    return hashlib.sha256(json.dumps([op, body.model_dump()], sort_keys=True).encode()).hexdigest()
+
+
+def future_of(request: Request) -> dict[str, Any]:
+    return {"request_id": request.id, **request.extra}
+
+
+def make_folders(root: Path) -> None:
+    for folder in (root, root / "checkpoints", root / "snapshots"):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)

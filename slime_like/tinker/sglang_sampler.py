@@ -1,0 +1,228 @@
+"""Sampling from fixed weights by SGLang servers. They hold one snapshot; another one takes its place when it is asked for.
+
+Requests come one command after another, so no request sees an exchange; what samplers ask for at the same time waits in the dispatcher's queues,
+which take together what goes to one snapshot. Snapshots are folders of --server-dir, which the servers have to see under the same name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from arguments.run_config import RunConfig
+from slime_like.distributed.collectives import from_rank_zero, on_rank_zero
+from slime_like.errors import RunError
+from slime_like.megatron.init import device_of_this_process
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.rollout.engines.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.engines.sglang.factory import request_settings, start_fleet
+from slime_like.rollout.engines.sglang.http import (
+    RequestFailed,
+    async_client,
+    post_once,
+    with_retries,
+)
+from slime_like.rollout.engines.sglang.protocol import BadAnswer, read_scores, scoring_body
+from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
+from slime_like.rollout.engines.sglang.weight_spec import checkpoint_shapes
+from slime_like.rollout.engines.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater
+from slime_like.tinker.errors import Refused
+from slime_like.tinker.sampler import SampleCommand, is_tied, plain, with_nan
+
+ATTEMPTS = 3  # to give the servers a snapshot; each one less costs a server
+NO_SEED = "seed is not honoured by the SGLang servers of this server; start them with --sglang-enable-deterministic-inference, or leave it out"
+UNTIED = (
+    "this snapshot has an output layer of its own (train_unembed), and the SGLang servers were started with one that is the embedding: sample it with "
+    "--rollout-engine local, or train with train_unembed=False"
+)
+
+
+class SnapshotUpdater(WeightUpdater):
+    """Weights that lie in a folder already. folder: what the next update gives the servers."""
+
+    def __init__(self, fleet: Fleet, base: str, folder: Path, timeout_s: float) -> None:
+        settings = UpdateSettings(
+            "disk", timeout_s=timeout_s, disk_dir=str(folder), keep_files=True
+        )
+        super().__init__(fleet, settings, base, torch.device("cpu"))
+        self.folder = Path(base)
+
+    def _from_disk(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+    ) -> None:
+        for _ in weights:  # names and shapes, which are compared with the base model's
+            pass
+        self._load_everywhere(self.folder, version, workers)
+
+
+class SglangSampler:
+    """In place of a `SnapshotSampler`. Rank 0 talks to the servers. engine, updater: the latter on rank 0 only."""
+
+    def __init__(
+        self,
+        engine: SglangEngine,
+        updater: SnapshotUpdater | None,
+        settings: RequestSettings,
+        base: str,
+    ) -> None:
+        """A collective. base: folder of the model that the servers were started with."""
+        self._engine, self._updater, self._settings = engine, updater, settings
+        self._folder = ""  # whose weights the servers have
+        self._version = 0
+        self._tied = from_rank_zero(lambda: is_tied(base))
+        self._numbers = itertools.count()
+        self.honours_seeds = from_rank_zero(lambda: seeds_count(engine.fleet))
+
+    def sample(
+        self,
+        folder: str,
+        sampling: Mapping[str, Any],
+        prompts: list[bytes],
+        counts: list[int],
+        seeds: list[int],
+        prompt_log_probs: bool,
+        seeded: bool = False,
+    ) -> list[dict[str, Any]]:
+        """For each prompt its samples, as plain values, on rank 0. Raises Refused for seeds that would not count, RunError where the servers
+        do not answer as they should; both on all ranks."""
+        if seeded and not self.honours_seeds:
+            raise Refused(NO_SEED)
+        self._give(folder)
+        asked = SampleCommand.of(sampling, prompts, counts)
+        return on_rank_zero(lambda: self._ask(asked, counts, seeds, prompt_log_probs)) or []
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _give(self, folder: str) -> None:
+        """The servers have the folder's weights when it returns. A collective."""
+        self._engine.check_health()
+        if folder == self._folder and self._engine.weight_version == self._version:
+            return
+        if from_rank_zero(lambda: is_tied(folder)) != self._tied:
+            raise Refused(UNTIED)
+        self._folder = ""
+        shapes: dict[str, Tensor] = {}  # on rank 0
+        on_rank_zero(lambda: shapes.update(shapes_in(folder)))
+        for _ in range(ATTEMPTS):
+            self._version += 1
+            if self._updater is not None:
+                self._updater.folder = Path(folder)
+            self._engine.update_weights(iter(shapes.items()), self._version)
+            if self._engine.weight_version == self._version:
+                self._folder = folder
+                return
+        raise RunError(
+            f"the snapshot {folder} did not reach the SGLang servers in {ATTEMPTS} attempts"
+        )
+
+    def _ask(
+        self, asked: SampleCommand, counts: Sequence[int], seeds: Sequence[int], scored: bool
+    ) -> list[dict[str, Any]]:
+        outputs = self._engine.generate(asked.requests(asked.wanted, seeds), asked.params)
+        for output in outputs:
+            if output.finish_reason == "abort":
+                raise RunError(f"a sample was given up: {output.failure}")
+            if set(output.weight_versions) != {self._version}:
+                raise RunError(
+                    f"a sample has weights of version {set(output.weight_versions)}, not {self._version}; does another run use the server?"
+                )
+        try:
+            prompt_scores = asyncio.run(self._score_all(asked.prompts)) if scored else []
+        except (RequestFailed, BadAnswer) as failure:
+            raise RunError(str(failure)) from failure
+        samples = {
+            where: plain(output) for where, output in zip(asked.wanted, outputs, strict=True)
+        }
+        return [
+            {
+                "sequences": [samples[i, j] for j in range(count)],
+                "prompt_log_probs": with_nan(prompt_scores[i]) if scored else None,
+            }
+            for i, count in enumerate(counts)
+        ]
+
+    async def _score_all(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """Of each prompt the log-probs of all tokens but the first, at temperature 1."""
+        slots = asyncio.Semaphore(self._settings.concurrency)
+        async with async_client(self._settings.concurrency) as client:
+
+            async def one(prompt: tuple[int, ...]) -> tuple[float, ...]:
+                async with slots:
+                    return await self._score(client, prompt)
+
+            return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+    async def _score(self, client: httpx.AsyncClient, prompt: tuple[int, ...]) -> tuple[float, ...]:
+        first = next(self._numbers)
+
+        async def attempt(number: int) -> tuple[float, ...]:
+            assert self._engine.fleet is not None
+            ready = self._engine.fleet.ready()
+            if not ready:
+                raise RequestFailed(
+                    "no_engine", "no engine with the snapshot's weights is left", again=False
+                )
+            url, rid = (
+                ready[(first + number) % len(ready)].url,
+                f"prompt-{first}-{number}-{self._version}",
+            )
+            return read_scores(
+                await post_once(
+                    client, f"{url}/generate", scoring_body(prompt, rid), self._settings.deadlines
+                ),
+                prompt,
+                rid,
+            )
+
+        scores: tuple[float, ...] = await with_retries(attempt, self._settings.retries, Counter())
+        return scores
+
+
+def make_sglang_sampler(
+    run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]
+) -> SglangSampler:
+    """A collective. Rank 0 starts what is to be started and waits until it answers. Raises RunError on every rank when it does not."""
+    assert run.model.hf_checkpoint is not None
+    model, root = run.model.hf_checkpoint, Path(run.server.server_dir).resolve()
+
+    def start() -> tuple[Fleet, SnapshotUpdater]:
+        fleet = start_fleet(run, device=device_of_this_process(), logs=root / "engines", tell=tell)
+        return fleet, SnapshotUpdater(fleet, model, root, run.sglang.update_weight_timeout_s)
+
+    fleet, updater = on_rank_zero(start) or (None, None)
+    settings = request_settings(run.sglang)
+    engine = SglangEngine(
+        fleet, updater, settings, model, check_updates=run.sglang.check_weight_update_equal
+    )
+    return SglangSampler(engine, updater, settings, model)
+
+
+def seeds_count(fleet: Fleet | None) -> bool:
+    """Whether every server's samples follow from the seeds that they are given."""
+    if fleet is None:
+        return False
+    for worker in fleet.alive():
+        try:
+            info: Any = fleet.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
+        except RequestFailed:
+            return False
+        if not isinstance(info, dict) or info.get("enable_deterministic_inference") is not True:
+            return False
+    return True
+
+
+def shapes_in(folder: str) -> dict[str, Tensor]:
+    """Of the weights of a Hugging Face folder: tensors without numbers. Raises ValueError when it has none."""
+    shapes = checkpoint_shapes(folder)
+    if not shapes:
+        raise ValueError(f"the snapshot {folder} is gone")
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

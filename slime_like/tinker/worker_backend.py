@@ -1,0 +1,305 @@
+"""The models of the server on the workers. Every method is called by all ranks together, with the same plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arguments.hf.model import read_hf_model
+from arguments.run_config import RunConfig
+from slime_like.checkpoints.folders import checkpoint_folder
+from slime_like.distributed.collectives import gather
+from slime_like.losses import policy_losses
+from slime_like.losses.value_loss import ValueLossConfig
+from slime_like.megatron.checkpoint import (
+    CheckpointSaver,
+    SavedNetwork,
+    SavePolicy,
+    load_checkpoint,
+)
+from slime_like.megatron.forward_step import LogProbHead, gradient_scale
+from slime_like.megatron.micro_batching import (
+    MicroBatchSize,
+    cut,
+    pack_groups,
+    without_tokens,
+)
+from slime_like.megatron.model.gpt import model_shape
+from slime_like.megatron.packing import with_selection_seeds
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.served import AdamStep
+from slime_like.megatron.token_sum_loss import (
+    SumLoss,
+    SumValueLoss,
+    results_step,
+    sum_training_step,
+)
+from slime_like.metrics.typed import MetricAccumulator
+from slime_like.tinker.errors import Refused
+from slime_like.tinker.losses import CRITIC_LOSS
+from slime_like.tinker.model_pool import HostedModel, ModelPool
+from slime_like.tinker.sampler import SnapshotSampler
+from slime_like.types import TrainSample
+from slime_like.weights.hf_save import save_hf
+
+if TYPE_CHECKING:
+    from slime_like.tinker.sglang_sampler import SglangSampler
+
+PASS_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-gpu is not given
+CHECKPOINT_STEP = 1  # every saved state is a checkpoint folder of its own
+WHOLE_NUMBERS = ("tokens", "labels", "label_sets")
+SETS = ("label_sets", "label_weights")  # several numbers at each token
+REFUSALS = (Refused, ValueError, OSError)
+
+
+class ModelHost:
+    """What commands ask for. Which models are on the device is `ModelPool`' to know."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        assert run.model.hf_checkpoint is not None
+        self.run, self.layout, self.tell = run, layout, tell
+        self.base = run.model.hf_checkpoint
+        self.hf = read_hf_model(self.base)
+        self.residents = ModelPool(run, layout, self.hf)
+        self.sampler = make_sampler(run, layout, tell)
+        self._head = LogProbHead(
+            run.gpt.vocab_size or 0,
+            1.0,
+            layout,
+            sequence_parallel=run.megatron.transformer.sequence_parallel,
+            chunk_size=run.algorithm.log_probs_chunk_size,
+        )
+
+    def execute(self, command: Mapping[str, Any]) -> Any:
+        """What a command asks for, as plain values; of use on rank 0. Raises Refused, ValueError or OSError for what the client can
+        remedy."""
+        return getattr(self, f"do_{command['op']}")(
+            **{k: v for k, v in command.items() if k not in ("op", "id")}
+        )
+
+    # --- models -----------------------------------------------------------------------------------------------------
+
+    def do_create(
+        self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None
+    ) -> None:
+        self.residents.create(model, role, policy, lora)
+
+    def do_unload(self, model: str) -> None:
+        self.residents.unload(model)
+
+    @property
+    def models(self) -> Mapping[str, HostedModel]:
+        return self.residents.models
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def do_pass(
+        self,
+        model: str,
+        loss: Mapping[str, Any],
+        forward_only: bool,
+        lengths: list[int],
+        tokens: bytes,
+        fields: Mapping[str, bytes],
+    ) -> dict[str, Any] | None:
+        """Forward, and unless forward_only backward, over samples; returns per-token results and metrics on rank 0."""
+        network, hosted = self.residents.network(model), self.models[model]
+        samples = samples_of(lengths, tokens, fields)
+        mine = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
+        own = [samples[i] for i in mine] or [without_tokens(samples[0])]
+        size = MicroBatchSize(
+            1, (self.run.algorithm.max_tokens_per_gpu or PASS_TOKENS) * self.layout.cp_size
+        )
+        parts = cut(own, size, self.layout)
+        batches = pack_groups(
+            parts.groups, transformer=self.run.megatron.transformer, layout=self.layout
+        )
+        batches = with_selection_seeds(
+            batches, self.run.model.seed, hosted.passes, self.layout.dp_rank
+        )
+        hosted.passes += 1
+        objective, metrics = self._objective(loss), MetricAccumulator()
+        if forward_only:
+            columns = network.evaluate(
+                results_step(objective, self.layout, metrics), parts.groups, batches
+            )
+        else:
+            step = sum_training_step(
+                objective, self.layout, gradient_scale(self.layout, len(batches)), metrics
+            )
+            columns = network.add_gradients(step, parts.groups, batches)
+        results = [parts.in_order(column) for column in columns]
+        return self._collect(mine, results, metrics, len(samples))
+
+    def _objective(self, loss: Mapping[str, Any]) -> SumLoss | SumValueLoss:
+        if loss["kind"] == CRITIC_LOSS:
+            return SumValueLoss(self.layout, ValueLossConfig(**loss["settings"]))
+        chosen = policy_losses.get(loss["kind"])
+        config = chosen.config_type(**loss["settings"])
+        return SumLoss(self._head, chosen.with_config(config), config, loss["entropy_coef"])
+
+    def _collect(
+        self, mine: list[int], results: list[list[Tensor]], metrics: MetricAccumulator, count: int
+    ) -> dict[str, Any] | None:
+        """Per-token results of all data-parallel ranks, in the order of the samples, on rank 0."""
+        layout = self.layout
+        told = None
+        if layout.is_last_stage:
+            numbers = metrics.reduce(layout.dp_cp_group)
+            kinds = {name: metrics.kind(name) for name in numbers}
+            if layout.tp_rank == 0 and layout.cp_rank == 0:
+                told = (
+                    mine,
+                    [[t.numpy() for t in column[: len(mine)]] for column in results],
+                    numbers,
+                    kinds,
+                )
+        parts = [part for part in gather(told) if part is not None]
+        if layout.rank != 0:
+            return None
+        whole: list[list[Any]] = [[None] * count for _ in results]
+        for places, columns, _, _ in parts:
+            for column, target in zip(columns, whole):
+                for place, values in zip(places, column):
+                    target[place] = values
+        _, _, numbers, kinds = parts[0]
+        *scores, losses = (np.concatenate(column).astype("<f4") for column in whole)
+        finite = {
+            name: [kinds[name], value] for name, value in numbers.items() if math.isfinite(value)
+        }
+        return {
+            "scores": np.stack(scores, -1).tobytes(),
+            "losses": losses.tobytes(),
+            "metrics": finite,
+        }
+
+    def do_step(self, model: str, adam: Mapping[str, float]) -> dict[str, Any]:
+        settings = AdamStep(
+            adam["learning_rate"],
+            adam["beta1"],
+            adam["beta2"],
+            adam["eps"],
+            adam["weight_decay"],
+            max_norm=adam["grad_clip_norm"],
+        )
+        stepped, grad_norm = self.residents.network(model).take_step(settings)
+        return {"stepped": stepped, "grad_norm": grad_norm if stepped else str(grad_norm)}
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def do_save(self, model: str, folder: str) -> None:
+        """A checkpoint of weights and optimizer. Gradients that no step has taken yet are not in it."""
+        network = self.residents.network(model)
+        network.finish_updates()
+        saver = CheckpointSaver(folder, SavePolicy())
+        state = {"model": self._shape(model)}
+        saver.save(
+            CHECKPOINT_STEP,
+            {
+                self.models[model].role: SavedNetwork(
+                    network.saved_chunks, network.optimizer, None, self.layout
+                )
+            },
+            state,
+            with_rng=False,
+        )
+
+    def do_load(self, model: str, folder: str, optimizer: bool) -> None:
+        """Weights of a checkpoint, and its optimizer or a fresh one."""
+        network = self.residents.network(model)
+        saved = SavedNetwork(
+            network.saved_chunks, network.optimizer if optimizer else None, None, self.layout
+        )
+        load_checkpoint(
+            checkpoint_folder(folder, CHECKPOINT_STEP),
+            {self.models[model].role: saved},
+            load_rng=False,
+            verify=not self.run.checkpoint.no_verify_checkpoint,
+            seed=self.run.model.seed,
+            model=self._shape(model),
+            tell=self.tell,
+        )
+        if optimizer:
+            network.clear_gradients()
+        else:
+            network.start_afresh()
+
+    def do_export(self, model: str, folder: str) -> None:
+        """A Hugging Face model, of all its weights; an adapter is merged into them."""
+        network = self.residents.network(model)
+        network.finish_updates()
+        Path(folder).parent.mkdir(parents=True, exist_ok=True)
+        save_hf(folder, network.export_hf(self.hf), self.base)
+
+    def _shape(self, model: str) -> dict[str, Any]:
+        adapter = self.models[model].adapter
+        own = {"lora_rank": 0} if adapter is None else adapter.spec.describe()
+        return {**model_shape(self.run.megatron.transformer, self.run.gpt), **own}
+
+    # --- sampling ---------------------------------------------------------------------------------------------------
+
+    def do_sample(self, **request: Any) -> list[dict[str, Any]]:
+        return self.sampler.sample(**request)
+
+    def close(self) -> None:
+        """What was started for it ends."""
+        self.sampler.close()
+
+
+def make_sampler(
+    run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]
+) -> SnapshotSampler | SglangSampler:
+    """Of --rollout-engine. A collective."""
+    if run.rollout.rollout_engine == "local":
+        return SnapshotSampler(run, layout)
+    from slime_like.tinker.sglang_sampler import make_sglang_sampler
+
+    return make_sglang_sampler(run, layout, tell)
+
+
+def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -> list[TrainSample]:
+    """Datums as samples whose every row is scored."""
+
+    def parts(name: str, data: bytes) -> tuple[Tensor, ...]:
+        whole = torch.from_numpy(
+            np.frombuffer(data, dtype="<i8" if name in WHOLE_NUMBERS else "<f4").copy()
+        )
+        return (whole.view(sum(lengths), -1) if name in SETS else whole).split(lengths)
+
+    inputs = parts("tokens", tokens)
+    columns = {name: parts(name, data) for name, data in fields.items()}
+    ones = [torch.ones(n) for n in lengths]
+    samples = []
+    for i, row in enumerate(inputs):
+        values = {name: column[i] for name, column in columns.items()}
+        if "keep_mask" in values:
+            values["keep_mask"] = values["keep_mask"] > 0
+        if "old_log_probs" in values:
+            values.setdefault("rollout_log_probs", values["old_log_probs"])
+        values = {"labels": row, "loss_weights": ones[i], **values}
+        samples.append(
+            TrainSample(
+                tokens=row,
+                response_length=len(row),
+                loss_mask=torch.ones(len(row), dtype=torch.bool),
+                **values,
+            )
+        )
+    if not columns.keys() & {"returns", "labels", "label_sets"}:  # a critic that is only asked
+        samples = [
+            dataclasses.replace(s, values=s.loss_weights * 0, returns=s.loss_weights * 0)
+            for s in samples
+        ]
+    return samples

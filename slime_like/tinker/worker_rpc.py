@@ -1,0 +1,151 @@
+"""The API's side of the connection to the workers: one at a time, on a loopback port, opened by rank 0 of the workers with a token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slime_like.tinker import codec
+from slime_like.tinker.errors import Failed, Refused
+
+log = logging.getLogger(__name__)
+LINK_FILE = "link.json"
+HELLO_S = 10.0
+MAX_HELLO = 2**24
+
+
+class WorkerLink:
+    """facts: what the workers said of themselves when they connected; {} before. on_connect, on_loss: called with each pair of workers that
+    come and go."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        on_connect: Callable[[dict[str, Any]], None],
+        on_loss: Callable[[str], None],
+    ) -> None:
+        self.facts: dict[str, Any] = {}
+        self._folder = folder
+        self._token = secrets.token_hex(32)
+        self._on_connect, self._on_loss = on_connect, on_loss
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._connected = asyncio.Event()
+        self._waiting: tuple[str, asyncio.Future[dict[str, Any]]] | None = None
+        self._server: asyncio.Server | None = None
+        self._late: dict[str, Any] | None = None
+        self.said_goodbye = False
+
+    async def start(self) -> None:
+        """Listen, and leave address and token where only this user can read them."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        path = self._folder / LINK_FILE
+        temporary = path.with_suffix(f".{os.getpid()}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({"port": port, "token": self._token, "pid": os.getpid()}, file)
+        temporary.replace(path)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        if self._streams is not None:
+            self._streams[1].close()
+
+    @property
+    def connected(self) -> bool:
+        return self._connected.is_set()
+
+    async def call(self, id: str, command: dict[str, Any]) -> Any:
+        """What the workers answer to a command; waits until there are workers. Raises Refused or Failed as they say, Failed when they are
+        lost."""
+        await self._connected.wait()
+        if (
+            self._late is not None and self._late["id"] == id
+        ):  # executed for an API process that ended before it heard
+            message, self._late = self._late, None
+            return value_of(message)
+        assert self._streams is not None
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting = (id, answer)
+        try:
+            writer = self._streams[1]
+            writer.write(codec.framed(codec.encode({"id": id, **command})))
+            with contextlib.suppress(ConnectionError):  # told by the reader
+                await writer.drain()
+            return value_of(await answer)
+        finally:
+            self._waiting = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection, until it ends."""
+        try:
+            async with asyncio.timeout(HELLO_S):
+                hello = await self._read(reader, MAX_HELLO)
+        except (TimeoutError, ValueError, asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+            return
+        token = hello.get("token") if isinstance(hello, dict) else None
+        if (
+            not isinstance(token, str)
+            or not hmac.compare_digest(token, self._token)
+            or self._streams is not None
+        ):
+            writer.close()
+            return
+        self.facts, self._streams, self._late = hello["facts"], (reader, writer), hello["last"]
+        self._on_connect(hello)
+        self._connected.set()
+        reason = "the connection was closed"
+        try:
+            while True:
+                message = await self._read(reader)
+                if "reason" in message:
+                    self.said_goodbye, reason = message["goodbye"], message["reason"]
+                    break
+                if (
+                    self._waiting is not None
+                    and self._waiting[0] == message["id"]
+                    and not self._waiting[1].done()
+                ):
+                    self._waiting[1].set_result(message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._connected.clear()
+            self._streams = None
+            writer.close()
+            if self._waiting is not None and not self._waiting[1].done():
+                self._waiting[1].set_result(
+                    {
+                        "ok": False,
+                        "category": "server",
+                        "error": f"the workers have ended ({reason})",
+                        "lost": True,
+                    }
+                )
+            self._on_loss(reason)
+
+    async def _read(self, reader: asyncio.StreamReader, most: int | None = None) -> Any:
+        size = codec.frame_size(await reader.readexactly(codec.HEAD))
+        if most is not None and size > most:
+            raise ValueError("too large")
+        return codec.decode(await reader.readexactly(size))
+
+
+def value_of(message: dict[str, Any]) -> Any:
+    """Of the workers' answer. Raises Refused or Failed."""
+    if message["ok"]:
+        return message["value"]
+    if message["category"] == "user":
+        raise Refused(message["error"])
+    raise Failed(message["error"], broken=bool(message.get("broken")))

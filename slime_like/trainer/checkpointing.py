@@ -1,0 +1,248 @@
+"""The checkpoints of a run: what --load means, when one is saved, what happens when it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arguments.run_config import RunConfig
+from slime_like import __version__
+from slime_like.checkpoints.files import hash_file
+from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
+from slime_like.checkpoints.manifest import MANIFEST
+from slime_like.distributed.collectives import from_rank_zero
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.checkpoint import (
+    CheckpointSaver,
+    SaveError,
+    SavePolicy,
+    SaveReport,
+    is_converted,
+    saved_networks,
+)
+from slime_like.megatron.factory import needs_reference
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.weights.safetensors_reader import weights_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """state: the trainer's, where a run goes on; None in a fresh one. initial_policy: the Hugging Face model that the policy is now, or
+    None. has_critic: the critic is that of the checkpoint."""
+
+    state: dict[str, Any] | None
+    initial_policy: str | None
+    has_critic: bool = False
+
+
+class RunCheckpoints:
+    """Every method is collective. tell: shows a line to the user."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        backend: MegatronBackend,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.run = run
+        self.config = run.checkpoint
+        self.layout = layout
+        self.backend = backend
+        self.tell = tell
+        self.failed = 0
+        self._metrics: dict[str, float] = {}
+        self.reference: str | None = None
+        self.saver: CheckpointSaver | None = None
+        if self.config.save is not None:
+            policy = SavePolicy(
+                self.config.save_retain_last,
+                self.config.save_retain_interval,
+                self.config.async_save,
+            )
+            self.saver = CheckpointSaver(self.config.save, policy, tell)
+            for note in self.saver.notes:
+                tell(f"--save {self.config.save}: {note}, left by a save that was cut short")
+
+    def load(self) -> Start:
+        """What --load and --critic-load mean."""
+        start = self._load_run()
+        self.reference = from_rank_zero(lambda: reference_digest(self.run))
+        before = None if start.state is None else start.state.get("reference")
+        if None not in (before, self.reference) and before != self.reference:
+            self.tell(
+                "warning: the reference model is not the one that the checkpoint's run had: the KL is to another model from here on"
+            )
+        if self.backend.critic is not None and not start.has_critic:
+            self.backend.start_critic(
+                self.run.critic.critic_load,
+                verify=not self.config.no_verify_checkpoint,
+                tell=self.tell,
+            )
+        return start
+
+    def _load_run(self) -> Start:
+        """A checkpoint goes on where it was taken (--finetune takes its weights only), a Hugging Face model gives the weights of a fresh
+        run. A folder that is also --save and holds no checkpoint yet is that of the first run of several."""
+        root, config = self.config.load, self.config
+        initial = self.run.model.hf_checkpoint if self.run.lora.lora_adapter_path is None else None
+        if root is None:
+            return Start(None, initial)
+        if config.ckpt_step is not None or is_checkpoint_root(root):
+            return self._resume(root)
+        if (Path(root) / "config.json").is_file():
+            self.backend.policy.load_hf(root)
+            return Start(None, root)
+        if root != config.save:
+            raise ValueError(
+                f"--load {root}: holds neither checkpoints nor a Hugging Face model (config.json)"
+            )
+        if config.exit_on_missing_checkpoint:
+            raise ValueError(
+                f"--load {root}: no checkpoint, and --exit-on-missing-checkpoint asks for one"
+            )
+        self.tell(f"no checkpoint in {root} yet: starting at rollout 1")
+        return Start(None, initial)
+
+    def _resume(self, root: str) -> Start:
+        config = self.config
+        step, warning = (
+            (config.ckpt_step, None) if config.ckpt_step is not None else newest_step(root)
+        )
+        if warning is not None:
+            self.tell(f"warning: {warning}")
+        folder = checkpoint_folder(root, step)
+        with_critic = self._takes_critic_of(folder)
+        weights_only = config.finetune or is_converted(folder)
+        if weights_only and not config.finetune:
+            self.tell(
+                f"checkpoint {folder} was converted and holds weights only: starting at rollout 1"
+            )
+        state, changed = self.backend.load(
+            folder,
+            with_critic=with_critic,
+            with_optimizer=not (config.no_load_optim or weights_only),
+            with_rng=not (config.no_load_rng or weights_only),
+            verify=not config.no_verify_checkpoint,
+            tell=self.tell,
+        )
+        if changed:
+            self.tell(
+                f"warning: --load {root}: this run's schedule is not the checkpoint's: {'; '.join(changed)}"
+            )
+        if weights_only:
+            return Start(None, None, with_critic)
+        if int(state["step"]) != step:
+            raise ValueError(
+                f"checkpoint {checkpoint_folder(root, step)} says that it is of step {state['step']}: it was renamed"
+            )
+        return Start(state, None, with_critic)
+
+    def _takes_critic_of(self, folder: Path) -> bool:
+        """A run goes on with the critic that was saved with the policy. --finetune prefers --critic-load."""
+        wanted, there = self.backend.critic is not None, "critic" in saved_networks(folder)
+        if there and not wanted:
+            self.tell(
+                f"warning: checkpoint {folder} has a critic, which this run has no use for (--advantage-estimator): it is left"
+            )
+        if wanted and not there:
+            start = "new adapters" if self.run.critic.critic_lora_rank else "the policy's weights"
+            source = "--critic-load" if self.run.critic.critic_load is not None else start
+            self.tell(f"warning: checkpoint {folder} has no critic: it starts from {source}")
+        return (
+            wanted
+            and there
+            and not (self.config.finetune and self.run.critic.critic_load is not None)
+        )
+
+    def wants(self, rollouts: int, *, last: bool) -> bool:
+        """Whether `after_rollout` has something to do."""
+        return self.saver is not None and (self.saver.pending or self._is_due(rollouts, last=last))
+
+    def _is_due(self, rollouts: int, *, last: bool) -> bool:
+        interval = self.config.save_interval
+        return last or (interval is not None and rollouts % interval == 0)
+
+    def after_rollout(
+        self, rollouts: int, state: dict[str, Any], *, last: bool
+    ) -> dict[str, float]:
+        """Publish what has been written meanwhile; save when due, and always after the last rollout, where it is also waited for. Returns
+        metrics. Raises SaveError, unless --on-save-failure continue and there is something to continue with."""
+        assert self.saver is not None
+        saver = self.saver
+        if self._is_due(rollouts, last=last):
+            self._attempt(saver.finish, last=False)
+            state = {
+                **state,
+                "version": __version__,
+                "argv": list(self.run.argv),
+                "reference": self.reference,
+            }
+            self._attempt(
+                lambda: self.backend.save(
+                    saver, rollouts, state, with_optimizer=self._optim, with_rng=self._rng
+                ),
+                last=last,
+            )
+            if last:
+                self._attempt(saver.finish, last=True)
+        else:
+            self._attempt(saver.poll, last=False)
+        metrics, self._metrics = self._metrics, {}
+        if self.config.on_save_failure == "continue":
+            metrics["perf/failed_saves"] = float(self.failed)
+        return metrics
+
+    @property
+    def _optim(self) -> bool:
+        return not self.config.no_save_optim
+
+    @property
+    def _rng(self) -> bool:
+        return not self.config.no_save_rng
+
+    def _attempt(self, action: Callable[[], SaveReport | None], *, last: bool) -> None:
+        try:
+            report = action()
+        except SaveError as error:
+            if last or self.config.on_save_failure == "stop":
+                raise
+            self.failed += 1
+            self.tell(f"warning: {error}; going on without it (--on-save-failure continue)")
+            return
+        if report is not None:
+            assert self.saver is not None
+            self.tell(words_of(report, self.saver.root))
+            for note in report.notes:
+                self.tell(f"warning: {note}")
+            self._metrics["perf/save_gb"] = report.bytes / 1e9
+            self._metrics["perf/save_gb_per_s"] = report.bytes / 1e9 / report.seconds
+            self._metrics["perf/save_free_gb"] = report.free_bytes / 1e9
+
+
+def reference_digest(run: RunConfig) -> str | None:
+    """Tells the reference model from others: it never changes, so that checkpoints need not hold its weights. None without one."""
+    root = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
+    if root is None or not needs_reference(run.algorithm):
+        return None
+    if not is_checkpoint_root(root):
+        return weights_digest(root)
+    step = (
+        newest_step(root, "--ref-load")[0]
+        if run.model.ref_ckpt_step is None
+        else run.model.ref_ckpt_step
+    )
+    return hash_file(checkpoint_folder(root, step) / MANIFEST).sha256[:24]
+
+
+def words_of(report: SaveReport, root: Path) -> str:
+    """What a save has cost, and what it has replaced."""
+    name = checkpoint_folder(root, report.step).name
+    removed = ", ".join(checkpoint_folder(root, step).name for step in report.removed)
+    return (
+        f"{name} saved: {report.bytes / 1e9:.3f} GB in {report.seconds:.2f} s, of which training stood still for {report.blocked_s:.2f} s; "
+        + (f"removed {removed}; " if removed else "")
+        + f"{report.free_bytes / 1e9:.3f} GB free"
+    )

@@ -1,0 +1,294 @@
+"""Where the groups of each rollout come from: they are sampled (perhaps ahead of the training), recorded ones are read, or answers are given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from arguments.rules.distillation import server_url
+from arguments.rules.scheduling import OWN_ROLLOUT
+from arguments.run_config import RunConfig
+from slime_like.advantages import TokenEstimator, advantage_estimators
+from slime_like.compat.slime.rollout_function import FunctionCollector, FunctionEvaluator
+from slime_like.compat.slime.samples import slime_args
+from slime_like.data.prompts import PromptSource
+from slime_like.data.sft import answer_problem, sft_samples
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.metrics.progress import Progress
+from slime_like.rewards.grader import Grader
+from slime_like.rewards.registry import answer_check
+from slime_like.rollout.async_rollout import AsyncRolloutQueue
+from slime_like.rollout.collector import Collector
+from slime_like.rollout.custom_generate import CustomGenerate
+from slime_like.rollout.evaluate import Evaluator
+from slime_like.rollout.group_buffer import GroupBuffer
+from slime_like.rollout.metrics import TRUNCATED_FRACTION, truncated_fraction
+from slime_like.rollout.recording import load_rollout
+from slime_like.rollout.remax_baseline import with_greedy_rewards
+from slime_like.rollout.rollouter import Rollouter, training_sampling
+from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
+from slime_like.trainer.weight_sync import make_engine
+from slime_like.types import SampleGroup
+
+
+class RolloutManager:
+    """Collective over all ranks. source, rollouter, evaluator, teacher: None in a run that needs none."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        source: PromptSource | None,
+        rollouter: Rollouter | None,
+        evaluator: Evaluator | None,
+        tokenizer: Any,
+        *,
+        num_rollouts: int,
+        teacher: ServedTeacher | None = None,
+    ) -> None:
+        self.run_config = run
+        self.num_rollouts = num_rollouts
+        self._source = source
+        self._rollouter = rollouter
+        self._tokenizer = tokenizer
+        self._teacher = teacher
+        self._is_sft = run.algorithm.loss_type == "sft_loss"
+        self._collector = self._make_collector(evaluator)
+        self._ahead = self._make_ahead()
+
+    def groups_of(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+        """Graded samples of a rollout, and numbers about how they were collected."""
+        run = self.run_config
+        if run.debug.load_debug_rollout_data:
+            return self._taught(
+                self._recorded_groups(run.debug.load_debug_rollout_data, step), {}, None
+            )
+        if self._is_sft:
+            assert self._source is not None
+            prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
+            made = sft_samples(
+                prompts, self._tokenizer, max_response_len=run.rollout.rollout_max_response_len
+            )
+            return [SampleGroup(s.group_id, (s,)) for s in made], {
+                TRUNCATED_FRACTION: truncated_fraction(made)
+            }
+        assert self._ahead is not None
+        self._ahead.allow(min(step + self._ahead.max_staleness, self.num_rollouts - 1))
+        return self._ahead.take(step)
+
+    def drain(self) -> None:
+        """Wait until nothing is being sampled: the engine and its weights are the caller's alone, until more groups are asked for."""
+        if self._ahead is not None:
+            self._ahead.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where a resumed run goes on, as plain JSON. Rollouts that were sampled ahead are sampled again."""
+        if self._ahead is not None:
+            return self._ahead.state()
+        return {
+            "data": None if self._source is None else self._source.state_dict(),
+            "waiting_groups": None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._source is not None:
+            if state["data"] is None:
+                raise ValueError(
+                    "the checkpoint has no data position; --finetune starts at the first prompt"
+                )
+            self._source.load_state_dict(state["data"])
+        if self._collector is not None:
+            self._collector.buffer.load_state_dict(state.get("waiting_groups") or [])
+
+    def close(self) -> None:
+        """Sample no more. Closing twice is fine."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _sampled_groups(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+        """In the thread that samples."""
+        assert self._rollouter is not None and self._collector is not None
+        collected = self._collector.collect(step)
+        estimator = advantage_estimators.get(self.run_config.algorithm.advantage_estimator)
+        if isinstance(estimator, TokenEstimator) and estimator.needs_greedy:
+            groups = with_greedy_rewards(
+                self._rollouter, collected.prompts, collected.groups, self._collector.sampling
+            )
+            return self._taught(groups, collected.metrics, self._rollouter.group)
+        return self._taught(collected.groups, collected.metrics, self._rollouter.group)
+
+    def _taught(
+        self, groups: list[SampleGroup], metrics: dict[str, float], group: dist.ProcessGroup | None
+    ) -> tuple[list[SampleGroup], dict[str, float]]:
+        """With a served teacher's log-probs, where there is one."""
+        if self._teacher is None or self.run_config.debug.debug_rollout_only:
+            return groups, metrics
+        taught, more = self._teacher.grade(groups, group)
+        return taught, metrics | more
+
+    def _recorded_groups(self, template: str, step: int) -> list[SampleGroup]:
+        rollout = self.run_config.rollout
+        groups = load_rollout(template, step)
+        found, wanted = (
+            sum(len(g.samples) for g in groups),
+            rollout.rollout_batch_size * rollout.n_samples_per_prompt,
+        )
+        if found != wanted:
+            raise ValueError(
+                f"--load-debug-rollout-data {template}: rollout {step} has {found} samples, and --rollout-batch-size times "
+                f"--n-samples-per-prompt is {wanted}; give the sizes of the recorded run"
+            )
+        return groups
+
+    @property
+    def buffer(self) -> GroupBuffer | None:
+        """What is sampled next; None in a run that samples no groups."""
+        return None if self._collector is None else self._collector.buffer
+
+    def _make_collector(self, evaluator: Evaluator | None) -> Collector | FunctionCollector | None:
+        """What collects the groups of each rollout, in a run that samples them."""
+        if (
+            self._rollouter is None
+            or self._source is None
+            or self._is_sft
+            or self.run_config.debug.load_debug_rollout_data
+        ):
+            return None
+        buffer = GroupBuffer(self._source, self.run_config.rollout.n_samples_per_prompt)
+        path = self.run_config.scheduling.rollout_function_path
+        own = path in (None, OWN_ROLLOUT)
+        if not own or (
+            self._rollouter.engine.serves_all_ranks and leaves_stragglers(self.run_config)
+        ):
+            return FunctionCollector(
+                None if own else path, self.run_config, self._rollouter, buffer, evaluator
+            )
+        return Collector(
+            self.run_config, self._rollouter, buffer, training_sampling(self.run_config.rollout)
+        )
+
+    def _make_ahead(self) -> AsyncRolloutQueue | None:
+        """What samples rollouts, perhaps ahead of the training."""
+        config = self.run_config.scheduling
+        if self._collector is None or self._rollouter is None:
+            return None
+        if not config.async_rollout:
+            return AsyncRolloutQueue(
+                self._sampled_groups, self._position, max_staleness=0, threaded=False
+            )
+        self._rollouter.group = dist.new_group(
+            backend="gloo"
+        )  # the training thread uses the others meanwhile
+        bound = 1 if config.max_staleness is None else config.max_staleness
+        return AsyncRolloutQueue(
+            self._sampled_groups, self._position, max_staleness=bound, threaded=True
+        )
+
+    def _position(self) -> dict[str, Any]:
+        """Where sampling goes on."""
+        assert self._source is not None and self._collector is not None
+        return {
+            "data": self._source.state_dict(),
+            "waiting_groups": self._collector.buffer.state_dict(),
+        }
+
+
+def leaves_stragglers(run: RunConfig) -> bool:
+    """Whether servers are told to abort what a rollout does not need, in place of growing all responses in rounds that ranks take together."""
+    config, rollout = run.scheduling, run.rollout
+    estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
+    in_rounds = (
+        config.rollout_slice_len is not None
+        or rollout.renormalize_sampled_log_probs
+        or rollout.use_rollout_routing_replay
+        or (isinstance(estimator, TokenEstimator) and estimator.needs_greedy)
+    )
+    return not in_rounds and (
+        config.partial_rollout
+        or config.rollout_time_limit_s is not None
+        or (config.over_sampling_batch_size or 0) > rollout.rollout_batch_size
+    )
+
+
+def function_evaluator(
+    run: RunConfig, rollouter: Rollouter | None, evaluator: Evaluator | None, supply: RolloutManager
+) -> Evaluator | FunctionEvaluator | None:
+    """`evaluator`, or in its place the user's function for evaluations, which is that of rollouts where none is named."""
+    config = run.scheduling
+    flag = (
+        "--rollout-function-path" if config.eval_function_path is None else "--eval-function-path"
+    )
+    path = (
+        config.rollout_function_path
+        if config.eval_function_path is None
+        else config.eval_function_path
+    )
+    if evaluator is None or rollouter is None or path is None or path == OWN_ROLLOUT:
+        return evaluator
+    return FunctionEvaluator(path, flag, run, rollouter, supply.buffer, evaluator)
+
+
+def make_source(run: RunConfig, tokenizer: Any) -> PromptSource | None:
+    """The prompts of a run that reads any."""
+    if not run.data.prompt_data or run.debug.debug_train_only:
+        return None
+    check = (
+        answer_problem
+        if run.algorithm.loss_type == "sft_loss"
+        else answer_check(run.reward.rm_type, run.reward.custom_rm_path)
+    )
+    recorded = (
+        run.debug.load_debug_rollout_data is not None
+    )  # these prompts are counted then, not answered
+    return PromptSource(run.data, tokenizer, answer_check=None if recorded else check)
+
+
+def make_rollouter(
+    run: RunConfig,
+    backend: MegatronBackend,
+    tokenizer: Any,
+    progress: Progress,
+    *,
+    output_dir: Path,
+) -> Rollouter | None:
+    """The engine and the grader, unless this run never samples; a collective."""
+    if run.debug.debug_train_only or (
+        run.algorithm.loss_type == "sft_loss" and run.eval.eval_interval is None
+    ):
+        return None
+    engine = make_engine(run, backend.device, tokenizer, output_dir, progress.message)
+    config = run.scheduling
+    path = config.custom_generate_function_path
+    custom = (
+        None
+        if path is None
+        else CustomGenerate(path, slime_args(run), timeout_s=config.custom_generate_timeout_s)
+    )
+    return Rollouter(
+        engine,
+        Grader(**dataclasses.asdict(run.reward)),
+        tokenizer,
+        seed=run.data.rollout_seed,
+        custom_generate=custom,
+    )
+
+
+def make_teacher(run: RunConfig, tokenizer: Any, progress: Progress) -> ServedTeacher | None:
+    """The teacher behind servers, where the run has one; it answers, and has the policy's tokenizer. A collective; raises RunError."""
+    config = run.distillation
+    if not config.served:
+        return None
+    assert config.opd_teacher_url is not None
+    urls = tuple(server_url(address) for address in config.opd_teacher_url)
+    settings = TeacherSettings(
+        urls,
+        config.opd_teacher_timeout_s,
+        config.opd_teacher_attempts,
+        config.opd_teacher_concurrency,
+    )
+    teacher = ServedTeacher(settings, tokenizer, progress.message)
+    teacher.probe()
+    return teacher

@@ -1,0 +1,180 @@
+"""The optimizer steps of a rollout, of the policy and of the critic, and the gates on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from arguments.run_config import RunConfig
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.guards import (
+    SkippedStepGate,
+    TrainRolloutGate,
+    check_initial_kl,
+    check_old_log_probs,
+    check_old_values,
+)
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.metrics.progress import Progress
+from slime_like.types import StepResult, TrainBatch
+
+_GATES = {"": "policy", "critic_": "critic"}  # prefix of the names in a checkpoint
+
+
+class TrainStep:
+    """Collective over all ranks.
+
+    rollout_gate: on the difference to the sampler, which the log-prob pass has otherwise. warn: shows a warning, where it is given one.
+    initial_policy: the Hugging Face model that the run starts from; None for another.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        backend: MegatronBackend,
+        progress: Progress,
+        *,
+        rollout_gate: TrainRolloutGate,
+        warn: Callable[[str | None], None],
+        initial_policy: Any,
+    ) -> None:
+        self.run_config = run
+        self.backend = backend
+        self.progress = progress
+        self.rollout_gate = rollout_gate
+        self.warn = warn
+        self.initial_policy = initial_policy
+        patience = run.gates.max_consecutive_skipped_steps
+        self.skip_gates = {
+            "policy": SkippedStepGate(patience),
+            "critic": SkippedStepGate(patience, whose="critic's "),
+        }
+
+    def state_dict(self) -> dict[str, int]:
+        """Steps that were skipped, as plain JSON."""
+        state = {}
+        for prefix, whose in _GATES.items():
+            state[f"{prefix}skipped_steps"] = self.skip_gates[whose].total
+            state[f"{prefix}skipped_in_a_row"] = self.skip_gates[whose].in_a_row
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for prefix, whose in _GATES.items():
+            self.skip_gates[whose].total = int(state[f"{prefix}skipped_steps"])
+            self.skip_gates[whose].in_a_row = int(state[f"{prefix}skipped_in_a_row"])
+
+    def train_policy(
+        self, step: int, batches: Sequence[TrainBatch], *, weight_version: int, on_policy: bool
+    ) -> dict[str, float]:
+        """Metrics are averaged over the optimizer steps. on_policy: all tokens are of the current weights, of this version."""
+        gate = self.skip_gates["policy"]
+        results = []
+        with self.progress.phase("train"):
+            for index, batch in enumerate(batches):
+                pending = self.backend.forward_backward(batch)
+                if index == 0:
+                    self._check_first_update(
+                        step, pending.metrics, weight_version=weight_version, on_policy=on_policy
+                    )
+                result = self.backend.optim_step(pending)
+                self.warn(gate.check(result.skipped, result.grad_norm))
+                results.append(result)
+        return averages(results, gate)
+
+    def train_critic(self, batches: Sequence[TrainBatch], *, values_abs: float) -> dict[str, float]:
+        """As `train_policy`, for the critic. values_abs: mean absolute value of the rollout's values."""
+        gate = self.skip_gates["critic"]
+        results = []
+        with self.progress.phase("train_critic"):
+            for index, batch in enumerate(batches):
+                pending = self.backend.forward_backward_critic(batch)
+                if index == 0 and not self._has_dropout:
+                    difference = pending.metrics.get("value_diff_abs", 0.0)
+                    same_packing = self._same_packing(pending.network.layout)
+                    check_old_values(
+                        difference,
+                        values_abs=values_abs,
+                        same_packing=same_packing,
+                        half_precision=self._half_precision,
+                    )
+                result = self.backend.optim_step(pending)
+                self.warn(gate.check(result.skipped, result.grad_norm))
+                results.append(result)
+        return averages(results, gate, prefix="critic_")
+
+    def _check_first_update(
+        self, step: int, metrics: Mapping[str, float], *, weight_version: int, on_policy: bool
+    ) -> None:
+        """Gates on the forward pass of a rollout's first optimizer step, before the weights change."""
+        run = self.run_config
+        if run.algorithm.loss_type == "sft_loss" or self._has_dropout:
+            return
+        gap = metrics.get("log_ratio_abs", 0.0)
+        if run.algorithm.use_rollout_logprobs:
+            if (
+                on_policy and not run.debug.load_debug_rollout_data
+            ):  # recorded rollouts may come from other weights
+                # the old log-probs are the sampler's: this is the difference to it
+                self.warn(self.rollout_gate.check(gap, gap, 1.0, weight_version))
+            return
+        check_old_log_probs(
+            gap,
+            same_packing=self._same_packing(self.backend.layout),
+            half_precision=self._half_precision,
+        )
+        if (
+            step == run.critic.num_critic_only_steps
+            and "kl_k3" in metrics
+            and self._starts_at_the_reference()
+        ):
+            check_initial_kl(metrics["kl_k3"], half_precision=self._half_precision)
+
+    def _starts_at_the_reference(self) -> bool:
+        run = self.run_config
+        reference = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
+        return (
+            None not in (reference, self.initial_policy)
+            and Path(str(reference)).resolve() == Path(str(self.initial_policy)).resolve()
+        )
+
+    @property
+    def _half_precision(self) -> bool:
+        return self.run_config.megatron.transformer.bf16
+
+    @property
+    def _has_dropout(self) -> bool:
+        transformer = self.run_config.megatron.transformer
+        return bool(transformer.hidden_dropout or transformer.attention_dropout)
+
+    def _same_packing(self, layout: ParallelLayout) -> bool:
+        """Whether forward-only passes and updates of a network in this layout pack samples alike."""
+        algorithm = self.run_config.algorithm
+        same_size = algorithm.log_probs_micro_batch_size in (None, algorithm.micro_batch_size)
+        same_size = (
+            same_size and not algorithm.use_dynamic_batch_size
+        )  # a pass over a whole rollout is filled otherwise than a step
+        return (
+            same_size and layout.vp_size == 1
+        )  # interleaved stages pad to the longest of the step, or of the rollout
+
+
+def averages(
+    results: Sequence[StepResult], gate: SkippedStepGate, prefix: str = ""
+) -> dict[str, float]:
+    """Metrics of the optimizer steps of one rollout, averaged over them. prefix: of the names that every network has."""
+    names = sorted({name for r in results for name in r.metrics})
+    metrics = {
+        n if n.startswith("perf/") else f"train/{n}": mean(
+            [r.metrics[n] for r in results if n in r.metrics]
+        )
+        for n in names
+    }
+    metrics[f"train/{prefix}grad_norm"] = mean([r.grad_norm for r in results])
+    metrics[f"train/{prefix}lr"] = results[-1].learning_rate
+    metrics[f"train/{prefix}skipped_steps"] = float(gate.total)
+    return metrics
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

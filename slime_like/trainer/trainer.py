@@ -1,0 +1,374 @@
+"""The loop: prompts, rollouts, log-probs, advantages, optimizer steps, weights to the engine; evaluation and checkpoints when due."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from arguments.run_config import RunConfig
+from slime_like.compat.slime.function_results import UNKNOWN_VERSIONS
+from slime_like.distributed.collectives import from_rank_zero
+from slime_like.distributed.signals import StopConditions
+from slime_like.errors import RunError
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.metrics.logger import MetricsLogger, to_json
+from slime_like.metrics.progress import Progress
+from slime_like.metrics.timers import STEP_SECONDS
+from slime_like.rollout.evaluate import make_evaluator
+from slime_like.rollout.metrics import (
+    TRUNCATED_FRACTION,
+    engine_troubles,
+    failed_fraction,
+    first_failure,
+    rollout_metrics,
+)
+from slime_like.rollout.recording import save_rollout
+from slime_like.rollout.step_plan import check_token_sets, flatten, usable
+from slime_like.trainer.batch_builder import BatchMaker
+from slime_like.trainer.checkpointing import RunCheckpoints
+from slime_like.trainer.rollout_manager import (
+    RolloutManager,
+    function_evaluator,
+    make_rollouter,
+    make_source,
+    make_teacher,
+)
+from slime_like.trainer.train_step import TrainStep
+from slime_like.trainer.weight_sync import WeightSync
+
+
+class Trainer:
+    """Owns the run: every part is built here and used by `run`. All ranks execute the same calls."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        layout: ParallelLayout,
+        output_dir: Path,
+        *,
+        on_phase: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        self.run_config = run
+        self.layout = layout
+        self.output_dir = output_dir
+        self.is_sft = run.algorithm.loss_type == "sft_loss"
+        tokenizer = load_tokenizer(run)
+        source = make_source(run, tokenizer)
+        self.num_rollouts = num_rollouts(run, None if source is None else len(source))
+        self.progress = Progress(
+            self.num_rollouts,
+            show=layout.rank == 0,
+            plain=run.logging.no_progress,
+            log_interval=run.logging.log_interval,
+            on_phase=on_phase,
+        )
+        total_steps = self.num_rollouts * steps_per_rollout(run)
+        self.backend = MegatronBackend(
+            run, layout, total_steps=total_steps, tell=self.progress.message
+        )
+        if self.backend.critic is not None and self.backend.critic.layout is not layout:
+            self.progress.message(f"critic: {self.backend.critic.layout.describe()}")
+        self.rollouter = make_rollouter(
+            run, self.backend, tokenizer, self.progress, output_dir=output_dir
+        )
+        teacher = make_teacher(run, tokenizer, self.progress)
+        self.weight_sync = (
+            None
+            if self.rollouter is None
+            else WeightSync(run, self.backend, self.rollouter.engine, self.progress)
+        )
+        evaluator, eval_notes = make_evaluator(run, self.rollouter, tokenizer)
+        self.supply = RolloutManager(
+            run,
+            source,
+            self.rollouter,
+            evaluator,
+            tokenizer,
+            num_rollouts=self.num_rollouts,
+            teacher=teacher,
+        )
+        self.evaluator = function_evaluator(run, self.rollouter, evaluator, self.supply)
+        self.weight_version = (
+            1  # of the policy; the engine has its own, which lags until the next sync
+        )
+        self.start = 0
+        self._told_of_cut_answers = False
+        for note in [*([] if source is None else source.notes), *eval_notes]:
+            self._warn(note)
+        self.batches = BatchMaker(run, layout, self.backend, self.progress, self._warn)
+        self.stop = StopConditions(
+            every=run.checkpoint.exit_interval, minutes=run.checkpoint.exit_duration_in_mins
+        )
+        self.checkpoints = RunCheckpoints(run, layout, self.backend, self.progress.message)
+        start = self.checkpoints.load()
+        self.updates = TrainStep(
+            run,
+            self.backend,
+            self.progress,
+            rollout_gate=self.batches.rollout_gate,
+            warn=self._warn,
+            initial_policy=start.initial_policy,
+        )
+        if start.state is not None:
+            self._restore(start.state)
+        tensorboard = (
+            None
+            if run.logging.no_tensorboard
+            else Path(run.logging.tensorboard_dir or output_dir / "tensorboard")
+        )
+        self.logger: MetricsLogger | None = None
+        if layout.rank == 0:
+            last = None if start.state is None else start.state.get("metrics")
+            self.logger = MetricsLogger(
+                output_dir, tensorboard, start_step=self.start + 1 if self.start else 0, last=last
+            )
+
+    def run(self) -> int:
+        """The whole run, from the first rollout or from where it was resumed. Returns the exit status: 0, or that of a `ExitRequest`."""
+        run = self.run_config
+        if self.start >= self.num_rollouts:
+            self.progress.message(
+                f"nothing to do: the checkpoint has {self.start} rollouts and the run asks for {self.num_rollouts}"
+            )
+            return 0
+        if run.checkpoint.save is not None:
+            self.stop.catch()
+        self.progress.start_at(self.start)
+        with self.progress:
+            if self.start == 0 and self.evaluator and not run.eval.skip_eval_before_train:
+                scores = self._evaluate(self.start)
+                self.progress.message(
+                    "before training: "
+                    + "  ".join(f"{k} {v:.4f}" for k, v in scores.items() if k.endswith("/mean"))
+                )
+                self._log(-1, scores | self.progress.take_seconds())
+            for step in range(self.start, self.num_rollouts):
+                metrics = self._step(step)
+                stop = self.stop.requested(step + 1, any_rank)
+                if (
+                    stop is None
+                    and is_due(step, run.eval.eval_interval, self.num_rollouts)
+                    and self.evaluator
+                ):
+                    metrics |= self._evaluate(step)
+                    stop = self.stop.requested(step + 1, any_rank)
+                last = stop is not None or step + 1 == self.num_rollouts
+                if self.checkpoints.wants(step + 1, last=last):
+                    with self.progress.phase("save"):
+                        metrics |= self.checkpoints.after_rollout(
+                            step + 1, self._state(metrics), last=last
+                        )
+                metrics |= self.progress.take_seconds()
+                metrics |= speed_and_memory(metrics)
+                self._log(step, metrics)
+                self.progress.rollout_done(step, metrics)
+                if stop is not None and step + 1 < self.num_rollouts:
+                    saved = f", saved in {run.checkpoint.save}" if run.checkpoint.save else ""
+                    self.progress.message(
+                        f"stopped by {stop.words} after rollout {step + 1} of {self.num_rollouts}{saved}"
+                    )
+                    return stop.status
+        if run.lora.lora_save_path:
+            folder = self.backend.save_adapter(
+                run.lora.lora_save_path.replace("{rollout_id}", str(self.num_rollouts - 1))
+            )
+            self.progress.message(f"adapter: {folder}")
+        if run.checkpoint.save_hf:
+            folder = self.backend.save_hf(
+                run.checkpoint.save_hf.replace("{rollout_id}", str(self.num_rollouts - 1))
+            )
+            self.progress.message(f"Hugging Face checkpoint: {folder}")
+        return 0
+
+    def close(self) -> None:
+        """End what this process started: graders, files. Closing twice is fine."""
+        self.supply.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
+        if self.rollouter is not None:
+            self.rollouter.grader.close()
+            self.rollouter.engine.close()
+            self.rollouter = None
+        if self.logger is not None:
+            self.logger.close()
+            self.logger = None
+
+    def _step(self, step: int) -> dict[str, float]:
+        """One rollout and its optimizer steps."""
+        run = self.run_config
+        if not self.is_sft:
+            self._sync_weights()
+        with self.progress.phase("generate"):
+            groups, collected = self.supply.groups_of(step)
+        samples = [usable(sample) for sample in flatten(groups)]
+        check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
+        recorded = (
+            run.debug.load_debug_rollout_data is not None
+        )  # under weight versions of another run
+        metrics = (
+            collected
+            if self.is_sft
+            else merged(
+                rollout_metrics(samples, None if recorded else self.weight_version), collected
+            )
+        )
+        if self.is_sft:
+            self._tell_of_cut_answers(metrics[TRUNCATED_FRACTION])
+        self._check_staleness(step, metrics)
+        if self.rollouter is not None and not self.is_sft:
+            metrics |= self.rollouter.engine.take_metrics()
+            self.rollouter.engine.release_memory()
+        if run.debug.save_debug_rollout_data and self.layout.rank == 0:
+            save_rollout(run.debug.save_debug_rollout_data, step, groups)
+        failed = 0.0 if self.is_sft else failed_fraction(samples)
+        if failed > run.gates.max_failed_samples:
+            troubles = from_rank_zero(
+                lambda: engine_troubles(metrics)
+            )  # it alone has the counts, and any rank may be the one that tells
+            raise RunError(
+                f"rollout {step}: {failed:.1%} of the samples have no usable response or reward, more than --max-failed-samples "
+                f"{run.gates.max_failed_samples:g}; the first: {first_failure(samples)}{troubles}"
+            )
+        if failed:
+            self._warn(
+                f"rollout {step}: {failed:.1%} of the samples have no usable response or reward; the first: {first_failure(samples)}"
+            )
+        if run.debug.debug_rollout_only:
+            return metrics
+        batches, batch_metrics = self.batches.make(samples, self.weight_version)
+        metrics |= batch_metrics
+        if self.backend.critic is not None:
+            metrics |= self.updates.train_critic(
+                batches.critic, values_abs=metrics.get("rollout/values_abs", 0.0)
+            )
+        if step >= run.critic.num_critic_only_steps:
+            on_policy = not metrics.get("rollout/staleness_max") and not metrics.get(
+                UNKNOWN_VERSIONS
+            )
+            metrics |= self.updates.train_policy(
+                step, batches.policy, weight_version=self.weight_version, on_policy=on_policy
+            )
+            self.weight_version += 1
+        return metrics
+
+    def _tell_of_cut_answers(self, share: float) -> None:
+        """Once in a run: the model would not learn how such answers end."""
+        if share and not self._told_of_cut_answers:
+            self._told_of_cut_answers = True
+            limit = self.run_config.rollout.rollout_max_response_len
+            self._warn(
+                f"{share:.1%} of the answers of this step are longer than --rollout-max-response-len {limit} and are cut there, without an end; "
+                f"{TRUNCATED_FRACTION} has the share of every step"
+            )
+
+    def _check_staleness(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The bound that --async-rollout gives holds by itself, unless a function of the user's brings older samples."""
+        config = self.run_config.scheduling
+        bound = 1 if config.max_staleness is None else config.max_staleness
+        found = metrics.get("rollout/staleness_max", 0.0)
+        if config.async_rollout and found > bound:
+            raise RunError(
+                f"--rollout-function-path {config.rollout_function_path}: rollout {step} has tokens that are {found:g} weight versions old, and "
+                f"--max-staleness is {bound}"
+            )
+
+    def _sync_weights(self) -> None:
+        """Hand the policy's weights to the engine, unless it has them."""
+        if self.weight_sync is not None:
+            self.weight_sync.hand_over(self.weight_version)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        assert self.evaluator is not None
+        self.supply.drain()
+        self._sync_weights()
+        with self.progress.phase("eval"):
+            return self.evaluator.evaluate(step)
+
+    def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """What a checkpoint holds beside the networks; plain JSON. metrics: of the last rollout, whose line is not written yet."""
+        return {
+            **self.supply.state_dict(),
+            **self.updates.state_dict(),
+            "weight_version": self.weight_version,
+            "batches": self.batches.state_dict(),
+            "metrics": to_json(metrics),
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.start = int(state["step"])
+        self.weight_version = int(state["weight_version"])
+        self.updates.load_state_dict(state)
+        self.batches.load_state_dict(state["batches"])
+        self.supply.load_state_dict(state)
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.logger is not None:
+            self.logger.log(step + 1, metrics)
+
+    def _warn(self, text: str | None) -> None:
+        if text is not None:
+            self.progress.message(f"warning: {text}")
+
+
+def load_tokenizer(run: RunConfig) -> Any:
+    """The tokenizer of --hf-checkpoint; None in a run that reads recorded tokens only."""
+    if run.model.hf_checkpoint is None:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        run.model.hf_checkpoint, trust_remote_code=run.model.trust_remote_code
+    )
+
+
+def num_rollouts(run: RunConfig, num_prompts: int | None) -> int:
+    """--num-rollout, or what --num-epoch passes over the prompts make."""
+    if run.rollout.num_rollout is not None:
+        return run.rollout.num_rollout
+    assert run.rollout.num_epoch is not None
+    assert num_prompts is not None
+    return max(1, num_prompts * run.rollout.num_epoch // run.rollout.rollout_batch_size)
+
+
+def steps_per_rollout(run: RunConfig) -> int:
+    assert run.algorithm.num_steps_per_rollout is not None, (
+        "completed when the command line is parsed"
+    )
+    return run.algorithm.num_steps_per_rollout
+
+
+def any_rank(flags: list[bool]) -> list[bool]:
+    """Elementwise or over all ranks; collective."""
+    votes = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return [bool(vote) for vote in votes]
+
+
+def is_due(step: int, interval: int | None, total: int) -> bool:
+    """Every `interval` rollouts, and after the last."""
+    return step + 1 == total or (interval is not None and (step + 1) % interval == 0)
+
+
+def merged(ours: dict[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+    """Raises ValueError for a name that is there twice, as a user's function may choose it."""
+    twice = sorted(ours.keys() & theirs.keys())
+    if twice:
+        raise ValueError(
+            f"--rollout-function-path: the metric {twice[0]!r} is one of the run's own; give it another name"
+        )
+    return {**ours, **theirs}
+
+
+def speed_and_memory(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Tokens a second over the whole step, and the peak memory of this process in GiB."""
+    speed = {}
+    if "rollout/tokens" in metrics and metrics.get(STEP_SECONDS):
+        speed["perf/tokens_per_s"] = metrics["rollout/tokens"] / metrics[STEP_SECONDS]
+    speed["perf/peak_rss_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return speed

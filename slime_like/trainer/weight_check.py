@@ -1,0 +1,79 @@
+"""Whether the servers have the weights that the trainer has: both compute the log-probs of freshly sampled tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from arguments.run_config import RunConfig
+from slime_like.distributed.collectives import from_rank_zero
+from slime_like.errors import RunError
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.rollout.engines.base import GenerateRequest, RolloutEngine, SamplingParams
+from slime_like.rollout.engines.sglang.engine import SglangEngine
+from slime_like.trainer.batch_builder import train_rollout_limit
+from slime_like.types import TrainSample
+
+NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 24, 16
+
+
+class WeightCheck:
+    """A collective over all ranks, after a weight update."""
+
+    def __init__(self, run: RunConfig, backend: MegatronBackend, engine: RolloutEngine) -> None:
+        assert isinstance(engine, SglangEngine)
+        self._backend = backend
+        self._engine = engine
+        self._repeats = run.algorithm.log_probs_micro_batch_size or run.algorithm.micro_batch_size
+        self._limit = train_rollout_limit(run)
+        self._sampling = SamplingParams(
+            temperature=run.rollout.rollout_temperature, max_new_tokens=RESPONSE_LENGTH
+        )
+        vocabulary = min(run.gpt.vocab_size or 2, 50_000)
+        generator = torch.Generator().manual_seed(run.data.rollout_seed)
+        prompts = torch.randint(
+            vocabulary, (NUM_PROMPTS, PROMPT_LENGTH), generator=generator
+        ).tolist()
+        self._requests = [
+            GenerateRequest(-1 - i, tuple(prompt), seed=i) for i, prompt in enumerate(prompts)
+        ]
+
+    def run(self, version: int) -> Mapping[str, float]:
+        """The largest mean difference of a server. Raises RunError, on every rank, naming a server whose log-probs are not the trainer's."""
+        worst = 0.0
+        answers = from_rank_zero(self._answers)
+        if (
+            not answers
+        ):  # all were lost; those that are started again get the weights before requests
+            return {}
+        for url, outputs in answers:
+            samples = [
+                self._sample(request, tokens)
+                for request, (tokens, _) in zip(self._requests, outputs, strict=True)
+            ]
+            whole = samples * self._repeats  # micro-batches are full
+            own = self._backend.compute_log_probs(whole)[: len(samples)]
+            gaps = [
+                (o.log_probs.cpu() - torch.tensor(theirs)).abs()
+                for o, (_, theirs) in zip(own, outputs, strict=True)
+            ]
+            mean, largest = float(torch.cat(gaps).mean()), float(torch.cat(gaps).max())
+            if not mean <= self._limit:
+                raise RunError(
+                    f"the engine {url} does not have the weights of version {version}: its log-probs of {sum(map(len, gaps))} tokens differ from "
+                    f"the trainer's by {mean:.3g} on average (at most {largest:.3g}; limit {self._limit:g})"
+                )
+            worst = max(worst, mean)
+        return {"engine/weight_check_log_prob_diff": worst}
+
+    def _answers(self) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[float, ...]]]]]:
+        """On rank 0: tokens and log-probs of every server, by its address. Raises RunError; see `SglangEngine.probe`."""
+        answers = self._engine.probe(self._requests, self._sampling)
+        return [(url, [(o.tokens, o.log_probs) for o in outputs]) for url, outputs in answers]
+
+    def _sample(self, request: GenerateRequest, tokens: tuple[int, ...]) -> TrainSample:
+        ones = torch.ones(len(tokens))
+        return TrainSample(
+            torch.tensor([*request.prompt_tokens, *tokens]), len(tokens), ones.bool(), ones
+        )

@@ -1,0 +1,81 @@
+"""The rollout engine of a run, and the policy's weights to it: again where a server failed in the middle, and checked where servers got them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arguments.run_config import RunConfig
+from slime_like.errors import RunError
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.metrics.progress import Progress
+from slime_like.rollout.engines.base import RolloutEngine
+from slime_like.rollout.engines.local.engine import LocalEngine
+
+ATTEMPTS = 4  # each one less costs a server
+
+
+class WeightSync:
+    """A collective over all ranks."""
+
+    def __init__(
+        self, run: RunConfig, backend: MegatronBackend, engine: RolloutEngine, progress: Progress
+    ) -> None:
+        self._backend = backend
+        self._engine = engine
+        self._progress = progress
+        self._check = None
+        if run.rollout.rollout_engine == "sglang":
+            from slime_like.trainer.weight_check import WeightCheck
+
+            self._check = WeightCheck(run, backend, engine)
+        self._check_always = run.sglang.check_weight_update_equal
+        self._checked_once = False
+        self.metrics: dict[str, float] = {}  # of the latest check
+
+    def hand_over(self, version: int) -> None:
+        """Unless the engine has them. Raises RunError when it cannot get them, or has others after it."""
+        self._engine.check_health()
+        if self._engine.weight_version == version:
+            return
+        with self._progress.phase("sync"):
+            for attempt in range(ATTEMPTS):
+                if attempt:
+                    self._engine.check_health()  # waits for a server that is started again, where none is left
+                self._engine.update_weights(self._backend.export_weights(), version)
+                if self._engine.weight_version == version:
+                    break
+            else:
+                raise RunError(
+                    f"the weights of version {version} did not reach the engines in {ATTEMPTS} attempts"
+                )
+            if self._check is not None and (self._check_always or not self._checked_once):
+                self.metrics |= self._check.run(version)
+                self._checked_once = True
+
+
+def make_engine(
+    run: RunConfig,
+    device: torch.device,
+    tokenizer: Any,
+    output_dir: Path,
+    tell: Callable[[str], None],
+) -> RolloutEngine:
+    """The engine of --rollout-engine; a collective."""
+    assert run.model.hf_checkpoint is not None
+    if run.rollout.rollout_engine == "sglang":
+        from slime_like.rollout.engines.sglang.factory import make_sglang_engine
+
+        return make_sglang_engine(run, device=device, output_dir=output_dir, tell=tell)
+    return LocalEngine(
+        run.model.hf_checkpoint,
+        tokenizer,
+        local_batch_size=run.rollout.rollout_local_batch_size,
+        device=device,
+        dtype=run.megatron.transformer.params_dtype,
+        trust_remote_code=run.model.trust_remote_code,
+        tied=False if run.unties_output_layer else None,
+    )

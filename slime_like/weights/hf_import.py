@@ -1,0 +1,208 @@
+"""Hugging Face safetensors -> the shards of this rank. Each rank reads only what it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as MappingOf
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from arguments.hf.model import HfModel
+from arguments.schema import GPTModelConfig
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.weights.families import (
+    VALUE_HEAD,
+    expert_number,
+    family_map,
+    global_parameters,
+    model_sizes,
+    unwrap,
+)
+from slime_like.weights.mappings import Mapping, Part, Sizes
+from slime_like.weights.safetensors_reader import DTYPES, MAX_NAMED, WeightFiles, listed
+
+
+def load_hf_weights(
+    model_chunks: Sequence[Any],
+    folder: str,
+    *,
+    hf: HfModel,
+    gpt: GPTModelConfig,
+    layout: ParallelLayout,
+    value_head: bool = False,
+) -> None:
+    """Fill every parameter of this rank's model chunks from the safetensors files in `folder`, cast to its dtype.
+
+    model_chunks: this rank's GPTModels, wrapped or not. An optimizer built before must take the new values over
+    (`reload_model_params`). Padding rows of the vocabulary become zero. value_head: the network is a critic; a head that the files do not
+    have, weight or bias, becomes zero, and the output layer that they may have is left.
+    Raises ValueError, the same on every rank and before any parameter has changed: an unreadable file, tensors that are
+    missing, tensors that the model has no place for, shapes that differ (both are named), dtypes that are no floats.
+    """
+    local = dict(global_parameters(model_chunks))
+    with WeightFiles(folder) as files:
+        plan = plan_loading(
+            local,
+            files,
+            folder,
+            model_chunks[0],
+            hf=hf,
+            gpt=gpt,
+            layout=layout,
+            value_head=value_head,
+        )
+        for name, parameter in local.items():
+            plan.fill(name, parameter.detach(), files)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """How this rank's parameters are made of a Hugging Face folder's tensors, all of which have been checked. absent: parts of a critic's head
+    that are not there."""
+
+    family: MappingOf[str, Mapping]
+    parts: MappingOf[str, Sequence[Part]]
+    absent: frozenset[str]
+
+    def fill(self, name: str, shard: Tensor, files: WeightFiles) -> None:
+        """Write the parameter `name` of this rank into `shard`, which has its shape."""
+        if name in self.absent:
+            shard.zero_()
+        else:
+            _fill(shard, self.family[name].dim, self.parts[name], files)
+
+
+def plan_loading(
+    local: MappingOf[str, Tensor],
+    files: WeightFiles,
+    folder: str,
+    chunk: Any,
+    *,
+    hf: HfModel,
+    gpt: GPTModelConfig,
+    layout: ParallelLayout,
+    value_head: bool = False,
+) -> LoadPlan:
+    """local: this rank's parameters by canonical name; only their shapes are looked at. chunk: one of its model chunks. Raises as
+    `load_hf_weights`."""
+    config = unwrap(chunk).config
+    sizes = model_sizes(config, gpt)
+    family = family_map(
+        hf.architecture,
+        config,
+        tied=not gpt.untie_embeddings_and_output_weights,
+        value_head=value_head,
+    )
+    _check_model(dict(local), family, hf.architecture, own_experts(sizes, layout))
+    parts = {
+        name: _parts(name, parameter, family[name], sizes, layout)
+        for name, parameter in local.items()
+    }
+    absent = [
+        name
+        for name, mapping in VALUE_HEAD.items()
+        if value_head and not mapping.hf_shapes(sizes).keys() <= files.names
+    ]
+    there = {name: mapping for name, mapping in family.items() if name not in absent}
+    _check_names(files, there, folder, sizes)
+    _check_tensors(files, there, folder, sizes)
+    return LoadPlan(there, parts, frozenset(absent))
+
+
+def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) -> None:
+    position = 0
+    for part in parts:
+        rows = shard.narrow(dim, position, len(part))
+        if part.hf is None:
+            rows.zero_()
+        else:
+            rows.copy_(files.read(part.hf, dim, part.start, part.stop))
+        position += len(part)
+
+
+def _parts(
+    name: str, parameter: Tensor, mapping: Mapping, sizes: Sizes, layout: ParallelLayout
+) -> list[Part]:
+    """What this rank's shard consists of; ValueError when that does not give the parameter's shape."""
+    rank, size = (
+        (layout.tp_rank, layout.tp_size)
+        if expert_number(name) is None
+        else (layout.etp_rank, layout.etp_size)
+    )
+    parts = mapping.parts(sizes, rank, size, rows=parameter.shape[mapping.dim])
+    hf_name, hf_shape = next(iter(mapping.hf_shapes(sizes).items()))
+    expected = list(hf_shape)
+    expected[mapping.dim] = sum(map(len, parts))
+    if tuple(parameter.shape) != tuple(expected):
+        raise ValueError(
+            f"the model's parameter {name} has shape {tuple(parameter.shape)}, but {hf_name} calls for {tuple(expected)}"
+        )
+    return parts
+
+
+def own_experts(sizes: Sizes, layout: ParallelLayout) -> range:
+    """The experts of each layer that this rank has, or a part of."""
+    share = sizes.experts // layout.ep_size
+    return range(layout.ep_rank * share, (layout.ep_rank + 1) * share)
+
+
+def _check_model(
+    local: dict[str, Tensor], family: dict[str, Mapping], architecture: str, experts: range
+) -> None:
+    """The model's layers have exactly the parameters of the family, of the experts those in `experts`."""
+    layers = {name.split(".")[2] for name in local if name.startswith("decoder.layers.")}
+
+    def belongs_here(name: str) -> bool:
+        number = expert_number(name)
+        return (
+            name.startswith("decoder.layers.")
+            and name.split(".")[2] in layers
+            and (number is None or number in experts)
+        )
+
+    absent = [name for name in family if name not in local and belongs_here(name)]
+    strange = local.keys() - family.keys()
+    for words, names in (("lacks", absent), ("has, beyond those of the architecture,", strange)):
+        if names:
+            raise ValueError(
+                f"the model was not built as {architecture}: it {words} the parameters {listed(names)}"
+            )
+
+
+def _check_names(files: WeightFiles, family: dict[str, Mapping], folder: str, sizes: Sizes) -> None:
+    wanted = {name for mapping in family.values() for name in mapping.hf_shapes(sizes)}
+    problems = []
+    if missing := wanted - files.names:
+        problems.append(f"missing tensors: {listed(missing)}")
+    # A tied model's file may repeat the embedding as lm_head, and old files hold rotary tables: transformers ignores both.
+    surplus = {
+        name
+        for name in files.names - wanted
+        if name != "lm_head.weight" and not name.endswith(".rotary_emb.inv_freq")
+    }
+    if surplus:
+        problems.append(f"tensors that the model has no place for: {listed(surplus)}")
+    if problems:
+        raise ValueError(f"weights in {folder}: " + "; ".join(problems))
+
+
+def _check_tensors(
+    files: WeightFiles, family: dict[str, Mapping], folder: str, sizes: Sizes
+) -> None:
+    problems = []
+    for mapping in family.values():
+        for name, shape in mapping.hf_shapes(sizes).items():
+            if files.shape(name) != shape:
+                problems.append(
+                    f"{name} has shape {files.shape(name)} in the file, the model needs {shape}"
+                )
+            if files.dtype(name) not in DTYPES:
+                problems.append(
+                    f"{name} has dtype {files.dtype(name)}; legal values: {', '.join(DTYPES)}"
+                )
+    if problems:
+        problems = list(dict.fromkeys(problems))
+        more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
+        raise ValueError(f"weights in {folder}: " + "; ".join(problems[:MAX_NAMED]) + more)

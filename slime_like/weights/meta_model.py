@@ -1,0 +1,145 @@
+"""A model without its weights: every parameter of this rank by name and shape, and how a distributed checkpoint calls its pieces.
+
+Conversion goes through a model one parameter at a time, so that it needs memory for a few parameters whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from arguments.hf.model import HfModel
+from arguments.megatron import merge_network
+from arguments.megatron_configs import Machine, build_megatron_configs
+from arguments.schema import GPTModelConfig, ModelConfig, ParallelConfig
+from slime_like.config import ConfigError
+from slime_like.megatron.checkpoint.networks import SavedNetwork, sharded_state
+from slime_like.megatron.model.gpt import build_chunks, model_shape
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.weights.families import global_parameters, named_weights
+
+TIMEOUT_MINUTES = 24 * 60.0  # a rank may write for long while the others have done their part
+NO_ACCELERATOR = Machine(cuda=False, transformer_engine=False, gradient_fusion=False)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """chunks: this rank's GPTModels, on the meta device. state: their sharded state, as checkpoints are written from. parameters: the
+    canonical name of each parameter -> itself, on the meta device."""
+
+    hf: HfModel
+    gpt: GPTModelConfig
+    layout: ParallelLayout
+    value_head: bool
+    chunks: list[Any]
+    state: dict[str, Any]
+    parameters: dict[str, Tensor]
+    _entries: dict[str, Any]
+
+    def pieces(self, name: str, data: Tensor | None = None) -> list[ShardedTensor]:
+        """What a checkpoint holds of a parameter: one tensor, or several (gate and up projection). data: views of it are the pieces' data;
+        None: of the parameter on the meta device."""
+        entry = self._entries[name]
+        if data is not None:  # of any dtype; a factory takes that of its data
+            entry = dataclasses.replace(
+                entry,
+                data=data,
+                **({"dtype": data.dtype} if isinstance(entry, ShardedTensor) else {}),
+            )
+        return list(_built(entry))
+
+    def shape(self) -> dict[str, int | bool | None]:
+        """Settings that tell one model from another."""
+        return model_shape(self.chunks[0].config, self.gpt)
+
+
+def conversion_layout(
+    hf: HfModel,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
+) -> ParallelConfig:
+    """The layout in which a model is converted; the default is one rank's, which every process has for itself."""
+    return ParallelConfig(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+        sequence_parallel=tensor > 1
+        and bool(
+            hf.transformer.get("num_moe_experts")
+        ),  # megatron-core wants it; weights do not depend on it
+        distributed_backend="gloo",
+        distributed_timeout_minutes=TIMEOUT_MINUTES,
+    )
+
+
+def make_blueprint(
+    hf: HfModel,
+    parallel: ParallelConfig,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    *,
+    value_head: bool,
+) -> Blueprint:
+    """Raises ConfigError with what megatron-core has against the model in this layout."""
+    core = merge_network({"perform_initialization": False}, hf.transformer, {})
+    built, problems = build_megatron_configs(
+        core,
+        model=ModelConfig(transformer_impl="local"),
+        parallel=parallel,
+        virtual_stages=None,
+        machine=NO_ACCELERATOR,
+    )
+    if built is None:
+        raise ConfigError(problems)
+    gpt = GPTModelConfig(**hf.gpt)
+    with OnMeta():
+        chunks = [
+            chunk.to(dtype)
+            for chunk in build_chunks(
+                built.transformer, gpt, "local", layout, value_head=value_head
+            )
+        ]
+    state = sharded_state(SavedNetwork(chunks, None, None, layout), is_loading=False)
+    parameters, entries = {}, {}
+    for index, chunk in enumerate(chunks):
+        for (own, _), (name, parameter) in zip(
+            named_weights(chunk), global_parameters([chunk]), strict=True
+        ):
+            if (
+                own in state[f"model{index}"]
+            ):  # the last stage's copy of a tied embedding is not saved
+                parameters[name], entries[name] = parameter, state[f"model{index}"][own]
+    return Blueprint(hf, gpt, layout, value_head, chunks, state, parameters, entries)
+
+
+class OnMeta(TorchFunctionMode):
+    """New tensors have shapes and no memory, whatever device was asked for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones, torch.arange, torch.tensor, torch.full):
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def _built(entry: Any) -> Iterator[ShardedTensor]:
+    if isinstance(entry, ShardedTensorFactory):
+        entry = entry.build()
+    if isinstance(entry, ShardedTensor):
+        yield entry
+    elif isinstance(entry, dict | list):
+        for value in entry.values() if isinstance(entry, dict) else entry:
+            yield from _built(value)

@@ -1,0 +1,143 @@
+"""Safetensors files of known content, written one tensor at a time, and taken over when they are whole already."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime_like.checkpoints.files import FileRecord, hash_file, hashed_file, replace_file
+from slime_like.weights.safetensors_reader import DTYPE_NAMES, INDEX, file_names
+
+NOTE = ".done.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """What a tensor of a file will be."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorPlan:
+        return cls(name, tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One file and its tensors, in their order."""
+
+    file_name: str
+    tensors: tuple[TensorPlan, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def plan_shards(tensors: Iterable[TensorPlan], max_shard_bytes: int) -> list[ShardPlan]:
+    """Cut a model into files of at most `max_shard_bytes` (or one tensor)."""
+    groups: list[list[TensorPlan]] = []
+    size = 0
+    for tensor in tensors:
+        if not groups or size + tensor.nbytes > max_shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    return [
+        ShardPlan(name, tuple(group))
+        for name, group in zip(file_names(len(groups)), groups, strict=True)
+    ]
+
+
+def main_dtype(shards: Sequence[ShardPlan]) -> str:
+    """That of most bytes, as config.json calls it."""
+    by_dtype: Counter[torch.dtype] = Counter()
+    for shard in shards:
+        for tensor in shard.tensors:
+            by_dtype[tensor.dtype] += tensor.nbytes
+    return str(by_dtype.most_common(1)[0][0]).removeprefix("torch.")
+
+
+def write_index(folder: Path, shards: Sequence[ShardPlan]) -> None:
+    """Which file has which tensor; nothing for a single file."""
+    if len(shards) > 1:
+        weight_map = {tensor.name: shard.file_name for shard in shards for tensor in shard.tensors}
+        index = {
+            "metadata": {"total_size": sum(shard.nbytes for shard in shards)},
+            "weight_map": weight_map,
+        }
+        replace_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def write_shard(
+    folder: Path,
+    plan: ShardPlan,
+    tensors: Iterator[tuple[str, Tensor]],
+    identity: str,
+    advance: Callable[[int], None],
+) -> FileRecord:
+    """Write the file under another name, sync, rename, and leave a note that it is whole. `tensors` gives the plan's, in its order."""
+    part = folder / (plan.file_name + ".part")
+    with hashed_file(part) as file:
+        file.write(header(plan.tensors))
+        for planned, (name, tensor) in zip(plan.tensors, tensors, strict=True):
+            assert (name, tuple(tensor.shape), tensor.dtype) == (
+                planned.name,
+                planned.shape,
+                planned.dtype,
+            ), name
+            if tensor.numel():
+                file.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            advance(planned.nbytes)
+    record = file.record()
+    os.replace(part, folder / plan.file_name)
+    replace_file(
+        folder / (plan.file_name + NOTE), json.dumps({"identity": identity, **asdict(record)})
+    )
+    return record
+
+
+def kept_shard(folder: Path, plan: ShardPlan, identity: str) -> FileRecord | None:
+    """The file, if it was written with the same `identity` and is whole."""
+    try:
+        note = json.loads((folder / (plan.file_name + NOTE)).read_text())
+        record = FileRecord(note["size"], note["sha256"])
+        return (
+            record
+            if note["identity"] == identity and hash_file(folder / plan.file_name) == record
+            else None
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def header(tensors: Sequence[TensorPlan]) -> bytes:
+    """What a safetensors file begins with: the length of the JSON in 8 bytes, and the JSON, padded to a multiple of 8."""
+    entries: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in tensors:
+        end = position + tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

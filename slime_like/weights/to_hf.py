@@ -1,0 +1,239 @@
+"""A network of a checkpoint, saved in any layout -> a Hugging Face folder, one parameter at a time.
+
+The processes share the output's files out among themselves, and each reads what its files need straight from the checkpoint's. All is written
+beside the output folder, which appears when it is whole; a file that is whole is kept by the next attempt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.checkpoints.files import FileRecord, hash_file
+from slime_like.checkpoints.folders import free_bytes
+from slime_like.checkpoints.manifest import MANIFEST
+from slime_like.config import ConfigError, Problem
+from slime_like.distributed.collectives import from_rank_zero, together
+from slime_like.megatron.checkpoint.networks import available_name
+from slime_like.megatron.checkpoint.tensors import CheckpointTensors
+from slime_like.weights.families import family_map, model_sizes
+from slime_like.weights.hf_export import gather_full_tensors
+from slime_like.weights.hf_save import check_folders, finish_folder
+from slime_like.weights.mappings import Mapping
+from slime_like.weights.meta_model import Blueprint
+from slime_like.weights.safetensors_writer import (
+    NOTE,
+    ShardPlan,
+    TensorPlan,
+    kept_shard,
+    main_dtype,
+    plan_shards,
+    write_index,
+    write_shard,
+)
+
+PARTIAL = ".partial"
+NOT_WEIGHTS = ("optimizer.", "chained_", "_extra_state")
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """kept: files of an interrupted conversion that were whole."""
+
+    bytes: int
+    files: int
+    kept: int
+
+
+class NetworkSource:
+    """The Hugging Face tensors of a network in a checkpoint. blueprint: of the template, in a layout of one rank."""
+
+    def __init__(
+        self, blueprint: Blueprint, folder: Path, template: str, dtype: torch.dtype | None
+    ) -> None:
+        """dtype: None: as stored. Raises ConfigError when the template is of another model, ValueError when the checkpoint is damaged."""
+        self.blueprint = blueprint
+        self.stored = CheckpointTensors(folder)
+        self._dtype = dtype
+        config = blueprint.chunks[0].config
+        self.sizes = model_sizes(config, blueprint.gpt)
+        tied = not blueprint.gpt.untie_embeddings_and_output_weights
+        self.family = family_map(
+            blueprint.hf.architecture, config, tied=tied, value_head=blueprint.value_head
+        )
+        self._keys = {
+            piece.key: available_name(piece.key, self.stored.entries)
+            for name in blueprint.parameters
+            for piece in blueprint.pieces(name)
+        }
+        if problems := self._differences():
+            more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+            words = f"is not the model of checkpoint {folder}: {'; '.join(problems[:3])}{more}; give the folder that the run was started from"
+            raise ConfigError([Problem("--hf-checkpoint", template, words)])
+        self.tensors = {
+            hf_name: (name, TensorPlan(hf_name, shape, self.dtype_of(name)))
+            for name, mapping in self._own().items()
+            for hf_name, shape in mapping.hf_shapes(self.sizes).items()
+        }
+
+    def _own(self) -> dict[str, Mapping]:
+        """Parameters that hold tensors of their own: a tied output layer has none."""
+        seen: set[str] = set()
+        own = {}
+        for name, mapping in self.family.items():
+            names = mapping.hf_shapes(self.sizes).keys()
+            if not names <= seen:
+                own[name] = mapping
+                seen |= names
+        return own
+
+    def _differences(self) -> list[str]:
+        stored, problems = self.stored, []
+        for name in self.blueprint.parameters:
+            for piece in self.blueprint.pieces(name):
+                key = self._keys[piece.key]
+                if key not in stored.entries:
+                    problems.append(f"{key} is not in it")
+                elif not piece.allow_shape_mismatch and stored.shape(key) != tuple(
+                    piece.global_shape
+                ):
+                    problems.append(
+                        f"{key} is {list(stored.shape(key))} there and {list(piece.global_shape)} here"
+                    )
+        surplus = set(stored.tensor_names()) - set(self._keys.values())
+        problems += [
+            f"{key} is in it and has no place here"
+            for key in sorted(surplus)
+            if not any(word in key for word in NOT_WEIGHTS)
+        ]
+        return list(dict.fromkeys(problems))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self._dtype or self.stored.dtype(self._keys[self.blueprint.pieces(name)[0].key])
+
+    def parameter(self, name: str) -> Tensor:
+        """The whole of a parameter as one rank would have it; padding of the vocabulary, which differs between layouts, is zero."""
+        whole = torch.zeros(self.blueprint.parameters[name].shape, dtype=self.dtype_of(name))
+        for piece in self.blueprint.pieces(name, whole):
+            assert piece.data is not None
+            key, offset = self._keys[piece.key], tuple(piece.global_offset)
+            region = piece.data.view((1,) * piece.prepend_axis_num + tuple(piece.data.shape))
+            if piece.allow_shape_mismatch:
+                region = region[: max(0, self.stored.shape(key)[0] - offset[0])]
+            self.stored.read_into(region, key, offset)
+        return whole
+
+    def stream(self, shard: ShardPlan) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a file; a parameter is read once for those of its tensors that follow each other."""
+        at: str | None = None
+        made: dict[str, Tensor] = {}
+        for planned in shard.tensors:
+            name, _ = self.tensors[planned.name]
+            if name != at:
+                made = {}  # before the next one is read
+                at, made = (
+                    name,
+                    gather_full_tensors(self.family[name], [self.parameter(name)], self.sizes),
+                )
+            yield planned.name, made.pop(planned.name)
+
+
+def convert_to_hf(
+    source: NetworkSource,
+    template: str,
+    output: str,
+    *,
+    checkpoint: Path,
+    max_shard_bytes: int,
+    workers: int = 1,
+    advance: Advance = lambda size: None,
+) -> Exported:
+    """Write the network as a Hugging Face folder at `output`. Collective; each of `workers` threads writes a file and holds one parameter,
+    twice, at a time. Raises ValueError or OSError on every rank; what was written stays for the next attempt, beside `output`."""
+    folder, value_head = Path(output), source.blueprint.value_head
+    from_rank_zero(lambda: check_folders(folder, Path(template)))
+    shards = plan_shards((planned for _, planned in source.tensors.values()), max_shard_bytes)
+    identity = _identity(checkpoint, shards)
+    partial = folder.with_name(f".{folder.name}{PARTIAL}")
+    kept = from_rank_zero(lambda: _prepare(partial, shards, identity))
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def write(shard: ShardPlan) -> None:
+        if shard.file_name in kept:
+            advance(shard.nbytes)
+        else:
+            write_shard(partial, shard, source.stream(shard), identity, advance)
+
+    def write_mine() -> None:
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(write, shards[rank::world]))
+
+    together(write_mine)
+
+    def complete() -> None:
+        write_index(partial, shards)
+        for shard in shards:
+            (partial / (shard.file_name + NOTE)).unlink()
+        finish_folder(
+            partial, folder, Path(template), dtype=main_dtype(shards), value_head=value_head
+        )
+
+    from_rank_zero(complete)
+    return Exported(sum(shard.nbytes for shard in shards), len(shards), len(kept))
+
+
+def _identity(checkpoint: Path, shards: list[ShardPlan]) -> str:
+    """What the bytes of the output depend on."""
+    plan = [
+        (shard.file_name, [(t.name, t.shape, str(t.dtype)) for t in shard.tensors])
+        for shard in shards
+    ]
+    return hashlib.sha256(
+        (hash_file(checkpoint / MANIFEST).sha256 + json.dumps(plan)).encode()
+    ).hexdigest()
+
+
+def _prepare(partial: Path, shards: list[ShardPlan], identity: str) -> dict[str, FileRecord]:
+    """The folder to write in, with nothing in it but whole files of the same conversion. Returns these."""
+    partial.mkdir(parents=True, exist_ok=True)
+    kept = {
+        shard.file_name: record
+        for shard in shards
+        if (record := kept_shard(partial, shard, identity)) is not None
+    }
+    for path in partial.iterdir():
+        if path.name.removesuffix(NOTE) not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    needed = sum(shard.nbytes for shard in shards if shard.file_name not in kept)
+    if (free := free_bytes(partial)) < needed + 2**20:
+        raise OSError(
+            f"--output: needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; name a folder on another disk"
+        )
+    return kept
+
+
+def model_differences(saved: dict[str, Any], blueprint: Blueprint) -> list[str]:
+    """Settings of the checkpoint's model that the template's has otherwise. saved: "model" of the trainer's state. A critic has no output
+    weights, and a tied policy is told by its tensors."""
+    here = blueprint.shape()
+    names = [
+        name
+        for name in here
+        if name in saved and not (blueprint.value_head and name == "untied_embeddings")
+    ]
+    return [
+        f"{name} {saved[name]} (template: {here[name]})"
+        for name in names
+        if saved[name] != here[name]
+    ]

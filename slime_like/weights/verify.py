@@ -1,0 +1,136 @@
+"""Is a conversion right? Two judges: the bits of every parameter, and the answers of transformers' model beside those of megatron-core's.
+
+Both work on a network in a checkpoint and a Hugging Face folder, whichever was made of the other, in a layout of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.distributed.collectives import from_rank_zero, gather, together
+from slime_like.megatron.checkpoint.fingerprint import bit_sums
+from slime_like.megatron.model.gpt import build_chunks
+from slime_like.megatron.model.policy import head_weight
+from slime_like.megatron.ops.attention import packed_rows
+from slime_like.weights.hf_import import plan_loading
+from slime_like.weights.safetensors_reader import WeightFiles
+from slime_like.weights.to_hf import NetworkSource
+
+TOKENS = 64  # of the sequence whose logits are compared
+TOLERANCE = 1e-3  # of the largest difference, over the standard deviation of all logits; two networks that differ are near 1
+
+
+def compare_bits(
+    source: NetworkSource, folder: str, advance: Callable[[int], None] = lambda size: None
+) -> int:
+    """Read the folder as a run would, and compare every parameter with the checkpoint's, bit by bit in the source's dtype. Collective; the
+    ranks share the parameters out. Returns their number. Raises ValueError naming those that differ."""
+    blueprint, rank, world = source.blueprint, dist.get_rank(), dist.get_world_size()
+    names = [name for name in source.family if name in blueprint.parameters]
+
+    def compare_mine() -> list[str]:
+        different = []
+        with WeightFiles(folder) as files:
+            plan = plan_loading(
+                blueprint.parameters, files, folder, blueprint.chunks[0], hf=blueprint.hf, gpt=blueprint.gpt, layout=blueprint.layout,
+                value_head=blueprint.value_head,
+            )  # fmt: skip
+            for name in names[rank::world]:
+                saved = source.parameter(name)
+                _without_padding(saved, source, name)
+                written = torch.empty_like(saved)
+                plan.fill(name, written, files)
+                if bit_sums(saved) != bit_sums(written):
+                    different.append(name)
+                advance(saved.nbytes)
+        return different
+
+    if different := [name for part in gather(together(compare_mine)) for name in part]:
+        raise ValueError(
+            f"--verify checksums: {folder} and checkpoint {source.stored.folder} differ in {', '.join(different[:3])} "
+            f"({len(different)} parameters in all)"
+        )
+    return len(names)
+
+
+def _without_padding(parameter: Tensor, source: NetworkSource, name: str) -> None:
+    """Loading makes the padding of the vocabulary zero; a trained checkpoint may have other numbers there."""
+    mapping = source.family[name]
+    position = 0
+    for part in mapping.parts(source.sizes, 0, 1, rows=parameter.shape[mapping.dim]):
+        if part.hf is None:
+            parameter.narrow(mapping.dim, position, len(part)).zero_()
+        position += len(part)
+
+
+def compare_logits(source: NetworkSource, folder: str) -> float:
+    """The largest difference between the logits (a critic: values) of both models on `TOKENS` fixed tokens, over their standard deviation.
+    In float32, whatever the weights' dtype. Collective; rank 0 computes, and holds one whole model at a time. Raises ValueError above
+    `TOLERANCE`."""
+
+    def compare() -> float:
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, source.sizes.vocab, (TOKENS,), generator=generator)
+        theirs, ours = (
+            transformers_logits(folder, tokens, value_head=source.blueprint.value_head),
+            megatron_logits(source, tokens),
+        )
+        spread = float(theirs.std())
+        difference = float((ours - theirs).abs().max())
+        if not difference <= TOLERANCE * spread:
+            raise ValueError(
+                f"--verify logits: those of {folder} in transformers and of checkpoint {source.stored.folder} differ by {difference:.3g}, with "
+                f"a standard deviation of {spread:.3g}"
+            )
+        return difference / spread if spread else 0.0
+
+    return from_rank_zero(compare)
+
+
+@torch.no_grad()
+def megatron_logits(source: NetworkSource, tokens: Tensor) -> Tensor:
+    """[T, vocabulary] float32 of the sequence `tokens` [T]; of a critic its values [T, 1]."""
+    blueprint = source.blueprint
+    (chunk,) = build_chunks(
+        blueprint.chunks[0].config,
+        blueprint.gpt,
+        "local",
+        blueprint.layout,
+        value_head=blueprint.value_head,
+    )
+    chunk = chunk.to(torch.float32).eval()
+    for (_, parameter), name in zip(chunk.named_parameters(), blueprint.parameters, strict=True):
+        parameter.copy_(source.parameter(name))
+    rows = packed_rows(torch.tensor([0, tokens.numel()], dtype=torch.int32))
+    out: Tensor = chunk(
+        tokens[None], torch.arange(tokens.numel())[None], None, packed_seq_params=rows
+    )[0]
+    return out if blueprint.value_head else (out @ head_weight(chunk).t())[:, : source.sizes.vocab]
+
+
+@torch.no_grad()
+def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Tensor:
+    """As `megatron_logits`. A critic's head, or its bias, that the folder does not have is zero, as where a run loads it."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    kind = (
+        transformers.AutoModelForTokenClassification
+        if value_head
+        else transformers.AutoModelForCausalLM
+    )
+    more = {"num_labels": 1} if value_head else {}
+    model = kind.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, **more
+    ).eval()
+    if value_head:
+        with WeightFiles(folder) as files:
+            for name, parameter in model.score.named_parameters():
+                if f"score.{name}" not in files.names:
+                    parameter.zero_()
+    logits: Tensor = model(tokens[None]).logits[0]
+    return logits
