@@ -10,7 +10,7 @@ SLOW ?= tests
 TEST_WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: install demo test test-slow test-slurm sglang-env test-sglang cookbook-env test-cookbook lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-slow fuzz test-slurm sglang-env test-sglang cookbook-env test-cookbook lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -30,6 +30,13 @@ test: install
 
 test-slow: install
 	$(PYTEST) -m "slow and not sglang and not cookbook" $(SLOW)
+
+# what make fuzz starts from; another seed, other cases
+FUZZ_SEED ?= 0
+
+# Hypothesis-driven answers of engines, checkpoints, rows and API bodies, for about an hour.
+fuzz: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --timeout 7200 --hypothesis-profile long --hypothesis-seed $(FUZZ_SEED) tests/fuzz
 
 # -rs prints why tests are skipped, where SLURM is not installed
 test-slurm: install

@@ -8,7 +8,7 @@ Versions, all with gradients for hidden states and weight:
     naive          log_softmax and autograd
     materialising  logits, then ops/vocab_parallel.py
     in place       logits, then a function written for this comparison: as few passes and buffers of [tokens, vocabulary] as torch allows
-    lean           ops/lean_head.py; also with every second row masked, and for several block sizes
+    lean           ops/fused_linear_logprob.py; also with every second row masked, and for several block sizes
 
 Time is the minimum over repetitions, in which all versions take turns; ratios are against the fastest version that holds the logits. Peak is
 what forward and backward allocate beyond inputs and warm-up: by a counter of the tensors that are alive (on CUDA by the allocator), and, on
@@ -42,7 +42,7 @@ import megatron_patches  # noqa: E402
 megatron_patches.apply()
 
 from benchmarks.bench_common import growth_exponent, write_json  # noqa: E402
-from slime_like.megatron.ops import lean_head  # noqa: E402
+from slime_like.megatron.ops import fused_linear_logprob  # noqa: E402
 from slime_like.megatron.ops.fused_linear_logprob import lean_log_probs  # noqa: E402
 from slime_like.megatron.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
 
@@ -300,11 +300,14 @@ def block_sizes(options: argparse.Namespace) -> dict[str, float]:
     p = Problem.make(options)
     found: dict[str, float] = {}
     name = "BLOCK_ELEMENTS_GPU" if options.device == "cuda" else "BLOCK_ELEMENTS_CPU"
-    default, default_rows = getattr(lean_head, name), lean_head.DEFAULT_CHUNK_SIZE
+    default, default_rows = (
+        getattr(fused_linear_logprob, name),
+        fused_linear_logprob.DEFAULT_CHUNK_SIZE,
+    )
     for _ in range(options.repetitions):
         for rows in (256, 512, 1024, 2048):
             for elements in (default // 4, default // 2, default, 2 * default, 4 * default):
-                setattr(lean_head, name, elements)
+                setattr(fused_linear_logprob, name, elements)
                 start = _now(p)
                 p.hidden.grad = p.weight.grad = None
                 outputs = lean_log_probs(
@@ -313,8 +316,8 @@ def block_sizes(options: argparse.Namespace) -> dict[str, float]:
                 torch.autograd.backward(outputs, tuple(p.grads))
                 label = f"{rows} rows, {elements} elements"
                 found[label] = min(found.get(label, float("inf")), _now(p) - start)
-    setattr(lean_head, name, default)
-    assert default_rows == lean_head.DEFAULT_CHUNK_SIZE
+    setattr(fused_linear_logprob, name, default)
+    assert default_rows == fused_linear_logprob.DEFAULT_CHUNK_SIZE
     return found
 
 

@@ -33,7 +33,7 @@ def call(monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> int:
     """The exit status of a script's `main` on this command line."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words.split()])
     try:
-        return importlib.import_module(f"scripts.{name}").main() or 0
+        return importlib.import_module(f"benchmarks.{name}").main() or 0
     except SystemExit as end:
         return int(end.code or 0)
 
@@ -226,7 +226,7 @@ def test_a_server_is_measured(
             "2",
             "--clients",
             "3",
-            "--output",
+            "--json",
             str(tmp_path / "out.json"),
         ],
     )

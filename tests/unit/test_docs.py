@@ -52,7 +52,11 @@ def name(path: Path) -> str:
 
 
 def flags_of_our_scripts() -> set[str]:
-    text = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "scripts").rglob("*.py"))
+    text = "".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("scripts", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    )
     return set(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)) | set(
         re.findall(r"\"(--[\w-]+)\" in sys\.argv", text)
     )

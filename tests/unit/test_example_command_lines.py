@@ -30,7 +30,7 @@ INDEX = ROOT / "docs/en/algorithms/index.md"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^(?:python|torchrun --nproc-per-node (\d)) train\.py (.+)$", re.MULTILINE)
 _SERVER = re.compile(
-    r"^(?:python|torchrun --nproc-per-node (\d)) -m slime_like\.server (.+)$", re.MULTILINE
+    r"^(?:python|torchrun --nproc-per-node (\d)) -m slime_like\.tinker (.+)$", re.MULTILINE
 )
 _SCRIPT = re.compile(
     r"(?:python|\.venv-cookbook/bin/python) ((?:scripts|examples)/[\w/]+\.py)\b([^`\n#]*)"
