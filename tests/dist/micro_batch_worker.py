@@ -63,7 +63,7 @@ def train(folder: str, layout: Any, flags: str, out: Path) -> dict[str, Any]:
     trainer = Trainer(parse_args(words.split(), dist.get_world_size()), layout, out)
     rows = []
     for step in range(STEPS):
-        rows.append(trainer._step(step) | trainer.progress.take_seconds())
+        rows.append(trainer.step(step) | trainer.progress.take_seconds())
     weights = {name: tensor.clone() for name, tensor in trainer.backend.export_weights()}
     if layout.rank == 0:
         out.mkdir(parents=True, exist_ok=True)

@@ -108,13 +108,8 @@ def four(
 
 
 def test_logits_and_round_trips_under_every_layout(four: tuple[list[dict[str, Any]], Path]) -> None:
-    worst: dict[str, float] = {}
-    for result in four[0]:
-        worst.update(result["worst"])
-    assert len(worst) == len(LAYOUTS) * len(MODELS)
-    assert max(worst.values()) < convert_worker.TOLERANCE, {
-        case: value for case, value in worst.items() if value >= convert_worker.TOLERANCE
-    }
+    ranks = [result["logits"] for result in four[0]]
+    assert not convert_worker.over_the_limit(ranks, len(LAYOUTS) * len(MODELS))
 
 
 def test_saved_folder_is_read_by_transformers(
