@@ -149,7 +149,7 @@ class Trainer:
                 )
                 self._log(-1, scores | self.progress.take_seconds())
             for step in range(self.start, self.num_rollouts):
-                metrics = self._step(step)
+                metrics = self.step(step)
                 stop = self.stop.requested(step + 1, any_rank)
                 if (
                     stop is None
@@ -199,7 +199,7 @@ class Trainer:
             self.logger.close()
             self.logger = None
 
-    def _step(self, step: int) -> dict[str, float]:
+    def step(self, step: int) -> dict[str, float]:
         """One rollout and its optimizer steps."""
         run = self.run_config
         if not self.is_sft:

@@ -1,0 +1,21 @@
+"""The number of files that a step enters, which docs/architecture.md quotes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_architecture_page_has_the_number() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/count_step_files.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counted = int(re.findall(r"^(\d+) files, \d+ lines$", done.stdout, re.MULTILINE)[0])
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"enters (\d+) files", page)
+    assert len(quoted) == 1 and counted <= int(quoted[0])
+    assert "slime_like/trainer/trainer.py" in done.stdout
