@@ -11,6 +11,7 @@ from arguments.run_config import RunConfig
 from slime_like import __version__
 from slime_like.checkpoints.files import hash_file
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
+from slime_like.checkpoints.lock import confirm_held
 from slime_like.checkpoints.manifest import MANIFEST
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.megatron.backend import MegatronBackend
@@ -172,6 +173,7 @@ class RunCheckpoints:
         metrics. Raises SaveError, unless --on-save-failure continue and there is something to continue with."""
         assert self.saver is not None
         saver = self.saver
+        from_rank_zero(lambda: confirm_held(saver.root))
         if self._is_due(rollouts, last=last):
             self._attempt(saver.finish, last=False)
             state = {

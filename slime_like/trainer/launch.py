@@ -11,11 +11,13 @@ import time
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megatron_patches
 from arguments.run_config import RunConfig
+from slime_like.checkpoints.lock import hold_folders
 from slime_like.distributed.activity import Activity
 from slime_like.distributed.failure_report import default_store, explain, leave_address, say_failed
 from slime_like.distributed.signals import STATUS_FILE, end_at_once_on_sigterm, leave_status
@@ -50,13 +52,31 @@ def run_ranks(config: RunConfig, rank: int) -> int:
     from slime_like.megatron.init import process_groups
 
     try:
-        with process_groups(
-            config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
-        ) as layout:
+        with (
+            locked_folders(config, rank),
+            process_groups(
+                config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
+            ) as layout,
+        ):
             return train(config, layout)
-    except RunError as error:  # the ranks could not meet: each tells what it saw
+    except (RunError, OSError) as error:  # a folder in use; ranks that could not meet
         print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED
+
+
+def locked_folders(config: RunConfig, rank: int) -> AbstractContextManager[None]:
+    """On rank 0: the folders that two runs at once would destroy, held for this run."""
+    folders = [
+        (flag, folder)
+        for flag, folder in (
+            ("--save", config.checkpoint.save),
+            ("--output-dir", config.logging.output_dir),
+        )
+        if folder is not None
+    ]
+    if rank != 0:
+        return nullcontext()
+    return hold_folders(folders, lambda text: print(f"warning: {text}", flush=True))
 
 
 def prepare(config: RunConfig, rank: int, cautions: Sequence[str]) -> None:

@@ -150,6 +150,21 @@ def signal_in_step(rank: int, name: str, step: str, on_rank: str) -> None:
     MegatronBackend.forward_backward = counted  # type: ignore[method-assign]
 
 
+def lose_lock_in_step(rank: int, root: str, step: str) -> None:
+    """The lock of --save disappears in that optimizer step (from 1)."""
+    from slime_like.megatron.backend import MegatronBackend
+
+    forward_backward, seen = MegatronBackend.forward_backward, [0]
+
+    def counted(self: Any, *args: Any) -> Any:
+        seen[0] += 1
+        if seen[0] == int(step) and rank == 0:
+            (Path(root) / "run.lock").unlink()
+        return forward_backward(self, *args)
+
+    MegatronBackend.forward_backward = counted  # type: ignore[method-assign]
+
+
 def disk_full_in_save(rank: int, number: str, on_rank: str) -> None:
     """Writing fails, on rank 0 from the fourth write on, as on a disk that fills up."""
     writes = [0]

@@ -4,6 +4,7 @@ complete checkpoint loads, or the run ends with one named error; nothing hangs, 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import re
@@ -21,6 +22,7 @@ import torch
 
 from slime_like.checkpoints.files import hash_file
 from slime_like.checkpoints.folders import TRACKER, complete_steps
+from slime_like.checkpoints.lock import hold_folders
 from slime_like.checkpoints.manifest import MANIFEST, damaged_files, read_manifest, write_manifest
 from tests.e2e.faults import write_payload
 from tests.e2e.helpers import Workspace, rows_of
@@ -518,3 +520,33 @@ def test_retention_and_what_a_save_costs(
         f"{size / 1e9:.3f}"
     }
     assert all(row["perf/save_s"] > 0 for row in rows)
+
+
+# --- two runs with one folder ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["save", "output_dir"])
+def test_a_folder_that_another_run_writes_to_is_refused(
+    server: TrainServer, work: Workspace, tmp_path: Path, flag: str
+) -> None:
+    """Before the ranks meet: nothing is read, written or removed."""
+    root = tmp_path / "mine"
+    with hold_folders([("--save", root)], print):
+        argv = flags(work, tmp_path / "out", **{flag: root})
+        done = server.train(argv, tmp_path / "log")
+    name = "--" + flag.replace("_", "-")
+    assert done.error().startswith(f"error: {name} {root}: in use by process {os.getpid()} on ")
+    assert list(root.iterdir()) == []
+
+
+def test_a_run_that_lost_its_folder_does_not_save(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """As one that was suspended, while another one took the folder, on 2 ranks."""
+    root = tmp_path / "checkpoints"
+    argv = flags(work, tmp_path, save=root, save_interval=1)
+    done = server.train(
+        argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:lose_lock_in_step {root} 2"
+    )
+    assert f"--save {root}: its lock run.lock was removed while the run went on" in done.error()
+    assert complete_steps(root) == [1]

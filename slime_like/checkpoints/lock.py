@@ -1,0 +1,313 @@
+"""One run at a time writes to a folder: a lock file with host, process and start time, which its owner touches every few seconds.
+
+It holds over a network file system too, where `flock` may not: the file is created exclusively (atomic from NFS 3 on), and an owner on another
+machine is judged by the file's modification time alone. Ages are differences of times that the file's own server gave, so that clocks of
+machines need not agree. An owner on this machine is judged by whether its process still lives, which frees the folder of a killed run at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from slime_like.errors import RunError
+
+LOCK = "run.lock"
+HEARTBEAT_S = 10.0
+STALE_S = 60.0  # without a sign of life, of an owner on another machine
+POLL_S = 0.5
+MAX_BYTES = 2**16  # of a lock file
+_held: dict[Path, FolderLock] = {}
+
+
+class FolderInUse(RunError):
+    """Another run that is alive writes to the folder."""
+
+
+class FolderLock:
+    """The lock of one folder, from `acquire` to `release`."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        flag: str,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+        stale_s: float = STALE_S,
+    ) -> None:
+        """
+        Args:
+            folder: made if it is not there.
+            flag: the option that named it, for messages.
+            heartbeat_s: seconds between two signs of life.
+            stale_s: without one for so long, an owner on another machine is taken for dead.
+        """
+        self.folder, self.flag = Path(folder), flag
+        self.path = self.folder / LOCK
+        self.lost: str | None = None  # why it is not ours any more
+        self._heartbeat_s, self._stale_s = heartbeat_s, stale_s
+        self._owner = {**this_process(), "token": uuid.uuid4().hex}
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self, tell: Callable[[str], None] = lambda text: None) -> None:
+        """Take the folder, from a run that has ended without releasing it too.
+
+        Waits up to stale_s where an owner on another machine has not been seen dead yet.
+
+        Args:
+            tell: shows a line to the user: who had the folder, and why this waits.
+
+        Raises:
+            FolderInUse: another run is alive.
+            OSError: the folder cannot be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        while not self._create():
+            found = self._look()
+            if found is None:  # released meanwhile
+                continue
+            owner, text = found
+            reason = self._wait_until_dead(owner, text, tell)
+            if self._set_aside(text):
+                tell(f"{self.flag} {self.folder}: {reason}; its lock is taken over")
+        _held[self.folder.resolve()] = self
+        self._thread = threading.Thread(target=self._beat, name="folder-lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Give the folder back. Releasing twice is fine, and another run's lock stays."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        _held.pop(self.folder.resolve(), None)
+        with suppress(OSError):
+            if self._is_ours():
+                self.path.unlink()
+
+    def confirm(self) -> None:
+        """Raise RunError where another run has taken the folder, as after a long suspension of this one."""
+        with suppress(OSError):  # an unreachable server is for the write itself to report
+            if self.lost is None and not self._is_ours():
+                self.lost = self._taken_by()
+        if self.lost is not None:
+            raise RunError(f"{self.flag} {self.folder}: {self.lost}; this run ends unsaved")
+
+    def _create(self) -> bool:
+        """Whether the lock file is made, with this process in it."""
+        temporary = self.path.with_name(f"{LOCK}.{self._owner['token']}")
+        try:
+            temporary.write_text(json.dumps(self._owner))
+            os.link(temporary, self.path)  # complete from its first moment on
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if not isinstance(error, PermissionError) or self.path.exists():
+                raise self._unwritable(error) from error
+            return self._create_without_links()
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+        return True
+
+    def _create_without_links(self) -> bool:
+        """On a file system without hard links."""
+        try:
+            with open(self.path, "x") as file:
+                file.write(json.dumps(self._owner))
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return True
+
+    def _unwritable(self, error: OSError) -> OSError:
+        return OSError(
+            f"{self.flag} {self.folder}: the lock {LOCK} cannot be written ({error.strerror}); "
+            "name another folder"
+        )
+
+    def _look(self) -> tuple[dict[str, Any], str] | None:
+        """The owner and the file's text; None where there is no file."""
+        text = _read_lock(self.path)
+        if text is None:
+            return None
+        try:
+            owner = json.loads(text)
+        except (ValueError, RecursionError):
+            owner = None
+        return (owner if isinstance(owner, dict) else {}), text
+
+    def _wait_until_dead(
+        self, owner: dict[str, Any], text: str, tell: Callable[[str], None]
+    ) -> str:
+        """Why the owner is dead, in words. Raises FolderInUse as soon as it shows a sign of life."""
+        alive = is_alive(owner)
+        if alive is False:
+            return f"{_words(owner)} has ended without releasing it"
+        if alive:
+            raise self._in_use(owner)
+        first, age = _age(self.path)
+        if age <= self._stale_s:
+            tell(
+                f"{self.flag} {self.folder}: locked by {_words(owner)}; waiting up to "
+                f"{self._stale_s - age:.0f} s for a sign of life"
+            )
+        while age <= self._stale_s:
+            time.sleep(min(POLL_S, self._heartbeat_s / 4))
+            if _read_lock(self.path) != text:
+                return f"{_words(owner)} has ended"
+            modified, age = _age(self.path)
+            if modified != first:
+                raise self._in_use(owner)
+        return f"{_words(owner)} has given no sign of life for {age:.0f} s"
+
+    def _in_use(self, owner: dict[str, Any]) -> FolderInUse:
+        return FolderInUse(
+            f"{self.flag} {self.folder}: in use by {_words(owner)}; end that run, or name another "
+            "folder"
+        )
+
+    def _set_aside(self, text: str) -> bool:
+        """Remove the dead owner's file. False where another run was first."""
+        aside = self.path.with_name(f"{LOCK}.{self._owner['token']}")
+        try:
+            os.rename(self.path, aside)
+        except FileNotFoundError:
+            return False
+        was_dead = _read_lock(aside) == text
+        if not was_dead:  # a new owner's, who was first by a moment
+            with suppress(OSError):
+                os.link(aside, self.path)
+        aside.unlink(missing_ok=True)
+        return was_dead
+
+    def _is_ours(self) -> bool:
+        found = self._look()
+        return found is not None and found[0].get("token") == self._owner["token"]
+
+    def _taken_by(self) -> str:
+        found = self._look()
+        if found is None:
+            return f"its lock {LOCK} was removed while the run went on"
+        return f"taken over by {_words(found[0])} while this run gave no sign of life"
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._heartbeat_s):
+            with suppress(OSError):  # a hiccup of the server; the next beat tries again
+                if not self._is_ours():
+                    self.lost = self._taken_by()
+                    return
+                os.utime(self.path)
+
+
+@contextmanager
+def hold_folders(
+    folders: Sequence[tuple[str, str | Path]], tell: Callable[[str], None]
+) -> Iterator[None]:
+    """Hold the locks of all folders for the block.
+
+    Args:
+        folders: (flag, folder); two names of one folder are one lock.
+        tell: shows a line to the user.
+
+    Raises:
+        FolderInUse: another run holds one of them.
+    """
+    with ExitStack() as locks:
+        for flag, folder in {Path(f).resolve(): (flag, f) for flag, f in folders}.values():
+            lock = FolderLock(folder, flag)
+            lock.acquire(tell)
+            locks.callback(lock.release)
+        yield
+
+
+def confirm_held(folder: str | Path) -> None:
+    """Raise RunError where this process held the lock of `folder` and has lost it."""
+    lock = _held.get(Path(folder).resolve())
+    if lock is not None:
+        lock.confirm()
+
+
+def this_process() -> dict[str, Any]:
+    """What tells this process from every other one, on any machine."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "machine": _machine(),
+        "start_ticks": _start_ticks(os.getpid()),
+    }
+
+
+def is_alive(owner: dict[str, Any]) -> bool | None:
+    """Whether the process of `this_process` lives; None where that cannot be seen from here."""
+    machine, pid = owner.get("machine"), owner.get("pid")
+    if machine is None or machine != _machine() or not isinstance(pid, int):
+        return None
+    return _start_ticks(pid) == owner.get("start_ticks") is not None
+
+
+def _machine() -> str | None:
+    """The running system and its table of processes; None where /proc does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process of this machine started; None where there is none, or nothing of it but its status."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _read_lock(path: Path) -> str | None:
+    """The text of a lock file; None where there is none. Raises OSError for anything but a file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{path} is not a regular file; remove it")
+        return file.read(MAX_BYTES).decode(errors="replace")
+
+
+def _age(path: Path) -> tuple[int, float]:
+    """(modification time in ns, seconds since then by the clock of the folder's file system)."""
+    probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        probe.write_text("")
+        now = probe.stat().st_mtime_ns
+    finally:
+        probe.unlink(missing_ok=True)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # has NFS ask its server
+    except FileNotFoundError:
+        return 0, 0.0
+    try:
+        modified = os.fstat(descriptor).st_mtime_ns
+    finally:
+        os.close(descriptor)
+    return modified, (now - modified) / 1e9
+
+
+def _words(owner: dict[str, Any]) -> str:
+    known = [("process", "pid"), ("on", "host"), ("started", "started")]
+    words = [f"{word} {owner[key]!s:.80}" for word, key in known if owner.get(key) is not None]
+    return " ".join(words).replace("\n", " ") or "an unknown process"
