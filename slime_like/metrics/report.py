@@ -1,13 +1,14 @@
 """What a run did, at a glance: a plot and a table from metrics.jsonl.
 
 Alone: ``python -m slime_like.metrics.report outputs/run/metrics.jsonl``. The plot needs matplotlib (the extra `tasks`); the table does not.
-Colours are those of Okabe and Ito, which stay apart for colour-blind readers.
+Colours are those of Okabe and Ito, with two of Tol's, which stay apart for colour-blind readers. A phase has one colour in every plot.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,20 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (
     "#F0E442",
     "#7F7F7F",
 )
+INDIGO, WINE = "#332288", "#882255"
 CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, GREY)
+PHASE_COLOURS = {
+    "generate": BLUE,
+    "balance": INDIGO,
+    "log_probs": ORANGE,
+    "values": SKY,
+    "train_critic": PURPLE,
+    "train": GREEN,
+    "sync": VERMILION,
+    "eval": YELLOW,
+    "save": WINE,
+}
+OTHER_COLOUR = GREY  # of time that no phase claims
 SMOOTH_FROM = 40  # points from which a curve gets a smoothed one over it
 NO_MATPLOTLIB = "the plot needs matplotlib, which is not installed: pip install 'slime_like[tasks]'"
 
@@ -41,12 +55,13 @@ Points = list[tuple[int, float]]  # (rollout, value)
 @dataclass(frozen=True, slots=True)
 class Panel:
     """One plot. curves: (label, metric, colour); a metric that was never logged has no curve, a panel without curves is left out.
-    band: metric of a standard deviation, drawn around the first curve."""
+    band: metric of a standard deviation, drawn around the first curve. is_share: values between 0 and 1, on an axis that shows both."""
 
     title: str
     curves: tuple[tuple[str, str, str], ...]
     log_scale: bool = False
     band: str | None = None
+    is_share: bool = False
 
 
 PANELS = (
@@ -64,6 +79,34 @@ PANELS = (
     ),
     Panel("Entropy", (("per token", "train/entropy", GREEN),)),
     Panel(
+        "Response length, tokens",
+        (
+            ("mean", "rollout/response_length_mean", BLUE),
+            ("longest", "rollout/response_length_max", SKY),
+        ),
+    ),
+    Panel(
+        "Truncated, and groups without spread",
+        (
+            ("responses cut at the limit", "rollout/truncated_frac", VERMILION),
+            ("groups of equal rewards", "reward/zero_spread_group_frac", GREY),
+        ),
+        is_share=True,
+    ),
+    Panel(
+        "Gradient norm before clipping",
+        (
+            ("policy", "train/grad_norm", BLUE),
+            ("critic", "train/critic_grad_norm", PURPLE),
+        ),
+        log_scale=True,
+    ),
+    Panel("Critic: value loss", (("per token", "train/value_loss", PURPLE),), log_scale=True),
+    Panel(
+        "Critic: explained variance of returns",
+        (("1 is perfect, 0 a constant", "rollout/explained_variance", PURPLE),),
+    ),
+    Panel(
         "Log-prob difference, trainer and sampler",
         (("mean absolute", "rollout/train_rollout_log_prob_diff_mean", VERMILION),),
         log_scale=True,
@@ -77,6 +120,7 @@ TABLE_METRICS: tuple[tuple[str, Best], ...] = (
     ("rollout/reward_std", None),
     ("rollout/response_length_mean", None),
     ("rollout/truncated_frac", "min"),
+    ("reward/zero_spread_group_frac", None),
     ("rollout/train_rollout_log_prob_diff_mean", "min"),
     ("train/loss", None),
     ("train/policy_loss", None),
@@ -84,6 +128,8 @@ TABLE_METRICS: tuple[tuple[str, Best], ...] = (
     ("train/ppo_kl", None),
     ("train/entropy", None),
     ("train/grad_norm", None),
+    ("train/value_loss", "min"),
+    ("rollout/explained_variance", "max"),
     ("train/lr", None),
     ("perf/tokens_per_s", "max"),
     (STEP_SECONDS, "min"),
@@ -154,6 +200,20 @@ def summary_table(rows: Rows) -> Table:
     return table
 
 
+def health_lines(rows: Rows) -> list[str]:
+    """One line a rule of `health` that held: in how many rollouts, and since which."""
+    names = sorted({name for row in rows for name in row if name.startswith("health/")})
+    lines = []
+    for name in names:
+        if name == "health/warnings":
+            continue
+        steps = [step for step, value in series(rows, name) if value]
+        if steps:
+            count = f"{len(steps)} rollout" + ("s" if len(steps) > 1 else "")
+            lines.append(f"warning: {name} held in {count}, first in rollout {steps[0]}")
+    return lines
+
+
 def write_plot(rows: Rows, path: str | Path, title: str = "") -> Path:
     """Draw the curves as a PNG. Raises ModuleNotFoundError saying what to install where matplotlib is absent, ValueError without rows."""
     if not rows:
@@ -204,6 +264,8 @@ def write_report(
         console.print(f"{metrics_path}: no rollout was logged", soft_wrap=True, highlight=False)
         return None
     console.print(summary_table(rows))
+    for line in health_lines(rows):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     try:
         path = write_plot(
             rows,
@@ -248,6 +310,8 @@ def _draw_panel(axis: Any, panel: Panel, rows: Rows) -> None:
     )
     if panel.log_scale and positive:
         axis.set_yscale("log")
+    if panel.is_share:
+        axis.set_ylim(-0.03, 1.03)
     _finish(axis, panel.title + (f" ({bad} not finite)" if bad else ""))
     axis.legend(frameon=False, fontsize=9, loc="best")
 
@@ -263,7 +327,7 @@ def _draw_phases(axis: Any, rows: Rows) -> None:
         [max(total - sum(column), 0.0) for total, *column in zip(totals, *layers, strict=True)]
     )
     edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
-    colours = [CYCLE[i % (len(CYCLE) - 1)] for i in range(len(names))] + [GREY]
+    colours = [*map(phase_colour, names), OTHER_COLOUR]
     labels = [name.replace("_", "-") for name in names] + ["other"]
     axis.stackplot(
         edges,
@@ -285,6 +349,16 @@ def _draw_phases(axis: Any, rows: Rows) -> None:
         loc="upper left",
         bbox_to_anchor=(1.0, 1.0),
     )
+
+
+def phase_colour(name: str) -> str:
+    """The colour of a phase: the same in every plot, whichever other phases a run has.
+
+    Args:
+        name: as in ``perf/<name>_s``; a phase that is not known shares the colour of one that is.
+    """
+    known = list(PHASE_COLOURS.values())
+    return PHASE_COLOURS.get(name, known[zlib.crc32(name.encode()) % len(known)])
 
 
 def _finish(axis: Any, title: str) -> None:

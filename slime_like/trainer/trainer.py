@@ -17,6 +17,7 @@ from slime_like.distributed.signals import StopConditions
 from slime_like.errors import RunError
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.metrics.health import HealthMonitor
 from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.progress import Progress
 from slime_like.metrics.timers import STEP_SECONDS
@@ -99,6 +100,9 @@ class Trainer:
         )
         self.start = 0
         self._told_of_cut_answers = False
+        self.health = (
+            None if self.is_sft else HealthMonitor(reward_trains=run.reward.rm_type != "zero")
+        )
         for note in [*([] if source is None else source.notes), *eval_notes]:
             self._warn(note)
         self.batches = BatchMaker(run, layout, self.backend, self.progress, self._warn)
@@ -150,6 +154,7 @@ class Trainer:
                 self._log(-1, scores | self.progress.take_seconds())
             for step in range(self.start, self.num_rollouts):
                 metrics = self.step(step)
+                metrics |= self._check_health(metrics)
                 stop = self.stop.requested(step + 1, any_rank)
                 if (
                     stop is None
@@ -267,6 +272,15 @@ class Trainer:
                 f"{TRUNCATED_FRACTION} has the share of every step"
             )
 
+    def _check_health(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Warn of a run that learns nothing; ``health/...`` of this rollout."""
+        if self.health is None:
+            return {}
+        counted, fresh = self.health.check(metrics)
+        for text in fresh:
+            self._warn(text)
+        return counted
+
     def _check_staleness(self, step: int, metrics: Mapping[str, float]) -> None:
         """The bound that --async-rollout gives holds by itself, unless a function of the user's brings older samples."""
         config = self.run_config.scheduling
@@ -297,6 +311,7 @@ class Trainer:
             **self.updates.state_dict(),
             "weight_version": self.weight_version,
             "batches": self.batches.state_dict(),
+            "health": None if self.health is None else self.health.state_dict(),
             "metrics": to_json(metrics),
         }
 
@@ -305,6 +320,8 @@ class Trainer:
         self.weight_version = int(state["weight_version"])
         self.updates.load_state_dict(state)
         self.batches.load_state_dict(state["batches"])
+        if self.health is not None and state.get("health"):  # checkpoints of before have none
+            self.health.load_state_dict(state["health"])
         self.supply.load_state_dict(state)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:

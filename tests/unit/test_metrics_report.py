@@ -21,6 +21,7 @@ from slime_like.metrics.report import (
     write_plot,
     write_report,
 )
+from slime_like.metrics.timers import PHASES
 
 
 def _log(folder: Path, rollouts: int, *, everything: bool = True) -> Path:
@@ -170,3 +171,66 @@ def test_an_empty_run_says_so(tmp_path: Path) -> None:
     assert "no rollout was logged" in stream.getvalue().replace("\n", " ")
     with pytest.raises(ValueError, match="no rollout"):
         write_plot([], tmp_path / "x.png")
+
+
+def _titles(rows: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch, path: Path) -> list[str]:
+    titles: list[str] = []
+    finish = report._finish
+    monkeypatch.setattr(
+        report, "_finish", lambda axis, title: (titles.append(title), finish(axis, title))
+    )
+    write_plot(rows, path)
+    return titles
+
+
+def test_panels_of_length_truncation_gradient_and_critic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        {
+            "step": float(step),
+            "rollout/response_length_mean": 20.0 + step,
+            "rollout/truncated_frac": 0.5,
+            "train/grad_norm": 1.0,
+            "train/critic_grad_norm": 2.0,
+            "train/value_loss": 0.1,
+            "rollout/explained_variance": 0.3,
+        }
+        for step in range(3)
+    ]
+    assert _titles(rows, monkeypatch, tmp_path / "all.png") == [
+        "Response length, tokens",
+        "Truncated, and groups without spread",
+        "Gradient norm before clipping",
+        "Critic: value loss",
+        "Critic: explained variance of returns",
+    ]
+
+
+def _phase_colours(names: tuple[str, ...]) -> dict[str, tuple[float, ...]]:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    axis = figure_module.Figure().subplots()
+    report._draw_phases(axis, [{"step": 0.0, **{f"perf/{name}_s": 1.0 for name in names}}])
+    return {c.get_label(): tuple(c.get_facecolor()[0]) for c in axis.collections}
+
+
+def test_a_phase_has_one_colour_in_every_plot() -> None:
+    few = _phase_colours(("generate", "train"))
+    many = _phase_colours(PHASES)
+    assert set(few.items()) <= set(many.items())
+    assert len(set(many.values())) == len(PHASES) + 1  # and one for what no phase claims
+    mine = _phase_colours(("mine", "train"))["mine"]
+    assert mine == _phase_colours((*PHASES, "mine"))["mine"]
+    assert mine != many["other"]
+
+
+def test_the_warnings_of_a_run_are_repeated_at_its_end(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path) as logger:
+        for step in range(4):
+            held = {"health/truncation": 1.0} if step > 1 else {}
+            logger.log(step, {"rollout/reward_mean": 0.5, "health/warnings": 1.0, **held})
+    stream = io.StringIO()
+    write_report(tmp_path / "metrics.jsonl", console=Console(file=stream, width=100))
+    assert "warning: health/truncation held in 2 rollouts, first in rollout 2" in stream.getvalue()
+    assert "health/warnings" not in stream.getvalue()

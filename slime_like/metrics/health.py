@@ -1,0 +1,202 @@
+"""Warnings about a run that trains and learns nothing, or the wrong thing.
+
+Every rule looks at metrics that a run logs anyway, over a window of rollouts, and says what is seen, what it means and which flag helps.
+A warning is shown once; the rollouts in which its rule holds are counted under ``health/<rule>``, and ``health/warnings`` is the
+number of rules that hold now. Nothing is stopped, and no number that trains changes.
+
+The thresholds are rules of thumb, chosen so that the runs of docs/en/algorithms/results.md that learn are silent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+WINDOW = 5  # rollouts: means are over the first and the last so many
+PATIENCE = 3  # rollouts in a row without any difference between rewards
+FLAT = 1e-6  # standard deviation of rewards up to which they are all the same
+NO_SPREAD = 0.9  # share of groups without a difference between their rewards
+TRUNCATED = 0.5  # share of responses cut at the limit of length, from the start on
+TRUNCATED_MORE = 0.2  # by how much the share is above that of the first rollouts
+COLLAPSE = 0.25  # length in terms of that of the first rollouts
+ENTROPY_COLLAPSE = 0.1  # entropy in terms of that of the first rollouts
+IMPROVED = 0.25  # standard deviations of the first rewards by which the mean reward must be up
+
+REWARD, REWARD_STD = "rollout/reward_mean", "rollout/reward_std"
+SPREADLESS, SINGLE = "reward/zero_spread_group_frac", "reward/singleton_groups"
+LENGTH, TRUNCATION = "rollout/response_length_mean", "rollout/truncated_frac"
+ENTROPY = "train/entropy"
+WATCHED = (REWARD, REWARD_STD, SPREADLESS, SINGLE, LENGTH, TRUNCATION, ENTROPY)
+
+
+class Series:
+    """The first and the last WINDOW finite values of one metric."""
+
+    def __init__(self, first: Sequence[float] = (), last: Sequence[float] = ()) -> None:
+        self.first = list(first)
+        self.last: deque[float] = deque(last, maxlen=WINDOW)
+
+    def add(self, value: float) -> None:
+        if math.isfinite(value):
+            if len(self.first) < WINDOW:
+                self.first.append(value)
+            self.last.append(value)
+
+    @property
+    def full(self) -> bool:
+        return len(self.first) == WINDOW
+
+    @property
+    def start(self) -> float:
+        """Mean of the first values."""
+        return sum(self.first) / len(self.first)
+
+    @property
+    def now(self) -> float:
+        """Mean of the last values."""
+        return sum(self.last) / len(self.last)
+
+    def newest(self, count: int) -> list[float]:
+        """The last `count` values; none where there are fewer."""
+        return list(self.last)[-count:] if len(self.last) >= count else []
+
+
+History = Mapping[str, Series]
+
+
+def no_reward(seen: History) -> str | None:
+    rewards, spread = seen[REWARD].newest(PATIENCE), seen[REWARD_STD].newest(PATIENCE)
+    if not spread or max(spread) > FLAT or any(rewards):
+        return None
+    return (
+        f"every reward of the last {PATIENCE} rollouts is 0, so nothing is learned. Read some responses (--save-debug-rollout-data): "
+        "the reward may look for a form that the model never writes, --label-key may name the wrong field, "
+        "--rollout-max-response-len may cut the answer, or the prompts are too hard"
+    )
+
+
+def constant_reward(seen: History) -> str | None:
+    rewards, spread = seen[REWARD].newest(PATIENCE), seen[REWARD_STD].newest(PATIENCE)
+    if not spread or max(spread) > FLAT or not any(rewards):
+        return None
+    return (
+        f"all rewards of the last {PATIENCE} rollouts are the same, {rewards[-1]:.4g} at last, so nothing is learned. "
+        "Either the prompts are solved (--num-rollout can be smaller, or --prompt-data harder), "
+        "or the reward does not depend on the response (--custom-rm-path, --rm-type)"
+    )
+
+
+def no_spread(seen: History) -> str | None:
+    shares, spread = seen[SPREADLESS].newest(PATIENCE), seen[REWARD_STD].newest(PATIENCE)
+    singles = seen[SINGLE].newest(PATIENCE)
+    if not shares or min(shares) < NO_SPREAD or not spread or max(spread) <= FLAT or any(singles):
+        return None
+    return (
+        f"in {shares[-1]:.0%} of the groups all responses have the same reward, which gives an advantage of 0: prompts are too easy or "
+        "too hard. --dynamic-sampling-filter-path draws others in their place, a larger --n-samples-per-prompt or "
+        "--rollout-temperature finds differences, and so does a reward with partial credit"
+    )
+
+
+def truncation(seen: History) -> str | None:
+    share = seen[TRUNCATION]
+    if not share.full:
+        return None
+    grown = share.now - share.start
+    if share.now < TRUNCATED and grown < TRUNCATED_MORE:
+        return None
+    was = f", {share.start:.0%} at first" if grown >= TRUNCATED_MORE else ""
+    return (
+        f"{share.now:.0%} of the responses are cut at --rollout-max-response-len{was}. Where the reward pays for text after the answer, the "
+        "policy learns never to stop: give cut or overlong responses less (--custom-rm-path), hold the policy near the "
+        "first one (--use-kl-loss), or raise the limit if answers need it"
+    )
+
+
+def length_collapse(seen: History) -> str | None:
+    length = seen[LENGTH]
+    if not length.full or length.now >= COLLAPSE * length.start or _improved(seen):
+        return None
+    return (
+        f"responses have {length.now:.1f} tokens where they had {length.start:.1f}, and the reward is no better. The policy gives up answering: "
+        "lower --lr, hold it near the first one (--use-kl-loss), or look whether the reward or --loss-reduction favours short responses"
+    )
+
+
+def entropy_collapse(seen: History) -> str | None:
+    entropy = seen[ENTROPY]
+    if not entropy.full or entropy.now >= ENTROPY_COLLAPSE * entropy.start or _improved(seen):
+        return None
+    return (
+        f"the entropy fell from {entropy.start:.3g} to {entropy.now:.3g}, and the reward is no better: all responses are alike, and nothing new is "
+        "tried. Lower --lr, raise --entropy-coef (0.01 to begin with), or widen --eps-clip-high"
+    )
+
+
+RULES: Mapping[str, Callable[[History], str | None]] = {
+    "no_reward": no_reward,
+    "constant_reward": constant_reward,
+    "no_spread": no_spread,
+    "truncation": truncation,
+    "length_collapse": length_collapse,
+    "entropy_collapse": entropy_collapse,
+}
+REWARD_RULES = frozenset({"no_reward", "constant_reward", "no_spread"})
+
+
+def _improved(seen: History) -> bool:
+    """The mean reward is up since the first rollouts, by more than it varies."""
+    reward, spread = seen[REWARD], seen[REWARD_STD]
+    if not reward.full or not spread.full:
+        return False
+    return reward.now > reward.start + IMPROVED * spread.start
+
+
+class HealthMonitor:
+    """Applies the rules to every rollout.
+
+    Args:
+        reward_trains: rewards are what is learned from; False where a teacher is (on-policy
+            distillation with --rm-type zero), and rules about rewards are left out.
+    """
+
+    def __init__(self, *, reward_trains: bool = True) -> None:
+        self._rules = {
+            name: rule for name, rule in RULES.items() if reward_trains or name not in REWARD_RULES
+        }
+        self._seen = {name: Series() for name in WATCHED}
+        self._shown: list[str] = []
+
+    def check(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+        """Look at the metrics of one rollout.
+
+        Args:
+            metrics: what is logged of it; those that are missing or not finite are passed over.
+
+        Returns:
+            The metrics ``health/warnings`` and ``health/<rule>`` (1) of the rules that hold, and
+            the sentences of those that hold for the first time in the run.
+        """
+        for name in WATCHED:
+            if name in metrics:
+                self._seen[name].add(metrics[name])
+        holding = {name: text for name, rule in self._rules.items() if (text := rule(self._seen))}
+        fresh = [name for name in holding if name not in self._shown]
+        self._shown += fresh
+        counted = {"health/warnings": float(len(holding))}
+        counted |= {f"health/{name}": 1.0 for name in holding}
+        return counted, [f"{name} (health/{name}): {holding[name]}" for name in fresh]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON, for a checkpoint."""
+        series = {name: [list(s.first), list(s.last)] for name, s in self._seen.items()}
+        return {"series": series, "shown": list(self._shown)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken; metrics that the state does not know start anew."""
+        for name, (first, last) in state["series"].items():
+            if name in self._seen:
+                self._seen[name] = Series(first, last)
+        self._shown = list(state["shown"])
