@@ -29,6 +29,8 @@ ALIASES: Mapping[str, str] = {
     "--tis-clip": "--token-tis-ratio-clip-high",
     "--tis-clip-low": "--token-tis-ratio-clip-low",
 }
+# typed switch -> our switch that means the opposite
+NEGATED_ALIASES: Mapping[str, str] = {"--grpo-norm-by-std": "--disable-grpo-std-normalization"}
 # typed switch -> field name -> value
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "--calculate-per-token-loss": {"loss_reduction": "token_mean"},

@@ -11,7 +11,7 @@ from typing import Any
 
 import slime_like.losses  # noqa: F401  (fills the registries)
 from arguments import schema
-from arguments.aliases import ALIASES, ESTIMATORS_THAT_ARE_LOSSES
+from arguments.aliases import ALIASES, ESTIMATORS_THAT_ARE_LOSSES, NOT_IMPLEMENTED
 from arguments.flags import Flag, flags_of
 from arguments.megatron import megatron_flags
 from arguments.schema.megatron import MegatronSpellings
@@ -50,6 +50,12 @@ NETWORK = "network (megatron-core)"
 RUN_FILE = Flag(
     "config", "run file", "value", "A YAML file whose keys are flags, with dashes or underscores; the command line wins over it.",
     ("--config",), metavar="RUN.YAML",
+)  # fmt: skip
+CUSTOM_ARGUMENTS = Flag(
+    "custom_arguments_path", "run file", "value",
+    "module.function or file.py:function that adds flags of your own: function(parser), where parser is an argparse.ArgumentParser. Your "
+    "functions find their values in args.",
+    ("--custom-arguments-path",), metavar="FILE.PY:FUNCTION",
 )  # fmt: skip
 
 
@@ -131,23 +137,63 @@ class FlagTable:
                     )
                     self.spellings[name] = Spelling(flag, value if flag.kind == "switch" else None)
 
+    def with_flags(self, more: Iterable[Flag]) -> FlagTable:
+        """This table and more flags, which may be ones that are known and not implemented here."""
+        more = list(more)
+        names = {normalise(name) for flag in more for name in flag.on}
+        kept = [
+            f for f in self.flags if not (f.refused and names.intersection(map(normalise, f.on)))
+        ]
+        return FlagTable([*kept, *more])
+
     def nearest(self, name: str) -> str | None:
         """The usable flag that `name` looks most like, aliases of peers included."""
         usable = {
-            spelled: spelled
+            spelled.removeprefix("--"): spelled
             for spelled, spelling in self.spellings.items()
             if not spelling.flag.refused
         }
-        usable |= {typed: ours for typed, ours in ALIASES.items() if ours in usable}
-        found = difflib.get_close_matches(normalise(name), usable, n=1, cutoff=0.6)
-        return usable[found[0]] if found else None
+        usable |= {
+            typed.removeprefix("--"): ours
+            for typed, ours in ALIASES.items()
+            if ours in self.spellings
+        }
+        typed = normalise(name).removeprefix("--")
+        found = difflib.get_close_matches(typed, usable, n=1, cutoff=0.6)
+        if found:
+            return usable[found[0]]
+        part = [spelled for key, spelled in usable.items() if _has_words(key, typed)]
+        return min(part, key=len) if part else None
+
+    def refused_like(self, name: str) -> dict[str, str]:
+        """Flags that are known and not implemented and have the words of `name`: flag -> reason."""
+        known = {spelled: s.flag.refused for spelled, s in self.spellings.items() if s.flag.refused}
+        known |= {n: reason for n, reason in NOT_IMPLEMENTED.items() if n not in self.spellings}
+        typed = normalise(name).removeprefix("--")
+        return {
+            n: known[n] for n in sorted(known, key=len) if _has_words(n.removeprefix("--"), typed)
+        }
+
+    def hint(self, name: str) -> str:
+        """What may have been meant, in words that follow "unknown flag; "."""
+        if (near := self.nearest(name)) is not None:
+            return f"did you mean {near}?"
+        if (known := self.refused_like(name)) and len(normalise(name)) > 4:
+            flag, reason = next(iter(known.items()))
+            return f"{flag} is known but not implemented yet: {reason}"
+        return "see --help for all flags"
+
+
+def _has_words(name: str, typed: str) -> bool:
+    """Whether the words of `typed` are among those of a flag's name."""
+    return set(typed.split("-")) <= set(name.split("-"))
 
 
 @cache
 def flag_table() -> FlagTable:
     """Every flag of this installation."""
     choices = registry_choices()
-    flags = [RUN_FILE]
+    flags = [RUN_FILE, CUSTOM_ARGUMENTS]
     for title, config_type in GROUPS.values():
         flags += flags_of(config_type, title, choices)
     flags += loss_flags()

@@ -38,8 +38,14 @@ def help_text(
         )
         if picked and not flag.refused and flag.dest not in hidden:
             groups.setdefault(flag.group, []).append(flag)
+    known = table.refused_like(about) if about else {}
+    lines = [f"  {name}: not implemented yet: {reason}" for name, reason in known.items()]
     if not groups:
-        near = table.nearest(about) if about else None
+        if lines:
+            return "\n".join(
+                [f"no usable group or flag is called {about!r}; these are known:", *lines]
+            )
+        near = table.nearest(about)
         return f"no group or flag is called {about!r}" + (f"; did you mean {near}?" if near else "")
     parts = [usage, _NOTES]
     for title, flags in groups.items():

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import slime_like
-from arguments.cli import ParsedArgs, merge, read_command_line, read_run_file
 from arguments.config_groups import ConfigGroups
 from arguments.critic_layout import build_critic
 from arguments.eval_sets import eval_sets_of
 from arguments.flag_registry import GROUPS, FlagTable, flag_table, normalise
-from arguments.help import SERVER_USAGE, TRAIN_USAGE, help_text
+from arguments.help import SERVER_USAGE, TRAIN_USAGE
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
 from arguments.megatron_configs import Machine, build_megatron_configs, resolve_transformer_impl
+from arguments.parser import CUSTOM_ARGUMENTS, HelpRequested, LauncherParser
 from arguments.resolve_loss import choose_loss, settle_loss
 from arguments.rules.base import Rule, Settings
 from arguments.rules.batches import global_batch_of
@@ -31,7 +33,9 @@ from arguments.rules.run import RULES, WARNINGS, Warn, settings_of_other_losses
 from arguments.rules.server import OF_EVERY_STEP, OF_THE_SERVER, SERVER_RULES, of_the_trainer
 from arguments.rules.sglang import completed_sglang
 from arguments.run_config import RunConfig, TeacherModel
+from arguments.run_file import read_run_file
 from arguments.schema import ModelConfig
+from arguments.values import ParsedArgs, merge
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.losses.off_policy import OffPolicyConfig
@@ -64,8 +68,14 @@ SERVER = Program(
 )
 
 
-class HelpRequested(Exception):
-    """--help or --version stands on the command line. The text to print is the only argument."""
+def launcher_parser(program: Program = TRAIN) -> LauncherParser:
+    """A parser of its own for the caller, who may add flags to it."""
+    return LauncherParser(flag_table(), program.usage, program.hidden)
+
+
+@cache
+def _shared_parser(usage: str, hidden: frozenset[str]) -> LauncherParser:
+    return LauncherParser(flag_table(), usage, hidden)
 
 
 def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -> RunConfig:
@@ -74,9 +84,7 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
     argv: without the program's name. world_size: number of processes. Raises ConfigError with every problem, and `HelpRequested`. Only
     what megatron-core itself refuses comes second, once nothing else is wrong. Needs no process group.
     """
-    table = flag_table()
-    _answer_help(argv, table, program)
-    given = _read(argv, table)
+    given, table = _read(argv, program)
     loss, policy_loss = choose_loss(given, table)
     checkpoint = _read_checkpoint(given)
     draft = _draft(given, loss, policy_loss, checkpoint, world_size, program)
@@ -89,6 +97,7 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
         table,
         argv,
         [*given.warnings, *words, *settings_of_other_losses(draft.settings, table.by_dest)],
+        given.custom,
     )
 
 
@@ -99,6 +108,7 @@ def parse_or_exit(
 
     --help and --version print to stdout and exit with 0. Raises SystemExit.
     """
+    complete_words(program)
     try:
         return parse_args(argv, world_size, program)
     except ConfigError as error:
@@ -109,31 +119,78 @@ def parse_or_exit(
         raise SystemExit(CONFIG_EXIT_STATUS) from None
     except HelpRequested as wanted:
         if rank == 0:
-            print(wanted, flush=True)
+            _print_to_pipe(str(wanted))
         raise SystemExit(0) from None
 
 
-def _answer_help(argv: Sequence[str], table: FlagTable, program: Program) -> None:
-    if "--version" in argv:
-        raise HelpRequested(f"slime_like {slime_like.__version__}")
-    for position, word in enumerate(argv):
-        if word in ("--help", "-h"):
-            about = argv[position + 1] if position + 1 < len(argv) else ""
-            raise HelpRequested(help_text(table, about, usage=program.usage, hidden=program.hidden))
+def _print_to_pipe(text: str) -> None:
+    """To stdout, whose reader may be `head` and hang up."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # Python would try to write the rest at its end, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _read(argv: Sequence[str], table: FlagTable) -> ParsedArgs:
-    """The run file and, over it, the command line."""
-    given = read_command_line(argv, table)
+def complete_words(program: Program = TRAIN) -> None:
+    """Shell completion, where the shell asks for it and argcomplete is installed."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    argcomplete.autocomplete(launcher_parser(program))
+
+
+def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]:
+    """The run file and, over it, the command line; and all flags, the user's own included."""
+    parser = _shared_parser(program.usage, program.hidden)
+    try:
+        given, run_file = _sources(argv, parser)
+    except HelpRequested:
+        path = _custom_path_of(argv)  # whose flags --help shows too
+        if path is None:
+            raise
+        given, run_file = ParsedArgs({"custom_arguments_path": path}), ParsedArgs()
+    both = merge(run_file, given)
+    path = both.values.get("custom_arguments_path")
+    if path is not None:
+        parser = launcher_parser(program)
+        try:
+            parser.add_custom(path)
+        except ConfigError as error:
+            both.problems += error.problems
+        else:
+            given, run_file = _sources(argv, parser)
+            custom = parser.custom_values(run_file, argv)
+            both = merge(run_file, given)
+            both.custom = custom
+    settle_loss(both)
+    _own_icepop(both)
+    _kl_in_the_reward(both)
+    return both, parser.table
+
+
+def _sources(argv: Sequence[str], parser: LauncherParser) -> tuple[ParsedArgs, ParsedArgs]:
+    """The command line, and the run file that it names."""
+    given, run_file = parser.read(argv), ParsedArgs()
     if "config" in given.values:
         try:
-            given = merge(read_run_file(given.values["config"], table), given)
+            run_file = read_run_file(given.values["config"], parser)
         except ConfigError as error:
             given.problems += error.problems
-    settle_loss(given)
-    _own_icepop(given)
-    _kl_in_the_reward(given)
-    return given
+    return given, run_file
+
+
+def _custom_path_of(argv: Sequence[str]) -> str | None:
+    """--custom-arguments-path of a command line that asks for help."""
+    words = [word.replace("_", "-") for word in argv]
+    for place, word in enumerate(words):
+        if word == CUSTOM_ARGUMENTS and place + 1 < len(argv):
+            return argv[place + 1]
+        if word.startswith(CUSTOM_ARGUMENTS + "="):
+            return argv[place].partition("=")[2]
+    return None
 
 
 def _own_icepop(given: ParsedArgs) -> None:
@@ -306,7 +363,13 @@ def _in_order(problems: list[Problem], table: FlagTable) -> list[Problem]:
     return list({str(problem): problem for problem in named}.values())
 
 
-def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list[str]) -> RunConfig:
+def _finish(
+    draft: _Draft,
+    table: FlagTable,
+    argv: Sequence[str],
+    warnings: list[str],
+    custom: Mapping[str, Any],
+) -> RunConfig:
     """The settings with all that follows from them filled in, and megatron-core's objects."""
     s = draft.settings
     stages = virtual_stages_of(s.parallel, s.core.get("num_layers"))
@@ -347,6 +410,7 @@ def _finish(draft: _Draft, table: FlagTable, argv: Sequence[str], warnings: list
         megatron=megatron,
         teacher=teacher,
         critic_model=critic,
+        custom=MappingProxyType(custom),
         argv=tuple(argv),
         warnings=tuple(warnings),
     )

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from arguments.aliases import ESTIMATORS_THAT_ARE_LOSSES
-from arguments.cli import ParsedArgs
 from arguments.flag_registry import FlagTable
+from arguments.values import ParsedArgs
 from slime_like.config import Problem, flag_name
 from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import PolicyLoss, policy_losses

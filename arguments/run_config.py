@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,14 @@ class RunConfig(ConfigGroups):
     with a critic, `critic.critic_lr` and `critic_min_lr` are set, and critic_model tells its layout; without one that is None.
 
     teacher: of on-policy distillation on Megatron, else None. argv: the command line. warnings: to be printed once by the launcher.
+
+    custom: values of the flags that --custom-arguments-path added, by their names.
     """
 
     megatron: MegatronConfigs
     teacher: TeacherModel | None
     critic_model: CriticModel | None
+    custom: Mapping[str, Any]
     argv: tuple[str, ...]
     warnings: tuple[str, ...]
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments.cli import read_command_line
-from arguments.flag_registry import flag_table
+from arguments import get_parser
 from arguments.parse import parse_args
 from arguments.rules.sglang import SGLANG_RULES, address_parts
 from tests.unit.command_lines import complete, problems_of
@@ -94,7 +93,7 @@ def test_flags_that_are_passed_on(tmp_path: Path, python: str) -> None:
 
 
 def test_a_switch_that_is_passed_on_is_true() -> None:
-    given = read_command_line(["--sglang-disable-radix-cache", "--lr", "1"], flag_table())
+    given = get_parser().read(["--sglang-disable-radix-cache", "--lr", "1"])
     assert (
         given.values == {"sglang_server_flags": {"disable_radix_cache": True}, "lr": 1.0}
         and not given.problems

@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
+from arguments import get_parser
 from arguments.aliases import ALIASES, NO_EFFECT, NOT_IMPLEMENTED, VALUES_NOT_IMPLEMENTED
-from arguments.cli import ParsedArgs, read_command_line, read_run_file
 from arguments.flag_registry import flag_table, normalise
+from arguments.run_file import read_run_file
+from arguments.values import ParsedArgs
 from slime_like.config import ConfigError
 from slime_like.rewards.registry import rewards
 
+PARSER = get_parser()
+
 
 def read(*argv: str) -> ParsedArgs:
-    return read_command_line(argv, flag_table())
+    return PARSER.read(argv)
 
 
 def messages(given: ParsedArgs) -> str:
@@ -98,9 +102,9 @@ def test_negative_and_scientific_numbers_are_values() -> None:
         (["--policy-loss-type", "sappo"], "legal values: cispo, clip_cov, cross_entropy, dppo"),
         (["--sapo-tau-neg", "0"], "must be > 0"),
         (["--apply-chat-template-kwargs", "{x"], "must be a JSON object"),
-        (["--use-kl-loss", "true"], "true: stands alone"),
+        (["--use-kl-loss", "maybe"], "must be true or false"),
         (["--use-kl-loss=maybe"], "must be true or false"),
-        (["stray"], "stands alone"),
+        (["stray"], "stray: is not a flag"),
         (["--rollout-stop"], "needs a value"),
         (["--eval-top-k", "0"], "must be -1 (all) or >= 1"),
         (["--max-failed-samples", "10"], "must be 0 <= x <= 1"),
@@ -213,7 +217,7 @@ def test_flags_without_effect_are_told() -> None:
 def read_yaml(folder: Path, text: str) -> ParsedArgs:
     file = folder / "run.yaml"
     file.write_text(text)
-    return read_run_file(str(file), flag_table())
+    return read_run_file(str(file), PARSER)
 
 
 def test_run_file(tmp_path: Path) -> None:
@@ -276,7 +280,7 @@ def test_damaged_run_files(tmp_path: Path, text: str, said: str) -> None:
 
 def test_absent_run_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
-        read_run_file(str(tmp_path / "none.yaml"), flag_table())
+        read_run_file(str(tmp_path / "none.yaml"), PARSER)
 
 
 def test_no_name_has_two_meanings() -> None:

@@ -73,7 +73,7 @@ class SlimeArgs:
 
 
 def slime_args(run: RunConfig) -> SlimeArgs:
-    """All of our own settings; those of megatron-core are not among them."""
+    """All of our own settings, and those of --custom-arguments-path; megatron-core's are not here."""
     groups = (
         run.model,
         run.data,
@@ -86,9 +86,8 @@ def slime_args(run: RunConfig) -> SlimeArgs:
         run.logging,
         run.debug,
     )
-    return SlimeArgs(
-        {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
-    )
+    ours = {f.name: getattr(group, f.name) for group in groups for f in dataclasses.fields(group)}
+    return SlimeArgs({**ours, **run.custom})
 
 
 _STATUS = {

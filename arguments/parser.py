@@ -1,0 +1,504 @@
+"""The launcher's `argparse.ArgumentParser`, made from the table of flags.
+
+Every flag is an action in the group of its dataclass or registry, so that shell completion,
+documentation tools and `parse_known_args` work as on any other parser. Two things differ from plain
+argparse: a value is read by the flag's own rules (`values.py`), and everything that is wrong is
+collected rather than ending at the first problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
+
+import slime_like
+from arguments.aliases import (
+    ALIASES,
+    DEPRECATED,
+    NEGATED_ALIASES,
+    NO_EFFECT,
+    PASSED_ON,
+    PRESETS,
+    not_implemented,
+    without_skyrl_prefix,
+)
+from arguments.flag_registry import FlagTable, normalise
+from arguments.flags import Flag
+from arguments.help import help_text
+from arguments.values import SWITCH_VALUES, ParsedArgs, convert, legal_words, read_switch
+from slime_like.config import ConfigError, Problem
+from slime_like.import_utils import load_function
+
+_FLAG = re.compile(r"--?[A-Za-z][\w.\-]*(=.*)?", re.DOTALL)
+_NUMBER = re.compile(r"-(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?$|-(inf|nan)$")
+_HYDRA = re.compile(r"\+{0,2}([A-Za-z][\w.]*)=(.*)", re.DOTALL)
+CUSTOM_ARGUMENTS = "--custom-arguments-path"
+
+
+class HelpRequested(Exception):
+    """--help or --version stands on the command line. The only argument is the text to print."""
+
+
+class _Ours(argparse.Action):
+    """An action that gets its words as they are and notes what is wrong with them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, LauncherParser) and option_string is not None
+        self.take(parser, parser.typed.get(option_string, option_string), list(values))
+        if self.dest in parser.given.values:
+            setattr(namespace, self.dest, parser.given.values[self.dest])
+
+    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
+        raise NotImplementedError
+
+
+class _Setting(_Ours):
+    """Sets one field. on: of a switch, what the spelling means."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, flag: Flag, on: bool | None
+    ) -> None:
+        super().__init__(
+            option_strings,
+            dest,
+            nargs={"switch": "?", "list": "+"}.get(flag.kind),
+            const=on,
+            default=flag.default,
+            type=None if flag.kind in ("switch", "json") else flag.item,
+            choices=flag.choices,
+            help=(flag.help or argparse.SUPPRESS).replace("%", "%%"),
+            metavar=flag.metavar,
+        )
+        self.flag, self.on = flag, on
+
+    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
+        flag, given = self.flag, parser.given
+        if flag.kind == "switch":
+            words = words or ["true"]
+        if not words:
+            given.refuse(typed, None, "needs a value" + legal_words(flag), flag.dest)
+        elif words == ["null"]:
+            given.reset(flag.dest)
+        else:
+            parser.store(flag, typed, words if flag.kind == "list" else words[0], self.on, given)
+
+
+class _Other(_Ours):
+    """What is no setting itself: presets, flags without effect, those of other programs, unknown ones."""
+
+    def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
+        own: Any = True if not words else words[0] if len(words) == 1 else words
+        parser.take_other(typed, own, parser.given)
+
+
+class _Help(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, LauncherParser)
+        raise HelpRequested(parser.help_about(values or ""))
+
+
+class _Version(argparse.Action):
+    def __call__(self, *_: Any) -> None:
+        raise HelpRequested(f"slime_like {slime_like.__version__}")
+
+
+class LauncherParser(argparse.ArgumentParser):
+    """See the module. hidden: fields of settings that the program does not have."""
+
+    def __init__(self, table: FlagTable, usage: str, hidden: Collection[str] = ()) -> None:
+        super().__init__(
+            usage=usage.removeprefix("usage: ").replace("%", "%%"),
+            allow_abbrev=False,
+            add_help=False,
+            exit_on_error=False,
+        )
+        self.table, self.whole_usage, self.hidden = table, usage, frozenset(hidden)
+        self._negative_number_matcher = _NUMBER
+        self.given = ParsedArgs()
+        self.typed: dict[str, str] = {}  # a flag's name -> as this command line has it
+        self._strict = False  # whether unknown flags are problems
+        self._custom: dict[str, argparse.Action] = {}  # the user's own, by field name
+        self._required: list[argparse.Action] = []
+        self._broken: set[argparse.Action] = set()  # the user's own that lack a value
+        self.add_argument(
+            "--help", "-h", action=_Help, nargs="?", metavar="WORD", help="Show the flags."
+        )
+        self.add_argument("--version", action=_Version, nargs=0, help="Show the version.")
+        self._add_table()
+        self._other = _Other([], argparse.SUPPRESS, nargs="*", help=argparse.SUPPRESS)
+
+    def _add_table(self) -> None:
+        groups: dict[str, Any] = {}
+        for flag in self.table.flags:
+            if flag.refused:
+                continue
+            group = groups.get(flag.group) or groups.setdefault(
+                flag.group, self.add_argument_group(flag.group)
+            )
+            switch = flag.kind == "switch"
+            group.add_argument(
+                *flag.on, dest=flag.dest, action=_Setting, flag=flag, on=True if switch else None
+            )
+            if flag.off:
+                group.add_argument(*flag.off, dest=flag.dest, action=_Setting, flag=flag, on=False)
+        for typed, ours in (*ALIASES.items(), *NEGATED_ALIASES.items()):
+            spelling = self.table.spellings[ours]
+            on = spelling.value if typed in ALIASES else not spelling.value
+            action = _Setting([typed], spelling.flag.dest, spelling.flag, on)
+            action.help = argparse.SUPPRESS
+            self._option_string_actions[typed] = action
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def read(self, argv: Sequence[str]) -> ParsedArgs:
+        """What a command line sets, with every problem collected.
+
+        Raises:
+            HelpRequested: for --help and --version.
+        """
+        self.given, self._strict = ParsedArgs(), True
+        self._namespace, extras = self._parse(argv, argparse.Namespace())
+        words = "is not a flag; a value comes after its flag"
+        for word in extras:
+            self.given.refuse(word, None, words)
+        self.given.settle()
+        return self.given
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's: the values of all flags, defaults included, and the words that are unknown.
+
+        Exits with status 2 after printing every problem.
+        """
+        self.given, self._strict = ParsedArgs(), False
+        argv = sys.argv[1:] if args is None else args
+        try:
+            found = self._parse(argv, namespace or argparse.Namespace())
+        except HelpRequested as wanted:
+            print(wanted)
+            sys.exit(0)
+        self.given.settle()
+        if self.given.problems:
+            self.error(str(ConfigError(self.given.problems)))
+        return found
+
+    def _parse(
+        self, argv: Sequence[str], namespace: argparse.Namespace
+    ) -> tuple[argparse.Namespace, list[str]]:
+        self.typed, self._broken = {}, set()
+        words = self._spelled(argv)
+        others = [
+            name
+            for name in self.typed
+            if name not in self._option_string_actions and (self._strict or self._is_other(name))
+        ]
+        self._option_string_actions.update(dict.fromkeys(others, self._other))
+        try:
+            return super().parse_known_args(words, namespace)
+        except argparse.ArgumentError as error:  # of the user's own flags
+            self.given.refuse(error.argument_name or CUSTOM_ARGUMENTS, None, error.message)
+            return namespace, []
+        finally:
+            for name in others:
+                del self._option_string_actions[name]
+
+    def _spelled(self, argv: Sequence[str]) -> list[str]:
+        """The command line with flags under the names that they are registered with."""
+        words: list[str] = []
+        wants_value = False
+        asks_help = False
+        for word in argv:
+            if asks_help:  # a flag may follow, which argparse would not take as a value
+                words[-1] += f"={word}"
+                asks_help = False
+                continue
+            if word in ("--help", "-h"):
+                words.append("--help")
+                asks_help = True
+                continue
+            hydra = None if wants_value else _HYDRA.fullmatch(word)
+            if hydra is not None and self.is_flag_name(hydra[1]):
+                word = f"--{hydra[1]}={hydra[2]}"
+            if not is_flag(word):
+                words.append(word)
+                wants_value = False
+                continue
+            typed, equals, inline = word.partition("=")
+            name = self._registered(typed)
+            self.typed[name] = typed
+            action = self._custom_switch(name)
+            if equals and action is not None:
+                words += self._spelled_switch(typed, name, inline)
+                continue
+            words.append(name + equals + inline)
+            wants_value = not equals and self._wants_value(name)
+        return words
+
+    def _registered(self, typed: str) -> str:
+        if not typed.startswith("--"):
+            return typed
+        return without_skyrl_prefix(normalise(typed), self._option_string_actions)
+
+    def _wants_value(self, name: str) -> bool:
+        action = self._option_string_actions.get(name)
+        return action is not None and action.nargs not in (0, "?")
+
+    def _custom_switch(self, name: str) -> argparse.Action | None:
+        action = self._option_string_actions.get(name)
+        is_switch = action is not None and action.nargs == 0
+        return action if is_switch and action in self._custom.values() else None
+
+    def _spelled_switch(self, typed: str, name: str, value: str) -> list[str]:
+        """``--x=false`` of a switch of the user's, which argparse does not know: no word."""
+        try:
+            return [name] if read_switch(value) else []
+        except ValueError as error:
+            self.given.refuse(typed, value, str(error))
+            return []
+
+    # --- argparse's hooks --------------------------------------------------------------------------------------------
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        """How many of the next words, A each, are the action's."""
+        if isinstance(action, _Ours):
+            there = len(arg_strings_pattern) - len(arg_strings_pattern.lstrip("A"))
+            several = action is self._other or action.nargs in ("+", "*")
+            return there if several else min(there, 1)
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            self.given.refuse(normalise(action.option_strings[0]), None, error.message)
+            self._broken.add(action)
+            return 0
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if isinstance(action, _Ours):
+            return list(arg_strings)
+        if action in self._broken:
+            return argparse.SUPPRESS
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            self.given.refuse(
+                normalise(action.option_strings[0]), " ".join(arg_strings), error.message
+            )
+            return argparse.SUPPRESS
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Our defaults are values already, and no words to be converted."""
+        if isinstance(action, _Ours):
+            return arg_string
+        return super()._get_value(action, arg_string)
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with status 2."""
+        self.exit(2, message.rstrip() + "\n")
+
+    def format_help(self) -> str:
+        return self.help_about("") + "\n"
+
+    def help_about(self, word: str) -> str:
+        """The flags that have `word` in their names, or all."""
+        return help_text(self.table, word, usage=self.whole_usage, hidden=self.hidden)
+
+    # --- one flag ----------------------------------------------------------------------------------------------------
+
+    def is_flag_name(self, name: str) -> bool:
+        """Whether this names a setting, or something that is known."""
+        registered = self._registered("--" + name.lstrip("-"))
+        return registered in self._option_string_actions or self._is_other(registered)
+
+    def _is_other(self, name: str) -> bool:
+        return (
+            name in PRESETS
+            or name in NO_EFFECT
+            or self._passed_on(name) is not None
+            or self._reason(name) is not None
+        )
+
+    def _reason(self, name: str) -> str | None:
+        """Why a known flag cannot be used."""
+        spelling = self.table.spellings.get(name)
+        return not_implemented(name) if spelling is None else spelling.flag.refused or None
+
+    def _passed_on(self, name: str) -> str | None:
+        """The prefix of flags like this one, which are collected for another program."""
+        if name in self.table.spellings or not_implemented(name) is not None:
+            return None
+        return next((prefix for prefix in PASSED_ON if name.startswith(prefix)), None)
+
+    def store(self, flag: Flag, typed: str, value: Any, on: bool | None, given: ParsedArgs) -> None:
+        """Set a field to a value that is still to be read. on: False where the spelling negates."""
+        self._note_deprecation(typed, given)
+        try:
+            result = convert(flag, value)
+        except ValueError as error:
+            given.refuse(typed, value, str(error), flag.dest)
+        else:
+            given.put(flag.dest, (not result) if on is False else result, typed)
+
+    def take_other(self, typed: str, value: Any, given: ParsedArgs) -> None:
+        """A flag that is no setting itself. value: True where none was given."""
+        name = self._registered(typed)
+        if name in PRESETS or name in NO_EFFECT:
+            return self._take_preset(name, typed, value, given)
+        if (prefix := self._passed_on(name)) is not None:
+            holder, key = PASSED_ON[prefix], name.removeprefix(prefix).replace("-", "_")
+            given.values[holder] = {**given.values.get(holder, {}), key: value}
+            return
+        if not typed.startswith("--") and (ours := normalise(typed)) in self._option_string_actions:
+            return given.refuse(typed, None, f"flags start with two dashes: {ours}")
+        if (reason := self._reason(name)) is not None:
+            words = f"is known but not implemented yet: {reason}; leave it out"
+            return given.refuse(typed, None, words)
+        given.refuse(typed, None, f"unknown flag; {self.table.hint(typed)}")
+
+    def _take_preset(self, name: str, typed: str, value: Any, given: ParsedArgs) -> None:
+        if value in ("null", None):
+            return
+        try:
+            on = read_switch(value)
+        except ValueError:
+            dests = PRESETS.get(name, {})
+            given.refuse(typed, value, SWITCH_VALUES, next(iter(dests), None))
+            return
+        if on:
+            self._note_deprecation(typed, given)
+        if name in NO_EFFECT and on:
+            given.warnings.append(f"{typed} has no effect here: {NO_EFFECT[name]}")
+        for dest, meant in PRESETS.get(name, {}).items():
+            if on or isinstance(meant, bool):
+                given.put(dest, meant if on else not meant, typed)
+            else:
+                given.undo(dest, meant, typed)
+
+    def _note_deprecation(self, typed: str, given: ParsedArgs) -> None:
+        instead = DEPRECATED.get(normalise(typed)) or DEPRECATED.get(self._registered(typed))
+        if instead is not None:
+            given.warnings.append(f"{typed} is deprecated; use {instead}")
+
+    def set_key(self, key: str, value: Any, given: ParsedArgs) -> None:
+        """A key of a run file, with its value as YAML has it."""
+        typed = normalise(key)
+        name = self._registered(typed)
+        action = self._option_string_actions.get(name)
+        if isinstance(action, _Setting):
+            if value is None:
+                return
+            if action.dest in given.spelled:
+                words = f"is set twice in the run file, first as {given.spelled[action.dest]}"
+                return given.refuse(typed, value, f"{words}; keep one of them")
+            return self.store(action.flag, typed, value, action.on, given)
+        if action is not None and action in self._custom.values():
+            given.custom_words += custom_words(action, name, value)
+        elif value is None or (value is False and self._reason(name) is not None):
+            pass  # switched off, as it is anyway
+        else:
+            self.take_other(typed, value, given)
+
+    # --- flags of the user's own -------------------------------------------------------------------------------------
+
+    def add_custom(self, path: str) -> None:
+        """Let --custom-arguments-path's function add its flags.
+
+        Raises:
+            ConfigError: when it cannot be imported, raises, or adds what cannot be.
+        """
+        before = set(self._actions)
+        try:
+            load_function(path, CUSTOM_ARGUMENTS)(self)
+        except ValueError as error:
+            words = str(error).removeprefix(f"{CUSTOM_ARGUMENTS} {path!r}: ")
+            raise ConfigError([Problem(CUSTOM_ARGUMENTS, path, words)]) from error
+        except Exception as error:
+            words = f"raised {type(error).__name__}: {error}"
+            raise ConfigError([Problem(CUSTOM_ARGUMENTS, path, words)]) from error
+        problems = []
+        for action in self._actions:
+            if action in before:
+                continue
+            name = (action.option_strings or [action.dest])[0]
+            if not action.option_strings or not name.startswith("--"):
+                words = f"adds {name}: flags start with two dashes"
+                problems.append(Problem(CUSTOM_ARGUMENTS, path, words))
+            elif action.dest in self.table.by_dest:
+                words = f"adds {name}, whose name {action.dest!r} is a setting already"
+                problems.append(Problem(CUSTOM_ARGUMENTS, path, words))
+            else:
+                self._custom[action.dest] = action
+                if action.required:  # which argparse would ask of the command line alone
+                    self._required.append(action)
+                    action.required = False
+                for option in action.option_strings:
+                    self._option_string_actions.setdefault(normalise(option), action)
+        if problems:
+            raise ConfigError(problems)
+        self.table = self.table.with_flags([flag_of_action(a) for a in self._custom.values()])
+
+    def set_defaults(self, **kwargs: Any) -> None:
+        """For flags that a user's module has added; ours have theirs in the dataclasses."""
+        ours = sorted(set(kwargs) & set(self.table.by_dest))
+        if ours:
+            raise ValueError(f"sets the default of {ours[0]!r}; set it in a --config file instead")
+        super().set_defaults(**kwargs)
+
+    def custom_values(self, run_file: ParsedArgs, argv: Sequence[str]) -> dict[str, Any]:
+        """The values of the user's flags, those of the command line over those of the run file.
+
+        Problems are added to those of the run file.
+        """
+        self.given, self._strict = ParsedArgs(), True
+        namespace, _ = self._parse([*run_file.custom_words, *argv], argparse.Namespace())
+        names = {normalise(o) for a in self._custom.values() for o in a.option_strings}
+        run_file.problems += [p for p in self.given.problems if p.flag in names]
+        for action in self._required:
+            if getattr(namespace, action.dest) == action.default:
+                words = f"is missing; {CUSTOM_ARGUMENTS} requires it"
+                run_file.refuse(action.option_strings[0], None, words)
+        return {dest: getattr(namespace, dest) for dest in self._custom}
+
+
+def custom_words(action: argparse.Action, name: str, value: Any) -> list[str]:
+    """A value of a run file as the words that set it on a command line."""
+    if value is None or (value is False and action.nargs == 0):
+        return []
+    if value is True and action.nargs == 0:
+        return [name]
+    items = value if isinstance(value, list) else [value]
+    return [f"{name}={items[0]}"] if len(items) == 1 else [name, *map(str, items)]
+
+
+def flag_of_action(action: argparse.Action) -> Flag:
+    """A flag of the user's own, for --help, nearest names and documents."""
+    kind = "switch" if action.nargs == 0 else "list" if action.nargs in ("+", "*") else "value"
+    return Flag(
+        dest=action.dest,
+        group="custom arguments",
+        kind=kind,  # type: ignore[arg-type]
+        help="" if action.help in (None, argparse.SUPPRESS) else str(action.help),
+        on=tuple(map(normalise, action.option_strings)),
+        item=action.type if isinstance(action.type, type) else str,
+        default=action.default,
+        choices=tuple(action.choices) if action.choices else None,
+    )
+
+
+def is_flag(word: str) -> bool:
+    """Negative numbers are values; so is anything with white space where a name would stand."""
+    return _FLAG.fullmatch(word) is not None and _NUMBER.fullmatch(word) is None

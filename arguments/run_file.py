@@ -1,0 +1,109 @@
+"""A YAML file of flags, which `--config` names, as what it sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from arguments.flag_registry import GROUPS, FlagTable, normalise
+from arguments.values import ParsedArgs
+from slime_like.config import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from arguments.parser import LauncherParser
+
+SKYRL_SECTIONS = ("trainer", "megatron")
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML's own loaders keep the last silently."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = normalise(str(key_node.value))
+            if key in lines:
+                raise yaml.YAMLError(
+                    f"line {line}: the key {key_node.value!r} is given twice, "
+                    f"first in line {lines[key]}; keep one of them"
+                )
+            lines[key] = line
+        return super().construct_mapping(node, deep)
+
+
+def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
+    """What a YAML file sets.
+
+    The groups of docs/flags.md may be sections, and so may prefixes of flag names.
+
+    Args:
+        path: the file.
+        parser: knows the flags.
+
+    Raises:
+        ConfigError: for a file that cannot be read as a mapping with unique keys.
+    """
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise ConfigError([Problem("--config", path, "no such file")]) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            [Problem("--config", path, f"cannot be read: {' '.join(str(error).split())}")]
+        ) from error
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ConfigError([Problem("--config", path, "must hold keys and values, as in: lr: 1e-6")])
+    given = ParsedArgs()
+    _read_section(content, "", parser, given)
+    if given.values.pop("config", None) is not None:
+        given.refuse("--config", path, "names a run file itself; put its keys here instead")
+    given.settle()
+    return given
+
+
+def section_names(table: FlagTable) -> set[str]:
+    """Every title of docs/flags.md, our names of the groups, and those of other programs.
+
+    A title may be written in full (``policy loss: sapo``) or up to its remark in brackets
+    (``optimizer`` for ``optimizer (megatron-core)``), in any case, with any separators.
+    """
+    titles = {flag.group for flag in table.flags if not flag.refused} | set(GROUPS)
+    titles |= {title.split(" (")[0] for title in titles}
+    return {section_key(title) for title in (*titles, *SKYRL_SECTIONS)}
+
+
+def section_key(title: str) -> str:
+    """A section's title without what may be written one way or the other."""
+    return "".join(letter for letter in title.lower() if letter.isalnum())
+
+
+def _read_section(
+    section: Mapping[Any, Any], prefix: str, parser: LauncherParser, given: ParsedArgs
+) -> None:
+    sections = section_names(parser.table)
+    for key, value in section.items():
+        name = f"{prefix}-{key}" if prefix else str(key)
+        is_section = section_key(name) in sections
+        nested = isinstance(value, dict) or (value is None and is_section)
+        if nested and not (parser.is_flag_name(name) and not _is_section_too(name, parser)):
+            _read_section(value or {}, "" if is_section else name, parser, given)
+        else:
+            parser.set_key(name, value, given)
+
+
+def _is_section_too(name: str, parser: LauncherParser) -> bool:
+    """``optimizer`` is a section's title and a flag, which takes no mapping."""
+    flag = parser.table.spellings.get(normalise(name))
+    return (
+        section_key(name) in section_names(parser.table)
+        and flag is not None
+        and flag.flag.kind != "json"
+    )
