@@ -98,6 +98,34 @@ def test_a_killed_rank_ends_the_run(
     goes_on(server, work, tmp_path)
 
 
+def test_rank_0_killed_without_torchrun(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """The store is gone with it; each of the others says so."""
+    done = fails(server, work, tmp_path, "kill_in_phase train 2 0", heartbeat_timeout_s=60)
+    assert done.status == -signal.SIGKILL
+    lines = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.err
+    assert re.search(
+        rf"error: rank 1 on host {socket.gethostname()} has no answer from rank 0 \({HERE}\d+\), which holds the store of this run",
+        lines[0],
+    ), lines
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.slow
+def test_a_run_that_is_suspended_as_a_whole_goes_on(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """Longer than twice the limit; nobody is blamed when it continues. tests/unit/test_signed_store.py has the same in one process."""
+    hook = f"{FAULTS}:suspend_all_in_phase train 2 {3 * LIMIT_S}"
+    done = server.train(
+        flags(work, tmp_path), tmp_path / "log", ranks=2, hook=hook, timeout_s=250
+    ).ok()
+    assert done.seconds > 3 * LIMIT_S and "rollout 3/3" in done.out
+    assert "the process of rank 0 did not run for" in done.out and "error: " not in done.err
+
+
 def test_a_slow_rank_is_named_and_waited_for(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
