@@ -135,12 +135,12 @@ def _listen(meeting: Rendezvous) -> socket.socket | None:
     another address than this host does."""
     found = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)
     family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    if _is_loopback(address[0]) and not (
+    if _is_loopback(str(address[0])) and not (
         meeting.one_host or meeting.host == "localhost" or _is_loopback(meeting.host)
     ):
         return None  # Debian's /etc/hosts has 127.0.1.1 for the host's own name
     try:
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        return socket.create_server((str(address[0]), meeting.port), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise meeting.failed(_in_use(meeting)) from error

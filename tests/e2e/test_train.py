@@ -272,7 +272,7 @@ def test_failed_samples_above_the_limit_stop_both_ranks(
         "error: rollout 1: 37.5% of the samples have no usable response or reward, more than --max-failed-samples 0.1"
     )
     assert "sample 0: the reward raised ZeroDivisionError: bad luck" in error
-    assert done.seconds < 30
+    assert done.seconds < 150
 
 
 def test_a_failure_of_one_rank_alone_is_told_once(
@@ -285,10 +285,10 @@ def test_a_failure_of_one_rank_alone_is_told_once(
         work.flags(tmp_path, custom_rm_path=f"{reward}:judge"),
         tmp_path / "log",
         ranks=2,
-        timeout_s=60,
+        timeout_s=200,
     )
     assert "sample 1" in done.error() and "str" in done.error()
-    assert done.seconds < 30
+    assert done.seconds < 150
 
 
 SLOW = pytest.mark.slow

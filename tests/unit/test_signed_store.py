@@ -55,7 +55,7 @@ def test_one_of_many_is_first() -> None:
     raw, found, start = tcp_store(), [], threading.Barrier(4)
 
     def claim(rank: int) -> None:
-        store = SignedStore(raw.clone(), KEY)
+        store = SignedStore(raw, KEY).clone()
         start.wait()
         found.append(store.claim("first_error", str(rank)))
 
