@@ -153,3 +153,16 @@ logger.error("gone")
     assert first.stdout == f"progress 3\nwarning: {odd}\n" and first.stderr == "error: gone\n"
     third = run(program, "3")
     assert third.stdout == "" and third.stderr == f"warning: rank 3: {odd}\nerror: gone\n"
+
+
+def test_a_report_that_fails_does_not_fail_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Damaged or missing numbers; the run itself is done."""
+    from slime_like.trainer.launch import write_report
+
+    write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("[]\n{}\n")
+    write_report(tmp_path)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "no plot and table of" in caplog.text and "metrics.jsonl:1" in caplog.text
