@@ -16,11 +16,16 @@ install: $(STAMP)
 
 # The constraints file names one torch: pip takes its CPU build where one is offered, and nothing else pulls another.
 $(STAMP): pyproject.toml constraints.txt setup.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
-	touch $(STAMP)
+	@echo "install 1/4: a virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "install 2/4: pip"
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@echo "install 3/4: torch, which is large: minutes on a slow connection"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	@echo "install 4/4: slime_like and the extra $(EXTRAS), 1 to 3 minutes; pip reports only problems"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@touch $(STAMP)
+	@echo "install: done"
 
 demo: install
 	bash scripts/demo.sh

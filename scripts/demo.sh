@@ -45,25 +45,30 @@ esac
 
 # Prints a command as a user would type it, then runs it.
 show() { printf '\n$ %s\n' "$*"; "$@"; }
-train() { show "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" train.py "${PARALLEL[@]}" "$@"; }
+train() { show "$PYTHON" -m slime_like.torchrun --standalone --nproc-per-node "$RANKS" train.py "${PARALLEL[@]}" "$@"; }
 
 STARTED=$SECONDS
 DATA=(--prompt-data "$START/train.jsonl" --input-key messages --label-key answer --apply-chat-template --rollout-shuffle)
 EVAL=(--eval-prompt-data heldout "$START/heldout.jsonl" --n-samples-per-eval-prompt 4 --custom-rm-path scripts/demo_reward.py:score --rollout-max-response-len 8)
 
+say() { printf '\n[%s s] %s\n' "$((SECONDS - STARTED))" "$*"; }
+
 rm -rf "$OUTPUT"
 if [ "$START" = "$OUTPUT" ]; then
+  say "step 1 of 4: a tiny model, its tokenizer and prompts"
   show "$PYTHON" scripts/make_demo.py --output-dir "$OUTPUT" --max-word-len 4
+  say "step 2 of 4: supervised fine-tuning, $SFT_STEPS steps"
   train --hf-checkpoint "$OUTPUT/model" --loss-type sft_loss "${DATA[@]}" "${EVAL[@]}" --eval-interval 50 \
     --num-rollout "$SFT_STEPS" --rollout-batch-size 128 --micro-batch-size 64 \
     --lr 3e-3 --lr-decay-style linear --lr-warmup-iters 20 \
     --output-dir "$OUTPUT/sft" --save-hf "$OUTPUT/sft/hf" --log-interval 25
 fi
 
+say "step 3 of 4: reinforcement learning, $ROLLOUTS rollouts"
 train --hf-checkpoint "$START/sft/hf" --advantage-estimator grpo "${ALGORITHM[@]}" "${DATA[@]}" "${EVAL[@]}" "${ROLLOUT[@]}" --eval-interval 20 \
   --num-rollout "$ROLLOUTS" --rollout-batch-size 32 --n-samples-per-prompt 8 --num-steps-per-rollout 2 --micro-batch-size 64 \
   --lr 1e-3 --lr-decay-style linear --min-lr 2e-4 --entropy-coef 0.01 --output-dir "$OUTPUT/rl" --save-hf "$OUTPUT/rl/hf" --log-interval 10
 
-printf '\n'
+say "step 4 of 4: did the score rise?"
 "$PYTHON" scripts/check_curve.py "$OUTPUT/rl/metrics.jsonl" --metric eval/heldout/mean --start-at-most 0.4 --end-at-least 0.8
 echo "the demo took $((SECONDS - STARTED)) s; curves: $OUTPUT/rl/report.png"

@@ -198,7 +198,7 @@ def debug_files(s: Settings) -> list[Problem]:
     if path is None:
         return []
     first = (
-        path.replace("{rollout_id}", "0").removesuffix(".json").removesuffix(".safetensors")
+        path.replace("{rollout_id}", "1").removesuffix(".json").removesuffix(".safetensors")
         + ".json"
     )
     if "{rollout_id}" not in path and not Path(first).is_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from arguments.critic_layout import critic_layout_is_possible
 from arguments.flags import Flag
@@ -190,14 +189,8 @@ def truncated_sampling(s: Settings) -> str | None:
     )
 
 
-def a_first_run(s: Settings) -> str | None:
-    if s.checkpoint.load is not None and not Path(s.checkpoint.load).is_dir():
-        return f"--load {s.checkpoint.load} does not exist yet and is also --save: this run starts from --hf-checkpoint"
-    return None
-
-
 WARNINGS: tuple[Warn, ...] = (
-    reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling, a_first_run,
+    reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling,
     wide_gspo_range, gmpo_needs_one_advantage, idle_correction_settings, idle_advantage_settings, nothing_to_learn,
     *MOE_WARNINGS, *OPTIMIZER_WARNINGS, nothing_to_overlap,
 )  # fmt: skip

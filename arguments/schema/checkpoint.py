@@ -50,7 +50,8 @@ class CheckpointConfig:
     no_save_optim: bool = arg(False, "Do not save the optimizer.")
     no_save_rng: bool = arg(False, "Do not save the random state.")
     save_hf: str | None = arg(
-        None, "Folder for a Hugging Face copy of the final weights; {rollout_id} is replaced."
+        None,
+        "Folder for a Hugging Face copy of the final weights; {rollout_id} becomes the number of the last rollout.",
     )
     exit_interval: int | None = arg(
         None, "Save and end the run after a rollout whose number this divides.", legal=AT_LEAST_ONE

@@ -28,10 +28,12 @@ class LoggingConfig:
 @dataclass(frozen=True, slots=True)
 class DebugConfig:
     save_debug_rollout_data: str | None = arg(
-        None, "Write each rollout to this path (JSON and safetensors); {rollout_id} is replaced."
+        None,
+        "Write each rollout to this path (JSON and safetensors); {rollout_id} becomes its number, from 1.",
     )
     load_debug_rollout_data: str | None = arg(
-        None, "Read rollouts from this path in place of generating them; {rollout_id} is replaced."
+        None,
+        "Read rollouts from this path in place of generating them; {rollout_id} becomes their number, from 1.",
     )
     debug_rollout_only: bool = arg(False, "Generate and grade only; no training.")
     debug_train_only: bool = arg(

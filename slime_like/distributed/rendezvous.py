@@ -1,10 +1,14 @@
 """How the ranks of a run find each other, in bounded time and with errors that name host, port and rank.
 
-Torch waits several times as long as it was told, and for ever where another program answers at the port; here one deadline holds for all."""
+Torch waits several times as long as it was asked to, and for ever where another program answers at the port; here one deadline holds for all.
+Torch's store listens on every interface and asks for no key; here it listens on the address of MASTER_ADDR alone."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -19,18 +23,21 @@ from slime_like.errors import RunError
 RETRY_S = 0.2
 NAME_S = 10.0  # a name that no server knows for so long will not be known
 MOST_NAMES = 16  # of missing ranks in one message
+BACKLOG = 4096  # every rank connects at the same moment, with several connections
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
     """Where the ranks meet, and who this one is. hosts: this process holds the store that the others connect to; under torchrun nobody
-    does, its agent on the first node has one."""
+    does, its agent on the first node has one. one_host: all ranks are processes of this host."""
 
     host: str
     port: int
     rank: int
     world_size: int
     hosts: bool
+    one_host: bool = False
 
     def me(self) -> str:
         return f"rank {self.rank} of {self.world_size} on host {socket.gethostname()}"
@@ -68,7 +75,12 @@ def meeting_of(environment: Mapping[str, str]) -> Rendezvous:
     in_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = numbers["RANK"] == 0 and not in_agent
     return Rendezvous(
-        values["MASTER_ADDR"], numbers["MASTER_PORT"], numbers["RANK"], numbers["WORLD_SIZE"], hosts
+        values["MASTER_ADDR"],
+        numbers["MASTER_PORT"],
+        numbers["RANK"],
+        numbers["WORLD_SIZE"],
+        hosts,
+        environment.get("LOCAL_WORLD_SIZE") == values["WORLD_SIZE"],
     )
 
 
@@ -118,10 +130,43 @@ def _wait_for_listener(meeting: Rendezvous, deadline: float, timeout: timedelta)
         time.sleep(RETRY_S)
 
 
+def _listen(meeting: Rendezvous) -> socket.socket | None:
+    """A socket that listens on the address of MASTER_ADDR; None where torch has to listen on all interfaces: other hosts know that name by
+    another address than this host does."""
+    found = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    if _is_loopback(str(address[0])) and not (
+        meeting.one_host or meeting.host == "localhost" or _is_loopback(meeting.host)
+    ):
+        return None  # Debian's /etc/hosts has 127.0.1.1 for the host's own name
+    try:
+        return socket.create_server((str(address[0]), meeting.port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise meeting.failed(_in_use(meeting)) from error
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise meeting.failed(error.strerror or str(error)) from error
+    logger.warning(
+        "MASTER_ADDR %s is no address of this host: the store of this run listens on all interfaces, at port %d",
+        meeting.host,
+        meeting.port,
+    )
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _in_use(meeting: Rendezvous) -> str:
+    return f"port {meeting.port} of this host is in use by another program; give another MASTER_PORT, or end that program"
+
+
 def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.Store:
     """Listening, where this rank does, and connecting. Torch waits for ever when what answers is not its store: hence the thread."""
     results: list[dist.Store] = []
     errors: list[str] = []
+    listener = _listen(meeting) if meeting.hosts else None
 
     def run() -> None:
         try:
@@ -133,6 +178,7 @@ def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.S
                     timeout=timeout,
                     wait_for_workers=False,
                     multi_tenant=True,
+                    master_listen_fd=None if listener is None else listener.detach(),
                 )
             )
         except RuntimeError as error:
@@ -144,9 +190,7 @@ def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.S
     if results:
         return results[0]
     if errors and ("EADDRINUSE" in errors[0] or "already in use" in errors[0]):
-        raise meeting.failed(
-            f"port {meeting.port} of this host is in use by another program; give another MASTER_PORT, or end that program"
-        )
+        raise meeting.failed(_in_use(meeting))
     if errors:
         raise meeting.failed(errors[0])
     if meeting.hosts:
@@ -161,19 +205,19 @@ def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.S
 def _wait_for_all(
     store: dist.Store, meeting: Rendezvous, deadline: float, timeout: timedelta
 ) -> None:
-    """Every rank has been here. Counted, so that it costs one question a look however many ranks there are."""
-    mine = f"slime_like/present/{meeting.rank}"
+    """Every rank has been here: one request a look, however many ranks there are. Nothing is counted: `add` on a value that somebody else
+    wrote ends the connection."""
+    everybody = [f"slime_like/present/{rank}" for rank in range(meeting.world_size)]
+    token = secrets.token_hex(8)
     try:
-        if store.add(mine, 1) > 1:
+        if store.compare_set(everybody[meeting.rank], "", token) != token.encode():
             raise meeting.failed(f"another process says that it is rank {meeting.rank} too")
-        present = store.add("slime_like/present", 1)
-        while present < meeting.world_size:
+        while not store.check(everybody):
             if time.monotonic() > deadline:
                 raise meeting.failed(
                     f"{_missing(store, meeting.world_size)} did not come within {_words(timeout)}"
                 )
             time.sleep(RETRY_S)
-            present = store.add("slime_like/present", 0)
     except dist.DistError as error:  # rank 0 has given up, and the store went with it
         raise meeting.failed(
             f"the store there is gone, so rank 0 has ended ({str(error).splitlines()[0]})"

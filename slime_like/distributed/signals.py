@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 INTERRUPTED_STATUS = 75  # sysexits.h: try again later. Told apart from a finished run (0) and a failed one (1) by whoever starts the next
-TERMINATED_STATUS = 128 + signal.SIGTERM
-REPEAT_S = 5.0  # SLURM signals every process of a job, and torchrun passes on what it gets: within this it is one signal
+CTRL_C_STATUS = 128 + signal.SIGINT
+# SLURM signals every process of a job, and torchrun passes on what it gets: within this it is one signal. People are quicker than SLURM
+REPEAT_S = 5.0
+REPEAT_CTRL_C_S = 1.0
 STATUS_FILE = "SLIME_LIKE_STATUS_FILE"
+LAUNCHER_STATUS_FILE = "SLIME_LIKE_LAUNCHER_STATUS_FILE"  # of python -m slime_like.torchrun
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ctrl-C"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +30,38 @@ class ExitRequest:
 
 
 class StopConditions:
-    """every: rollouts, or None. minutes: since this object was made, or None."""
+    """Args:
+    every: rollouts, or None.
+    minutes: since this object was made, or None.
+    announce: this process (rank 0) acknowledges a signal on stderr when it comes.
+    """
 
-    def __init__(self, *, every: int | None, minutes: float | None) -> None:
+    def __init__(self, *, every: int | None, minutes: float | None, announce: bool = False) -> None:
         self.every = every
         self.minutes = minutes
         self.signalled: int | None = None
+        self._announce = announce
         self._signalled_at = 0.0
         self._started = time.monotonic()
 
-    def catch(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """From now on the signal ends the run after the rollout that it comes in. A second one, later than `REPEAT_S`, ends it at once."""
-        signal.signal(number, self._remember)
+    def catch(self, *numbers: signal.Signals) -> None:
+        """From now on these signals (default SIGTERM) end the run after the rollout that they come in. A second one, later than
+        `REPEAT_S` (`REPEAT_CTRL_C_S`), ends it at once. A signal that the parent has set to be ignored, as nohup does, stays so."""
+        for number in numbers or (signal.SIGTERM,):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._remember)
 
     def requested(
         self, rollouts_done: int, any_rank: Callable[[list[bool]], list[bool]]
     ) -> ExitRequest | None:
         """Collective: a signal may have reached one rank only, and clocks differ. any_rank: elementwise or over all ranks."""
-        signalled, late = any_rank([self.signalled is not None, self._is_late()])
-        if signalled:
-            return ExitRequest("SIGTERM", INTERRUPTED_STATUS)
+        *signalled, late = any_rank(
+            [*(self.signalled == number for number in SIGNALS), self._is_late()]
+        )
+        for number, came in zip(SIGNALS, signalled, strict=True):
+            if came:
+                status = CTRL_C_STATUS if number == signal.SIGINT else INTERRUPTED_STATUS
+                return ExitRequest(_NAMES[number], status)
         if late:
             return ExitRequest(f"--exit-duration-in-mins {self.minutes:g}", 0)
         if self.every is not None and rollouts_done % self.every == 0:
@@ -55,27 +72,55 @@ class StopConditions:
         return self.minutes is not None and time.monotonic() - self._started > 60 * self.minutes
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        now, again_s = (
+            time.monotonic(),
+            REPEAT_CTRL_C_S if number == signal.SIGINT else REPEAT_S,
+        )
         if self.signalled is None:
             self.signalled, self._signalled_at = number, now
-        elif now - self._signalled_at > REPEAT_S:
+            if self._announce:
+                again = "; Ctrl-C again ends it at once" if number == signal.SIGINT else ""
+                _write(f"{_name(number)}: the run ends after this rollout{again}")
+        elif now - self._signalled_at > again_s:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
-def end_at_once_on_sigterm(rank: int, *, resumable: bool) -> None:
-    """Until `StopConditions.catch`: nothing has been trained on that could be saved. resumable: the same command line may be started again."""
-    status = INTERRUPTED_STATUS if resumable else TERMINATED_STATUS
+def end_at_once(rank: int, *, resumable: bool, numbers: Sequence[signal.Signals] = SIGNALS) -> None:
+    """Until `StopConditions.catch`: nothing has been trained on that could be saved.
+
+    Args:
+        resumable: the same command line may be started again.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
+        ctrl_c = number == signal.SIGINT
+        status = INTERRUPTED_STATUS if resumable and not ctrl_c else 128 + number
+        if rank == 0:
+            _write("interrupted" if ctrl_c else f"stopped by {_name(number)}")
         leave_status(status, rank)
         os._exit(status)
 
-    signal.signal(signal.SIGTERM, end)
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)
 
 
 def leave_status(status: int, rank: int) -> None:
-    """Rank 0 writes its exit status into the file that the environment names: torchrun has one status, 1, for all that is not 0."""
-    path = os.environ.get(STATUS_FILE)
-    if path and rank == 0:
-        Path(path).write_text(f"{status}\n", encoding="ascii")
+    """Rank 0 writes its exit status into the files that the environment names: torchrun has one status, 1, for all that is not 0."""
+    for variable in (STATUS_FILE, LAUNCHER_STATUS_FILE):
+        path = os.environ.get(variable)
+        if path and rank == 0:
+            Path(path).write_text(f"{status}\n", encoding="ascii")
+
+
+def _name(number: int) -> str:
+    return _NAMES[signal.Signals(number)]
+
+
+def _write(text: str) -> None:
+    """Of a signal handler: the stream may be in the middle of a line, or locked."""
+    try:
+        os.write(2, f"{text}\n".encode())
+    except OSError:
+        return  # nobody reads

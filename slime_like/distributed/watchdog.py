@@ -1,15 +1,19 @@
 """A rank that no longer runs ends the job in bounded time; one that is only slow does not.
 
-Every rank has two threads. One tells the others that the process runs, in the store that the ranks met at, and listens for the next rank and
-for rank 0, so that the work does not grow with the number of ranks. The other never waits for anything; it judges. A process that is
-stopped, on a host that is gone, or held up inside C code, tells nothing: after the limit the first rank to notice names it, and every rank
-that still runs writes the stacks of its threads and ends. A rank whose main thread is slow or stuck goes on telling, and says where it is;
-then the others' collectives decide, after --distributed-timeout-minutes.
+Every rank has two threads. One leaves heartbeats in the store that the ranks met at, and reads those of the next rank and of rank 0, so that
+the work does not grow with the number of ranks. The other never waits for anything; it judges. A process that is stopped, on a host that is
+gone, or held up inside C code, leaves none: after the limit the first rank to notice names it, and every rank that still runs writes the
+stacks of its threads and ends. A rank whose main thread is slow or stuck still has heartbeats, with the place where it is; then the others'
+collectives decide, after --distributed-timeout-minutes.
+
+Values in the store are signed (`SignedStore`): what another program writes there is ignored, with a warning. A rank that was held up itself,
+as by SIGSTOP to the whole job, `scontrol suspend` or a laptop's lid, counts anew before it judges others.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -19,12 +23,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 from slime_like.distributed.activity import Activity, Heartbeat
+from slime_like.distributed.signed_store import SignedStore
 
 FAILED = 1
-PREFIX = "slime_like/distributed/watchdog"
+PREFIX = "watchdog"
+logger = logging.getLogger(__name__)
 LEAVE_S = 5.0  # for the others to write their stacks before a launcher ends them
 
 
@@ -37,10 +42,15 @@ class LastHeartbeat:
 
 
 class Watchdog:
-    """store: of the process group; each thread talks to it over a connection of its own. limit_s: seconds without a sign of life. Used as a context around the run."""
+    """Used as a context around the run.
+
+    Args:
+        store: of the job; each thread talks to it over its own connection.
+        limit_s: seconds without a heartbeat.
+    """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, limit_s: float, activity: Activity
+        self, store: SignedStore, rank: int, world_size: int, limit_s: float, activity: Activity
     ) -> None:
         self._store, self._judges_store = store.clone(), store.clone()
         self._rank = rank
@@ -52,6 +62,7 @@ class Watchdog:
         self._heard: dict[int, LastHeartbeat] = {}
         self._store_answered = time.monotonic()
         self._before: dict[int, Heartbeat | None] = {}
+        self._is_warned = False
         self._closed = threading.Event()
         self._leaving = threading.Lock()
         self._threads = [
@@ -82,8 +93,11 @@ class Watchdog:
                 self._tell(self._activity.pulse())
                 for rank in self._watched:
                     self._listen(rank)
-                if self._store.check([f"{PREFIX}/verdict"]):
-                    self._leave(self._store.get(f"{PREFIX}/verdict").decode(), told=True)
+                verdict = self._store.read(f"{PREFIX}/verdict")
+                if verdict is not None:
+                    self._leave(verdict, told=True)
+                if self._store.read("first_error") is not None:
+                    self._store.put(f"knows/{self._rank}", "1")
                 self._store_answered = time.monotonic()
                 self._name_the_slow()
                 self._activity.changed.wait(self._interval_s)
@@ -95,13 +109,17 @@ class Watchdog:
             return
 
     def _judge(self) -> None:
-        """Whatever held this process up itself, as a laptop's lid does, is not held against the others: time counts in which it looked."""
         looked, answered, unanswered_s = time.monotonic(), self._store_answered, 0.0
         while not self._closed.wait(self._interval_s):
-            # held up inside C code, this process cannot judge: then this timer, which needs no Python, writes the stacks and ends it
-            faulthandler.dump_traceback_later(2 * self._limit_s, exit=True)
+            # held up inside C code, this process cannot judge: then this timer, which needs no Python, writes the stacks. It does not end
+            # the process, for it counts the time of a suspended job too
+            faulthandler.dump_traceback_later(2 * self._limit_s)
             looked, before = time.monotonic(), looked
-            unanswered_s += min(looked - before, 2 * self._interval_s)
+            if looked - before > self._interval_s + self._limit_s / 3:
+                self._count_anew(looked - before)
+                answered, unanswered_s = self._store_answered, 0.0
+                continue
+            unanswered_s += looked - before
             if answered != self._store_answered:
                 answered, unanswered_s = self._store_answered, 0.0
             if unanswered_s > self._limit_s:
@@ -117,14 +135,38 @@ class Watchdog:
             if silent:
                 self._condemn(silent)
 
+    def _count_anew(self, gap_s: float) -> None:
+        """This process did not run, perhaps none of the job did: whatever is older than this moment counts against nobody."""
+        now = time.monotonic()
+        for rank, heard in list(self._heard.items()):
+            self._heard[rank] = LastHeartbeat(heard.pulse, now)
+        if self._rank == 0:
+            stacks = "; the stacks above are of that moment" if gap_s > 2 * self._limit_s else ""
+            logger.warning(
+                "the process of rank 0 did not run for %.0f s: it was suspended, or its host was; the silence of other ranks counts anew%s",
+                gap_s,
+                stacks,
+            )
+
     def _tell(self, pulse: Heartbeat) -> None:
-        self._store.set(f"{PREFIX}/{self._rank}", pulse.to_json())
+        self._store.put(f"{PREFIX}/{self._rank}", pulse.to_json())
 
     def _listen(self, rank: int) -> None:
-        pulse = read_pulse(self._store, rank)
-        if pulse is not None and (
-            rank not in self._heard or self._heard[rank].pulse.count != pulse.count
-        ):
+        """A heartbeat that vanishes, or is an older one again, is not silence: another program writes into the store."""
+        pulse, heard = read_pulse(self._store, rank), self._heard.get(rank)
+        if heard is None:
+            if pulse is not None:
+                self._heard[rank] = LastHeartbeat(pulse, time.monotonic())
+        elif pulse is None or pulse.count < heard.pulse.count:
+            self._heard[rank] = LastHeartbeat(heard.pulse, time.monotonic())
+            if not self._is_warned:
+                self._is_warned = True
+                logger.warning(
+                    "another program writes into the store of this run at %s, over the heartbeat of rank %d; what it writes is ignored",
+                    store_address(),
+                    rank,
+                )
+        elif pulse.count > heard.pulse.count:
             self._heard[rank] = LastHeartbeat(pulse, time.monotonic())
 
     def _condemn(self, silent: Iterable[int]) -> None:
@@ -135,9 +177,7 @@ class Watchdog:
         )
         verdict = f"{words}: for more than --heartbeat-timeout-s {self._limit_s:g} s its process is stopped, or its host is gone"
         try:
-            first = self._judges_store.add(f"{PREFIX}/verdicts", 1) == 1
-            if first:
-                self._judges_store.set(f"{PREFIX}/verdict", verdict)
+            first = self._judges_store.claim(f"{PREFIX}/verdict", verdict) == verdict
         except RuntimeError:  # the store is gone
             first = True
         if first:
@@ -185,17 +225,15 @@ class Watchdog:
             and (old := before.get(rank)) is not None
             and old.count != pulse.count
         ]
-        if late and self._store.add(f"{PREFIX}/slow/{mine.phases}", 1) == 1:
-            print(
-                f"slow, not gone: the others wait for {'; '.join(late[:4])}{' ...' if late[4:] else ''}",
-                file=sys.stderr,
-                flush=True,
-            )
+        name = f"{self._rank} {mine.count}"
+        if late and self._store.claim(f"{PREFIX}/slow/{mine.phases}", name) == name:
+            text = f"slow, not gone: the others wait for {'; '.join(late[:4])}{' ...' if late[4:] else ''}"
+            print(text, file=sys.stderr, flush=True)
 
 
-def read_pulse(store: Any, rank: int) -> Heartbeat | None:
-    key = f"{PREFIX}/{rank}"
-    return Heartbeat.from_json(store.get(key)) if store.check([key]) else None
+def read_pulse(store: SignedStore, rank: int) -> Heartbeat | None:
+    text = store.read(f"{PREFIX}/{rank}")
+    return None if text is None else Heartbeat.from_json(text)
 
 
 def store_address() -> str:

@@ -16,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from slime_like.logs import visible
 from slime_like.metrics.timers import STEP_SECONDS, PhaseTimer, phase_seconds
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -129,9 +130,9 @@ class Progress:
             )
 
     def message(self, text: str) -> None:
-        """A line of its own, above the live display."""
+        """A line above the live display; control characters of text from outside are shown as escapes."""
         if self._show:
-            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+            self._console.print(visible(text), soft_wrap=True, highlight=False, markup=False)
 
     def _remaining_s(self) -> float | None:
         if not self._durations:

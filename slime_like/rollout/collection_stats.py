@@ -49,7 +49,7 @@ class CollectionStats:
             or "none"
         )
         return (
-            f"rollout {rollout_id}: {self.draws} draws of {draw_size} prompts (--max-num-gen-batches) brought {kept} of the {wanted} groups that "
+            f"rollout {rollout_id + 1}: {self.draws} draws of {draw_size} prompts (--max-num-gen-batches) brought {kept} of the {wanted} groups that "
             f"--rollout-batch-size asks for; dropped by {DYNAMIC_FILTER} {chosen.path}, by reason: {reasons}. Give easier or harder prompts, "
             "another filter, or a larger --over-sampling-batch-size"
         )

@@ -6,6 +6,7 @@ JSON carries the SHA-256 of the other, so that files of different rollouts are n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -39,10 +40,16 @@ _TUPLE, _ITEMS = (
 )  # how JSON spells a tuple, and a dict whose keys are not all text
 
 
-def debug_data_paths(template: str, rollout_id: int) -> tuple[Path, Path]:
-    """(JSON, safetensors) paths of a rollout. ``{rollout_id}`` in the template is replaced; an extension of either file is dropped."""
+def debug_data_paths(template: str, rollout_id: int, *, first: int = 1) -> tuple[Path, Path]:
+    """(JSON, safetensors) paths of a rollout.
+
+    Args:
+        template: ``{rollout_id}`` in it is replaced by the rollout's number; an extension of either file is dropped.
+        rollout_id: counted from 0.
+        first: the number of the first rollout: 1, as on the screen and in metrics.jsonl; 0 in files of version 0.1 and before.
+    """
     stem = (
-        template.replace("{rollout_id}", str(rollout_id))
+        template.replace("{rollout_id}", str(rollout_id + first))
         .removesuffix(".json")
         .removesuffix(".safetensors")
     )
@@ -66,6 +73,7 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     payload = save(tensors)
     header = {
         "format": FORMAT,
+        "rollout": rollout_id + 1,
         "rollout_id": rollout_id,
         "tensors_sha256": hashlib.sha256(payload).hexdigest(),
         "groups": rows,
@@ -81,22 +89,16 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
 def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
     """The groups that `save_rollout` was given. Raises FileNotFoundError for an absent file and ValueError for a damaged one, for files that
     do not belong together, and for another rollout's, each naming the file."""
-    json_path, tensor_path = debug_data_paths(template, rollout_id)
+    json_path, tensor_path = _recorded_paths(template, rollout_id)
     for path in (json_path, tensor_path):
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path}: no such file; --load-debug-rollout-data needs it for rollout {rollout_id}"
+                f"{path}: no such file; --load-debug-rollout-data needs it for rollout {rollout_id + 1}"
             )
-    try:
-        header = json.loads(json_path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{json_path}: not JSON ({error})") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(
-            f"{json_path}: not a saved rollout (expected a JSON object with format {FORMAT!r})"
-        )
+    header = _read_header(json_path)
     if header.get("rollout_id") != rollout_id and "{rollout_id}" in template:
-        raise ValueError(f"{json_path}: holds rollout {header.get('rollout_id')}, not {rollout_id}")
+        held = int(header.get("rollout_id", -1)) + 1
+        raise ValueError(f"{json_path}: holds rollout {held}, not {rollout_id + 1}")
     payload = tensor_path.read_bytes()
     if hashlib.sha256(payload).hexdigest() != header.get("tensors_sha256"):
         raise ValueError(f"{tensor_path}: damaged, or not written together with {json_path}")
@@ -110,6 +112,30 @@ def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
         ]
     except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{json_path}: damaged ({type(error).__name__}: {error})") from error
+
+
+def _recorded_paths(template: str, rollout_id: int) -> tuple[Path, Path]:
+    """Files that an earlier version numbered from 0 have no "rollout" in their header."""
+    paths = debug_data_paths(template, rollout_id)
+    earlier = debug_data_paths(template, rollout_id, first=0)
+    if earlier != paths and earlier[0].is_file():
+        with contextlib.suppress(ValueError):  # damage to the file of another rollout
+            header = _read_header(earlier[0])
+            if "rollout" not in header and header.get("rollout_id") == rollout_id:
+                return earlier
+    return paths
+
+
+def _read_header(json_path: Path) -> dict[str, Any]:
+    try:
+        header = json.loads(json_path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{json_path}: not JSON ({error})") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(
+            f"{json_path}: not a saved rollout (expected a JSON object with format {FORMAT!r})"
+        )
+    return header
 
 
 def _to_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import shlex
 import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,27 +20,52 @@ import megatron_patches
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.lock import hold_folders
 from slime_like.distributed.activity import Activity
-from slime_like.distributed.failure_report import default_store, explain, leave_address, say_failed
-from slime_like.distributed.signals import STATUS_FILE, end_at_once_on_sigterm, leave_status
+from slime_like.distributed.failure_report import (
+    LINGER_S,
+    WAIT_S,
+    job,
+    leave_address,
+    linger,
+    looks_lost,
+    message_of,
+)
+from slime_like.distributed.signals import (
+    CTRL_C_STATUS,
+    INTERRUPTED_STATUS,
+    STATUS_FILE,
+    end_at_once,
+    leave_status,
+)
 from slime_like.distributed.watchdog import Watchdog, write_stacks_on_request
 from slime_like.errors import RunError
+from slime_like.logs import log_into, set_up_logging
+from slime_like.metrics.logger import FILE_NAME as METRICS_FILE
 
 if TYPE_CHECKING:
     from slime_like.megatron.parallel_layout import ParallelLayout
 
-FAILED, INTERRUPTED = 1, 130
+FAILED, INTERRUPTED = 1, CTRL_C_STATUS
+logger = logging.getLogger(__name__)
+Say = Callable[[str], None]
 
 
-def run(config: RunConfig, rank: int) -> int:
-    """Returns the exit status: 0, 1 for an error, 75 when SIGTERM ended the run and it may go on, 130 when interrupted. An error that has
-    a user's remedy is printed once, without a traceback."""
-    end_at_once_on_sigterm(rank, resumable=config.checkpoint.save is not None)
-    status = run_ranks(config, rank)
+def run(config: RunConfig, rank: int, startup: Say = lambda what: None) -> int:
+    """One rank of a run.
+
+    Args:
+        startup: called with what begins, up to the first rollout.
+
+    Returns:
+        The exit status: 0, 1 for an error, 75 when SIGTERM or SIGHUP ended the run and it may be continued, 130 after Ctrl-C. An error that
+        has a user's remedy is shown once, without a traceback.
+    """
+    end_at_once(rank, resumable=config.checkpoint.save is not None)
+    status = run_ranks(config, rank, startup)
     leave_status(status, rank)
     return status
 
 
-def run_ranks(config: RunConfig, rank: int) -> int:
+def run_ranks(config: RunConfig, rank: int, startup: Say) -> int:
     """The run without what it leaves for a script that started it."""
     write_stacks_on_request()
     cautions = list(config.warnings)
@@ -51,6 +77,8 @@ def run_ranks(config: RunConfig, rank: int) -> int:
     # megatron-core reads its globals on import, so this comes after the patches
     from slime_like.megatron.init import process_groups
 
+    if "RANK" in os.environ:
+        startup(f"waiting for the {os.environ.get('WORLD_SIZE')} processes to meet")
     try:
         with (
             locked_folders(config, rank),
@@ -58,9 +86,9 @@ def run_ranks(config: RunConfig, rank: int) -> int:
                 config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
             ) as layout,
         ):
-            return train(config, layout)
+            return train(config, layout, startup)
     except (RunError, OSError) as error:  # a folder in use; ranks that could not meet
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        logger.error("%s", error)
         return FAILED
 
 
@@ -76,19 +104,20 @@ def locked_folders(config: RunConfig, rank: int) -> AbstractContextManager[None]
     ]
     if rank != 0:
         return nullcontext()
-    return hold_folders(folders, lambda text: print(f"warning: {text}", flush=True))
+    return hold_folders(folders, lambda text: logger.warning("%s", text))
 
 
 def prepare(config: RunConfig, rank: int, cautions: Sequence[str]) -> None:
     """What every program does before its ranks meet: patches, and on rank 0 what there is to say."""
+    set_up_logging(rank)
     die_with_the_launcher()
     quiet_dependencies()
     report = megatron_patches.apply()
     if rank == 0:
         for text in cautions:
-            print(f"warning: {text}", flush=True)
+            logger.warning("%s", text)
         if config.debug.print_megatron_patches:
-            print(report, flush=True)
+            logger.info("%s", report)
 
 
 def die_with_the_launcher() -> None:
@@ -98,38 +127,44 @@ def die_with_the_launcher() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def train(config: RunConfig, layout: ParallelLayout) -> int:
-    """The run, once the ranks have met, under the eyes of the other ranks."""
+def train(config: RunConfig, layout: ParallelLayout, startup: Say) -> int:
+    """The run, once the ranks have met, watched by the other ranks."""
     activity = Activity()
     leave_address(layout.rank)
     limit_s = config.parallel.heartbeat_timeout_s
     if layout.world_size == 1 or not limit_s:
-        return train_watched(config, layout, activity)
-    with Watchdog(default_store(), layout.rank, layout.world_size, limit_s, activity):
-        return train_watched(config, layout, activity)
+        return train_watched(config, layout, activity, startup)
+    with Watchdog(job().store, layout.rank, layout.world_size, limit_s, activity):
+        return train_watched(config, layout, activity, startup)
 
 
-def train_watched(config: RunConfig, layout: ParallelLayout, activity: Activity) -> int:
-    from slime_like.trainer.trainer import Trainer
-
+def train_watched(
+    config: RunConfig, layout: ParallelLayout, activity: Activity, startup: Say
+) -> int:
     trainer = None
     try:
         output_dir = shared_output_dir(config)
         if layout.rank == 0:
-            print(
-                f"slime_like: {layout.describe()}, {layout.world_size} process(es), writing {output_dir}",
-                flush=True,
-            )
+            log_into(output_dir)
+        logger.info(
+            "slime_like: %s, %d process(es), writing %s",
+            layout.describe(),
+            layout.world_size,
+            output_dir,
+        )
+        startup("importing transformers and the trainer")
+        from slime_like.trainer.trainer import Trainer
+
+        startup("loading the model, the prompts and the rollout engine")
         trainer = Trainer(config, layout, output_dir, on_phase=activity.enter)
+        startup("first rollout")
         status = trainer.run()
         trainer.close()
         activity.enter("end")
         if layout.rank == 0:
             write_report(output_dir)
-    except KeyboardInterrupt:
-        if is_first_to_fail():
-            print("interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
+            if status in (INTERRUPTED_STATUS, INTERRUPTED) and config.checkpoint.save:
+                logger.info("to continue: %s", command_to_continue(config, layout.world_size))
     except Exception as error:
         return fail(error, layout)
     finally:
@@ -139,52 +174,88 @@ def train_watched(config: RunConfig, layout: ParallelLayout, activity: Activity)
 
 
 def fail(error: Exception, layout: ParallelLayout) -> int:
-    """The exit status of a rank that an error ended. One rank tells it, as what it comes of where other ranks are gone."""
-    say_failed(layout.rank)
-    if is_first_to_fail():
-        tell(explain(error, layout.world_size))
+    """The exit status of a rank that an error ended. One rank shows it, as what it comes of where other ranks are gone."""
+    shown = message_of(error)
+    if shown is not None:
+        show(shown)
+    linger(WAIT_S if looks_lost(error) else LINGER_S)
     return FAILED
 
 
-def tell(error: BaseException) -> None:
+def show(error: BaseException) -> None:
     """One message where the user has a remedy: a setting, a file, a number that must hold. Anything else is ours, with its traceback.
     SLIME_LIKE_TRACEBACK=1 in the environment shows the traceback of every error."""
     if not isinstance(error, ValueError | OSError | RunError) or os.environ.get(
         "SLIME_LIKE_TRACEBACK"
     ):
-        traceback.print_exc()
+        traceback.print_exception(error)
     else:
         for note in getattr(
             error, "__notes__", ()
         ):  # the traceback of an error of ours on another rank
             print(note, file=sys.stderr)
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    logger.error("%s", error)
 
 
-def is_first_to_fail() -> bool:
-    """True on one rank only: an error that all ranks meet is told once, and so is one that the others see as a lost connection."""
-    try:
-        return int(default_store().add("slime_like/errors", 1)) == 1
-    except RuntimeError:  # the process that holds the store has failed and told why
-        return False
+def command_to_continue(config: RunConfig, world_size: int) -> str:
+    """As a user types it. Of several nodes only the flags of train.py are known here."""
+    argv = list(config.argv)
+    if config.checkpoint.load != config.checkpoint.save:
+        argv += ["--load", str(config.checkpoint.save)]
+    program = ["python", "train.py"]
+    if world_size > 1:
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
+        program = ["torchrun", "--nproc-per-node", ranks, "train.py"]
+    return shlex.join([*program, *argv])
 
 
 def shared_output_dir(config: RunConfig) -> Path:
-    """The same folder on every rank, also when its name is the time."""
+    """The same folder on every rank: --output-dir, that of the run that is continued, or one that is named by the time."""
     from slime_like.distributed.collectives import from_rank_zero
 
     return Path(
         from_rank_zero(
-            lambda: config.logging.output_dir or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
+            lambda: (
+                config.logging.output_dir
+                or output_dir_of_the_run(config)
+                or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
+            )
         )
     )
 
 
+def output_dir_of_the_run(config: RunConfig) -> str | None:
+    """Where the run wrote that --save and --load of one folder continue; None for the first start, and where another run begins from a
+    checkpoint (--finetune, --ckpt-step, another --save)."""
+    from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
+    from slime_like.megatron.checkpoint.load import read_trainer_state
+
+    flags = config.checkpoint
+    if (
+        flags.load is None
+        or flags.load != flags.save
+        or flags.finetune
+        or flags.ckpt_step is not None
+        or not is_checkpoint_root(flags.load)
+    ):
+        return None
+    try:
+        state = read_trainer_state(checkpoint_folder(flags.load, newest_step(flags.load)[0]))
+    except ValueError:
+        return None  # loading says what is wrong with it
+    folder = state.get("output_dir")
+    has_metrics = isinstance(folder, str) and Path(folder, METRICS_FILE).is_file()
+    return folder if has_metrics else None
+
+
 def write_report(output_dir: Path) -> None:
-    """The plot and the table of the run."""
+    """The plot and the table of the run. The run is done: what goes wrong here does not make it a failed one."""
     from slime_like.metrics import report
 
-    report.write_report(output_dir / "metrics.jsonl")
+    try:
+        report.write_report(output_dir / METRICS_FILE)
+    except Exception as error:
+        logger.warning("no plot and table of %s: %s: %s", output_dir, type(error).__name__, error)
 
 
 def quiet_dependencies() -> None:

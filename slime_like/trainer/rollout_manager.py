@@ -138,7 +138,7 @@ class RolloutManager:
         )
         if found != wanted:
             raise ValueError(
-                f"--load-debug-rollout-data {template}: rollout {step} has {found} samples, and --rollout-batch-size times "
+                f"--load-debug-rollout-data {template}: rollout {step + 1} has {found} samples, and --rollout-batch-size times "
                 f"--n-samples-per-prompt is {wanted}; give the sizes of the recorded run"
             )
         return groups

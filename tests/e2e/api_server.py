@@ -114,12 +114,12 @@ class ApiServer:
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=120)
 
     def __exit__(self, *error: object) -> None:
         for client in self._clients:
             with contextlib.suppress(Exception):
-                client.close("success").result(timeout=10)
+                client.close("success").result(timeout=100)
         ranks = (
             psutil.Process(self.process.pid).children(recursive=True)
             if self.process.poll() is None
@@ -127,7 +127,7 @@ class ApiServer:
         )
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=120)
         for process in (
             ranks
         ):  # torchrun gives them sessions of their own; rank 0 would start another API process

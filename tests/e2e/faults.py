@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -278,3 +279,23 @@ def sleep_in_phase(rank: int, phase: str, seconds: str, on_rank: str) -> None:
     """A rank that is late, or stuck: its process runs, its main thread does not."""
     if rank == int(on_rank):
         in_phase(phase, 2, lambda: sleep(float(seconds)))
+
+
+def suspend_all_in_phase(rank: int, phase: str, time: str, seconds: str) -> None:
+    """All ranks are stopped together, as `scontrol suspend` does, and continued after that time."""
+    from slime_like.distributed.failure_report import job
+
+    def suspend() -> None:
+        addresses = [job().store.read(f"address/{other}") or "" for other in range(2)]
+        pids = " ".join(address.split("process ")[1] for address in addresses)
+        command = f"kill -STOP {pids}; sleep {seconds}; kill -CONT {pids}"
+        subprocess.Popen(["sh", "-c", command], start_new_session=True)
+        sleep(1.0)  # until it comes
+
+    if rank == 0:
+        in_phase(phase, int(time), suspend)
+
+
+def work_in(rank: int, folder: str) -> None:
+    """The run's names without a folder are in this one."""
+    os.chdir(folder)

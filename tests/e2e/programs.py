@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-GRACE_S = 2.0  # for the other ranks to end by themselves after one has failed
+GRACE_S = 10.0  # for the other ranks to end by themselves after one has failed
 PRELOADED = (
     "slime_like.trainer.trainer",
     "matplotlib.figure",

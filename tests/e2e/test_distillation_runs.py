@@ -122,7 +122,7 @@ def test_a_teacher_that_fails_loses_samples_and_then_the_run(
     served.faults = [status(400, "no")] * 2 + [None] * 30 + [status(403, "no more")] * 32
     line = flags(work, tmp_path, teacher, num_rollout=3, **SERVED, opd_teacher_url=served.url)
     done = server.train(line, tmp_path / "log", ranks=1)
-    words = rf"rollout 1: 100\.0% of the samples have no usable response or reward.*the teacher: {served.url}/generate: status 403: no more"
+    words = rf"rollout 2: 100\.0% of the samples have no usable response or reward.*the teacher: {served.url}/generate: status 403: no more"
     assert re.search(words, done.error()), done.error()
     (row,) = rows_of(tmp_path)
     assert (

@@ -73,7 +73,7 @@ train.main()
     with subprocess.Popen(
         [sys.executable, "-c", slowly], cwd=ROOT, env={**clean_environment(), **ENVIRONMENT}
     ) as process:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 250
         while not (tmp_path / "metrics.jsonl").exists() or len(rows_of(tmp_path)) < 3:
             assert process.poll() is None
             assert time.monotonic() < deadline
@@ -287,3 +287,26 @@ def test_the_exported_model_answers_as_the_engine_does(work: Workspace, whole: P
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
         )
         assert out[0, len(prompt) :].tolist() == list(output.tokens)
+
+
+def test_a_run_is_continued_in_its_own_folder(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """Without --output-dir the folder is named by the time of the first start. One set of numbers, one plot; nothing is a warning."""
+    root, hook = tmp_path / "ck", f"tests.e2e.faults:work_in {tmp_path}"
+    settings = dict(output_dir=None, save_hf=None, num_rollout=4, load=root, exit_interval=2)
+    argv = flags(work, tmp_path, save=root, **settings)
+    first = server.train(argv, tmp_path / "log-1", hook=hook).ok()
+    assert "warning" not in first.out + first.err, first.out
+    assert f"no checkpoint in {root} yet: starting at rollout 1" in first.out
+    (folder,) = (tmp_path / "outputs").iterdir()
+    second = server.train(argv, tmp_path / "log-2", hook=hook).ok()
+    assert f"writing {folder}\n" in second.out
+    assert f"continuing at rollout 3 of 4, from {root}" in second.out
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
+    names = sorted(path.name for path in tmp_path.glob("rollout_*.json"))
+    assert names == [f"rollout_{number}.json" for number in (1, 2, 3, 4)], "as the lines are"
+    forked = flags(work, tmp_path, save=tmp_path / "other", **settings | {"num_rollout": 5})
+    third = server.train(forked, tmp_path / "log-3", hook=hook).ok()
+    assert f"writing {folder}" not in third.out, "another --save is another run"
+    assert len(rows_of(folder)) == 4

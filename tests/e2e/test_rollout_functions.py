@@ -134,7 +134,7 @@ WRONG = {
     "mixed": ("groups[0][0], groups[1][0] = groups[1][0], groups[0][0]", "a group has samples with group_index [0, 1]"),
     "metric": ("return RolloutFnTrainOutput(groups, {'reward_mean': 1})", "the metric 'rollout/reward_mean' is one of the run's own"),
     "raises": ("None.nothing", "the function raised AttributeError: 'NoneType' object has no attribute 'nothing' ("),
-    "hangs": ("time.sleep(60)", "rollout 0 took longer than --rollout-function-timeout-s 4"),
+    "hangs": ("time.sleep(60)", "rollout 1 took longer than --rollout-function-timeout-s 4"),
 }  # fmt: skip
 MAKES = """
 import time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import subprocess
 import time
@@ -35,12 +36,12 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
 
 def test_what_a_run_leaves_behind(whole: Path, work: Workspace) -> None:
     assert {path.name for path in whole.iterdir()} == {
-        *("metrics.jsonl", "report.png", "tensorboard", "hf-2", "ck", "log"),
+        *("metrics.jsonl", "report.png", "tensorboard", "hf-3", "ck", "log"),
         *(f"rollout_{i}.{suffix}" for i in range(3) for suffix in ("json", "safetensors")),
     }
     assert (whole / "report.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((whole / "tensorboard").glob("events.out.tfevents.*"))) == 1
-    before, after = weights_of(work.model), weights_of(whole / "hf-2")
+    before, after = weights_of(work.model), weights_of(whole / "hf-3")
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before)
     output = (whole / "log" / "out-0.txt").read_text()
@@ -106,7 +107,7 @@ def test_evaluation_changes_nothing_else(
     )
     server.train(argv, tmp_path / "log").ok()
     assert same_numbers(rows_of(tmp_path)) == same_numbers(rows_of(whole)[1:])
-    mine, theirs = weights_of(tmp_path / "hf"), weights_of(whole / "hf-2")
+    mine, theirs = weights_of(tmp_path / "hf"), weights_of(whole / "hf-3")
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
@@ -173,7 +174,7 @@ def test_recorded_rollouts_train_alike(
     )  # fmt: skip
     server.train(argv, tmp_path / "log").ok()
     assert same_numbers(rows_of(tmp_path)) == same_numbers(rows_of(whole)[1:])
-    mine, theirs = weights_of(tmp_path / "hf"), weights_of(whole / "hf-2")
+    mine, theirs = weights_of(tmp_path / "hf"), weights_of(whole / "hf-3")
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     argv = work.flags(
         tmp_path / "more", num_rollout=4, debug_train_only="", load_debug_rollout_data=whole / TEMPLATE, prompt_data=None,
@@ -268,10 +269,10 @@ def test_failed_samples_above_the_limit_stop_both_ranks(
     )
     error = done.error()
     assert error.startswith(
-        "error: rollout 0: 37.5% of the samples have no usable response or reward, more than --max-failed-samples 0.1"
+        "error: rollout 1: 37.5% of the samples have no usable response or reward, more than --max-failed-samples 0.1"
     )
     assert "sample 0: the reward raised ZeroDivisionError: bad luck" in error
-    assert done.seconds < 30
+    assert done.seconds < 150
 
 
 def test_a_failure_of_one_rank_alone_is_told_once(
@@ -284,10 +285,10 @@ def test_a_failure_of_one_rank_alone_is_told_once(
         work.flags(tmp_path, custom_rm_path=f"{reward}:judge"),
         tmp_path / "log",
         ranks=2,
-        timeout_s=60,
+        timeout_s=200,
     )
     assert "sample 1" in done.error() and "str" in done.error()
-    assert done.seconds < 30
+    assert done.seconds < 150
 
 
 SLOW = pytest.mark.slow
@@ -300,9 +301,10 @@ SLOW = pytest.mark.slow
 def test_signals_leave_no_process_behind(
     work: Workspace, tmp_path: Path, what: str, ranks: int
 ) -> None:
-    """Neither ranks nor reward workers. With two ranks the signal goes to torchrun."""
+    """Neither ranks nor reward workers. With two ranks the signal goes to the launcher. Ctrl-C ends the run as SIGTERM does: saved, with
+    plot, table and the command that continues it."""
     command = [
-        *torchrun(ranks),
+        *[word.replace("torch.distributed.run", "slime_like.torchrun") for word in torchrun(ranks)],
         *work.flags(tmp_path, num_rollout=100000, save=tmp_path / "ck", save_interval=1),
     ]
     command = (
@@ -327,15 +329,15 @@ def test_signals_leave_no_process_behind(
     ):
         started: list[psutil.Process] = []
         try:
-            deadline = time.monotonic() + 90
+            deadline = time.monotonic() + 200
             while not (tmp_path / "metrics.jsonl").exists() or len(rows_of(tmp_path)) < 2:
                 assert process.poll() is None and time.monotonic() < deadline, output.read_text()
                 time.sleep(0.1)
             started = psutil.Process(process.pid).children(recursive=True)
             assert len(started) >= ranks, "at least a reward worker for each rank"
             process.send_signal(getattr(signal, what))
-            status = process.wait(timeout=30)
-            _, alive = psutil.wait_procs(started, timeout=10)
+            status = process.wait(timeout=120)
+            _, alive = psutil.wait_procs(started, timeout=60)
             assert alive == []
         finally:
             for child in started:
@@ -343,9 +345,14 @@ def test_signals_leave_no_process_behind(
                     child.kill()
             process.kill()
     assert status != 0
-    if (what, ranks) == ("SIGINT", 1):
-        assert status == 130
-        assert (
-            output.read_text().rstrip().endswith("interrupted")
-            and "Traceback" not in output.read_text()
-        )
+    if what == "SIGINT":
+        text = output.read_text()
+        assert status == 130 and "Traceback" not in text, text[-3000:]
+        assert "Ctrl-C: the run ends after this rollout; Ctrl-C again ends it at once" in text
+        done = re.search(r"stopped by Ctrl-C after rollout (\d+) of 100000, saved in ", text)
+        assert done and (tmp_path / "ck" / f"iter_{int(done[1]):07d}").is_dir()
+        assert (tmp_path / "report.png").is_file() and "rollout/reward_mean" in text
+        program = "python" if ranks == 1 else "torchrun --nproc-per-node 2"
+        last = text.rstrip().splitlines()[-1]
+        assert last.startswith(f"to continue: {program} train.py --hf-checkpoint "), last
+        assert last.endswith(f" --load {tmp_path}/ck")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -128,10 +129,10 @@ def processor_seconds() -> float:
     ids=["typos", "no value", "not yet"],
 )
 def test_train_py(tmp_path: Path, extra: tuple[str, ...]) -> None:
-    done, seconds = run([sys.executable, "train.py", *complete(tmp_path, *extra)], limit_s=60)
+    done, seconds = run([sys.executable, "train.py", *complete(tmp_path, *extra)], limit_s=250)
     assert done.returncode == 2, done.stderr
     assert "in the configuration:" in done.stderr and "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert re.fullmatch(r"start +[\d.]+ s: reading the command line, .*\n", done.stdout)
     for flag in (word for word in extra if word.startswith("--")):
         assert done.stderr.count(f"  - {flag}") == 1
     assert seconds < LIMIT_S
@@ -147,7 +148,7 @@ def test_torchrun_prints_once(tmp_path: Path) -> None:
         "2",
     ]
     ranks_and_launcher = 3
-    done, seconds = run([*torchrun, "train.py", *complete(tmp_path, *THREE_MISTAKES)], limit_s=90)
+    done, seconds = run([*torchrun, "train.py", *complete(tmp_path, *THREE_MISTAKES)], limit_s=280)
     assert done.returncode != 0
     assert done.stderr.count("3 problems in the configuration") == 1, done.stderr
     assert done.stderr.count("did you mean --policy-loss-type?") == 1
@@ -155,5 +156,5 @@ def test_torchrun_prints_once(tmp_path: Path) -> None:
 
 
 def test_help_of_the_program() -> None:
-    done, _ = run([sys.executable, "train.py", "--help", "sapo"], limit_s=60)
+    done, _ = run([sys.executable, "train.py", "--help", "sapo"], limit_s=250)
     assert done.returncode == 0 and "--sapo-tau-pos" in done.stdout and done.stderr == ""

@@ -135,7 +135,7 @@ def test_a_filter_that_keeps_nothing_ends_the_run(tmp_path: Path) -> None:
     )
     with pytest.raises(
         RunError,
-        match=r"rollout 7: 3 draws of 2 prompts .* brought 0 of the 2 groups .* zero_std_0.5 6",
+        match=r"rollout 8: 3 draws of 2 prompts .* brought 0 of the 2 groups .* zero_std_0.5 6",
     ):
         c.collect(7)
 

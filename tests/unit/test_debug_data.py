@@ -105,13 +105,13 @@ def _same(a: Any, b: Any) -> bool:
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
     template = str(tmp_path / "deep" / "rollout_{rollout_id}")
-    path = save_rollout(template, 12, GROUPS)
+    path = save_rollout(template, 11, GROUPS)
     assert path == tmp_path / "deep" / "rollout_12.json"
     assert sorted(p.name for p in path.parent.iterdir()) == [
         "rollout_12.json",
         "rollout_12.safetensors",
     ]
-    assert _same(load_rollout(template, 12), GROUPS)
+    assert _same(load_rollout(template, 11), GROUPS)
 
 
 def test_shared_and_strided_tensors_are_saved(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_shared_and_strided_tensors_are_saved(tmp_path: Path) -> None:
     "template", ["a/{rollout_id}", "a/{rollout_id}.json", "a/{rollout_id}.safetensors"]
 )
 def test_paths(template: str) -> None:
-    assert debug_data_paths(template, 3) == (Path("a/3.json"), Path("a/3.safetensors"))
+    assert debug_data_paths(template, 2) == (Path("a/3.json"), Path("a/3.safetensors"))
 
 
 def test_a_template_without_id_serves_every_rollout(tmp_path: Path) -> None:
@@ -148,12 +148,12 @@ def test_what_json_cannot_hold_is_refused_by_name(tmp_path: Path, value: object)
 
 @pytest.mark.parametrize("suffix", ["json", "safetensors"])
 def test_a_missing_file_is_named(tmp_path: Path, suffix: str) -> None:
-    save_rollout(str(tmp_path / "r{rollout_id}"), 1, GROUPS)
+    save_rollout(str(tmp_path / "r{rollout_id}"), 0, GROUPS)
     (tmp_path / f"r1.{suffix}").unlink()
     with pytest.raises(
         FileNotFoundError, match=rf"r1\.{suffix}: no such file; --load-debug-rollout-data"
     ):
-        load_rollout(str(tmp_path / "r{rollout_id}"), 1)
+        load_rollout(str(tmp_path / "r{rollout_id}"), 0)
 
 
 def _spoil_json(path: Path) -> None:
@@ -215,15 +215,40 @@ def _another_sample(path: Path) -> None:
 )
 def test_damage_is_named(tmp_path: Path, spoil: Any, message: str) -> None:
     template = str(tmp_path / "r{rollout_id}")
-    spoil(save_rollout(template, 1, GROUPS))
+    spoil(save_rollout(template, 0, GROUPS))
     with pytest.raises(ValueError, match=message):
-        load_rollout(template, 1)
+        load_rollout(template, 0)
 
 
 def test_a_renamed_rollout_is_refused(tmp_path: Path) -> None:
     template = str(tmp_path / "r{rollout_id}")
-    save_rollout(template, 1, GROUPS)
+    save_rollout(template, 0, GROUPS)
     for suffix in ("json", "safetensors"):
         (tmp_path / f"r1.{suffix}").rename(tmp_path / f"r2.{suffix}")
     with pytest.raises(ValueError, match=r"r2\.json: holds rollout 1, not 2"):
-        load_rollout(template, 2)
+        load_rollout(template, 1)
+
+
+def test_files_of_an_earlier_version_are_numbered_from_0(tmp_path: Path) -> None:
+    """And may lie in one folder with later ones: a run that was continued."""
+    template = str(tmp_path / "r{rollout_id}")
+    for rollout_id in (1, 0):  # as version 0.1 named and wrote them
+        path = save_rollout(template, rollout_id, GROUPS[: rollout_id + 1])
+        header = json.loads(path.read_bytes())
+        assert header.pop("rollout") == rollout_id + 1
+        path.write_text(json.dumps(header))
+    for rollout_id in (0, 1):
+        for suffix in ("json", "safetensors"):
+            (tmp_path / f"r{rollout_id + 1}.{suffix}").rename(tmp_path / f"r{rollout_id}.{suffix}")
+    save_rollout(template, 2, GROUPS)
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [
+        "r0.json",
+        "r1.json",
+        "r3.json",
+    ]
+    for rollout_id in range(3):
+        assert _same(
+            load_rollout(template, rollout_id), GROUPS[: rollout_id + 1 if rollout_id < 2 else None]
+        )
+    with pytest.raises(FileNotFoundError, match=r"r4\.json: no such file.*for rollout 4"):
+        load_rollout(template, 3)

@@ -52,7 +52,7 @@ def test_the_command_line_for_one_gpu_is_right(tmp_path: Path) -> None:
         "TEST": files["prompts"],
     }
     script = ["bash", str(ROOT / "scripts/run_one_gpu.sh"), "--num-rollout", "3"]
-    subprocess.run(script, env=environment, check=True, timeout=60)
+    subprocess.run(script, env=environment, check=True, timeout=200)
     argv, folder = recorded(tmp_path)
     assert argv[0] == "train.py" and Path(folder) == ROOT
     run = parse_args(argv[1:], 1)
@@ -62,9 +62,7 @@ def test_the_command_line_for_one_gpu_is_right(tmp_path: Path) -> None:
         and run.reward.rm_type == "gsm8k"
         and run.megatron.transformer.bf16
     )
-    assert run.warnings == (
-        f"--load {run.checkpoint.load} does not exist yet and is also --save: this run starts from --hf-checkpoint",
-    )
+    assert run.warnings == (), "--save and --load of a new folder is how a run is started"
 
 
 def test_a_missing_setting_for_one_gpu_is_named() -> None:
@@ -169,12 +167,12 @@ def test_slurm_passes_sigterm_on_and_requeues_what_can_go_on(
     script = ["bash", str(ROOT / "scripts/slurm/train.sbatch")]
     with subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, text=True) as job:
         try:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 200
             while not (tmp_path / "record.json").exists():
                 assert job.poll() is None and time.monotonic() < deadline, "the job did not start"
                 time.sleep(0.05)
             job.send_signal(signal.SIGTERM)
-            out, _ = job.communicate(timeout=30)
+            out, _ = job.communicate(timeout=200)
         finally:
             job.kill()
     assert job.returncode == status and words in out
@@ -195,7 +193,7 @@ def test_slurm_passes_sigterm_on_and_requeues_what_can_go_on(
     ),
 )
 def test_shell_scripts_are_well_formed(script: str) -> None:
-    subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=30)
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=200)
 
 
 def test_shell_scripts_pass_shellcheck() -> None:

@@ -20,6 +20,8 @@ LAYERS = (
         "slime_like.metrics",
         "slime_like.import_utils",
         "slime_like.errors",
+        "slime_like.logs",
+        "slime_like.torchrun",
         "slime_like.doctor",
     ),
     (

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from slime_like.distributed.rendezvous import Rendezvous, meet, meeting_of
 from slime_like.errors import RunError
@@ -17,11 +20,13 @@ from tests.e2e.programs import free_port
 
 HERE = socket.gethostname()
 SHORT = timedelta(seconds=1.5)
+LONG = timedelta(seconds=200)  # nothing waits for so long when it goes well
+ENOUGH = timedelta(seconds=5)  # to connect to what listens on this host
 ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "alpha", "MASTER_PORT": "29500"}
 
 
-def cannot_meet(meeting: Rendezvous, timeout: timedelta = SHORT, most_s: float = 6.0) -> str:
-    """The message; the wait must be bounded."""
+def cannot_meet(meeting: Rendezvous, timeout: timedelta = SHORT, most_s: float = 120.0) -> str:
+    """The message; the wait must be bounded: torch waits for 5 minutes, or for ever."""
     start = time.monotonic()
     with pytest.raises(RunError) as raised:
         meet(meeting, timeout)
@@ -45,16 +50,13 @@ def test_ranks_that_all_come_share_a_store() -> None:
     stores: dict[int, object] = {}
 
     def come(rank: int) -> None:
-        stores[rank] = meet(
-            Rendezvous("127.0.0.1", port, rank, 3, hosts=rank == 0), timedelta(seconds=20)
-        )
+        stores[rank] = meet(Rendezvous("127.0.0.1", port, rank, 3, hosts=rank == 0), LONG)
 
     threads = [threading.Thread(target=come, args=(rank,)) for rank in (2, 1, 0)]
     for thread in threads:
         thread.start()
-        time.sleep(0.1)
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join()
     assert sorted(stores) == [0, 1, 2]
     stores[0].set("word", "seen by all")  # type: ignore[attr-defined]
     assert stores[2].get("word") == b"seen by all"  # type: ignore[attr-defined]
@@ -81,31 +83,89 @@ def test_a_port_in_use_on_the_host_of_rank_0(web_server: int) -> None:
 
 
 def test_another_program_answers_at_the_port(web_server: int) -> None:
-    message = cannot_meet(Rendezvous("127.0.0.1", web_server, 1, 2, hosts=False))
+    message = cannot_meet(Rendezvous("127.0.0.1", web_server, 1, 2, hosts=False), ENOUGH)
     assert "what listens there does not answer as rank 0 of a run would" in message
 
 
 def test_missing_ranks_are_named() -> None:
-    message = cannot_meet(
-        Rendezvous("127.0.0.1", free_port(), 0, 40, hosts=True), timedelta(seconds=1)
-    )
+    message = cannot_meet(Rendezvous("127.0.0.1", free_port(), 0, 40, hosts=True), ENOUGH)
     assert (
-        f"ranks {', '.join(map(str, range(1, 17)))} and 23 more of 40 did not come within 1 s"
+        f"ranks {', '.join(map(str, range(1, 17)))} and 23 more of 40 did not come within 5 s"
         in message
     )
 
 
 def test_two_processes_of_one_rank() -> None:
-    port = free_port()
-    first = threading.Thread(
-        target=lambda: cannot_meet(
-            Rendezvous("127.0.0.1", port, 0, 2, hosts=True), timedelta(seconds=3)
-        )
-    )
-    first.start()
-    message = cannot_meet(Rendezvous("127.0.0.1", port, 0, 2, hosts=False), timedelta(seconds=3))
-    first.join(timeout=20)
+    port, met = free_port(), []
+    first, last = (Rendezvous("127.0.0.1", port, rank, 2, hosts=rank == 0) for rank in (0, 1))
+    thread = threading.Thread(target=lambda: met.append(meet(first, LONG)))
+    thread.start()
+    seen = connected(port)
+    seen.wait(["attempt_0/slime_like/present/0"], LONG)
+    message = cannot_meet(dataclasses.replace(first, hosts=False), LONG)
     assert "another process says that it is rank 0 too" in message
+    meet(last, LONG)
+    thread.join()
+    assert len(met) == 1, "the one that was first is not disturbed"
+
+
+def connected(port: int) -> dist.TCPStore:
+    """To the store that another thread begins to hold."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=LONG)
+
+
+def listening_addresses(port: int) -> set[str]:
+    """Of this host, as the kernel writes them."""
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {
+        address.rpartition(":")[0]
+        for _, address, _, state, *_ in lines
+        if state == "0A" and int(address.rpartition(":")[2], 16) == port
+    }
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.5"])
+def test_the_store_listens_on_the_address_of_the_master_alone(host: str) -> None:
+    """torch's listens on every interface of the host, for everybody."""
+    port = free_port()
+    store = meet(Rendezvous(host, port, 0, 1, hosts=True), LONG)  # listens while it is there
+    last = host.rpartition(".")[2] if host != "localhost" else "1"
+    assert store and listening_addresses(port) == {f"0{last}00007F"}
+
+
+def test_an_address_of_another_host_is_listened_to_everywhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As behind a translated address; rank 0 does not reach itself by one that nobody has."""
+    meeting = Rendezvous("192.0.2.1", free_port(), 0, 1, hosts=True)
+    cannot_meet(meeting, SHORT)
+    assert "MASTER_ADDR 192.0.2.1 is no address of this host" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "x", "999", "\0"])
+def test_garbage_in_the_store_ends_no_rank(text: str) -> None:
+    """What torch's counters make of it: the connection of whoever counts is closed."""
+    port, stores = free_port(), {}
+    garbage = threading.Event()
+
+    def come(rank: int) -> None:
+        stores[rank] = meet(Rendezvous("127.0.0.1", port, rank, 2, hosts=rank == 0), LONG)
+        garbage.wait()
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 1)]
+    threads[0].start()
+    other = connected(port)
+    for name in ("present", "errors", "failed/1", "failed"):
+        other.set(f"attempt_0/slime_like/{name}", text)
+    threads[1].start()
+    garbage.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(stores) == [0, 1]
 
 
 def test_the_environment_says_where_to_meet() -> None:

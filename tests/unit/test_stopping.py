@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +14,20 @@ ROOT = Path(__file__).resolve().parents[2]
 CATCH = """
 import os, signal, sys, time
 from slime_like.distributed import signals
-signals.REPEAT_S = 0.3
-stop = signals.StopConditions(every=None, minutes=None)
-stop.catch()
-for wait in sys.argv[1:]:
-    time.sleep(float(wait))
-    os.kill(os.getpid(), signal.SIGTERM)
-print(stop.requested(1, lambda flags: flags).words)
+signals.REPEAT_S, signals.REPEAT_CTRL_C_S = 60.0, 60.0
+stop = signals.StopConditions(every=None, minutes=None, announce=True)
+stop.catch(*signals.SIGNALS)
+number = signal.Signals[sys.argv[1]]
+for repeat_s in sys.argv[2:]:
+    signals.REPEAT_S = signals.REPEAT_CTRL_C_S = float(repeat_s)
+    os.kill(os.getpid(), number)
+request = stop.requested(1, lambda flags: flags)
+print(request.words, request.status)
 """
 AT_ONCE = """
 import os, signal, sys
 from slime_like.distributed import signals
-signals.end_at_once_on_sigterm(int(sys.argv[1]), resumable=sys.argv[2] == "resumable")
+signals.end_at_once(int(sys.argv[1]), resumable=sys.argv[2] == "resumable")
 os.kill(os.getpid(), signal.SIGTERM)
 """
 
@@ -33,19 +37,34 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, *words]
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False
     )
 
 
-@pytest.mark.parametrize("waits", [["0"], ["0", "0"], ["0", "0.05", "0.05"]])
-def test_a_signal_that_comes_again_at_once_is_the_same(waits: list[str]) -> None:
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("SIGTERM", "SIGTERM 75"), ("SIGHUP", "SIGHUP 75"), ("SIGINT", "Ctrl-C 130")],
+)
+def test_a_signal_that_comes_again_at_once_is_the_same(name: str, words: str, times: int) -> None:
     """SLURM sends it to every process, and torchrun passes on what it got."""
-    done = run(CATCH, *waits)
-    assert (done.returncode, done.stdout) == (0, "SIGTERM\n"), done.stderr
+    done = run(CATCH, name, *["60"] * times)
+    assert (done.returncode, done.stdout) == (0, f"{words}\n"), done.stderr
+    assert done.stderr.count("the run ends after this rollout") == 1
 
 
-def test_a_later_signal_ends_the_process() -> None:
-    assert run(CATCH, "0", "0.5").returncode == -15
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_later_signal_ends_the_process(name: str) -> None:
+    """Later than 0 seconds, the limit for the second one here."""
+    assert run(CATCH, name, "60", "0").returncode == -signal.Signals[name]
+
+
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT"])
+def test_a_signal_that_the_parent_ignores_stays_ignored(name: str) -> None:
+    """nohup, and a shell's job in the background."""
+    program = f"import signal; signal.signal(signal.{name}, signal.SIG_IGN)\n{CATCH}"
+    done = run(program, name, "60")
+    assert done.returncode == 1 and "'NoneType' object has no attribute 'words'" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -59,3 +78,91 @@ def test_a_signal_before_the_first_rollout(
     done = run(AT_ONCE, str(rank), kind, environment={"SLIME_LIKE_STATUS_FILE": str(file)})
     assert done.returncode == status
     assert (file.read_text() if file.exists() else None) == left
+    assert done.stderr == ("stopped by SIGTERM\n" if rank == 0 else "")
+
+
+LINES = """
+import sys
+from pathlib import Path
+from slime_like.logs import log_into, set_up_logging
+set_up_logging(0)
+log_into(Path(sys.argv[1]))
+for number in range(20_000):
+    print("line", number, flush=number % 7 == 0)
+print("the end", file=sys.stderr)
+"""
+
+
+def pipeline(tmp_path: Path, redirection: str, *, unbuffered: bool = False) -> tuple[int, str, str]:
+    """(status, what the reader got, stderr) of the program above."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1" if unbuffered else ""}
+    command = f'set -o pipefail; "$0" -c "$1" "$2" {redirection}'
+    words = [sys.executable, LINES, str(tmp_path)]
+    done = subprocess.run(
+        ["bash", "-c", command, *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize("redirection", ["| head -1", "> /dev/full", ">&-"])
+def test_a_run_goes_on_without_the_reader_of_its_output(
+    tmp_path: Path, redirection: str, unbuffered: bool
+) -> None:
+    """On stderr, which says so; no line after that is lost."""
+    status, out, err = pipeline(tmp_path, redirection, unbuffered=unbuffered)
+    numbers = [int(line.split()[1]) for line in err.splitlines() if line.startswith("line ")]
+    assert numbers == list(range(numbers[0], 20_000))
+    assert (status, out) == (0, "line 0\n" if "head" in redirection else "")
+    assert err.endswith("line 19999\nthe end\n") or err.endswith("the end\nline 19999\n"), err[
+        -200:
+    ]
+    if redirection != ">&-":
+        assert err.count("warning: stdout is closed (") == 1
+        assert "the run continues, and writes to stderr from here on" in err
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_run_goes_on_without_any_reader(tmp_path: Path, unbuffered: bool) -> None:
+    status, out, _ = pipeline(tmp_path, "2>&1 | head -1", unbuffered=unbuffered)
+    assert (status, out) == (0, "line 0\n")
+    text = (tmp_path / "run.log").read_text()
+    assert "the run continues, and writes to " in text and "line 19999\n" in text
+    assert text.count("the end") == 1
+
+
+def test_messages_by_rank_and_level() -> None:
+    program = """
+import logging, sys
+from slime_like.logs import set_up_logging
+set_up_logging(int(sys.argv[1]))
+logger = logging.getLogger("slime_like.trainer.launch")
+logger.debug("debug")
+logger.info("progress %d", 3)
+logger.warning("an odd \x1b[31mcolour\x1b[0m \\u202e and \x07")
+logger.error("gone")
+"""
+    odd = r"an odd \x1b[31mcolour\x1b[0m \u202e and \x07"
+    first = run(program, "0")
+    assert first.stdout == f"progress 3\nwarning: {odd}\n" and first.stderr == "error: gone\n"
+    third = run(program, "3")
+    assert third.stdout == "" and third.stderr == f"warning: rank 3: {odd}\nerror: gone\n"
+
+
+def test_a_report_that_fails_does_not_fail_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Damaged or missing numbers; the run itself is done."""
+    from slime_like.trainer.launch import write_report
+
+    write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("[]\n{}\n")
+    write_report(tmp_path)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "no plot and table of" in caplog.text and "metrics.jsonl:1" in caplog.text

@@ -59,7 +59,7 @@ class RolloutFunction:
         """`read` of what the function returns, on all ranks, which also have the new position of the prompts. Raises ValueError for a function
         that raises or returns something wrong, RunError for one that takes too long."""
 
-        what = f"{self.name}: {'evaluation' if evaluation else 'rollout'} {rollout_id}"
+        what = f"{self.name}: {'evaluation' if evaluation else 'rollout'} {rollout_id + 1}"
 
         def work() -> tuple[Any, Any, Any]:
             source = self._data_source(rollout_id)

@@ -1,0 +1,66 @@
+"""What the ranks leave for each other in the store of the process group, signed with a key of the job.
+
+Torch's store has no authentication: whoever reaches its port may read and write. A value without a valid signature is one that no rank wrote,
+and is read as absent. Only operations that cannot block and that no stored bytes can break are used: `add` on a value that is not a number
+ends the connection, and `get` of a key that is deleted meanwhile waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Any
+
+PREFIX = "slime_like"
+KEY_VARIABLE = "SLIME_LIKE_JOB_KEY"  # the same on all ranks; without it rank 0 makes one
+_ABSENT = "-"  # never a signed value
+
+
+class SignedStore:
+    """Text values by name.
+
+    Args:
+        store: torch's store; every method raises RuntimeError when the process that holds it is gone.
+        key: known to the ranks of this job only.
+    """
+
+    def __init__(self, store: Any, key: bytes) -> None:
+        self._store = store
+        self._key = key
+
+    def clone(self) -> SignedStore:
+        """The same values over a connection of its own, for another thread."""
+        return SignedStore(self._store.clone(), self._key)
+
+    def put(self, name: str, text: str) -> None:
+        self._store.set(_path(name), self._signed(name, text))
+
+    def read(self, name: str) -> str | None:
+        """The value; None where there is none, or one that no rank of this job wrote."""
+        # compares with a value that is never there: reads in one request, without waiting
+        return self._verified(name, self._store.compare_set(_path(name), _ABSENT, _ABSENT))
+
+    def claim(self, name: str, text: str) -> str:
+        """The first text that a rank claimed `name` with: `text` on the rank that was first."""
+        first = self._verified(
+            name, self._store.compare_set(_path(name), "", self._signed(name, text))
+        )
+        if first is None:  # somebody else wrote there
+            self.put(name, text)
+        return text if first is None else first
+
+    def _signed(self, name: str, text: str) -> str:
+        return f"{self._signature(name, text.encode())} {text}"
+
+    def _signature(self, name: str, text: bytes) -> str:
+        return hmac.new(self._key, name.encode() + b"\n" + text, hashlib.sha256).hexdigest()
+
+    def _verified(self, name: str, raw: bytes) -> str | None:
+        signature, _, text = raw.partition(b" ")
+        if not hmac.compare_digest(signature, self._signature(name, text).encode()):
+            return None
+        return text.decode()
+
+
+def _path(name: str) -> str:
+    return f"{PREFIX}/{name}"

@@ -1,0 +1,149 @@
+"""Where a run's messages go: rank 0's to stdout, as a user reads them; warnings of other ranks, with their rank, and all errors to stderr.
+
+A reader of stdout that ends (`| head`, a closed terminal, a full disk) does not end the run: see `SurvivingStream`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+OURS = ("slime_like", "arguments", "megatron_patches")
+LOG_FILE = "run.log"  # in the output folder, where neither stdout nor stderr can be written
+_log_file: Path | None = None
+
+
+class RankHandler(logging.Handler):
+    """INFO is plain text on rank 0 and nothing elsewhere; a warning begins with "warning: ", an error with "error: "."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = visible(record.getMessage())
+        if record.levelno >= logging.ERROR:
+            print(f"error: {text}", file=sys.stderr, flush=True)
+        elif record.levelno >= logging.WARNING:
+            where = "" if self.rank == 0 else f"rank {self.rank}: "
+            stream = sys.stdout if self.rank == 0 else sys.stderr
+            print(f"warning: {where}{text}", file=stream, flush=True)
+        elif self.rank == 0:
+            print(text, flush=True)
+
+
+def set_up_logging(rank: int) -> None:
+    """Handlers for the loggers of our packages, and streams that survive their readers. Calling it again replaces the rank."""
+    for name in OURS:
+        logger = logging.getLogger(name)
+        logger.handlers = [RankHandler(rank)]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    if not isinstance(sys.stderr, SurvivingStream):
+        sys.stderr = cast(TextIO, SurvivingStream(sys.stderr, 2, "stderr"))
+    if not isinstance(sys.stdout, SurvivingStream):
+        sys.stdout = cast(TextIO, SurvivingStream(sys.stdout, 1, "stdout"))
+
+
+def log_into(folder: Path) -> None:
+    """From now on messages that no stream takes are kept in `folder`."""
+    global _log_file
+    _log_file = folder / LOG_FILE
+
+
+def visible(text: str) -> str:
+    """Control characters but newline and tab as escapes: text from outside cannot move the cursor, colour a terminal or hide a line."""
+    return "".join(
+        character
+        if character.isprintable() or character in "\n\t"
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+class SurvivingStream:
+    """A text stream whose reader may end. From then on its descriptor leads to stderr, or, where that is gone too, to run.log in the output
+    folder, or nowhere; nothing is raised. Says once where its lines are.
+
+    Args:
+        stream: None where the process was started without it.
+        descriptor: 1 or 2.
+    """
+
+    def __init__(self, stream: TextIO | None, descriptor: int, name: str) -> None:
+        self._descriptor, self._name = descriptor, name
+        if stream is None:
+            self._redirect()
+            raw = io.FileIO(descriptor, "w", closefd=False)
+            stream = io.TextIOWrapper(raw, encoding="utf-8", write_through=True)
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+        # a buffer keeps what it could not write; PYTHONUNBUFFERED leaves none
+        if not isinstance(getattr(self._stream, "buffer", None), io.BufferedIOBase):
+            with contextlib.suppress(OSError):
+                self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """What the stream still holds is written to where the descriptor leads then."""
+        place = self._redirect()
+        reason = error.strerror or str(error)
+        text = f"warning: {self._name} is closed ({reason}): the run continues, and writes to {place} from here on\n"
+        with contextlib.suppress(OSError):
+            os.write(self._descriptor, text.encode())
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def _redirect(self) -> str:
+        """Make the descriptor writable again. Returns where it leads."""
+        if self._descriptor == 1 and _is_writable(2):
+            os.dup2(2, 1)
+            return "stderr"
+        for path in (_log_file, Path(os.devnull)):
+            with contextlib.suppress(OSError):
+                if path is None:
+                    continue
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.dup2(file, self._descriptor)
+                if file != self._descriptor:
+                    os.close(file)
+                return str(path)
+        return "nowhere"
+
+
+def _is_writable(descriptor: int) -> bool:
+    """An empty write to a pipe without a reader succeeds, so this asks the pipe itself."""
+    import select
+
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    try:
+        events = poll.poll(0)
+    except OSError:
+        return False
+    return not any(
+        event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in events
+    )

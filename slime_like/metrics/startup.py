@@ -1,0 +1,17 @@
+"""What a run is doing before its first rollout, which is seconds of imports: a line for each part, on rank 0."""
+
+from __future__ import annotations
+
+import time
+
+
+class Startup:
+    """Called with what begins now; shows it with the seconds since this object was made."""
+
+    def __init__(self, rank: int) -> None:
+        self._show = rank == 0
+        self._began = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        if self._show:
+            print(f"start {time.monotonic() - self._began:4.1f} s: {what}", flush=True)

@@ -1,0 +1,60 @@
+"""torchrun with the same flags, and an end that reads as that of the program it started:
+
+    python -m slime_like.torchrun --nproc-per-node 2 train.py ...
+
+The status is that of rank 0 (0 done, 75 saved after SIGTERM, 130 Ctrl-C, 1 failed, 2 a wrong command line) where it left one; torchrun has 1
+for all of them, and a traceback for each. After Ctrl-C or SIGTERM its ranks have SHUTDOWN_S to finish their rollout and save, torchrun's have 30.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime_like.distributed.signals import LAUNCHER_STATUS_FILE
+
+SHUTDOWN_S = "600"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S)
+    with tempfile.TemporaryDirectory(prefix="slime_like-") as folder:
+        left = Path(folder, "status")
+        os.environ[LAUNCHER_STATUS_FILE] = str(left)
+        status = _run(argv)
+        if status and left.exists():
+            return int(left.read_text(encoding="ascii"))
+        return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # it reports in many lines what the ranks have reported
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+    try:
+        run.main(argv)
+    except SignalException as ended:
+        return 128 + int(ended.sigval)
+    except ChildFailedError as failed:
+        code = 1
+        for rank, failure in failed.failures.items():
+            code = failure.exitcode
+            if code < 0:
+                name = signal.Signals(-code).name
+                print(f"rank {rank} (process {failure.pid}) ended by {name}", file=sys.stderr)
+        return code if code > 0 else 128 - code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
