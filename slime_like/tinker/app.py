@@ -147,6 +147,10 @@ def _session_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{ROOT}/healthz")
     async def healthz() -> Response:
+        """200 means that requests are executed."""
+        problem = service.problem()
+        if problem is not None:
+            return answer({"status": "unhealthy", "detail": problem}, 503)
         return answer({"status": "ok"})
 
     @app.get(f"{ROOT}/get_server_capabilities")

@@ -22,6 +22,7 @@ from slime_like.tinker.losses import (
     ServedLoss,
     served_loss,
 )
+from slime_like.tinker.schemas import LARGEST
 
 Array = NDArray[Any]
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -29,7 +30,6 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     proto.DTYPE_INT64: np.dtype("<i8"),
     proto.DTYPE_INT32: np.dtype("<i4"),
 }
-LARGEST = 1e18  # of any number: squares of larger ones are not finite in float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,6 +180,16 @@ class Registry:
             session.seen = model.seen
         return model
 
+    def lost(self, model: Model, why: str) -> str:
+        """A sentence: that a model is lost, why, and which checkpoint to continue from."""
+        newest = self.newest_checkpoint(model.id)
+        rest = (
+            "it was never saved"
+            if newest is None
+            else f"go on from its newest checkpoint, {newest.path}"
+        )
+        return f"model {model.id} is lost: {why}; {rest}"
+
     def live_models(self) -> list[Model]:
         return [m for m in self.models.values() if m.state != "ended"]
 

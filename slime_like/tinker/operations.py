@@ -43,8 +43,10 @@ class ServerOperations:
             return [await run(request)]
         except Failed as error:
             model = self.registry.models.get(request.body.get("model", ""))
-            if error.broken and model is not None:
-                self.end_model(model, f"{model.id} cannot be used any more: {error}")
+            if error.broken and model is not None and model.state != "ended":
+                reason = self.registry.lost(model, str(error))
+                self.end_model(model, reason)
+                raise Failed(reason) from error
             raise
 
     def executed(self, request: Request) -> None:
@@ -150,9 +152,12 @@ class ServerOperations:
         )
         if not value["stepped"]:
             norm = value["grad_norm"]
+            why = f"the gradient norm is {norm}"
+            if not isinstance(norm, str):
+                why = f"with a gradient norm of {norm:g} and these settings a weight may overflow"
             raise Refused(
-                f"model {model.id}: the optimizer step was skipped, for the gradient norm is {norm}: weights and moments are as before, the "
-                "gradients are forgotten"
+                f"model {model.id}: the optimizer step was skipped: {why}; weights and moments are "
+                "as before, the gradients are forgotten"
             )
         metrics = {
             "grad_norm": value["grad_norm"],

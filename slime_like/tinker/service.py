@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Service:
         self.registry = registry
         self.dispatcher = dispatcher
         self.operations = operations
+        self.problem: Callable[[], str | None] = lambda: None  # why requests are not executed
         self.lifetimes = SessionManager(config, registry, dispatcher, operations)
         for model in registry.models.values():
             dispatcher.queue(model.id, next_seq=model.next_seq)

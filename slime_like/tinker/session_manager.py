@@ -100,7 +100,7 @@ class SessionManager:
                 time.time(),
                 {"model": model.id},
             )
-            self.dispatcher.accept(request)
+            self.dispatcher.accept(request, internal=True)
 
     def workers_came(self, hello: dict[str, Any]) -> None:
         """The models that these workers do not have are lost, unless they were never made."""
@@ -108,21 +108,14 @@ class SessionManager:
         for model in list(self.registry.live_models()):
             if model.state == "ready" and model.id not in held:
                 self.end_model(
-                    model, self._lost(model, "the workers were started anew"), unload=False
+                    model, self.registry.lost(model, "the workers were started anew"), unload=False
                 )
 
     def workers_ended(self, reason: str) -> None:
         for model in self.registry.live_models():
             if model.state == "ready":
                 self.end_model(
-                    model, self._lost(model, f"the workers have ended ({reason})"), unload=False
+                    model,
+                    self.registry.lost(model, f"the workers have ended ({reason})"),
+                    unload=False,
                 )
-
-    def _lost(self, model: Model, why: str) -> str:
-        newest = self.registry.newest_checkpoint(model.id)
-        rest = (
-            "it was never saved"
-            if newest is None
-            else f"go on from its newest checkpoint, {newest.path}"
-        )
-        return f"model {model.id} is lost: {why}; {rest}"
