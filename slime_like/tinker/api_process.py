@@ -15,8 +15,9 @@ from typing import Any
 import uvicorn
 
 from arguments.parse import SERVER, parse_or_exit
-from arguments.rules.server import read_keys
+from arguments.rules.server import valid_keys
 from arguments.run_config import RunConfig
+from slime_like.tinker.access import KeyRing, Visitors
 from slime_like.tinker.app import make_app
 from slime_like.tinker.base_model import BaseModel
 from slime_like.tinker.data import Limits
@@ -38,6 +39,10 @@ JOURNAL_FILE = "journal.sqlite"
 HOUSEKEEPING_S = 5.0
 OLD_API_S = 30.0  # for the API process of another command line to end
 CONTEXT_WITHOUT_POSITIONS = 2**17  # of a model whose config tells none
+
+
+def key_ring(path: str | None) -> KeyRing | None:
+    return None if path is None else KeyRing(path, valid_keys)
 
 
 def base_model_of(run: RunConfig) -> BaseModel:
@@ -130,8 +135,16 @@ class ApiProcess:
         await self.link.start()
         self.service.dispatcher.restore(self._cannot_go_on)
         self.service.dispatcher.start(self._failed)
-        keys = None if config.api_key_file is None else read_keys(config.api_key_file)
-        gate = Gate(make_app(self.service), keys=keys, max_body=int(config.max_body_mb * 1e6))
+        keys = key_ring(config.api_key_file)
+        if keys is not None:
+            self.service.lifetimes.keys = lambda: len(keys)
+        gate = Gate(
+            make_app(self.service),
+            keys=keys,
+            max_body=int(config.max_body_mb * 1e6),
+            visitors=Visitors(config.host, config.allowed_hosts or ()),
+            operators=key_ring(config.operator_key_file),
+        )
         settings = uvicorn.Config(
             gate, http=PatientProtocol, ws="none", lifespan="off", log_level="warning", access_log=False, server_header=False,
             timeout_keep_alive=75, timeout_graceful_shutdown=2,

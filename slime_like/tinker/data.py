@@ -127,6 +127,11 @@ def check_pass(request: Any, *, role: str, limits: Limits) -> ForwardBackwardInp
         raise Refused(
             f"{who}: some datums have one target a token and others several; send them in calls of their own"
         )
+    if "weights" in names and all(
+        "target_tokens" not in t or t["target_tokens"].ndim == 1 for t in tensors
+    ):
+        for inputs, given in zip(tokens, tensors, strict=True):
+            given.setdefault("weights", np.ones(inputs.size, dtype=np.float32))
     if mixed := [name for name in names if any(name not in datum for datum in tensors)]:
         raise Refused(
             f"{who}: some datums have {', '.join(mixed)} and others do not; give all or none"

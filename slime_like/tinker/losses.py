@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -217,7 +218,7 @@ def _typed(loss: str, key: str, value: float | str, hint: Any) -> Any:
             return value
     elif float in kinds and fits_float32(value):
         return float(value)
-    elif int in kinds and value == int(value):
+    elif int in kinds and math.isfinite(value) and value == int(value):
         return int(value)
     elif bool in kinds and value in (0.0, 1.0):
         return bool(value)
