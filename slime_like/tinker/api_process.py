@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ import uvicorn
 from arguments.parse import SERVER, parse_or_exit
 from arguments.rules.server import valid_keys
 from arguments.run_config import RunConfig
+from slime_like.checkpoints.lock import FolderInUse, FolderLock
 from slime_like.tinker.access import KeyRing, Visitors
 from slime_like.tinker.app import make_app
 from slime_like.tinker.base_model import BaseModel
 from slime_like.tinker.data import Limits
 from slime_like.tinker.errors import Failed
 from slime_like.tinker.fingerprint import fingerprint_of
-from slime_like.tinker.folder_lock import API_LOCK, FolderLock
 from slime_like.tinker.futures import Request
 from slime_like.tinker.middleware import Gate, PatientProtocol
 from slime_like.tinker.model_registry import Registry
@@ -35,6 +36,7 @@ from slime_like.tinker.supervision import supervised
 from slime_like.tinker.worker_rpc import WorkerLink
 
 log = logging.getLogger("slime_like.tinker")
+API_FOLDER = "api"  # whose lock the API process has; the folder's own is of the workers
 JOURNAL_FILE = "journal.sqlite"
 HOUSEKEEPING_S = 5.0
 OLD_API_S = 30.0  # for the API process of another command line to end
@@ -110,8 +112,7 @@ class ApiProcess:
         self.run = run
         root = Path(run.server.server_dir).resolve()
         make_folders(root)
-        self.lock = FolderLock(root / API_LOCK)
-        self.lock.acquire(wait_s=OLD_API_S)
+        self.lock = take_over(root / API_FOLDER)
         self.journal = Journal(root / JOURNAL_FILE)
         self.link = WorkerLink(
             root,
@@ -166,6 +167,7 @@ class ApiProcess:
         await self.service.dispatcher.stop()
         await self.link.stop()
         self.journal.close()
+        self.lock.release()
         if self.fault is not None:
             raise Failed(f"{self.fault}; the API process ends, and the workers start another")
         return 0 if self.link.said_goodbye else 1
@@ -224,6 +226,19 @@ class ApiProcess:
                 log.exception("housekeeping")
 
 
+def take_over(folder: Path) -> FolderLock:
+    """The lock of an API process, once the one before it has ended. Raises FolderInUse."""
+    lock, deadline = FolderLock(folder, "--server-dir"), time.monotonic() + OLD_API_S
+    while True:
+        try:
+            lock.acquire()
+            return lock
+        except FolderInUse:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
 async def listen(host: str, port: int) -> socket.socket:
     """A socket on the address, which is tried again for a while: an API process that is about to end may still have it. Raises Failed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -250,7 +265,7 @@ def main() -> int:
     run = parse_or_exit(argv, world_size, 0, SERVER)
     try:
         return asyncio.run(_serve(run))
-    except (Failed, JournalError) as error:
+    except (Failed, FolderInUse, JournalError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from slime_like.tinker.errors import Failed, HttpError
-from slime_like.tinker.folder_lock import FolderLock
+from slime_like.tinker.errors import HttpError
 from slime_like.tinker.store import Journal, JournalError
 from slime_like.tinker.supervision import supervised
 from tests.unit.test_server_dispatcher import make, request, settled
@@ -155,14 +154,3 @@ def test_internal_requests_are_accepted_when_the_queues_are_full() -> None:
     dispatcher.accept(request("a", 3), internal=True)
     dispatcher.accept(request("own", 1), internal=True)
     assert dispatcher.waiting == 3
-
-
-def test_a_folder_has_one_holder(tmp_path: Path) -> None:
-    first, second = FolderLock(tmp_path / "lock"), FolderLock(tmp_path / "lock")
-    first.acquire()
-    with pytest.raises(
-        Failed, match=r"--server-dir .*another server uses this folder \(process \d+"
-    ):
-        second.acquire()
-    first.release()
-    second.acquire(wait_s=5)
