@@ -155,30 +155,33 @@ def address_needs_a_key(s: Settings) -> list[Problem]:
 
 
 def keys_are_usable(s: Settings) -> list[Problem]:
-    name, path = "api_key_file", s.server.api_key_file
-    if path is None:
-        return []
-    try:
-        keys = read_keys(path)
-    except (OSError, UnicodeDecodeError) as error:
-        return problem(name, path, f"cannot be read: {error}")
+    found: list[Problem] = []
+    for name in ("api_key_file", "operator_key_file"):
+        path = getattr(s.server, name)
+        try:
+            if path is not None:
+                valid_keys(path)
+        except UnicodeDecodeError as error:
+            found += problem(name, path, f"cannot be read: {error}")
+        except ValueError as error:
+            found += problem(name, path, str(error))
+        except OSError as error:
+            found += problem(name, path, f"cannot be read: {error}")
+    return found
+
+
+def valid_keys(path: str) -> list[str]:
+    """The keys of a file, one a line. Raises OSError or ValueError."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    keys = [line.strip() for line in lines if line.strip()]
     if not keys:
-        return problem(name, path, "holds no key; write one a line")
-    if bad := [
-        i + 1 for i, key in enumerate(keys) if not key.startswith(KEY_PREFIX) or len(key) < 12
-    ]:
-        return problem(
-            name,
-            path,
-            f"key {bad[0]} does not begin with {KEY_PREFIX}, as clients demand, or is shorter than 12 characters",
-        )
-    return []
-
-
-def read_keys(path: str) -> list[str]:
-    return [
-        line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()
-    ]
+        raise ValueError("holds no key; write one a line")
+    for number, key in enumerate(keys, 1):
+        if not key.startswith(KEY_PREFIX) or len(key) < 12:
+            raise ValueError(
+                f"key {number} does not begin with {KEY_PREFIX}, as clients demand, or is shorter than 12 characters"
+            )
+    return keys
 
 
 def libraries_are_there(s: Settings) -> list[Problem]:

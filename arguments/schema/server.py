@@ -20,6 +20,17 @@ class ServerConfig:
         None,
         "File with one API key a line, each beginning with tml-; others are refused. A session belongs to the key that created it.",
     )
+    operator_key_file: str | None = arg(
+        None,
+        "File with keys, one a line, that may see who holds what and end sessions of all keys "
+        "(GET /api/v1/operator/sessions). Without any key file everybody may.",
+    )
+    allowed_hosts: list[str] | None = arg(
+        None,
+        "Without --api-key-file: further names that requests may have in their Host and Origin "
+        "headers; loopback names and --host are always taken.",
+        nargs="+",
+    )
     server_dir: str = arg(
         "outputs/server", "Folder of the server's journal, checkpoints and sampling snapshots."
     )
@@ -29,6 +40,16 @@ class ServerConfig:
     )
     max_models: int = arg(
         8, "Most models that clients may have in training at a time.", legal=AT_LEAST_ONE
+    )
+    max_models_per_key: int | None = arg(
+        None,
+        "Most models of one API key. Default: with several keys, as many as it leaves free for others.",
+        legal=AT_LEAST_ONE,
+    )
+    max_sessions_per_key: int | None = arg(
+        None,
+        "Most sessions of one API key. Default: with several keys, as many as it leaves free for others.",
+        legal=AT_LEAST_ONE,
     )
     max_sessions: int = arg(
         64,
@@ -49,7 +70,7 @@ class ServerConfig:
     )
     max_snapshots: int = arg(
         8,
-        "Sampling snapshots without a name that are kept; the one that was least recently used goes first.",
+        "Sampling snapshots without a name that are kept of each API key; the one that was least recently used goes first.",
         legal=AT_LEAST_ONE,
     )
     max_sampler_engines: int = arg(
@@ -71,7 +92,7 @@ class ServerConfig:
     )
     session_timeout_s: float = arg(
         600.0,
-        "A session that has not been heard of for so long is finished, and its models are unloaded.",
+        "A session that has not been heard of for so long is finished, and its models are unloaded; after a minute, where another needs the room.",
         legal=POSITIVE,
     )
     seq_gap_s: float = arg(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,11 +85,15 @@ def limits_kept(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 
 @torch.no_grad()
-def step_if_finite(optimizer: MegatronOptimizer) -> tuple[bool, float]:
+def step_if_finite(
+    optimizer: MegatronOptimizer, allowed: Callable[[], bool] | None = None
+) -> tuple[bool, float]:
     """Clip and step, unless the gradient norm is not finite; returns (stepped, global L2 norm before clipping).
 
     The norm is reduced over all ranks that hold a part of the model, and gradients are equal on data-parallel ranks, so all
     ranks take the same branch. A skipped step leaves weights and optimizer state bit-unchanged.
+
+    allowed: asked once gradients are clipped and ready, on all ranks with one answer; the step is skipped where it is False.
     """
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
@@ -105,4 +109,6 @@ def step_if_finite(optimizer: MegatronOptimizer) -> tuple[bool, float]:
                 total_norm=grad_norm,
                 use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
+    if allowed is not None and not allowed():
+        return False, grad_norm
     return bool(optimizer.step_with_ready_grads()), grad_norm

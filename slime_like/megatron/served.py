@@ -6,7 +6,8 @@ the ranks are added up once, at the step. Every method is called by all ranks to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_patches.torch_adam_ckpt import init_adam_state
+from slime_like.distributed.collectives import gather
 from slime_like.megatron.checkpoint.networks import plain_optimizers
 from slime_like.megatron.forward_step import ForwardStep
 from slime_like.megatron.lora import LoraBase, LoraNetwork, LoraSpec
@@ -22,6 +24,8 @@ from slime_like.megatron.network import TrainedNetwork
 from slime_like.megatron.optimizer import step_if_finite
 from slime_like.megatron.pipeline import run_schedule
 from slime_like.types import MicroBatch, TrainSample
+
+LARGEST_UPDATE = 1e38  # of float32, which ends at 3.4e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +73,63 @@ class Served(TrainedNetwork):
             outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=False)
         return self.columns_of_samples([output["columns"] for output in outputs], groups, batches)
 
-    def take_step(self, adam: AdamStep) -> tuple[bool, float]:
-        """One optimizer step: (whether it was taken, global L2 norm of the gradient before clipping). It is skipped on all ranks when the
-        norm is not finite. Either way no gradient is left."""
+    def abandon_gradients(self) -> None:
+        """After a pass that failed: forget what has been accumulated, its routing statistics too."""
+        restore_expert_biases(self.chunks, self._expert_biases)
+        self.clear_gradients()
+
+    def has_non_finite(self) -> bool:
+        """Whether a weight or a moment of the optimizer is NaN or infinite, on any rank. A collective."""
+        tensors = [p.data for chunk in self.saved_chunks for p in chunk.parameters()]
+        tensors += self._optimizer_state()
+        return any(gather(not math.isfinite(largest(tensors))))
+
+    def step_stays_finite(self, adam: AdamStep) -> bool:
+        """Whether no weight or moment can overflow float32 in this step, on any rank. A collective.
+
+        Bounds of Adam (Kingma and Ba, algorithm 1) with decoupled weight decay, from the largest
+        absolute values of weights w, gradients g and moments m, v:
+        |m'| <= b1 |m| + (1 - b1) |g|, v' <= b2 v + (1 - b2) g^2,
+        |w'| <= (1 + lr wd) |w| + lr |m'| / ((1 - b1^t) eps).
+        """
+        bounds = [0.0]
+        for optimizer in plain_optimizers(self.optimizer):
+            for group in optimizer.param_groups:
+                params = [p for p in group["params"] if p.grad is not None]
+                states = [optimizer.state[p] for p in params]
+                if not params:
+                    continue
+                weight, gradient = largest(params), largest([p.grad for p in params])
+                first = largest([s["exp_avg"] for s in states])
+                first = adam.beta1 * first + (1 - adam.beta1) * gradient
+                second = adam.beta2 * largest([s["exp_avg_sq"] for s in states])
+                step = float(states[0].get("step", group.get("step", 0))) + 1
+                scale = group["lr"] / ((1 - adam.beta1**step) * group["eps"])
+                bounds += [
+                    (1 + group["lr"] * group["weight_decay"]) * weight + scale * first,
+                    second + (1 - adam.beta2) * gradient * gradient,
+                ]
+        return all(gather(all(bound <= LARGEST_UPDATE for bound in bounds)))
+
+    def take_step(
+        self, adam: AdamStep, before_change: Callable[[], None] = lambda: None
+    ) -> tuple[bool, float]:
+        """One optimizer step. Either way no gradient is left.
+
+        Args:
+            before_change: Called when nothing but the change of the weights is left to do.
+
+        Returns:
+            Whether it was taken, and the global L2 norm of the gradient before clipping. It is
+            skipped on all ranks when the norm is not finite, or a weight might not be after it.
+        """
+
+        def allowed() -> bool:
+            if not self.step_stays_finite(adam):
+                return False
+            before_change()
+            return True
+
         self.finalize_gradients(self.modules)
         for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             part.config.clip_grad = adam.max_norm
@@ -80,7 +138,7 @@ class Served(TrainedNetwork):
             group["betas"] = (adam.beta1, adam.beta2)
             group["eps"] = adam.eps
             group["weight_decay"] = adam.weight_decay * group.get("wd_mult", 1.0)
-        stepped, grad_norm = step_if_finite(self.optimizer)
+        stepped, grad_norm = step_if_finite(self.optimizer, allowed)
         if not stepped:
             restore_expert_biases(self.chunks, self._expert_biases)
         self.clear_gradients()
@@ -127,6 +185,14 @@ class Served(TrainedNetwork):
             for _, value in sorted(state.items())
             if isinstance(value, Tensor)
         ]
+
+
+def largest(tensors: Sequence[Tensor]) -> float:
+    """The largest absolute value, NaN where there is one; 0 for none."""
+    found = [t.detach() for t in tensors if t.numel() and t.is_floating_point()]
+    if not found:
+        return 0.0
+    return float(torch.stack([n.double() for n in torch._foreach_norm(found, math.inf)]).max())
 
 
 class ServedNetwork(Served):

@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from arguments.parse import SERVER, parse_or_exit
+from slime_like.checkpoints.lock import FolderInUse, FolderLock
 
 
 def main() -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     config = parse_or_exit(sys.argv[1:], world_size, rank, SERVER)
-    from slime_like.tinker.launch import (
-        run,
-    )  # torch and megatron-core come in only when the command line is right
+    lock = FolderLock(Path(config.server.server_dir).resolve(), "--server-dir")
+    if rank == 0:
+        try:
+            lock.acquire()
+        except (FolderInUse, OSError) as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
+    # torch and megatron-core are imported only when the command line is right
+    from slime_like.tinker.launch import run
 
-    return run(config, rank)
+    try:
+        return run(config, rank)
+    finally:
+        if rank == 0:
+            lock.release()
 
 
 if __name__ == "__main__":

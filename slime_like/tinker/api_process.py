@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,25 +16,35 @@ from typing import Any
 import uvicorn
 
 from arguments.parse import SERVER, parse_or_exit
-from arguments.rules.server import read_keys
+from arguments.rules.server import valid_keys
 from arguments.run_config import RunConfig
+from slime_like.checkpoints.lock import FolderInUse, FolderLock
+from slime_like.tinker.access import KeyRing, Visitors
 from slime_like.tinker.app import make_app
 from slime_like.tinker.base_model import BaseModel
 from slime_like.tinker.data import Limits
 from slime_like.tinker.errors import Failed
+from slime_like.tinker.fingerprint import fingerprint_of
 from slime_like.tinker.futures import Request
 from slime_like.tinker.middleware import Gate, PatientProtocol
 from slime_like.tinker.model_registry import Registry
 from slime_like.tinker.operations import ServerOperations
 from slime_like.tinker.request_queue import Dispatcher
 from slime_like.tinker.service import Service, make_folders
-from slime_like.tinker.store import Journal
+from slime_like.tinker.store import Journal, JournalError
+from slime_like.tinker.supervision import supervised
 from slime_like.tinker.worker_rpc import WorkerLink
 
 log = logging.getLogger("slime_like.tinker")
+API_FOLDER = "api"  # whose lock the API process has; the folder's own is of the workers
 JOURNAL_FILE = "journal.sqlite"
 HOUSEKEEPING_S = 5.0
+OLD_API_S = 30.0  # for the API process of another command line to end
 CONTEXT_WITHOUT_POSITIONS = 2**17  # of a model whose config tells none
+
+
+def key_ring(path: str | None) -> KeyRing | None:
+    return None if path is None else KeyRing(path, valid_keys)
 
 
 def base_model_of(run: RunConfig) -> BaseModel:
@@ -64,9 +75,16 @@ def limits_of(run: RunConfig) -> Limits:
 
 
 def make_service(
-    run: RunConfig, journal: Journal, call: Callable[[str, dict[str, Any]], Awaitable[Any]]
+    run: RunConfig,
+    journal: Journal,
+    call: Callable[[str, dict[str, Any]], Awaitable[Any]],
+    workers: Callable[[], Awaitable[object]] | None = None,
 ) -> Service:
-    """call: executes a command on the workers."""
+    """
+    Args:
+        call: Executes a command on the workers.
+        workers: Returns once there are workers.
+    """
     root = Path(run.server.server_dir).resolve()
     make_folders(root)
     base = base_model_of(run)
@@ -82,6 +100,7 @@ def make_service(
         batch=run.rollout.rollout_local_batch_size
         if run.rollout.rollout_engine == "local"
         else run.sglang.sglang_server_concurrency,
+        workers=workers,
     )
     return Service(run.server, base, limits_of(run), registry, dispatcher, operations)
 
@@ -93,12 +112,22 @@ class ApiProcess:
         self.run = run
         root = Path(run.server.server_dir).resolve()
         make_folders(root)
+        self.lock = take_over(root / API_FOLDER)
         self.journal = Journal(root / JOURNAL_FILE)
-        self.link = WorkerLink(root, on_connect=self._workers_came, on_loss=self._workers_ended)
-        self.service = make_service(run, self.journal, self.link.call)
+        self.link = WorkerLink(
+            root,
+            fingerprint=fingerprint_of(run),
+            on_connect=self._workers_came,
+            on_loss=self._workers_ended,
+            on_other_settings=self._replaced,
+            on_fault=self._failed,
+        )
+        self.service = make_service(run, self.journal, self.link.call, self.link.workers)
+        self.service.problem = self._problem
+        self.fault: str | None = None
         self._ended = asyncio.Event()
         self._deserted: asyncio.TimerHandle | None = None
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks: list[asyncio.Task[object]] = []
 
     async def serve(self) -> int:
         """Until the workers say goodbye, or are gone for good, or a signal comes. Returns the exit status."""
@@ -106,9 +135,17 @@ class ApiProcess:
         listening = await listen(config.host, config.port)
         await self.link.start()
         self.service.dispatcher.restore(self._cannot_go_on)
-        self.service.dispatcher.start()
-        keys = None if config.api_key_file is None else read_keys(config.api_key_file)
-        gate = Gate(make_app(self.service), keys=keys, max_body=int(config.max_body_mb * 1e6))
+        self.service.dispatcher.start(self._failed)
+        keys = key_ring(config.api_key_file)
+        if keys is not None:
+            self.service.lifetimes.keys = lambda: len(keys)
+        gate = Gate(
+            make_app(self.service),
+            keys=keys,
+            max_body=int(config.max_body_mb * 1e6),
+            visitors=Visitors(config.host, config.allowed_hosts or ()),
+            operators=key_ring(config.operator_key_file),
+        )
         settings = uvicorn.Config(
             gate, http=PatientProtocol, ws="none", lifespan="off", log_level="warning", access_log=False, server_header=False,
             timeout_keep_alive=75, timeout_graceful_shutdown=2,
@@ -118,9 +155,10 @@ class ApiProcess:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ended.set)
-        self._tasks = [asyncio.create_task(self._housekeeping())]
+        self._tasks = [supervised("housekeeping", self._housekeeping(), self._failed)]
         self._wait_for_workers()
         serving = asyncio.create_task(server._serve([listening]))
+        serving.add_done_callback(lambda _: self._ended.set())
         await self._ended.wait()
         server.should_exit = True
         await serving
@@ -129,11 +167,28 @@ class ApiProcess:
         await self.service.dispatcher.stop()
         await self.link.stop()
         self.journal.close()
+        self.lock.release()
+        if self.fault is not None:
+            raise Failed(f"{self.fault}; the API process ends, and the workers start another")
         return 0 if self.link.said_goodbye else 1
 
-    def _cannot_go_on(self, request: Request) -> bool:
+    def _cannot_go_on(self, request: Request) -> str | None:
         model = self.service.registry.models.get(request.body.get("model", ""))
-        return model is not None and model.state == "ended"
+        return model.reason if model is not None and model.state == "ended" else None
+
+    def _problem(self) -> str | None:
+        """Why requests are not executed; None when they are."""
+        if self.fault is not None or self.journal.problem is not None:
+            return self.fault or self.journal.problem
+        return None if self.link.connected else "there are no workers"
+
+    def _failed(self, fault: str) -> None:
+        self.fault = self.fault or fault
+        self._ended.set()
+
+    def _replaced(self) -> None:
+        log.warning("workers with another command line have come; this API process ends")
+        self._ended.set()
 
     def _workers_came(self, hello: dict[str, Any]) -> None:
         if self._deserted is not None:
@@ -171,6 +226,19 @@ class ApiProcess:
                 log.exception("housekeeping")
 
 
+def take_over(folder: Path) -> FolderLock:
+    """The lock of an API process, once the one before it has ended. Raises FolderInUse."""
+    lock, deadline = FolderLock(folder, "--server-dir"), time.monotonic() + OLD_API_S
+    while True:
+        try:
+            lock.acquire()
+            return lock
+        except FolderInUse:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
 async def listen(host: str, port: int) -> socket.socket:
     """A socket on the address, which is tried again for a while: an API process that is about to end may still have it. Raises Failed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -197,7 +265,7 @@ def main() -> int:
     run = parse_or_exit(argv, world_size, 0, SERVER)
     try:
         return asyncio.run(_serve(run))
-    except Failed as error:
+    except (Failed, FolderInUse, JournalError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
 

@@ -15,8 +15,14 @@ from arguments.rules.server import is_loopback
 from slime_like.tinker import schemas
 from slime_like.tinker.errors import HttpError
 from slime_like.tinker.futures import PROTOBUF
-from slime_like.tinker.middleware import OWNER, unpacks
-from slime_like.tinker.serializers import checkpoint_record, page_of, run_record, session_record
+from slime_like.tinker.middleware import IS_OPERATOR, OWNER, unpacks
+from slime_like.tinker.serializers import (
+    checkpoint_record,
+    holdings,
+    page_of,
+    run_record,
+    session_record,
+)
 from slime_like.tinker.service import Service
 
 ROOT = "/api/v1"
@@ -40,6 +46,7 @@ def make_app(service: Service) -> FastAPI:
     _work_routes(app, service)
     _session_routes(app, service)
     _list_routes(app, service)
+    _operator_routes(app, service)
     return app
 
 
@@ -105,6 +112,7 @@ def _posts(app: FastAPI, service: Service) -> None:
     post("session_heartbeat", schemas.Heartbeat, service.heartbeat)
     post("create_model", schemas.CreateModel, service.create_model)
     post("get_info", schemas.ModelRequest, service.get_info)
+    post("unload_model", schemas.ModelRequest, service.unload_model)
     post("optim_step", schemas.OptimStep, service.optim_step)
     post("save_weights", schemas.SaveWeights, service.save_weights)
     post("save_weights_for_sampler", schemas.SaveWeightsForSampler, service.save_for_sampler)
@@ -147,6 +155,10 @@ def _session_routes(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{ROOT}/healthz")
     async def healthz() -> Response:
+        """200 means that requests are executed."""
+        problem = service.problem()
+        if problem is not None:
+            return answer({"status": "unhealthy", "detail": problem}, 503)
         return answer({"status": "ok"})
 
     @app.get(f"{ROOT}/get_server_capabilities")
@@ -215,6 +227,10 @@ def _list_routes(app: FastAPI, service: Service) -> None:
         page, cursor = page_of(mine, request.query_params)
         return answer({"checkpoints": [checkpoint_record(c) for c in page], "cursor": cursor})
 
+    @app.delete(f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}/publish")
+    async def unpublish(run_id: str, checkpoint_id: str) -> Response:
+        raise HttpError(404, "unpublish is not offered here: no checkpoint is public")
+
     @app.delete(f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}")
     async def delete_checkpoint(request: Request, run_id: str, checkpoint_id: str) -> Response:
         service.operations.drop_checkpoint(
@@ -228,4 +244,26 @@ def _list_routes(app: FastAPI, service: Service) -> None:
         seconds = (await read(request, schemas.SetTtl)).ttl_seconds
         checkpoint.expires = None if seconds is None else time.time() + seconds
         registry.keep(checkpoint)
+        return answer({})
+
+
+def _operator_routes(app: FastAPI, service: Service) -> None:
+    """Who holds what, of all keys."""
+
+    def check(request: Request) -> None:
+        if not request.scope[IS_OPERATOR]:
+            raise HttpError(403, "this is for keys of --operator-key-file")
+
+    @app.get(f"{ROOT}/operator/sessions")
+    async def sessions(request: Request) -> Response:
+        check(request)
+        return answer({"sessions": holdings(service.registry), "problem": service.problem()})
+
+    @app.post(f"{ROOT}/operator/sessions/{{session_id}}/finish")
+    async def finish(request: Request, session_id: str) -> Response:
+        check(request)
+        session = service.registry.sessions.get(session_id)
+        if session is None:
+            raise HttpError(404, f"session {session_id} does not exist")
+        service.lifetimes.finish_session(session_id, session.owner, "by an operator")
         return answer({})

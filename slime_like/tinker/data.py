@@ -22,6 +22,7 @@ from slime_like.tinker.losses import (
     ServedLoss,
     served_loss,
 )
+from slime_like.tinker.schemas import LARGEST
 
 Array = NDArray[Any]
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -29,7 +30,6 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     proto.DTYPE_INT64: np.dtype("<i8"),
     proto.DTYPE_INT32: np.dtype("<i4"),
 }
-LARGEST = 1e18  # of any number: squares of larger ones are not finite in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,11 @@ def check_pass(request: Any, *, role: str, limits: Limits) -> ForwardBackwardInp
         raise Refused(
             f"{who}: some datums have one target a token and others several; send them in calls of their own"
         )
+    if "weights" in names and all(
+        "target_tokens" not in t or t["target_tokens"].ndim == 1 for t in tensors
+    ):
+        for inputs, given in zip(tokens, tensors, strict=True):
+            given.setdefault("weights", np.ones(inputs.size, dtype=np.float32))
     if mixed := [name for name in names if any(name not in datum for datum in tensors)]:
         raise Refused(
             f"{who}: some datums have {', '.join(mixed)} and others do not; give all or none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from slime_like.config import check_fields
 from slime_like.losses import policy_losses
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.tinker.errors import Refused
+from slime_like.tinker.schemas import LARGEST, SMALLEST
 
 CRITIC_LOSS = "ppo_critic"
 # what is known by name and not offered
@@ -87,7 +89,7 @@ class _Config:
             raise Refused(
                 f"loss_fn {self.loss!r} needs loss_fn_config[{key!r}] ({words}): its default is not documented"
             )
-        if isinstance(value, str) or not holds(value):
+        if isinstance(value, str) or not holds(value) or not fits_float32(value):
             raise Refused(
                 f"loss_fn {self.loss!r}: loss_fn_config[{key!r}] is {value!r}, must be {words}"
             )
@@ -203,17 +205,24 @@ def _own_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
     return ServedLoss(name, kind, settings, frozenset(required), optional, entropy_coef)
 
 
+def fits_float32(value: float) -> bool:
+    """Whether a setting, its square and its reciprocal are finite in float32."""
+    return value == 0 or SMALLEST <= abs(value) <= LARGEST
+
+
 def _typed(loss: str, key: str, value: float | str, hint: Any) -> Any:
     """Numbers come as doubles."""
     kinds = typing.get_args(hint) or (hint,)
     if isinstance(value, str):
         if str in kinds:
             return value
-    elif float in kinds:
+    elif float in kinds and fits_float32(value):
         return float(value)
-    elif int in kinds and value == int(value):
+    elif int in kinds and math.isfinite(value) and value == int(value):
         return int(value)
     elif bool in kinds and value in (0.0, 1.0):
         return bool(value)
     wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+    if float in kinds and not isinstance(value, str):
+        wanted = f"0, or {SMALLEST:g} to {LARGEST:g} without its sign"
     raise Refused(f"loss_fn {loss!r}: loss_fn_config[{key!r}] is {value!r}, must be {wanted}")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
-import hmac
 import importlib.util
 import json
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-OWNER = "slime_like.owner"  # entry of the scope
+from slime_like.tinker.access import KeyRing, Visitors
+
+OWNER = "slime_like.owner"  # entries of the scope
+IS_OPERATOR = "slime_like.is_operator"
 OPEN = ("/api/v1/healthz",)
+DOWNLOADS = "/api/v1/downloads/"  # whose path is the key
 BODY_S = 60.0
 HEADERS_S = 20.0
 MAX_HEADERS = 100
@@ -28,16 +30,26 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Gate:
-    """keys: those that are let in; None lets everybody in. Bodies are read whole, up to `max_body` bytes."""
+    """Refuses requests before any route sees them."""
 
-    def __init__(self, app: App, *, keys: Sequence[str] | None, max_body: int) -> None:
+    def __init__(
+        self,
+        app: App,
+        *,
+        keys: KeyRing | None,
+        max_body: int,
+        visitors: Visitors,
+        operators: KeyRing | None = None,
+    ) -> None:
+        """
+        Args:
+            keys: Those that are let in; None lets in everybody whom `visitors` does not refuse.
+            max_body: Bytes of a body, which is read whole.
+            operators: Keys that see and end the sessions of all; without `keys` everybody may.
+        """
         self.app = app
         self.max_body = max_body
-        self._owners = (
-            None
-            if keys is None
-            else {hashlib.sha256(key.encode()).digest(): owner_name(key) for key in keys}
-        )
+        self._keys, self._operators, self._visitors = keys, operators, visitors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,8 +57,11 @@ class Gate:
                 await self.app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
-        owner = self._owner(headers.get(b"x-api-key", b""))
-        if owner is None and scope["path"] not in OPEN:
+        is_open = scope["path"] in OPEN or scope["path"].startswith(DOWNLOADS)
+        if self._keys is None and (why := self._visitors.refusal(headers)) is not None:
+            return await refuse(send, 403, why)
+        owner = self._owner(headers, scope)
+        if owner is None and not is_open:
             return await refuse(
                 send, 401, "the key in X-API-Key is missing or unknown (see --api-key-file)"
             )
@@ -86,15 +101,18 @@ class Gate:
 
         await self.app(scope, again, send)
 
-    def _owner(self, key: bytes) -> str | None:
-        """None for a key that is not let in. Every key is compared, in the same time."""
-        if self._owners is None:
+    def _owner(self, headers: dict[bytes, bytes], scope: Scope) -> str | None:
+        """None for a key that is not let in. Sets whether it is an operator's."""
+        key = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(
+            b"Bearer "
+        )
+        operator = None if self._operators is None else self._operators.owner(key)
+        scope[IS_OPERATOR] = operator is not None or (
+            self._keys is None and self._operators is None
+        )
+        if self._keys is None:
             return "local"
-        digest, found = hashlib.sha256(key).digest(), None
-        for known, owner in self._owners.items():
-            if hmac.compare_digest(known, digest):
-                found = owner
-        return found
+        return self._keys.owner(key) or operator
 
     async def _body(self, receive: Receive) -> bytes | None:
         """None when it is too large."""
@@ -133,11 +151,6 @@ def unpacked(body: bytes, most: int) -> bytes | None:
     except zstandard.ZstdError as error:
         raise ValueError(f"the body is not zstd: {error}") from None
     return found
-
-
-def owner_name(key: str) -> str:
-    """Tells one key's sessions from another's, without the key."""
-    return "key-" + hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 async def refuse(send: Send, status: int, text: str) -> None:

@@ -24,7 +24,7 @@ from slime_like.megatron.served import (
     ServedNetwork,
     StoredState,
 )
-from slime_like.tinker.errors import Refused
+from slime_like.tinker.errors import Failed, Refused
 
 LORA_ALPHA = 32.0  # the API does not say it; this is what its own service trains with
 
@@ -32,7 +32,7 @@ LORA_ALPHA = 32.0  # the API does not say it; this is what its own service train
 @dataclass(slots=True)
 class HostedModel:
     """slot: of all weights, where they are resident; else stored is their state. adapter: its network; outside: while it waits in host memory.
-    used: when, by the host's clock. passes: made, for losses that draw random numbers."""
+    used: when, by the host's clock. passes: made, for losses that draw random numbers. incomplete: why gradients are missing for the next step."""
 
     id: str
     role: str
@@ -42,6 +42,7 @@ class HostedModel:
     outside: OffloadedNetwork | None = None
     used: int = 0
     passes: int = 0
+    incomplete: str = ""
 
 
 @dataclass(slots=True)
@@ -72,13 +73,20 @@ class ModelPool:
             created.adapter = self._new_adapter(lora, role)
             self._use(created)
         else:
-            network = self._network(created)
-            if role == "critic":
-                self._start_critic(network, policy)
-            else:
-                network.load_hf(self.base)
-            network.start_afresh()
+            try:
+                self._fill(created, policy)
+            except BaseException:
+                self._free(created)
+                raise
         self.models[model] = created
+
+    def _fill(self, created: HostedModel, policy: str | None) -> None:
+        network = self._network(created)
+        if created.role == "critic":
+            self._start_critic(network, policy)
+        else:
+            network.load_hf(self.base)
+        network.start_afresh()
 
     def unload(self, model: str) -> None:
         hosted = self.models.pop(model, None)
@@ -87,6 +95,8 @@ class ModelPool:
 
     def network(self, model: str) -> Served:
         """With this model in it, brought back from host memory if it has to be."""
+        if model not in self.models:
+            raise Failed(f"the workers do not have model {model}", broken=True)
         hosted = self.models[model]
         self._use(hosted)
         if hosted.adapter is not None:
@@ -96,10 +106,13 @@ class ModelPool:
                 hosted.outside = None
             return hosted.adapter
         if hosted.slot is None:
-            stored, hosted.stored = hosted.stored, None
-            network = self._network(hosted)
-            assert stored is not None
-            stored.restore(network)
+            assert hosted.stored is not None
+            try:
+                hosted.stored.restore(self._network(hosted))
+            except BaseException:  # its state is still in host memory
+                self._free(hosted)
+                raise
+            hosted.stored = None
         assert hosted.slot is not None
         return self._slots[hosted.slot].network
 
@@ -114,15 +127,17 @@ class ModelPool:
         if policy is not None:
             start_from_policy(critic, self.network(policy))
             return
-        source = HostedModel(
-            "~base", "policy"
-        )  # a critic that is about to be loaded: any weights will do
-        start_from_policy(critic, self._network(source))
-        self._free(source)
+        # a critic that is about to be loaded: any weights will do
+        source = HostedModel("~base", "policy")
+        try:
+            start_from_policy(critic, self._network(source))
+        finally:
+            self._free(source)
 
     def _free(self, hosted: HostedModel) -> None:
         if hosted.slot is not None:
             self._slots[hosted.slot].model = None
+            hosted.slot = None
 
     def _network(self, hosted: HostedModel) -> ServedNetwork:
         """A network for a model: a free one, a new one while there may be more, else the one whose model was not used for longest."""

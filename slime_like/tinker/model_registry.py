@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ class Session:
 
 @dataclass(slots=True)
 class Model:
-    """state: creating, ready, or ended, with the reason why. policy: of a critic, the model that it belongs to. next_seq: of the request that
+    """state: creating, ready, or ended, with the reason why. corrupted: it ended by a failure and not by its client. policy: of a critic, the model that it belongs to. next_seq: of the request that
     is executed next."""
 
     id: str
@@ -44,6 +45,7 @@ class Model:
     policy: str | None = None
     state: str = "creating"
     reason: str = ""
+    corrupted: bool = False
     next_seq: int = 1
     user_metadata: dict[str, Any] | None = None
 
@@ -98,6 +100,41 @@ _TABLES: dict[str, type] = {
 _KIND_OF = {record: kind for kind, record in _TABLES.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """How many models or sessions one key may hold.
+
+    what: for messages. most, flag: of all keys. per_key, key_flag: of one; None lets a key of
+    several have as many as it leaves free for the others.
+    """
+
+    what: str
+    most: int
+    per_key: int | None
+    flag: str
+    key_flag: str
+
+    def refusal(self, owners: Sequence[str], owner: str, *, several: bool) -> str | None:
+        """Why `owner` gets no further one; None where it does.
+
+        Args:
+            owners: Of those that are there.
+            several: Whether there are several keys.
+        """
+        local = sum(1 for other in owners if other == owner)
+        if len(owners) >= self.most:
+            return f"{len(owners)} {self.what} are open, the most that {self.flag} allows"
+        room = self.per_key
+        if room is None:
+            room = max(1, self.most - len(owners)) if several else self.most
+        if local >= room:
+            return (
+                f"{local} {self.what} of this key are open, the most that it may have "
+                f"({self.key_flag}; {self.flag} {self.most} for all keys)"
+            )
+        return None
+
+
 @dataclass
 class Registry:
     """Every change goes through `keep` or `forget`, which write it down."""
@@ -133,19 +170,8 @@ class Registry:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     def new_session(
-        self,
-        owner: str,
-        *,
-        most: int,
-        user_metadata: dict[str, Any] | None,
-        display_name: str | None,
+        self, owner: str, *, user_metadata: dict[str, Any] | None, display_name: str | None
     ) -> Session:
-        live = [s for s in self.sessions.values() if not s.finished]
-        if len(live) >= most:
-            raise HttpError(
-                403,
-                f"{len(live)} sessions are open, the most that --max-sessions allows; close one",
-            )
         now = time.time()
         session = Session(
             f"session-{secrets.token_hex(8)}",
@@ -179,6 +205,16 @@ class Registry:
         if session is not None and not session.finished:
             session.seen = model.seen
         return model
+
+    def lost(self, model: Model, why: str) -> str:
+        """A sentence: that a model is lost, why, and which checkpoint to continue from."""
+        newest = self.newest_checkpoint(model.id)
+        rest = (
+            "it was never saved"
+            if newest is None
+            else f"go on from its newest checkpoint, {newest.path}"
+        )
+        return f"model {model.id} is lost: {why}; {rest}"
 
     def live_models(self) -> list[Model]:
         return [m for m in self.models.values() if m.state != "ended"]

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slime_like.tinker.errors import Failed, Refused
 from slime_like.tinker.futures import Request, json_result
@@ -17,6 +17,12 @@ from slime_like.tinker.results import pass_output, sample_output
 
 log = logging.getLogger(__name__)
 Call = Callable[[str, dict[str, Any]], Awaitable[Any]]
+
+
+class EndModel(Protocol):
+    """See SessionManager.end_model."""
+
+    def __call__(self, model: Model, reason: str, *, corrupted: bool = False) -> None: ...
 
 
 class ServerOperations:
@@ -30,7 +36,7 @@ class ServerOperations:
         self.folder = folder
         self.base = base
         self.max_snapshots = max_snapshots
-        self.end_model: Callable[[Model, str], None] = lambda model, reason: None
+        self.end_model: EndModel = lambda model, reason, *, corrupted=False: None
 
     async def execute(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
         if requests[0].op == "sample":
@@ -43,8 +49,10 @@ class ServerOperations:
             return [await run(request)]
         except Failed as error:
             model = self.registry.models.get(request.body.get("model", ""))
-            if error.broken and model is not None:
-                self.end_model(model, f"{model.id} cannot be used any more: {error}")
+            if error.broken and model is not None and model.state != "ended":
+                reason = self.registry.lost(model, str(error))
+                self.end_model(model, reason, corrupted=True)
+                raise Failed(reason) from error
             raise
 
     def executed(self, request: Request) -> None:
@@ -132,8 +140,9 @@ class ServerOperations:
             )
 
     async def _unload(self, request: Request) -> Result:
-        await self.call(request.id, {"op": "unload", "model": request.body["model"]})
-        return json_result({})
+        model = request.body["model"]
+        await self.call(request.id, {"op": "unload", "model": model})
+        return json_result({"model_id": model, "type": "unload_model"})
 
     async def _forward_backward(self, request: Request) -> Result:
         model, command = self._ready(request), request.body["command"]
@@ -150,9 +159,12 @@ class ServerOperations:
         )
         if not value["stepped"]:
             norm = value["grad_norm"]
+            why = f"the gradient norm is {norm}"
+            if not isinstance(norm, str):
+                why = f"with a gradient norm of {norm:g} and these settings a weight may overflow"
             raise Refused(
-                f"model {model.id}: the optimizer step was skipped, for the gradient norm is {norm}: weights and moments are as before, the "
-                "gradients are forgotten"
+                f"model {model.id}: the optimizer step was skipped: {why}; weights and moments are "
+                "as before, the gradients are forgotten"
             )
         metrics = {
             "grad_norm": value["grad_norm"],
@@ -217,13 +229,18 @@ class ServerOperations:
         self.registry.keep(
             Sampler(sampler_id, model.session, model.owner, str(folder), used=time.time())
         )
-        self._drop_old_snapshots()
+        self._drop_old_snapshots(model.owner)
         return json_result({"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
 
-    def _drop_old_snapshots(self) -> None:
+    def _drop_old_snapshots(self, owner: str) -> None:
+        """Of one key, so that nobody's snapshots push out another's."""
         root = self.folder / "snapshots"
         mine = sorted(
-            (s for s in self.registry.samplers.values() if Path(s.folder).parent == root),
+            (
+                s
+                for s in self.registry.samplers.values()
+                if s.owner == owner and Path(s.folder).parent == root
+            ),
             key=lambda s: s.used,
         )
         for sampler in mine[: max(0, len(mine) - self.max_snapshots)]:

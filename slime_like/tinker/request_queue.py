@@ -9,13 +9,14 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from slime_like.tinker import codec
 from slime_like.tinker.errors import Failed, HttpError, Refused
 from slime_like.tinker.futures import Queue, Request
-from slime_like.tinker.store import Journal
+from slime_like.tinker.store import Journal, JournalError
+from slime_like.tinker.supervision import supervised
 
 log = logging.getLogger(__name__)
 FETCHED_FOR_S = (
@@ -25,6 +26,7 @@ KEPT_FOR_S = 3600.0  # and one that nobody fetched
 KEPT_OF_A_QUEUE = 2000  # requests whose repetition is recognised
 MAX_WAITING_BYTES = 2**30
 SWEEP_S = 1.0
+REWRITE_S = 0.5  # between two attempts to write the journal
 
 Result = tuple[bytes, str]  # and its content type
 
@@ -48,20 +50,32 @@ class Dispatcher:
         most_waiting: int,
         gap_s: float,
         batch: int,
+        workers: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """most_waiting: requests, of all queues. gap_s: how long requests wait for one before them. batch: samples executed together."""
+        """
+        Args:
+            most_waiting: Requests, of all queues.
+            gap_s: How long requests wait for one before them, in seconds.
+            batch: Samples executed together.
+            workers: Returns once there are workers to execute a request.
+        """
         self.journal = journal
         self.operations = operations
         self.queues: dict[str, Queue] = {}
         self.requests: dict[str, Request] = {}
         self._most_waiting, self._gap_s, self._batch = most_waiting, gap_s, batch
+        self._workers = workers
         self._wake = asyncio.Event()
         self._last = ""
         self._bytes: dict[str, int] = {}  # of the bodies that wait or are executed, by queue
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[object]] = []
 
-    def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._sweep())]
+    def start(self, on_fault: Callable[[str], None] = log.error) -> None:
+        """on_fault: called with a sentence when one of the tasks ends, which none should."""
+        self._tasks = [
+            supervised("execution of requests", self._run(), on_fault),
+            supervised("expiry of results", self._sweep(), on_fault),
+        ]
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -89,11 +103,33 @@ class Dispatcher:
             raise HttpError(422, f"{key}: seq_id {seq} is over; the next is {queue.next_seq}")
         return None
 
-    def accept(self, request: Request) -> Request:
-        """Put a new request into its queue. Raises HttpError 429 when too much is waiting: clients come again later. A queue may take as much
-        room as it leaves free, so that one that is flooded leaves some for the others."""
+    def accept(self, request: Request, *, internal: bool = False) -> Request:
+        """Put a new request into its queue. A queue may take as much room as it leaves free, so that
+        one that is flooded leaves some for the others.
+
+        Args:
+            internal: From the server itself: always accepted.
+
+        Raises:
+            HttpError: 429 when too much is waiting, 503 when the journal cannot be written; clients
+                try again later after both.
+        """
         body = codec.encode(request.body)
         request.size = len(body)
+        if not internal:
+            self._check_room(request)
+        try:
+            self.journal.put(
+                "request", request.id, request.record(), body=body, required=not internal
+            )
+        except JournalError as error:
+            raise HttpError(503, f"{error}; try again later") from error
+        self.requests[request.id] = request
+        self._add(request)
+        self._wake.set()
+        return request
+
+    def _check_room(self, request: Request) -> None:
         mine, all_queues = len(self.queues[request.queue]), self.waiting
         my_bytes = self._bytes.get(request.queue, 0)
         if (
@@ -102,31 +138,28 @@ class Dispatcher:
         ):
             words = f"{mine} requests of {request.queue} are waiting, {all_queues} in all (--max-queued-requests)"
             raise HttpError(429, f"{words}; try again later")
-        self.journal.put("request", request.id, request.record(), body=body)
-        self.requests[request.id] = request
-        self._add(request)
-        self._wake.set()
-        return request
 
     def _add(self, request: Request) -> None:
         self.queues[request.queue].add(request)
         self._bytes[request.queue] = self._bytes.get(request.queue, 0) + request.size
 
-    def restore(self, interrupted: Callable[[Request], bool]) -> None:
-        """Take up what the journal has. Queues are there already. interrupted: whether a request that was not done cannot be executed any
-        more."""
+    def restore(self, interrupted: Callable[[Request], str | None]) -> None:
+        """Load the journal's requests. Queues are there already.
+
+        Args:
+            interrupted: Why a request that was not done cannot be executed any more, or None.
+        """
         for id, record, body, result in list(self.journal.entries("request")):
             request = Request.from_journal(record, body, result)
             self.requests[id] = request
             if request.state == "done":
                 continue
-            if request.queue not in self.queues or interrupted(request):
-                self._fail(
-                    request,
-                    Failed(
-                        "the server restarted before this request was executed, and its model is lost"
-                    ),
-                )
+            why = interrupted(request)
+            if request.queue not in self.queues and why is None:
+                why = f"{request.queue} is gone"
+            if why is not None:
+                words = "the server restarted before this request was executed"
+                self._fail(request, Failed(f"{words}: {why}"))
             else:
                 self._add(request)
         self._wake.set()
@@ -137,8 +170,18 @@ class Dispatcher:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while batch := self._next_batch():
-                await self._execute(batch)
+            while any(queue.ready for queue in self.queues.values()):
+                await self._may_execute()
+                if batch := self._next_batch():  # what was ready may have failed meanwhile
+                    await self._execute(batch)
+
+    async def _may_execute(self) -> None:
+        """Until the last results are in the journal, for a restart would execute their requests
+        again, and until there are workers."""
+        while self.journal.problem is not None and not self.journal.flush():
+            await asyncio.sleep(REWRITE_S)
+        if self._workers is not None:
+            await self._workers()
 
     def _next_batch(self) -> list[Request]:
         """Of the queue after the one that was served last: its next request, of a sampler several."""
@@ -189,7 +232,10 @@ class Dispatcher:
         if (left := self._bytes.pop(request.queue, 0) - request.size) > 0:
             self._bytes[request.queue] = left
         self.journal.put("request", request.id, request.record(), result=request.result)
-        self.operations.executed(request)
+        try:
+            self.operations.executed(request)
+        except Exception:  # of one request; the others go on
+            log.exception("after executing %s", request.id)
 
     def fail_all(self, key: str, error: Exception, *, forget: bool = False) -> None:
         """Fail what waits in a queue; forget: the queue too."""
@@ -205,6 +251,8 @@ class Dispatcher:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.time()
+            if self.journal.problem is not None:
+                self.journal.flush()
             for key, queue in list(self.queues.items()):
                 since = queue.missing_since()
                 if since is not None and now - since > self._gap_s:
@@ -258,7 +306,11 @@ class Dispatcher:
             async with asyncio.timeout(hold_s):
                 await request.done.wait()
         except TimeoutError:
-            return {"type": "try_again", "request_id": request.id, "queue_state": "active"}
+            state = "active" if self.journal.problem is None else "paused_capacity"
+            again = {"type": "try_again", "request_id": request.id, "queue_state": state}
+            if self.journal.problem is not None:
+                again["queue_state_reason"] = self.journal.problem
+            return again
         request.fetched = time.time()
         if request.failed:
             return {"error": json.loads(request.result)["error"], "category": request.category}

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 MAX_SEED = 2**63 - 1
+# of settings: squares and reciprocals of what is beyond are not finite in float32
+SMALLEST, LARGEST = 1e-18, 1e18
 MAX_METADATA = 64  # entries
 MAX_METADATA_TEXT = 4096
 
@@ -97,12 +99,14 @@ class ModelRequest(Body):
 
 
 class AdamParams(Body):
-    learning_rate: Finite = Field(default=1e-4, ge=0)
+    """Within float32: an update is at most learning_rate / eps times a moment."""
+
+    learning_rate: Finite = Field(default=1e-4, ge=0, le=1e3)
     beta1: Finite = Field(default=0.9, ge=0, lt=1)
     beta2: Finite = Field(default=0.95, ge=0, lt=1)
-    eps: Finite = Field(default=1e-12, ge=0)
-    weight_decay: Finite = Field(default=0.0, ge=0)
-    grad_clip_norm: Finite = Field(default=0.0, ge=0)
+    eps: Finite = Field(default=1e-12, ge=SMALLEST, le=LARGEST)
+    weight_decay: Finite = Field(default=0.0, ge=0, le=1e3)
+    grad_clip_norm: Finite = Field(default=0.0, ge=0, le=LARGEST)
 
 
 class OptimStep(Body):

@@ -74,9 +74,30 @@ def run_record(registry: Registry, model: Model) -> dict[str, Any]:
         "model_owner": model.owner,
         "is_lora": model.lora is not None,
         "lora_rank": None if model.lora is None else model.lora["rank"],
-        "corrupted": model.state == "ended",
+        "corrupted": model.corrupted,
         "last_request_time": moment(model.seen),
         "last_checkpoint": newest("training"),
         "last_sampler_checkpoint": newest("sampler"),
         "user_metadata": texts(model.user_metadata),
     }
+
+
+def holdings(registry: Registry) -> list[dict[str, Any]]:
+    """Open sessions with what they hold, for operators."""
+    return [
+        {
+            "session_id": session.id,
+            "owner": session.owner,
+            "created": moment(session.created),
+            "last_seen": moment(session.seen),
+            "display_name": session.display_name,
+            "models": [
+                {"model_id": m.id, "role": m.role, "rank": (m.lora or {"rank": 0})["rank"]}
+                for m in registry.live_models()
+                if m.session == session.id
+            ],
+            "sampler_ids": [s.id for s in registry.samplers.values() if s.session == session.id],
+        }
+        for session in registry.sessions.values()
+        if not session.finished
+    ]

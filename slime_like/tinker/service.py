@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Service:
         self.registry = registry
         self.dispatcher = dispatcher
         self.operations = operations
+        self.problem: Callable[[], str | None] = lambda: None  # why requests are not executed
         self.lifetimes = SessionManager(config, registry, dispatcher, operations)
         for model in registry.models.values():
             dispatcher.queue(model.id, next_seq=model.next_seq)
@@ -92,12 +94,7 @@ class Service:
     ) -> Model:
         if id in self.registry.models:
             raise HttpError(422, f"model {id} exists")
-        live = self.registry.live_models()
-        if len(live) >= self.config.max_models:
-            raise HttpError(
-                403,
-                f"{len(live)} models are loaded, the most that --max-models allows; close the session of another",
-            )
+        self.lifetimes.room_for_a_model(owner)
         now = time.time()
         return Model(
             id,
@@ -162,6 +159,13 @@ class Service:
             request["refusal"] = str(error)
         self._open(model)
         return self._accept("load_new", id, 0, owner, digest, request)
+
+    def unload_model(self, body: schemas.ModelRequest, owner: str) -> dict[str, Any]:
+        """End a model, whose memory is free once the future is done."""
+        model = self.registry.model(body.model_id, owner)
+        if model.state == "ended":
+            raise HttpError(410, model.reason)
+        return future_of(self.lifetimes.unload_model(model, digest_of("unload_model", body)))
 
     def forward_backward(self, data: bytes, owner: str) -> dict[str, Any]:
         request = parse_request(data)
@@ -277,12 +281,10 @@ class Service:
     def sampler(self, id: str, owner: str) -> Sampler:
         sampler = self.registry.samplers.get(id)
         if sampler is None or sampler.owner != owner:
-            raise HttpError(
-                404,
-                snapshot_is_gone(id)
-                if ":sample:" in id
-                else f"sampling session {id} does not exist",
-            )
+            made_in = self.registry.sessions.get(id.partition(":sample:")[0])
+            was_here = sampler is None and made_in is not None and made_in.owner == owner
+            words = f"sampling session {id} does not exist"
+            raise HttpError(404, snapshot_is_gone(id) if was_here else words)
         session = self.registry.sessions.get(sampler.session)
         if session is not None and not session.finished:
             session.seen = time.time()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from arguments.schema import ServerConfig
 from slime_like.tinker import schemas
 from slime_like.tinker.errors import Failed, HttpError, Refused
 from slime_like.tinker.futures import Request
-from slime_like.tinker.model_registry import Model, Registry
-from slime_like.tinker.operations import ServerOperations, snapshot_is_gone
+from slime_like.tinker.model_registry import Model, Quota, Registry
+from slime_like.tinker.operations import ServerOperations
 from slime_like.tinker.request_queue import Dispatcher
 
+log = logging.getLogger(__name__)
 HOUSEKEEPING = "~server"  # queue of what the server asks of the workers itself
+SILENT_S = 60.0  # clients send a heartbeat every 10 s
 FORGOTTEN_AFTER_S = 86400.0  # sessions and models that have ended
 
 
@@ -32,21 +36,74 @@ class SessionManager:
         operations.end_model = self.end_model
         dispatcher.queue(HOUSEKEEPING, next_seq=None)
         self._housekeeping = 0
+        self.keys: Callable[[], int] = lambda: 1  # how many there are
+        self.sessions_quota = Quota(
+            "sessions",
+            config.max_sessions,
+            config.max_sessions_per_key,
+            "--max-sessions",
+            "--max-sessions-per-key",
+        )
+        self.models_quota = Quota(
+            "models",
+            config.max_models,
+            config.max_models_per_key,
+            "--max-models",
+            "--max-models-per-key",
+        )
 
     def create_session(self, body: schemas.CreateSession, owner: str) -> dict[str, Any]:
         self.end_silent_sessions()
-        session = self.registry.new_session(
+        self.make_room(
+            self.sessions_quota,
             owner,
-            most=self.config.max_sessions,
-            user_metadata=body.user_metadata,
-            display_name=body.display_name,
+            lambda: [s.owner for s in self.registry.sessions.values() if not s.finished],
         )
+        session = self.registry.new_session(
+            owner, user_metadata=body.user_metadata, display_name=body.display_name
+        )
+        log.info("session %s of %s: created", session.id, owner)
         return {"session_id": session.id, "type": "create_session"}
 
-    def finish_session(self, id: str, owner: str) -> None:
+    def make_room(self, quota: Quota, owner: str, owners: Callable[[], list[str]]) -> None:
+        """For one more model or session of `owner`; sessions that are silent make room.
+
+        Args:
+            owners: Of those that are there.
+
+        Raises:
+            HttpError: 403, there is none.
+        """
+        silent = sorted(
+            (
+                s
+                for s in self.registry.sessions.values()
+                if not s.finished and time.time() - s.seen > SILENT_S
+            ),
+            key=lambda s: s.seen,
+        )
+        while (why := quota.refusal(owners(), owner, several=self.keys() > 1)) is not None:
+            if not silent:
+                raise HttpError(403, f"{why}; close the session of another, or wait for it")
+            gone = silent.pop(0)
+            self.finish_session(gone.id, gone.owner, "silent, and another needs its room")
+
+    def room_for_a_model(self, owner: str) -> None:
+        """Raises HttpError 403 when there is none."""
+        self.make_room(
+            self.models_quota, owner, lambda: [m.owner for m in self.registry.live_models()]
+        )
+
+    def unload_model(self, model: Model, digest: str) -> Request:
+        """End a model for its client. Returns the request that is done once its memory is free."""
+        self.end_model(model, f"model {model.id} was unloaded by its client", unload=False)
+        return self._unload(model, digest)
+
+    def finish_session(self, id: str, owner: str, reason: str = "by its client") -> None:
         session = self.registry.sessions.get(id)
         if session is None or session.owner != owner:
             raise HttpError(404, f"session {id} does not exist")
+        log.info("session %s of %s: finished %s", id, owner, reason)
         session.finished = True
         self.registry.keep(session)
         for model in [
@@ -55,14 +112,15 @@ class SessionManager:
             self.end_model(model, f"model {model.id} is unloaded, for its session has finished")
         for sampler in [s for s in self.registry.samplers.values() if s.session == id]:
             self.operations.drop_sampler(sampler)
-            self.dispatcher.fail_all(sampler.id, Refused(snapshot_is_gone(sampler.id)), forget=True)
+            words = f"sampling session {sampler.id} is gone, for its session has finished"
+            self.dispatcher.fail_all(sampler.id, Refused(words), forget=True)
 
     def end_silent_sessions(self, now: float | None = None) -> None:
         """Finish sessions that have not been heard of; forget those that finished long ago, and checkpoints that have expired."""
         now = time.time() if now is None else now
         for session in list(self.registry.sessions.values()):
             if not session.finished and now - session.seen > self.config.session_timeout_s:
-                self.finish_session(session.id, session.owner)
+                self.finish_session(session.id, session.owner, "silent for --session-timeout-s")
             elif session.finished and now - session.seen > FORGOTTEN_AFTER_S:
                 self.registry.forget(session)
         for model in list(self.registry.models.values()):
@@ -73,10 +131,18 @@ class SessionManager:
             if checkpoint.expires is not None and checkpoint.expires < now:
                 self.operations.drop_checkpoint(checkpoint)
 
-    def end_model(self, model: Model, reason: str, *, unload: bool = True) -> None:
-        """Its waiting requests fail with the reason, and so will later ones. unload: the workers have it."""
+    def end_model(
+        self, model: Model, reason: str, *, unload: bool = True, corrupted: bool = False
+    ) -> None:
+        """Its waiting requests fail with the reason, and so will later ones.
+
+        Args:
+            unload: Whether the workers have it.
+            corrupted: Whether it ended by a failure.
+        """
         had_weights = model.state == "ready"
-        model.state, model.reason = "ended", reason
+        log.info("model %s of %s: ended: %s", model.id, model.owner, reason)
+        model.state, model.reason, model.corrupted = "ended", reason, corrupted
         queue = self.dispatcher.queues.get(model.id)
         self.dispatcher.fail_all(model.id, Failed(reason))
         if queue is not None and queue.next_seq is not None:
@@ -88,19 +154,23 @@ class SessionManager:
             critic.policy = None  # it goes on without
             self.registry.keep(critic)
         if unload and had_weights:
-            self._housekeeping += 1
-            key = f"{time.time_ns()}.{self._housekeeping}"
-            request = Request(
-                f"{HOUSEKEEPING}/{key}",
-                "unload",
-                HOUSEKEEPING,
-                0,
-                "",
-                key,
-                time.time(),
-                {"model": model.id},
-            )
-            self.dispatcher.accept(request)
+            self._unload(model)
+
+    def _unload(self, model: Model, digest: str = "") -> Request:
+        self._housekeeping += 1
+        key = f"{time.time_ns()}.{self._housekeeping}"
+        body = {"model": model.id}
+        request = Request(
+            f"{HOUSEKEEPING}/{key}",
+            "unload",
+            HOUSEKEEPING,
+            0,
+            model.owner,
+            digest,
+            time.time(),
+            body,
+        )
+        return self.dispatcher.accept(request, internal=True)
 
     def workers_came(self, hello: dict[str, Any]) -> None:
         """The models that these workers do not have are lost, unless they were never made."""
@@ -108,21 +178,18 @@ class SessionManager:
         for model in list(self.registry.live_models()):
             if model.state == "ready" and model.id not in held:
                 self.end_model(
-                    model, self._lost(model, "the workers were started anew"), unload=False
+                    model,
+                    self.registry.lost(model, "the workers were started anew"),
+                    unload=False,
+                    corrupted=True,
                 )
 
     def workers_ended(self, reason: str) -> None:
         for model in self.registry.live_models():
             if model.state == "ready":
                 self.end_model(
-                    model, self._lost(model, f"the workers have ended ({reason})"), unload=False
+                    model,
+                    self.registry.lost(model, f"the workers have ended ({reason})"),
+                    unload=False,
+                    corrupted=True,
                 )
-
-    def _lost(self, model: Model, why: str) -> str:
-        newest = self.registry.newest_checkpoint(model.id)
-        rest = (
-            "it was never saved"
-            if newest is None
-            else f"go on from its newest checkpoint, {newest.path}"
-        )
-        return f"model {model.id} is lost: {why}; {rest}"

@@ -1,31 +1,62 @@
-"""What the API process remembers of sessions, models, checkpoints and requests, in one SQLite file, so that its restart loses nothing.
+"""What the API process remembers of sessions, models, checkpoints and requests, in one SQLite file.
 
-Records are JSON; the body of a request and its result are bytes beside it. A write is on the disk's journal when the call returns, up to what
-the operating system holds back (synchronous = NORMAL): the death of the process loses nothing, that of the machine the last moments.
+Records are JSON; the body of a request and its result are bytes in columns of their own. A write has
+reached the operating system when the call returns (synchronous = NORMAL): the death of the process
+loses nothing, that of the machine the last moments.
+
+A write that fails (full disk, a lock that another process holds) is kept in memory and tried again by
+`flush`; `problem` says so meanwhile. Callers that may not go on without it ask for `required`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
 SCHEMA = """
 create table if not exists entries (
     kind text not null, id text not null, record text not null, body blob, result blob, primary key (kind, id)
 ) without rowid
 """
+OPEN_S = 30.0  # how long another process may hold the file at the start
+BUSY_S = 0.2  # and at a write: clients are not answered meanwhile
+Row = tuple[str, bytes | None, bytes | None]
+
+
+class JournalError(Exception):
+    """A required write failed; nothing of it is kept."""
 
 
 class Journal:
+    """Entries by kind and id.
+
+    problem: why the last write failed; None when everything is written.
+    """
+
     def __init__(self, path: str | Path) -> None:
-        """path: a file, made when it is not there; ":memory:" for none."""
-        self._db = sqlite3.connect(str(path), isolation_level=None)
-        self._db.execute("pragma journal_mode = wal")
-        self._db.execute("pragma synchronous = normal")
-        self._db.execute(SCHEMA)
+        """Open or create the journal.
+
+        Args:
+            path: A file; ":memory:" for none.
+
+        Raises:
+            JournalError: The file cannot be opened or written.
+        """
+        self.problem: str | None = None
+        self._unwritten: dict[tuple[str, str], Row | None] = {}  # None: to be removed
+        try:
+            self._db = sqlite3.connect(str(path), isolation_level=None, timeout=OPEN_S)
+            self._db.execute("pragma journal_mode = wal")
+            self._db.execute("pragma synchronous = normal")
+            self._db.execute(SCHEMA)
+            self._db.execute(f"pragma busy_timeout = {int(BUSY_S * 1000)}")
+        except (sqlite3.Error, OSError) as error:
+            raise JournalError(f"the journal {path} cannot be used: {error}") from error
 
     def put(
         self,
@@ -35,15 +66,49 @@ class Journal:
         *,
         body: bytes | None = None,
         result: bytes | None = None,
+        required: bool = False,
     ) -> None:
-        """Add or replace an entry, its bytes included."""
-        self._db.execute(
-            "insert or replace into entries values (?, ?, ?, ?, ?)",
-            (kind, id, json.dumps(record), body, result),
-        )
+        """Add or replace an entry, including its bytes.
+
+        Raises:
+            JournalError: The write failed and is `required`.
+        """
+        key, row = (kind, id), (json.dumps(record), body, result)
+        self._unwritten[key] = row
+        if self.problem is None:
+            self.flush()
+        if required and self.problem is not None:
+            del self._unwritten[key]
+            raise JournalError(self.problem)
 
     def remove(self, kind: str, id: str) -> None:
-        self._db.execute("delete from entries where kind = ? and id = ?", (kind, id))
+        self._unwritten[kind, id] = None
+        if self.problem is None:
+            self.flush()
+
+    def flush(self) -> bool:
+        """Write what has not been written yet; whether that succeeded."""
+        try:
+            for (kind, id), row in list(self._unwritten.items()):
+                self._write(kind, id, row)
+                del self._unwritten[kind, id]
+        except (sqlite3.Error, OSError) as error:
+            if self.problem is None:
+                log.error("the journal cannot be written, execution waits: %s", error)
+            self.problem = f"the server's journal cannot be written: {error}"
+            return False
+        if self.problem is not None:
+            log.warning("the journal is written again, execution continues")
+        self.problem = None
+        return True
+
+    def _write(self, kind: str, id: str, row: Row | None) -> None:
+        if row is None:
+            self._db.execute("delete from entries where kind = ? and id = ?", (kind, id))
+        else:
+            self._db.execute(
+                "insert or replace into entries values (?, ?, ?, ?, ?)", (kind, id, *row)
+            )
 
     def entries(
         self, kind: str
@@ -55,4 +120,6 @@ class Journal:
             yield id, json.loads(record), body, result
 
     def close(self) -> None:
+        """Write what is left, as far as possible."""
+        self.flush()
         self._db.close()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,19 @@ import torch
 import torch.distributed as dist
 
 from arguments.run_config import RunConfig
-from slime_like.distributed.failure_report import explain
+from slime_like.distributed.failure_report import explain, looks_lost
 from slime_like.errors import RunError
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.tinker import codec
-from slime_like.tinker.errors import Refused
-from slime_like.tinker.worker_backend import ModelHost
+from slime_like.tinker.errors import Failed, Refused
+from slime_like.tinker.fingerprint import fingerprint_of
+from slime_like.tinker.worker_backend import WEIGHTS, ModelHost
 from slime_like.tinker.worker_rpc import LINK_FILE
 
 IDLE_S = 30.0  # between two signs of life of rank 0: a collective does not wait for ever
 START_S = 120.0  # for the API process to come up
 AGREE_S = 10.0  # for the other ranks to tell how a command went, once this one has failed
-CHANGES_STATE = ("pass", "step", "load", "create")
 
 
 class Worker:
@@ -63,68 +63,102 @@ class Worker:
             value = self.host.execute(command)
         except Exception as raised:
             error = raised
-        told = self._agree(error)
-        if told is None:
+        outcome = self._agree(error)
+        if outcome is None:
             return {"ok": True, "value": value}
-        user = told["user"]
-        broken = not user and command["op"] in CHANGES_STATE
-        if broken and "model" in command:
-            self.host.do_unload(command["model"])
+        broken = self._recover(command, outcome)
         return {
             "ok": False,
-            "category": "user" if user else "server",
-            "error": told["text"],
+            "category": outcome["category"],
+            "error": outcome["error"],
             "broken": broken,
         }
 
+    def _recover(self, command: dict[str, Any], outcome: dict[str, Any]) -> bool:
+        """Whether the model of a failed command is lost."""
+        stage = outcome["stage"]
+        user = outcome["category"] == "user"
+        if "model" not in command or (stage == WEIGHTS and user and command["op"] != "step"):
+            return False  # files that cannot be loaded are found out before they are
+        # a step that failed has been answered; a pass is missing for the next step
+        missing = outcome["error"] if command["op"] == "pass" else ""
+        lost = self.host.recover(command["model"], stage, missing)
+        return lost or command["model"] not in self.host.models
+
     def _agree(self, error: Exception | None) -> dict[str, Any] | None:
-        """What went wrong on any rank; None when nothing did. The ranks tell each other through the store of their process group, for one that
-        failed may have left the others in a collective."""
-        if error is not None and not isinstance(error, Refused | ValueError | OSError):
+        """What went wrong on any rank.
+
+        The ranks exchange it through the store of their process group, for one that failed may have
+        left the others in a collective.
+
+        Returns:
+            None when nothing failed; else error, category and stage (the furthest of all ranks).
+
+        Raises:
+            RunError: Some rank does not answer, or is in the middle of a collective.
+        """
+        explained = is_of_user(error) or is_out_of_memory(error) or isinstance(error, Failed)
+        if error is not None and not explained:
             traceback.print_exception(error)
-        mine = (
-            None
-            if error is None
-            else {
-                "user": isinstance(error, Refused | ValueError | OSError),
-                "text": words_of(error),
-            }
-        )
-        if self.layout.world_size == 1:
-            return mine
-        store: Any = dist.distributed_c10d._get_default_store()
-        store.set(self._key(self.layout.rank), json.dumps(mine))
-        self._forget(store)
-        deadline = time.monotonic() + AGREE_S if error is not None else None
-        found: dict[int, Any] = {}
-        while len(found) < self.layout.world_size:
-            for rank in range(self.layout.world_size):
-                if rank not in found and store.check([self._key(rank)]):
-                    found[rank] = json.loads(store.get(self._key(rank)))
-            if (
-                error is None
-                and any(told is not None for told in found.values())
-                and deadline is None
-            ):
-                deadline = time.monotonic() + AGREE_S
-            if deadline is not None and time.monotonic() > deadline:
-                silent = ", ".join(
-                    str(rank) for rank in range(self.layout.world_size) if rank not in found
-                )
-                raise RunError(
-                    f"rank {self.layout.rank}: {words_of(error) if error else 'another rank failed'}; no word from rank {silent}"
-                )
-            if len(found) < self.layout.world_size:
-                time.sleep(0.0005)
-        failed = [(rank, told) for rank, told in sorted(found.items()) if told is not None]
+        local: dict[str, Any] = {
+            "error": None if error is None else words_of(error),
+            "user": error is None or is_of_user(error),
+            "lost": self.layout.world_size > 1 and error is not None and looks_lost(error),
+            "stage": self.host.stage,
+        }
+        found = {self.layout.rank: local}
+        if self.layout.world_size > 1:
+            found = self._exchange(local)
+        failed = {rank: o for rank, o in sorted(found.items()) if o["error"] is not None}
         if not failed:
             return None
-        rank, told = failed[0]
+        if any(o["lost"] for o in failed.values()):  # a collective broke off: no other would work
+            raise RunError(cause_of(failed))
         everybody = len(failed) == self.layout.world_size
+        user = everybody and all(o["user"] for o in failed.values())
         return {
-            "user": all(t["user"] for _, t in failed) and everybody,
-            "text": told["text"] if everybody else f"rank {rank}: {told['text']}",
+            "category": "user" if user else "server",
+            "error": next(iter(failed.values()))["error"] if everybody else cause_of(failed),
+            "stage": max(o["stage"] for o in found.values()),
         }
+
+    def _exchange(self, local: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """What each rank has to say of a command, by rank. Raises RunError."""
+        store: Any = dist.distributed_c10d._get_default_store()
+        store.set(self._key(self.layout.rank), json.dumps(local))
+        self._forget(store)
+        deadline: float | None = None
+        while True:
+            found = self._reported(store)
+            if len(found) == self.layout.world_size:
+                return found
+            failed = {rank: o for rank, o in found.items() if o["error"] is not None}
+            if failed and deadline is None:
+                deadline = time.monotonic() + AGREE_S
+            if deadline is not None and time.monotonic() > deadline:
+                silent = set(range(self.layout.world_size)) - found.keys()
+                raise RunError(
+                    f"{cause_of(failed)}; no answer from rank {', '.join(map(str, sorted(silent)))}, "
+                    "which may wait for it in a collective"
+                )
+            time.sleep(0.0005)
+
+    def _reported(self, store: Any) -> dict[int, dict[str, Any]]:
+        return {
+            rank: json.loads(store.get(self._key(rank)))
+            for rank in range(self.layout.world_size)
+            if store.check([self._key(rank)])
+        }
+
+    def failure_elsewhere(self) -> str | None:
+        """What another rank reported of the command that is executed now, if it has failed."""
+        if self.layout.world_size == 1:
+            return None
+        with contextlib.suppress(RuntimeError):
+            found = self._reported(dist.distributed_c10d._get_default_store())
+            failed = {rank: o for rank, o in sorted(found.items()) if o["error"] is not None}
+            return cause_of(failed) if failed else None
+        return None
 
     def _key(self, rank: int, back: int = 0) -> str:
         return f"slime_like/tinker/{self._number - back}/{rank}"
@@ -136,9 +170,29 @@ class Worker:
                 store.delete_key(self._key(self.layout.rank, back=2))
 
 
+def is_of_user(error: BaseException | None) -> bool:
+    return isinstance(error, Refused | ValueError | OSError)
+
+
+def cause_of(failed: Mapping[int, Mapping[str, Any]]) -> str:
+    """The failure that the others follow from, with its rank."""
+    rank, first = min(failed.items(), key=lambda item: (item[1]["lost"], item[0]))
+    return f"rank {rank}: {first['error']}"
+
+
 def words_of(error: BaseException) -> str:
-    ours = isinstance(error, Refused | ValueError | OSError | RunError)
+    if is_out_of_memory(error):
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "MemoryError"
+        return f"out of memory ({reason[:300]}); send fewer or shorter sequences, or lower --max-tokens-per-gpu"
+    ours = isinstance(error, Refused | ValueError | OSError | RunError | Failed)
     return str(error) if ours else f"{type(error).__name__}: {error}"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """On a GPU, or of the host, which torch reports as a RuntimeError."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def broadcast_frame(frame: bytes | None) -> bytes:
@@ -164,6 +218,7 @@ class CommandSource:
         self.folder = Path(run.server.server_dir).resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._facts = facts
+        self._fingerprint = fingerprint_of(run)
         self._command = [
             sys.executable,
             "-m",
@@ -192,6 +247,7 @@ class CommandSource:
                 return codec.encode({"op": "idle"})
             except OSError:
                 self._close()
+                time.sleep(0.1)
                 continue
             self._last, self.busy = None, True
             return frame
@@ -264,19 +320,28 @@ class CommandSource:
     def _try(self) -> socket.socket | None:
         try:
             told = json.loads((self.folder / LINK_FILE).read_text(encoding="utf-8"))
+            ours = told.get("fingerprint") == self._fingerprint
             opened = socket.create_connection(("127.0.0.1", told["port"]), timeout=5)
         except (OSError, ValueError, KeyError):
             return None
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            opened.sendall(
-                codec.framed(
-                    codec.encode(
-                        {"token": told["token"], "facts": self._facts(), "last": self._last}
-                    )
-                )
-            )
+            hello = {
+                "token": told["token"],
+                "fingerprint": self._fingerprint,
+                "facts": self._facts(),
+                "last": self._last,
+            }
+            opened.sendall(codec.framed(codec.encode(hello)))
         except OSError:
+            opened.close()
+            return None
+        if not ours:  # it reads the same in our first message, and ends
+            print(
+                "slime_like.tinker: the API process that is there has another command line; "
+                "a new one takes its place",
+                flush=True,
+            )
             opened.close()
             return None
         return opened
@@ -296,10 +361,8 @@ def serve(run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]) -
     try:
         worker.serve(source)
     except Terminated:  # which is also how torchrun ends this rank when another has died
-        reason, goodbye = (
-            "they were terminated",
-            source is None or (layout.world_size == 1 and not source.busy),
-        )
+        reason = worker.failure_elsewhere() or "they were terminated"
+        goodbye = source is None or (layout.world_size == 1 and not source.busy)
         raise
     except Exception as error:
         reason, goodbye = words_of(explain(error, layout.world_size)), False

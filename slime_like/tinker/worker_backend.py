@@ -34,7 +34,7 @@ from slime_like.megatron.micro_batching import (
 from slime_like.megatron.model.gpt import model_shape
 from slime_like.megatron.packing import with_selection_seeds
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.megatron.served import AdamStep
+from slime_like.megatron.served import AdamStep, Served
 from slime_like.megatron.token_sum_loss import (
     SumLoss,
     SumValueLoss,
@@ -56,7 +56,7 @@ PASS_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-gpu is not given
 CHECKPOINT_STEP = 1  # every saved state is a checkpoint folder of its own
 WHOLE_NUMBERS = ("tokens", "labels", "label_sets")
 SETS = ("label_sets", "label_weights")  # several numbers at each token
-REFUSALS = (Refused, ValueError, OSError)
+UNCHANGED, GRADIENTS, WEIGHTS = range(3)  # what a command may have changed of its model
 
 
 class ModelHost:
@@ -73,6 +73,7 @@ class ModelHost:
         self.base = run.model.hf_checkpoint
         self.hf = read_hf_model(self.base)
         self.residents = ModelPool(run, layout, self.hf)
+        self.stage = UNCHANGED
         self.sampler = make_sampler(run, layout, tell)
         self._head = LogProbHead(
             run.gpt.vocab_size or 0,
@@ -85,15 +86,36 @@ class ModelHost:
     def execute(self, command: Mapping[str, Any]) -> Any:
         """What a command asks for, as plain values; of use on rank 0. Raises Refused, ValueError or OSError for what the client can
         remedy."""
+        self.stage = UNCHANGED
         return getattr(self, f"do_{command['op']}")(
             **{k: v for k, v in command.items() if k not in ("op", "id")}
         )
+
+    def recover(self, model: str, stage: int, missing: str) -> bool:
+        """After a command failed: what it has left of its model is undone. Called on all ranks alike.
+
+        Args:
+            stage: The furthest that any rank came.
+            missing: Why the next step has no gradients of this command; "" where it needs none.
+
+        Returns:
+            Whether the model is lost.
+        """
+        hosted = self.models.get(model)
+        if stage == WEIGHTS:
+            self.residents.unload(model)
+            return True
+        if stage == GRADIENTS and hosted is not None:
+            self.residents.network(model).abandon_gradients()
+            hosted.incomplete = hosted.incomplete or missing
+        return False
 
     # --- models -----------------------------------------------------------------------------------------------------
 
     def do_create(
         self, model: str, role: str, policy: str | None, lora: Mapping[str, Any] | None
     ) -> None:
+        self.stage = WEIGHTS
         self.residents.create(model, role, policy, lora)
 
     def do_unload(self, model: str) -> None:
@@ -139,6 +161,7 @@ class ModelHost:
             step = sum_training_step(
                 objective, self.layout, gradient_scale(self.layout, len(batches)), metrics
             )
+            self.stage = GRADIENTS
             columns = network.add_gradients(step, parts.groups, batches)
         results = [parts.in_order(column) for column in columns]
         return self._collect(mine, results, metrics, len(samples))
@@ -194,15 +217,29 @@ class ModelHost:
             adam["weight_decay"],
             max_norm=adam["grad_clip_norm"],
         )
-        stepped, grad_norm = self.residents.network(model).take_step(settings)
-        return {"stepped": stepped, "grad_norm": grad_norm if stepped else str(grad_norm)}
+        network, hosted = self.residents.network(model), self.models[model]
+        if why := hosted.incomplete:
+            hosted.incomplete = ""
+            network.abandon_gradients()
+            raise Refused(
+                f"model {model}: a forward_backward before this step failed ({why}), and with it the "
+                "gradients since the last step; the step is not taken, weights and optimizer are as "
+                "before: send these batches again"
+            )
+        self.stage = GRADIENTS
+
+        def before_change() -> None:
+            self.stage = WEIGHTS
+
+        stepped, grad_norm = network.take_step(settings, before_change)
+        told = grad_norm if math.isfinite(grad_norm) else str(grad_norm)
+        return {"stepped": stepped, "grad_norm": told}
 
     # --- files ------------------------------------------------------------------------------------------------------
 
     def do_save(self, model: str, folder: str) -> None:
         """A checkpoint of weights and optimizer. Gradients that no step has taken yet are not in it."""
-        network = self.residents.network(model)
-        network.finish_updates()
+        network = self._network_to_keep(model)
         saver = CheckpointSaver(folder, SavePolicy())
         state = {"model": self._shape(model)}
         saver.save(
@@ -222,6 +259,7 @@ class ModelHost:
         saved = SavedNetwork(
             network.saved_chunks, network.optimizer if optimizer else None, None, self.layout
         )
+        self.stage = WEIGHTS
         load_checkpoint(
             checkpoint_folder(folder, CHECKPOINT_STEP),
             {self.models[model].role: saved},
@@ -231,6 +269,7 @@ class ModelHost:
             model=self._shape(model),
             tell=self.tell,
         )
+        self.models[model].incomplete = ""
         if optimizer:
             network.clear_gradients()
         else:
@@ -238,10 +277,19 @@ class ModelHost:
 
     def do_export(self, model: str, folder: str) -> None:
         """A Hugging Face model, of all its weights; an adapter is merged into them."""
-        network = self.residents.network(model)
-        network.finish_updates()
+        network = self._network_to_keep(model)
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
         save_hf(folder, network.export_hf(self.hf), self.base)
+
+    def _network_to_keep(self, model: str) -> Served:
+        """Of a model that is about to be written. Raises Refused where it has NaN or infinity."""
+        network = self.residents.network(model)
+        network.finish_updates()
+        if network.has_non_finite():
+            raise Refused(
+                f"model {model} has weights or moments that are not finite; nothing is saved"
+            )
+        return network
 
     def _shape(self, model: str) -> dict[str, Any]:
         adapter = self.models[model].adapter

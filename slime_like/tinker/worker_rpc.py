@@ -23,20 +23,35 @@ MAX_HELLO = 2**24
 
 
 class WorkerLink:
-    """facts: what the workers said of themselves when they connected; {} before. on_connect, on_loss: called with each pair of workers that
-    come and go."""
+    """Rank 0 of the workers, from the side of the API process.
+
+    facts: what the workers said of themselves when they connected; {} before.
+    """
 
     def __init__(
         self,
         folder: Path,
         *,
+        fingerprint: str,
         on_connect: Callable[[dict[str, Any]], None],
         on_loss: Callable[[str], None],
+        on_other_settings: Callable[[], None],
+        on_fault: Callable[[str], None] = log.error,
     ) -> None:
+        """
+        Args:
+            fingerprint: Of the configuration; workers with another one are not taken.
+            on_connect: Called with the first message of workers that have come.
+            on_loss: Called with the reason when they have gone.
+            on_other_settings: Called when workers with another configuration come.
+            on_fault: Called with a sentence when the connection fails for a reason of ours.
+        """
         self.facts: dict[str, Any] = {}
         self._folder = folder
         self._token = secrets.token_hex(32)
+        self._fingerprint = fingerprint
         self._on_connect, self._on_loss = on_connect, on_loss
+        self._on_other_settings, self._on_fault = on_other_settings, on_fault
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._connected = asyncio.Event()
         self._waiting: tuple[str, asyncio.Future[dict[str, Any]]] | None = None
@@ -52,7 +67,8 @@ class WorkerLink:
         temporary = path.with_suffix(f".{os.getpid()}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump({"port": port, "token": self._token, "pid": os.getpid()}, file)
+            link = {"port": port, "token": self._token, "pid": os.getpid()}
+            json.dump({**link, "fingerprint": self._fingerprint}, file)
         temporary.replace(path)
 
     async def stop(self) -> None:
@@ -65,10 +81,19 @@ class WorkerLink:
     def connected(self) -> bool:
         return self._connected.is_set()
 
-    async def call(self, id: str, command: dict[str, Any]) -> Any:
-        """What the workers answer to a command; waits until there are workers. Raises Refused or Failed as they say, Failed when they are
-        lost."""
+    async def workers(self) -> None:
+        """Returns once there are workers."""
         await self._connected.wait()
+
+    async def call(self, id: str, command: dict[str, Any]) -> Any:
+        """What the workers answer to a command.
+
+        Raises:
+            Refused, Failed: As they say.
+            Failed: There are no workers, or they are lost before they answer.
+        """
+        if not self.connected:
+            raise Failed("the workers have ended")
         if (
             self._late is not None and self._late["id"] == id
         ):  # executed for an API process that ended before it heard
@@ -95,18 +120,19 @@ class WorkerLink:
             writer.close()
             return
         token = hello.get("token") if isinstance(hello, dict) else None
-        if (
-            not isinstance(token, str)
-            or not hmac.compare_digest(token, self._token)
-            or self._streams is not None
-        ):
+        trusted = isinstance(token, str) and hmac.compare_digest(token, self._token)
+        if not trusted or self._streams is not None:
             writer.close()
             return
+        if hello.get("fingerprint") != self._fingerprint:
+            writer.close()
+            self._on_other_settings()
+            return
         self.facts, self._streams, self._late = hello["facts"], (reader, writer), hello["last"]
-        self._on_connect(hello)
-        self._connected.set()
         reason = "the connection was closed"
         try:
+            self._on_connect(hello)
+            self._connected.set()
             while True:
                 message = await self._read(reader)
                 if "reason" in message:
@@ -120,6 +146,9 @@ class WorkerLink:
                     self._waiting[1].set_result(message)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
+        except Exception as error:
+            log.exception("the connection to the workers")
+            self._on_fault(f"the connection to the workers failed ({error!r})")
         finally:
             self._connected.clear()
             self._streams = None

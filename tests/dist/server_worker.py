@@ -12,6 +12,7 @@ import torch.distributed as dist
 from slime_like.errors import RunError
 from slime_like.tinker import codec, worker
 from slime_like.tinker.errors import Refused
+from slime_like.tinker.worker_backend import UNCHANGED, WEIGHTS
 
 
 class Source:
@@ -31,16 +32,22 @@ class Host:
     """Adds up over the ranks, or raises on the ranks that a command names."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.unloaded = rank, []  # type: tuple[int, list[str]]
+        self.rank, self.stage = rank, UNCHANGED
+        self.recovered: list[tuple[str, int, str]] = []
+        self.models = {"m": None}
 
-    def do_unload(self, model: str) -> None:
-        self.unloaded.append(model)
+    def recover(self, model: str, stage: int, missing: str) -> bool:
+        self.recovered.append((model, stage, missing))
+        return stage == WEIGHTS
 
     def execute(self, command: dict[str, Any]) -> Any:
+        self.stage = command.get("stages", [UNCHANGED] * 2)[self.rank]
         if self.rank in command.get("refused_on", ()):
             raise Refused("it is bad")
         if self.rank in command.get("fails_on", ()):
             raise RuntimeError("it broke")
+        if self.rank in command.get("exhausts", ()):
+            torch.empty(2**60, dtype=torch.uint8)
         total = torch.tensor([self.rank + 1])
         if "no_collective" not in command:
             dist.all_reduce(total)
@@ -52,7 +59,23 @@ def errors_are_agreed(rank: int, world_size: int, arguments: dict[str, Any]) -> 
     commands: list[dict[str, Any]] = [
         {"id": "1", "op": "sum", "data": b"\x00\xff" * 100_000},
         {"id": "2", "op": "sum", "refused_on": [0, 1]},
-        {"id": "3", "op": "pass", "model": "m", "fails_on": [1], "no_collective": True},
+        {
+            "id": "3",
+            "op": "pass",
+            "model": "m",
+            "fails_on": [1],
+            "no_collective": True,
+            "stages": [1, 0],
+        },
+        {
+            "id": "3b",
+            "op": "step",
+            "model": "m",
+            "fails_on": [0, 1],
+            "no_collective": True,
+            "stages": [1, 2],
+        },
+        {"id": "3c", "op": "pass", "model": "m", "exhausts": [0, 1], "no_collective": True},
         {"id": "4", "op": "idle"},
         {"id": "5", "op": "sum"},
         {"id": "6", "op": "stop"},
@@ -67,7 +90,7 @@ def errors_are_agreed(rank: int, world_size: int, arguments: dict[str, Any]) -> 
             {k: len(v) if k == "data" else v for k, v in _flat(a).items()} for a in source.answers
         ]
     )
-    return {"answers": answers, "unloaded": host.unloaded}
+    return {"answers": answers, "recovered": host.recovered}
 
 
 def _flat(answer: dict[str, Any]) -> dict[str, Any]:

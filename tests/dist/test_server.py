@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import ANY
 
 from benchmarks.parity.ranks import run_ranks
 
@@ -19,13 +20,27 @@ def test_ranks_agree_on_errors_and_go_on(tmp_path: Path) -> None:
             "ok": False,
             "category": "server",
             "error": "rank 1: RuntimeError: it broke",
+            "broken": False,
+        },
+        {
+            "id": "3b",
+            "ok": False,
+            "category": "server",
+            "error": "RuntimeError: it broke",
             "broken": True,
         },
+        ANY,
         {"id": "5", "ok": True, "total": 3, "data": 0},
     ]
-    assert first["unloaded"] == second["unloaded"] == ["m"], (
-        "a model whose state differs between ranks is gone on all of them"
-    )
+    exhausted = first["answers"][4]
+    assert "out of memory" in exhausted["error"] and exhausted["broken"] is False
+    assert "--max-tokens-per-gpu" in exhausted["error"]
+    assert first["recovered"] == second["recovered"], "on all ranks alike"
+    assert first["recovered"] == [
+        ["m", 1, "rank 1: RuntimeError: it broke"],
+        ["m", 2, ""],
+        ["m", 0, exhausted["error"]],
+    ]
 
 
 def test_a_rank_that_is_alone_with_its_error_ends(tmp_path: Path) -> None:
@@ -33,5 +48,6 @@ def test_a_rank_that_is_alone_with_its_error_ends(tmp_path: Path) -> None:
         "tests.dist.server_worker:a_rank_is_left_in_a_collective", 2, tmp_path, {}, timeout_s=150
     )
     assert (
-        "RuntimeError: it broke; no word from rank 0" in second["error"] and second["seconds"] < 10
+        "rank 1: RuntimeError: it broke; no answer from rank 0" in second["error"]
+        and second["seconds"] < 10
     )

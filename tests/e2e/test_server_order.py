@@ -210,9 +210,10 @@ def test_what_a_batch_may_not_be(raw: Raw) -> None:
         message = raw.refused(raw.send_pass(raw.pass_body(model, seq, [bad], loss, **config)))
         assert said in message and model in message, message
     seq = len(BAD_DATUMS) + 1
-    mixed = [datum(4, 0, weights=[1, 1, 1, 1]), good]
-    assert "some datums have weights" in raw.refused(
-        raw.send_pass(raw.pass_body(model, seq, mixed))
+    common = {"logprobs": [0] * 4, "advantages": [1] * 4, "mask": [1] * 4}
+    mixed = [datum(4, 0, **common, rollout_logprobs=[0] * 4), datum(4, 0, **common)]
+    assert "some datums have rollout_logprobs" in raw.refused(
+        raw.send_pass(raw.pass_body(model, seq, mixed, "sapo"))
     )
     request = pb.ForwardBackwardRequest.FromString(raw.pass_body(model, seq + 1, [good]))
     request.data[0].model_input.add().image.data = b"png"

@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from tinker import types
 
 from slime_like.tinker import proto
 from slime_like.tinker.data import Limits, check_pass
 from slime_like.tinker.errors import Refused
+from slime_like.tinker.losses import served_loss
+from slime_like.tinker.schemas import AdamParams
 
 LIMITS = Limits(vocab_size=50, max_length=32, max_tokens=200)
 
@@ -111,3 +114,37 @@ def test_shapes_that_are_refused() -> None:
         else:
             with pytest.raises(Refused, match=words):
                 checked(message)
+
+
+def test_weights_that_some_datums_lack_are_1() -> None:
+    message = request(np.array([3, 4, 5, 6]), np.array([0.5, 0, -1, 2], dtype=np.float32))
+    message.data.add().CopyFrom(request(np.array([3, 4, 5]), None, length=3).data[0])
+    weights = [w.tolist() for w in checked(message)["loss_weights"]]
+    assert weights == [[0.5, 0.0, -1.0, 2.0], [1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        ("ppo", {"clip_high_threshold": 1e39}),
+        ("cispo", {"clip_high_threshold": 1e300}),
+        ("dro", {"beta": 1e-39}),
+        ("ppo_critic", {"value_clip": 1e39}),
+        ("sapo", {"sapo_tau_pos": 1e39}),
+        ("sapo", {"sapo_tau_neg": 1e-40}),
+        ("sapo", {"entropy_coef": 1e39}),
+        ("sapo", {"sapo_tau_pos": float("nan")}),
+    ],
+)
+def test_settings_that_float32_cannot_hold(loss: str, config: dict[str, float]) -> None:
+    with pytest.raises(Refused, match=next(iter(config))):
+        served_loss(loss, config)
+
+
+@pytest.mark.parametrize(
+    "adam",
+    [{"learning_rate": 1e38}, {"eps": 0.0}, {"eps": 1e-30}, {"weight_decay": 1e30}, {"beta1": 1.0}],
+)
+def test_adam_that_float32_cannot_hold(adam: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(adam))):
+        AdamParams.model_validate(adam)

@@ -1,0 +1,115 @@
+"""Who may talk to the server: keys, Host headers, and pages of other sites."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+log = logging.getLogger(__name__)
+REREAD_S = 1.0
+OPERATOR = "operator"
+
+
+class KeyRing:
+    """The keys of a file, read again when it changes. A change that cannot be read is reported, and
+    the keys before it stay."""
+
+    def __init__(self, path: str, read: Callable[[str], list[str]]) -> None:
+        """
+        Args:
+            path: A file with one key a line.
+            read: Its keys; ValueError or OSError for a file that has none.
+        """
+        self._path, self._read = Path(path), read
+        self._seen: tuple[float, ...] = ()
+        self._checked = 0.0
+        self._owners: dict[bytes, str] = {}
+        self._reload()
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def owner(self, key: bytes) -> str | None:
+        """Whose key it is, or None. Every key is compared, in the same time."""
+        if time.monotonic() - self._checked > REREAD_S:
+            self._reload()
+        digest, found = hashlib.sha256(key).digest(), None
+        for known, owner in self._owners.items():
+            if hmac.compare_digest(known, digest):
+                found = owner
+        return found
+
+    def _reload(self) -> None:
+        self._checked = time.monotonic()
+        try:
+            status = self._path.stat()
+            seen = (status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode)
+            if seen == self._seen:
+                return
+            self._seen = seen
+            if status.st_mode & 0o077:
+                log.warning("others can read %s; chmod 600 keeps its keys secret", self._path)
+            keys = self._read(str(self._path))
+        except (OSError, ValueError) as error:
+            log.warning("%s: %s; the keys that were there before stay valid", self._path, error)
+            return
+        self._owners = {hashlib.sha256(key.encode()).digest(): owner_name(key) for key in keys}
+
+
+def owner_name(key: str) -> str:
+    """Tells one key's sessions from another's, without the key."""
+    return "key-" + hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+class Visitors:
+    """Which requests come from programs that mean this server, where no key tells them apart from
+    those of a web page: a name that somebody points at this address (DNS rebinding), or a form or
+    script of another site."""
+
+    def __init__(self, host: str, more: Sequence[str] = ()) -> None:
+        """
+        Args:
+            host: Address that the server listens on.
+            more: Further names under which clients know it.
+        """
+        self._names = {"localhost", host.lower(), *(name.lower() for name in more)}
+
+    def refusal(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """Why a request is refused; None where it is not."""
+        host = headers.get(b"host", b"").decode("latin1")
+        if not self._known(host_name(host)):
+            return f"Host {host[:256]!r} is none of this server's names; --allowed-hosts takes more"
+        origin = headers.get(b"origin")
+        if origin is not None and not self._known(host_name(_ascii(origin).partition("://")[2])):
+            return f"requests of pages of another site ({_ascii(origin)[:256]!r}) are not taken"
+        if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
+            return "requests of pages of another site are not taken"
+        return None
+
+    def _known(self, name: str | None) -> bool:
+        return name is not None and (name.lower() in self._names or _is_loopback(name))
+
+
+def host_name(host: str) -> str | None:
+    """Of a Host header, without the port."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def _ascii(value: bytes) -> str:
+    return value.decode("latin1")
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

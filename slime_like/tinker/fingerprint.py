@@ -1,0 +1,29 @@
+"""Whether the API process and the workers are of one command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from arguments.config_groups import ConfigGroups
+from arguments.run_config import RunConfig
+
+
+def fingerprint_of(run: RunConfig) -> str:
+    """A digest of all settings, including those of a --config file, and of the model's config.json."""
+    assert run.model.hf_checkpoint is not None, "checked on the command line"
+    folder = Path(run.model.hf_checkpoint).resolve()
+    settings = {
+        field.name: _plain(getattr(run, field.name)) for field in dataclasses.fields(ConfigGroups)
+    }
+    model = [str(folder), (folder / "config.json").read_text(encoding="utf-8")]
+    text = json.dumps([settings, list(run.argv), model], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if is_instance else value
