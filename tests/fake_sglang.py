@@ -119,6 +119,11 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     fake: FakeServer
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that closes its connection in the middle is no error of the server."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class FakeServer:
     """pace_s: seconds that each token of a rollout's /generate call takes, told by its body; an abort then gives what there is, one token at
@@ -135,6 +140,7 @@ class FakeServer:
         ] = []  # of requests that ask whether the weights are right
         self.seen: list[tuple[str, Any]] = []
         self.refused: dict[str, tuple[int, str]] = {}  # path -> status and text
+        self.garbage: dict[str, bytes] = {}  # path -> what comes back with status 200
         self.hung = False
         self.info: dict[str, Any] = {
             "tp_size": 1,
@@ -183,7 +189,9 @@ class FakeServer:
                 "workers": [{"url": url, "id": str(i)} for i, url in enumerate(self.workers)]
             },
         }
-        if handler.path in self.refused:
+        if handler.path in self.garbage:
+            handler.reply(200, self.garbage[handler.path])
+        elif handler.path in self.refused:
             code, words = self.refused[handler.path]
             handler.reply(code, words.encode(), "text/plain")
         elif handler.path in answers:
@@ -195,7 +203,9 @@ class FakeServer:
         self.seen.append((handler.path, body))
         if self._gone(handler):
             return
-        if handler.path in self.refused:
+        if handler.path in self.garbage:
+            handler.reply(200, self.garbage[handler.path])
+        elif handler.path in self.refused:
             code, words = self.refused[handler.path]
             handler.reply(code, json.dumps({"success": False, "message": words}).encode())
         elif handler.path == "/generate":

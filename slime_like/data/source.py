@@ -8,6 +8,7 @@ that a row that was accepted can always be read.
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from array import array
@@ -131,6 +132,51 @@ class _BadRows:
         return [words] if self.count else []
 
 
+class _Watched:
+    """A file that must stay as it was when it was opened: a run reads its rows from it until its end.
+
+    A look is one `stat`. Where size or time of change are others, the content decides: a file that was
+    copied back, or touched, is the same.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stat = self._look()
+        self._crc: int | None = None
+
+    def remember(self, crc: int | None = None) -> None:
+        """The content, by its CRC-32; None: computed here. Raises ValueError where it changed meanwhile."""
+        if self._look() != self._stat:
+            raise ValueError(f"{self._path}: the file changed while it was read; start again")
+        self._crc = self._crc_now() if crc is None else crc
+
+    def check(self) -> None:
+        """Raises ValueError where the content is another one."""
+        found = self._look()
+        if found == self._stat:
+            return
+        if found is None or self._crc_now() != self._crc:
+            raise ValueError(
+                f"{self._path}: the file has changed since the run opened it; the rows of a run must stay "
+                "as they are: put the file back and resume from a checkpoint, or start a new run"
+            )
+        self._stat = found
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_size, found.st_mtime_ns, found.st_ino
+
+    def _crc_now(self) -> int:
+        checksum = 0
+        with self._path.open("rb") as file:
+            while part := file.read(2**20):
+                checksum = zlib.crc32(part, checksum)
+        return checksum
+
+
 class JsonlSource:
     """One JSON object a line, UTF-8; a byte order mark, CRLF line ends and blank lines are accepted. 16 bytes of index a row."""
 
@@ -140,6 +186,7 @@ class JsonlSource:
         self.name = str(path)
         self._path = path
         self._offsets, self._lines = array("q"), array("q")
+        self._file_watch = _Watched(path)
         checksum, offset = 0, 0
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
@@ -154,6 +201,7 @@ class JsonlSource:
                         self._offsets.append(offset + bom)
                         self._lines.append(number)
                 offset += len(raw)
+        self._file_watch.remember(checksum)
         self.content = f"jsonl bytes={offset} crc32={checksum:08x}"
 
     def _problem(self, line: bytes, number: int, offset: int, check: RowCheck) -> str | None:
@@ -173,15 +221,20 @@ class JsonlSource:
             return f"{place}: bad JSON in the line at byte offset {offset}: {error}"
         if not isinstance(row, dict):
             return f"{place}: the row is a JSON {_json_kind(row)}, not an object (byte offset {offset})"
-        problem = check(row)
+        problem = _surrogate_in(row) if b"\\ud" in line.lower() else None
+        problem = problem or check(row)
         return f"{place}: {problem} (byte offset {offset})" if problem else None
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def rows(self, indices: Sequence[int]) -> list[Row]:
+        """Raises ValueError where the file has changed."""
+        self._file_watch.check()
         with self._path.open("rb") as file:
-            return [self._read(file, index) for index in indices]
+            rows = [self._read(file, index) for index in indices]
+        self._file_watch.check()  # not in between either
+        return rows
 
     def _read(self, file: Any, index: int) -> Row:
         file.seek(self._offsets[index])
@@ -213,9 +266,11 @@ class ParquetSource:
                 f"{flag} {path}: Parquet needs pyarrow; install it with: pip install 'slime_like[tasks]'"
             ) from error
         self.name = str(path)
+        self._damage = (pa.ArrowException, OSError)
+        self._file_watch = _Watched(path)
         try:
-            self._file = pq.ParquetFile(path)
-        except (pa.ArrowInvalid, OSError) as error:
+            self._file = pq.ParquetFile(path, page_checksum_verification=True)
+        except self._damage as error:
             raise ValueError(f"{flag} {path}: not a readable Parquet file: {error}") from error
         there = self._file.schema_arrow.names
         # A column that is missing altogether is reported by the check of the first row, which sees `there` as its keys.
@@ -229,23 +284,35 @@ class ParquetSource:
         self._numbers = array("q")
         other_keys = dict.fromkeys(name for name in there if name not in self._columns)
         number = 0
-        for batch in self._file.iter_batches(batch_size=1024, columns=self._columns):
-            for row in batch.to_pylist():
-                problem = check({**other_keys, **row})
-                if problem:
-                    bad.add(f"{self.name}: row {number}: {problem}")
-                else:
-                    self._numbers.append(number)
-                number += 1
+        for row in self._every_row(flag):
+            problem = check({**other_keys, **row})
+            if problem:
+                bad.add(f"{self.name}: row {number}: {problem}")
+            else:
+                self._numbers.append(number)
+            number += 1
+        self._file_watch.remember()
         self.content = (
             f"parquet bytes={path.stat().st_size} rows={number} columns={','.join(there)}"
         )
+
+    def _every_row(self, flag: str) -> Iterator[Row]:
+        """Raises ValueError for a damaged page."""
+        try:
+            for batch in self._file.iter_batches(batch_size=1024, columns=self._columns):
+                yield from batch.to_pylist()
+        except self._damage as error:
+            raise ValueError(
+                f"{flag} {self.name}: a damaged page of the Parquet file: {error}"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def rows(self, indices: Sequence[int]) -> list[Row]:
-        """Rows in the order asked; each row group is decoded once for one call."""
+        """Rows in the order asked; each row group is decoded once for one call. Raises ValueError where the
+        file has changed, or a page is damaged."""
+        self._file_watch.check()
         by_number = sorted((self._numbers[index], place) for place, index in enumerate(indices))
         result: list[Row] = [{}] * len(by_number)
         group = 0
@@ -253,7 +320,13 @@ class ParquetSource:
             while number >= self._starts[group + 1]:
                 group += 1
             if self._loaded[0] != group:
-                self._loaded = (group, self._file.read_row_group(group, columns=self._columns))
+                try:
+                    table = self._file.read_row_group(group, columns=self._columns)
+                except self._damage as error:
+                    raise ValueError(
+                        f"{self.name}: a damaged page in row group {group}: {error}"
+                    ) from error
+                self._loaded = (group, table)
             result[place] = self._loaded[1].slice(number - self._starts[group], 1).to_pylist()[0]
         return result
 
@@ -292,3 +365,22 @@ def batches(count: int, size: int) -> Iterator[range]:
 def _json_kind(value: Any) -> str:
     kinds = {list: "array", str: "string", bool: "boolean", type(None): "null"}
     return kinds.get(type(value), "number")
+
+
+def _surrogate_in(value: Any, where: str = "") -> str | None:
+    """The place of half a surrogate pair in text of a row: no tokenizer takes it, and no file."""
+    if isinstance(value, str):
+        found = next((i for i, c in enumerate(value) if "\ud800" <= c <= "\udfff"), None)
+        name = where or "a key"
+        return (
+            None if found is None else f"{name} has half of a surrogate pair at character {found}"
+        )
+    items: Iterator[tuple[str, Any]] = iter(())
+    if isinstance(value, list):
+        items = ((f"{where}[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, dict):
+        items = ((f"{where}[{key!r}]" if where else repr(key), v) for key, v in value.items())
+        problem = next(filter(None, (_surrogate_in(key) for key in value)), None)
+        if problem:
+            return problem
+    return next(filter(None, (_surrogate_in(item, name) for name, item in items)), None)

@@ -70,6 +70,7 @@ class TrainRolloutGate:
     limit: float
     patience: int
     breaches: int = 0
+    of: str = ""  # which tokens, for the message
 
     def check(self, mean: float, p99: float, ratio_error: float, weight_version: int) -> str | None:
         """A warning, or None. ratio_error: mean of exp |difference|, 1 where both agree. Raises GateError."""
@@ -80,7 +81,7 @@ class TrainRolloutGate:
             return f"the probability-ratio error between trainer and sampler is {ratio_error:.4g} (limit {RATIO_ERROR:g})"
         self.breaches += 1
         text = (
-            f"trainer and sampler disagree in log-prob by {mean:.3g} per token on average, {p99:.3g} at the 99th percentile (limit "
+            f"{self.of}trainer and sampler disagree in log-prob by {mean:.3g} per token on average, {p99:.3g} at the 99th percentile (limit "
             f"{self.limit:g}, weight version {weight_version}, breach {self.breaches} of {self.patience})"
         )
         if self.breaches >= self.patience:

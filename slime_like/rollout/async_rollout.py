@@ -3,16 +3,20 @@
 A thread samples one rollout after another, in their order, as far as it is allowed. Before rollout k is trained on, k + max_staleness is allowed: at
 that moment the engine gets the weights that k is trained from. So no token is older than max_staleness versions, and with 0 every rollout
 is sampled by the weights that it is trained from, as without a thread. New weights reach a rollout in the middle, between two tokens.
+
+A checkpoint waits for what is being sampled, and holds the rollouts that were sampled and not trained on. A resumed run trains on
+them, and so goes on exactly as the run that saved went on after its save.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime_like.metrics.timers import SAMPLING_SECONDS
+from slime_like.rollout.group_buffer import groups_from_rows, groups_to_rows
 from slime_like.types import SampleGroup
 
 Groups = tuple[list[SampleGroup], dict[str, float]]
@@ -57,7 +61,7 @@ class AsyncRolloutQueue:
             return self._make(step)
         with self._changed:
             if self._thread is None:
-                self._next = step
+                self._next = max([step, *(ahead + 1 for ahead in self._done)])
                 self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
                 self._thread.start()
             self._changed.wait_for(lambda: step in self._done or self._error is not None)
@@ -77,12 +81,33 @@ class AsyncRolloutQueue:
             )
 
     def state(self) -> dict[str, Any]:
-        """Where a resumed run goes on: before the first rollout that was not taken."""
+        """The position before the first rollout that was not taken, as plain JSON. Where rollouts were
+        sampled ahead, `sampled_ahead` has them, with the position behind them."""
         self.drain()
         with self._changed:
             if self._error is not None:
                 raise self._error
-            return self._positions[min(self._positions)] if self._positions else self._position()
+            if not self._done:
+                return self._position()
+            ahead = [
+                {
+                    "step": step,
+                    "groups": groups_to_rows(self._done[step][0]),
+                    "metrics": {k: float(v).hex() for k, v in self._done[step][1].items()},
+                    "before": self._positions[step],
+                }
+                for step in sorted(self._done)
+            ]
+            first = self._positions[min(self._done)]
+            return {**first, "sampled_ahead": {"rollouts": ahead, "behind": self._position()}}
+
+    def load_ahead(self, saved: Mapping[str, Any]) -> None:
+        """Take over the rollouts of `state()["sampled_ahead"]`, before the first is sampled here. The
+        caller has gone to the position behind them."""
+        for row in saved["rollouts"]:
+            metrics = {name: float.fromhex(value) for name, value in row["metrics"].items()}
+            self._done[int(row["step"])] = (groups_from_rows(row["groups"]), metrics)
+            self._positions[int(row["step"])] = row["before"]
 
     def close(self) -> None:
         """No more rollouts; one that is being sampled is left to end with the process."""

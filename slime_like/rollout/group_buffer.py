@@ -15,9 +15,16 @@ from torch import Tensor
 from slime_like.compat.slime.samples import unwritten
 from slime_like.data.prompts import PromptSource
 from slime_like.rollout.recording import decode, encode
-from slime_like.types import Prompt, Sample, SampleStatus
+from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
 
-_ARRAYS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
+_ARRAYS = (
+    "tokens",
+    "loss_mask",
+    "rollout_log_probs",
+    "token_sets",
+    "routes",
+    "teacher_log_probs",
+)
 _PLAIN = ("sample_id", "response_length", "response")
 
 
@@ -102,8 +109,44 @@ class GroupBuffer:
         for row in rows:
             prompt = _prompt(row["prompt"])
             self.waiting.append(
-                PendingGroup(prompt, tuple(_sample(prompt, sample) for sample in row["samples"]))
+                PendingGroup(
+                    prompt,
+                    tuple(
+                        _sample(prompt.group_id, prompt.text, prompt.label, sample)
+                        for sample in row["samples"]
+                    ),
+                )
             )
+
+
+def groups_to_rows(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
+    """Sampled groups as plain JSON; every number comes back bit by bit (`groups_from_rows`)."""
+    return [
+        {
+            "group_id": group.group_id,
+            "samples": [
+                _sample_row(s)
+                | {
+                    "group_id": s.group_id,
+                    "text": s.text,
+                    "label": _text(s.label, f"sample {s.sample_id}: label"),
+                }
+                for s in group.samples
+            ],
+        }
+        for group in groups
+    ]
+
+
+def groups_from_rows(rows: Sequence[Mapping[str, Any]]) -> list[SampleGroup]:
+    """The groups that `groups_to_rows` was given."""
+    return [
+        SampleGroup(
+            row["group_id"],
+            tuple(_sample(s["group_id"], s["text"], _value(s["label"]), s) for s in row["samples"]),
+        )
+        for row in rows
+    ]
 
 
 def _prompt_row(prompt: Prompt) -> dict[str, Any]:
@@ -138,18 +181,19 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _sample(prompt: Prompt, row: Mapping[str, Any]) -> Sample:
-    arrays = {name: _unpack(row[name]) for name in _ARRAYS}
+def _sample(group_id: int, text: str, label: Any, row: Mapping[str, Any]) -> Sample:
+    # checkpoints of older versions have no log-probs of a teacher
+    arrays = {name: _unpack(row.get(name)) for name in _ARRAYS}
     tokens, mask = arrays.pop("tokens"), arrays.pop("loss_mask")
     assert tokens is not None and mask is not None
     sample = Sample(
-        group_id=prompt.group_id,
-        text=prompt.text,
+        group_id=group_id,
+        text=text,
         tokens=tokens,
         loss_mask=mask,
         status=SampleStatus(row["status"]),
         weight_versions=tuple(row["weight_versions"]),
-        label=prompt.label,
+        label=label,
         reward=None if row["reward"] is None else float.fromhex(row["reward"]),
         metadata=_value(row["metadata"]),
         **{name: row[name] for name in _PLAIN},
@@ -159,6 +203,7 @@ def _sample(prompt: Prompt, row: Mapping[str, Any]) -> Sample:
         rollout_log_probs=arrays["rollout_log_probs"],
         token_sets=arrays["token_sets"],
         routes=arrays["routes"],
+        teacher_log_probs=arrays["teacher_log_probs"],
     )
 
 

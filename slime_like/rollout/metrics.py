@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from slime_like.errors import RunError
 from slime_like.metrics.typed import MetricAccumulator, masked_max, masked_mean
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
@@ -89,6 +90,26 @@ def staleness_metrics(staleness: Sequence[int]) -> dict[str, float]:
         f"rollout/staleness_frac_{behind}": count / len(staleness)
         for behind, count in sorted(counts.items())
     }
+
+
+def check_staleness(
+    samples: Sequence[Sample], weight_version: int, bound: int | None, remedy: str
+) -> None:
+    """Raises RunError for tokens of a version that no policy has had yet, and for older ones than
+    `bound` versions behind `weight_version`, the policy that is about to be trained; None: no bound."""
+    for sample in samples:
+        versions = [v for v in sample.weight_versions if v != NOT_SAMPLED]
+        newest, oldest = (
+            max(versions, default=weight_version),
+            min(versions, default=weight_version),
+        )
+        if newest > weight_version or (bound is not None and weight_version - oldest > bound):
+            wrong = newest if newest > weight_version else oldest
+            legal = "no bound" if bound is None else f"at most {bound} versions behind"
+            raise RunError(
+                f"sample {sample.sample_id} has tokens of weight version {wrong}, and the policy that is "
+                f"trained has version {weight_version} ({legal}): {remedy}"
+            )
 
 
 def fresh_tokens(sample: Sample, weight_version: int) -> Tensor:

@@ -19,9 +19,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from slime_like.types import Sample, SampleGroup, SampleStatus
+from slime_like.rollout.engines.checked_json import (
+    BadAnswer,
+    log_prob,
+    object_of,
+    printable,
+    shown,
+    text_of,
+    token_ids,
+    whole_of,
+)
+from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
 
 FORMAT = "slime_like rollout 1"
+_MAX_ID = 2**62
 _TENSORS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
 # Fields that JSON holds. Rewards, labels and metadata may hold NaN: Python's JSON writes and reads it.
 _PLAIN = (
@@ -110,8 +121,16 @@ def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
             )
             for row in header["groups"]
         ]
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{json_path}: damaged ({type(error).__name__}: {error})") from error
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
+        words = printable(str(error))
+        raise ValueError(f"{json_path}: damaged ({type(error).__name__}: {words})") from error
 
 
 def _recorded_paths(template: str, rollout_id: int) -> tuple[Path, Path]:
@@ -129,8 +148,8 @@ def _recorded_paths(template: str, rollout_id: int) -> tuple[Path, Path]:
 def _read_header(json_path: Path) -> dict[str, Any]:
     try:
         header = json.loads(json_path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{json_path}: not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{json_path}: not JSON ({printable(str(error))})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(
             f"{json_path}: not a saved rollout (expected a JSON object with format {FORMAT!r})"
@@ -160,16 +179,25 @@ def _to_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
+    where = f"sample {shown(row['sample_id'])}"
+    whole_of(row["sample_id"], where, 0, _MAX_ID)
+    whole_of(row["group_id"], f"{where}: group_id", 0, _MAX_ID)
+    length = whole_of(row["response_length"], f"{where}: response_length", 0, _MAX_ID)
+    for name in ("text", "response"):
+        text_of(row[name], f"{where}: {name}", _MAX_ID)
+    if row["reward"] is not None and type(row["reward"]) not in (int, float):
+        raise BadAnswer(f"{where}: reward {shown(row['reward'])} is no number")
+    object_of(row["metadata"], f"{where}: metadata")
     found = {name: tensors.get(f"{row['sample_id']}.{name}") for name in _TENSORS}
     tokens, loss_mask = found["tokens"], found["loss_mask"]
     if (
         tokens is None
         or loss_mask is None
-        or not loss_mask.numel() == row["response_length"] <= tokens.numel()
+        or not loss_mask.numel() == length <= tokens.numel()
+        or (tokens.ndim, loss_mask.ndim) != (1, 1)
+        or (tokens.dtype, loss_mask.dtype) != (torch.int64, torch.bool)
     ):
-        raise ValueError(
-            f"sample {row['sample_id']}: tokens or loss mask absent or of the wrong length"
-        )
+        raise ValueError(f"{where}: tokens or loss mask absent, or of the wrong length or type")
     return Sample(
         **{name: decode(row[name]) for name in _PLAIN},
         tokens=tokens,
@@ -180,6 +208,51 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
         status=SampleStatus(row["status"]),
         weight_versions=tuple(tensors[f"{row['sample_id']}.weight_versions"].tolist()),
     )
+
+
+def check_values(groups: Sequence[SampleGroup], vocab_size: int) -> None:
+    """What is trained on is held to what answers of an engine are (`engines.checked_json`).
+
+    Args:
+        groups: of `load_rollout`.
+        vocab_size: of the model that is trained; tokens are below.
+
+    Raises:
+        ValueError: naming the sample.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    ids = [sample.sample_id for sample in samples]
+    if len(set(ids)) != len(ids):
+        raise ValueError("two samples have the same sample_id")
+    for sample in samples:
+        if sample.status not in (SampleStatus.ABORTED, SampleStatus.FAILED):
+            _check_sample(sample, vocab_size)
+
+
+def _check_sample(sample: Sample, vocab_size: int) -> None:
+    where, length = f"sample {sample.sample_id}", sample.response_length
+    token_ids(sample.tokens.tolist(), f"{where}: tokens", vocab_size)
+    versions = sample.weight_versions
+    if len(versions) not in (0, length) or min(versions, default=0) < NOT_SAMPLED:
+        raise ValueError(f"{where}: weight versions {shown(versions)} for {length} tokens")
+    mask = sample.loss_mask.tolist()
+    if sample.rollout_log_probs is not None:
+        values = sample.rollout_log_probs.tolist()
+        if sample.rollout_log_probs.shape != (length,):
+            raise ValueError(f"{where}: {len(values)} log-probs for {length} tokens")
+        for place, value in enumerate(values):
+            if mask[place]:
+                log_prob(value, f"{where}: the log-prob of token {place}")
+    if sample.token_sets is not None:
+        sets = sample.token_sets
+        if sets.ndim != 2 or sets.size(0) != length:
+            raise ValueError(f"{where}: token sets of shape {tuple(sets.shape)}")
+        if sets.numel() and (int(sets.min()) < -1 or int(sets.max()) >= vocab_size):
+            raise ValueError(f"{where}: token sets with ids beyond the vocabulary")
+        response = sample.tokens[sample.prompt_length :]
+        has_own = (sets == response[:, None]).any(1) | ~sample.loss_mask
+        if not bool(has_own.all()):
+            raise ValueError(f"{where}: a token was not among those that it was sampled from")
 
 
 def encode(value: Any, where: str) -> Any:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.errors import RunError
+from slime_like.rollout.engines.checked_json import BadAnswer
 from slime_like.rollout.engines.sglang.http import (
     Deadlines,
     RequestFailed,
@@ -30,7 +31,6 @@ from slime_like.rollout.engines.sglang.http import (
     with_retries,
 )
 from slime_like.rollout.engines.sglang.protocol import (
-    BadAnswer,
     read_input_tokens,
     read_scores,
     scoring_body,

@@ -22,6 +22,7 @@ from slime_like.distributed.collectives import from_rank_zero, on_rank_zero
 from slime_like.errors import RunError
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.rollout.engines.checked_json import BadAnswer
 from slime_like.rollout.engines.sglang.engine import RequestSettings, SglangEngine
 from slime_like.rollout.engines.sglang.factory import request_settings, start_fleet
 from slime_like.rollout.engines.sglang.http import (
@@ -30,7 +31,7 @@ from slime_like.rollout.engines.sglang.http import (
     post_once,
     with_retries,
 )
-from slime_like.rollout.engines.sglang.protocol import BadAnswer, read_scores, scoring_body
+from slime_like.rollout.engines.sglang.protocol import read_scores, scoring_body
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_spec import checkpoint_shapes
 from slime_like.rollout.engines.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater
@@ -215,7 +216,7 @@ def seeds_count(fleet: Fleet | None) -> bool:
             info: Any = fleet.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
         except RequestFailed:
             return False
-        if not isinstance(info, dict) or info.get("enable_deterministic_inference") is not True:
+        if info.get("enable_deterministic_inference") is not True:
             return False
     return True
 

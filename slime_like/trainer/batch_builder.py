@@ -48,6 +48,10 @@ from slime_like.rollout.step_plan import (
 from slime_like.trainer.value_exchange import ValueExchange, plan_of_critic
 from slime_like.types import Sample, TrainBatch, TrainSample
 
+# Mean log-prob difference of tokens that older weights sampled, in nats: a policy that has moved this
+# far within the bounds of staleness trains on noise, and one that has not points to a broken engine.
+STALE_LIMIT = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Batches:
@@ -81,6 +85,10 @@ class BatchMaker:
         self.rollout_gate = TrainRolloutGate(
             train_rollout_limit(run), run.gates.train_rollout_diff_patience
         )
+        patience = run.gates.train_rollout_diff_patience
+        self.stale_gate = TrainRolloutGate(
+            max(STALE_LIMIT, train_rollout_limit(run)), patience, of="stale tokens: "
+        )
         self.kl_controller = kl_controller(run)
         self._warned_of_long_sequences = False
 
@@ -89,11 +97,13 @@ class BatchMaker:
         return {
             "kl_controller": self.kl_controller.state_dict(),
             "rollout_gate_breaches": self.rollout_gate.breaches,
+            "stale_gate_breaches": self.stale_gate.breaches,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.rollout_gate.breaches = int(state["rollout_gate_breaches"])
+        self.stale_gate.breaches = int(state.get("stale_gate_breaches", 0))
 
     def make(
         self, samples: Sequence[Sample], weight_version: int
@@ -119,6 +129,9 @@ class BatchMaker:
                 for i, s in zip(shares.local_indices, local)
             ]
             old = self._old_log_probs(local, fresh, metrics, weight_version)
+            if not recorded:
+                stale = [~of_now for of_now in fresh]
+                metrics |= self._check_stale(samples, local, old, stale, weight_version)
             reference = self.backend.reference
             ref = None if reference is None else self.backend.compute_log_probs(local, reference)
             teacher = self._teacher_log_probs([samples[i] for i in shares.local_indices], local)
@@ -228,6 +241,31 @@ class BatchMaker:
                 ratio_error = metrics.get("rollout/token_ratio_error", 1.0)
                 self.warn(self.rollout_gate.check(average, p99, ratio_error, weight_version))
         return old
+
+    def _check_stale(
+        self,
+        samples: Sequence[Sample],
+        local: Sequence[TrainSample],
+        old: Sequence[LogProbOutput],
+        stale: Sequence[Tensor],
+        weight_version: int,
+    ) -> dict[str, float]:
+        """The gate on tokens of older weights: how far the policy may have moved since, at most. Without
+        it an engine could switch the check off by calling its tokens old."""
+        told = all(s.rollout_log_probs is not None for s in samples)
+        if self.run.algorithm.use_rollout_logprobs or not told:
+            return {}
+        if not any((s.loss_mask & ~fresh_tokens(s, weight_version)).any() for s in samples):
+            return {}
+        difference = train_rollout_difference(
+            [s.log_probs for s in old],
+            [require_rollout_log_probs(s) for s in local],
+            [s.loss_mask & older for s, older in zip(local, stale)],
+            self.layout.dp_group,
+        )
+        average = difference.get("rollout/train_rollout_log_prob_diff_mean", 0.0)
+        self.warn(self.stale_gate.check(average, average, 1.0, weight_version))
+        return {"rollout/stale_log_prob_diff_mean": average}
 
     def _teacher_log_probs(
         self, samples: Sequence[Sample], local: Sequence[TrainSample]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.group_buffer import GroupBuffer
 from slime_like.rollout.metrics import TRUNCATED_FRACTION, truncated_fraction
+from slime_like.rollout.recording import check_values as check_recorded
 from slime_like.rollout.recording import load_rollout
 from slime_like.rollout.remax_baseline import with_greedy_rewards
 from slime_like.rollout.rollouter import Rollouter, training_sampling
@@ -85,7 +86,7 @@ class RolloutManager:
             self._ahead.drain()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where a resumed run goes on, as plain JSON. Rollouts that were sampled ahead are sampled again."""
+        """Where a resumed run continues, as plain JSON, with the rollouts that were sampled ahead."""
         if self._ahead is not None:
             return self._ahead.state()
         return {
@@ -93,15 +94,38 @@ class RolloutManager:
             "waiting_groups": None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """Continue where `state` was saved. Returns a sentence where rollouts that were sampled ahead are
+        sampled again, because this run may not train on them."""
+        ahead = state.get("sampled_ahead")
+        problem = None if ahead is None else self._problem_with_ahead(ahead["rollouts"])
+        position = state if ahead is None or problem is not None else ahead["behind"]
         if self._source is not None:
-            if state["data"] is None:
+            if position["data"] is None:
                 raise ValueError(
                     "the checkpoint has no data position; --finetune starts at the first prompt"
                 )
-            self._source.load_state_dict(state["data"])
+            self._source.load_state_dict(position["data"])
         if self._collector is not None:
-            self._collector.buffer.load_state_dict(state.get("waiting_groups") or [])
+            self._collector.buffer.load_state_dict(position.get("waiting_groups") or [])
+        if ahead is None or problem is not None:
+            return problem
+        assert self._ahead is not None
+        self._ahead.load_ahead(ahead)
+        return None
+
+    def _problem_with_ahead(self, rollouts: Sequence[Mapping[str, Any]]) -> str | None:
+        """Why this run cannot train on the rollouts that a checkpoint's run had sampled ahead."""
+        count, run = len(rollouts), self.run_config
+        again = f"{count} rollouts that the checkpoint's run had sampled ahead are sampled again: "
+        if self._ahead is None or self._ahead.max_staleness < count:
+            return again + "this run's --async-rollout and --max-staleness do not allow them"
+        wanted = (run.rollout.rollout_batch_size, run.rollout.n_samples_per_prompt)
+        for row in rollouts:
+            sizes = {len(group["samples"]) for group in row["groups"]}
+            if len(row["groups"]) != wanted[0] or sizes != {wanted[1]}:
+                return again + "--rollout-batch-size or --n-samples-per-prompt is another one now"
+        return None
 
     def close(self) -> None:
         """Sample no more. Closing twice is fine."""
@@ -141,6 +165,12 @@ class RolloutManager:
                 f"--load-debug-rollout-data {template}: rollout {step + 1} has {found} samples, and --rollout-batch-size times "
                 f"--n-samples-per-prompt is {wanted}; give the sizes of the recorded run"
             )
+        try:
+            check_recorded(groups, self.run_config.gpt.vocab_size or 2**31)
+        except ValueError as error:
+            raise ValueError(
+                f"--load-debug-rollout-data {template}: rollout {step}: {error}"
+            ) from None
         return groups
 
     @property
@@ -182,7 +212,8 @@ class RolloutManager:
         self._rollouter.group = dist.new_group(
             backend="gloo"
         )  # the training thread uses the others meanwhile
-        bound = 1 if config.max_staleness is None else config.max_staleness
+        bound = staleness_bound(self.run_config)
+        assert bound is not None
         return AsyncRolloutQueue(
             self._sampled_groups, self._position, max_staleness=bound, threaded=True
         )
@@ -194,6 +225,15 @@ class RolloutManager:
             "data": self._source.state_dict(),
             "waiting_groups": self._collector.buffer.state_dict(),
         }
+
+
+def staleness_bound(run: RunConfig) -> int | None:
+    """Weight versions that the tokens of a rollout may be behind the policy; None: any number."""
+    config = run.scheduling
+    if config.async_rollout:
+        return 1 if config.max_staleness is None else config.max_staleness
+    own = config.rollout_function_path in (None, OWN_ROLLOUT)
+    return 0 if own and not config.partial_rollout else None
 
 
 def leaves_stragglers(run: RunConfig) -> bool:

@@ -25,7 +25,7 @@ _GATES = {"": "policy", "critic_": "critic"}  # prefix of the names in a checkpo
 class TrainStep:
     """Collective over all ranks.
 
-    rollout_gate: on the difference to the sampler, which the log-prob pass has otherwise. warn: shows a warning, where it is given one.
+    rollout_gate: on the difference to the sampler, which the log-prob pass has otherwise; stale_gate: in its place where tokens are of older weights. warn: shows a warning, where it is given one.
     initial_policy: the Hugging Face model that the run starts from; None for another.
     """
 
@@ -36,6 +36,7 @@ class TrainStep:
         progress: Progress,
         *,
         rollout_gate: TrainRolloutGate,
+        stale_gate: TrainRolloutGate,
         warn: Callable[[str | None], None],
         initial_policy: Any,
     ) -> None:
@@ -43,6 +44,7 @@ class TrainStep:
         self.backend = backend
         self.progress = progress
         self.rollout_gate = rollout_gate
+        self.stale_gate = stale_gate
         self.warn = warn
         self.initial_policy = initial_policy
         patience = run.gates.max_consecutive_skipped_steps
@@ -112,11 +114,10 @@ class TrainStep:
             return
         gap = metrics.get("log_ratio_abs", 0.0)
         if run.algorithm.use_rollout_logprobs:
-            if (
-                on_policy and not run.debug.load_debug_rollout_data
-            ):  # recorded rollouts may come from other weights
+            if not run.debug.load_debug_rollout_data:  # these may come from other weights
                 # the old log-probs are the sampler's: this is the difference to it
-                self.warn(self.rollout_gate.check(gap, gap, 1.0, weight_version))
+                gate = self.rollout_gate if on_policy else self.stale_gate
+                self.warn(gate.check(gap, gap, 1.0, weight_version))
             return
         check_old_log_probs(
             gap,

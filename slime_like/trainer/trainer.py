@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.rollout.evaluate import make_evaluator
 from slime_like.rollout.metrics import (
     TRUNCATED_FRACTION,
+    check_staleness,
     engine_troubles,
     failed_fraction,
     first_failure,
@@ -40,9 +41,11 @@ from slime_like.trainer.rollout_manager import (
     make_rollouter,
     make_source,
     make_teacher,
+    staleness_bound,
 )
 from slime_like.trainer.train_step import TrainStep
 from slime_like.trainer.weight_sync import WeightSync
+from slime_like.types import Sample
 
 
 class Trainer:
@@ -119,6 +122,7 @@ class Trainer:
             self.backend,
             self.progress,
             rollout_gate=self.batches.rollout_gate,
+            stale_gate=self.batches.stale_gate,
             warn=self._warn,
             initial_policy=start.initial_policy,
         )
@@ -233,7 +237,8 @@ class Trainer:
         )
         if self.is_sft:
             self._tell_of_cut_answers(metrics[TRUNCATED_FRACTION])
-        self._check_staleness(step, metrics)
+        if not self.is_sft and not recorded:
+            self._check_staleness(step, samples)
         if self.rollouter is not None and not self.is_sft:
             metrics |= self.rollouter.engine.take_metrics()
             self.rollouter.engine.release_memory()
@@ -289,16 +294,12 @@ class Trainer:
             self._warn(text)
         return counted
 
-    def _check_staleness(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The bound that --async-rollout gives holds by itself, unless a function of the user's brings older samples."""
-        config = self.run_config.scheduling
-        bound = 1 if config.max_staleness is None else config.max_staleness
-        found = metrics.get("rollout/staleness_max", 0.0)
-        if config.async_rollout and found > bound:
-            raise RunError(
-                f"--rollout-function-path {config.rollout_function_path}: rollout {step + 1} has tokens that are {found:g} weight versions old, and "
-                f"--max-staleness is {bound}"
-            )
+    def _check_staleness(self, step: int, samples: Sequence[Sample]) -> None:
+        """Holds by itself, unless a function of the user's brings older samples or an engine lies."""
+        path = self.run_config.scheduling.rollout_function_path
+        source = "the engine" if path is None else f"--rollout-function-path {path}"
+        bound = staleness_bound(self.run_config)
+        check_staleness(samples, self.weight_version, bound, f"{source}, rollout {step + 1}")
 
     def _sync_weights(self) -> None:
         """Hand the policy's weights to the engine, unless it has them."""
@@ -331,7 +332,7 @@ class Trainer:
         self.batches.load_state_dict(state["batches"])
         if self.health is not None and state.get("health"):  # checkpoints of before have none
             self.health.load_state_dict(state["health"])
-        self.supply.load_state_dict(state)
+        self._warn(self.supply.load_state_dict(state))
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.logger is not None:

@@ -64,3 +64,32 @@ def test_one_version_behind(
         assert sorted(sampled(out / "r_{rollout_id}", rollout)) == list(
             range(16 * rollout, 16 * rollout + 16)
         )
+
+
+def test_a_resumed_run_trains_on_what_was_sampled_ahead(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """Stopped after two rollouts and resumed, the run is the one that was not stopped, bit by bit: what
+    was sampled a version ahead is in the checkpoint."""
+    outs = [tmp_path / "straight", tmp_path / "stopped"]
+    for out in outs:
+        flags = work.flags(
+            out,
+            num_rollout=4,
+            micro_batch_size=2,
+            async_rollout="",
+            max_staleness=1,
+            tis_ratio_type="token",
+            save=out / "c",
+            save_interval=1,
+            save_hf=out / "hf",
+        )
+        if out is outs[1]:
+            server.train([*flags, "--exit-interval", "2"], out / "log").ok()
+            flags += ["--load", str(out / "c")]
+        server.train(flags, out / "log2").ok()
+    straight, stopped = outs
+    assert max(row["rollout/staleness_max"] for row in rows_of(straight)) == 1
+    assert same_numbers(rows_of(stopped)) == same_numbers(rows_of(straight))
+    expected, found = weights_of(straight / "hf"), weights_of(stopped / "hf")
+    assert [name for name in expected if not expected[name].equal(found[name])] == []

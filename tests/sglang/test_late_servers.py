@@ -13,7 +13,7 @@ import pytest
 from slime_like.rollout.engines.base import GenerateOutput
 from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.processes import free_ports
-from slime_like.rollout.engines.sglang.protocol import generation_body, read_generation
+from slime_like.rollout.engines.sglang.protocol import Legal, generation_body, read_generation
 from slime_like.rollout.engines.sglang.router import Router
 from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
 from tests.sglang.conftest import (
@@ -45,7 +45,7 @@ def ask(url: str) -> GenerateOutput:
     """What this server answers."""
     body = generation_body(REQUESTS[0], GREEDY, "ask")
     answer = httpx.post(f"{url}/generate", json=body, timeout=60).raise_for_status().json()
-    return read_generation(answer, REQUESTS[0], GREEDY, "ask")
+    return read_generation(answer, REQUESTS[0], GREEDY, "ask", Legal(2**31, FACTORS))
 
 
 def assert_has(url: str, model: str, version: int) -> None:

@@ -1,6 +1,7 @@
 """Data files with every defect that users meet: accepted, or refused with the place and the remedy."""
 
 import json
+import os
 import tracemalloc
 
 import pytest
@@ -182,12 +183,68 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
     assert peak < 2_000_000
 
 
-def test_a_file_that_changed_under_us(tmp_path):
-    path = write(tmp_path / "a.jsonl", line(0), line(1))
-    source = open_jsonl(path)
-    write(path, line(0), b"broken " * 10)
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: the file has changed"):
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_that_changed_under_us(tmp_path, kind):
+    """Rows that are still readable, and other ones: never used without a word."""
+    path = tmp_path / f"a.{kind}"
+
+    def fill(first):
+        rows = [{"input": f"question {i}", "answer": i} for i in (first, 1)]
+        if kind == "parquet":
+            return write_parquet(path, rows)
+        return write(path, *(json.dumps(row).encode() + b"\n" for row in rows))
+
+    source = open_jsonl(fill(0))
+    before, stat = path.read_bytes(), path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+    assert source.rows([0])[0]["answer"] == 0  # touched: the content is the same
+    fill(7)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 2 * 10**9))
+    with pytest.raises(
+        ValueError, match=rf"a\.{kind}: the file has changed since the run opened it"
+    ):
         source.rows([1])
+    path.unlink()
+    with pytest.raises(ValueError, match="the file has changed"):
+        source.rows([1])
+    path.write_bytes(before)  # put back, as the message says
+    assert source.rows([0])[0]["answer"] == 0
+
+
+def test_a_damaged_page_names_the_file(tmp_path):
+    """A flipped bit within the data of a column, found by the page's checksum."""
+    rows = [{"input": f"question {i}", "answer": i} for i in range(50)]
+    options = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
+    path = write_parquet(tmp_path / "a.parquet", rows, **options)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"question 17")] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"--prompt-data .*a\.parquet: a damaged page of the Parquet"
+    ):
+        open_jsonl(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        ({"input": "a\ud800"}, "'input' has half of a surrogate pair at character 1"),
+        ({"input": "a", "answer": ["\udc00"]}, r"'answer'\[0\] has half"),
+        ({"input": "a", "m": {"\ud800": 1}}, "a key has half"),
+        ({"input": "a", "m": {"x": {"y": "\udfff"}}}, r"'m'\['x'\]\['y'\] has half"),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_a_bad_row(tmp_path, row, place):
+    path = write(tmp_path / "a.jsonl", line(0), json.dumps(row).encode() + b"\n", line(1))
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: {place}"):
+        open_jsonl(path)
+    source = open_jsonl(path, skip_bad_rows=1)
+    assert len(source) == 2 and place.split("[")[0].strip("\\") in source.notes[0]
+
+
+def test_a_surrogate_pair_is_text(tmp_path):
+    source = open_jsonl(write(tmp_path / "a.jsonl", b'{"input": "\\ud83d\\ude42"}\n'))
+    assert source.rows([0]) == [{"input": "🙂"}]
 
 
 def test_content_identifies_the_bytes(tmp_path):

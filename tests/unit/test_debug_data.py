@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_like.rollout.recording import debug_data_paths, load_rollout, save_rollout
+from slime_like.rollout.recording import check_values, debug_data_paths, load_rollout, save_rollout
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
 
@@ -192,6 +192,20 @@ def _wrong_length(path: Path) -> None:
     _edit(path, response_length=2)
 
 
+def _word_for_reward(path: Path) -> None:
+    _edit(path, reward="high")
+
+
+def _nested_metadata(path: Path) -> None:
+    file = path.with_suffix(".json")
+    text = file.read_bytes()
+    file.write_bytes(text.replace(b'"metadata": {', b'"metadata": {"x": ' + b"[" * 50_000, 1))
+
+
+def _group_id_of_text(path: Path) -> None:
+    _edit(path, group_id="7")
+
+
 def _unknown_status(path: Path) -> None:
     _edit(path, status="fine")
 
@@ -210,6 +224,9 @@ def _another_sample(path: Path) -> None:
         (_other_tensors, r"r1\.safetensors: damaged"),
         (_wrong_length, r"r1\.json: damaged \(ValueError: sample 0: "),
         (_unknown_status, r"r1\.json: damaged \(ValueError: 'fine'"),
+        (_word_for_reward, r"r1\.json: damaged \(BadAnswer: sample 0: reward 'high' is no number"),
+        (_nested_metadata, r"r1\.json: not JSON \("),
+        (_group_id_of_text, r"r1\.json: damaged \(BadAnswer: sample 0: group_id is '7'"),
         (_another_sample, r"r1\.json: damaged \(ValueError: sample 99: "),
     ],
 )
@@ -252,3 +269,54 @@ def test_files_of_an_earlier_version_are_numbered_from_0(tmp_path: Path) -> None
         )
     with pytest.raises(FileNotFoundError, match=r"r4\.json: no such file.*for rollout 4"):
         load_rollout(template, 3)
+
+
+def _good(**changes: Any) -> Sample:
+    """Two prompt tokens and three of the response, which is trained on but for its second token."""
+    values: dict[str, Any] = dict(
+        group_id=0,
+        sample_id=3,
+        tokens=torch.tensor([1, 2, 3, 4, 5]),
+        response_length=3,
+        loss_mask=torch.tensor([True, False, True]),
+        rollout_log_probs=torch.tensor([-0.5, math.nan, 0.0]),  # NaN where nothing is trained on
+        token_sets=torch.tensor([[3, 9], [-1, -1], [5, -1]], dtype=torch.int32),
+        reward=1.0,
+        weight_versions=(1, -1, 2),
+    )
+    return Sample(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"status": SampleStatus.ABORTED, "tokens": torch.tensor([1, 2, 3, 4, 99])}, None),
+        ({"weight_versions": ()}, None),
+        ({"tokens": torch.tensor([1, 2, 3, 4, 10])}, "tokens are no token ids: 10 at 4"),
+        ({"tokens": torch.tensor([-1, 2, 3, 4, 5])}, "tokens are no token ids: -1 at 0"),
+        (
+            {"rollout_log_probs": torch.tensor([-0.5, 0, math.nan])},
+            "the log-prob of token 2 is nan",
+        ),
+        ({"rollout_log_probs": torch.tensor([0.5, 0, 0])}, "the log-prob of token 0 is 0.5"),
+        ({"rollout_log_probs": torch.tensor([-1e30, 0, 0])}, "the log-prob of token 0 is -1"),
+        ({"rollout_log_probs": torch.zeros(2)}, "2 log-probs for 3 tokens"),
+        ({"weight_versions": (1, 2)}, r"weight versions \(1, 2\) for 3 tokens"),
+        ({"weight_versions": (1, -7, 2)}, "weight versions"),
+        ({"token_sets": torch.zeros(3, 2, dtype=torch.int32)}, "was not among those"),
+        ({"token_sets": torch.full((3, 2), 10, dtype=torch.int32)}, "beyond the vocabulary"),
+    ],
+)
+def test_values_are_held_to_those_of_an_engine(changes: Any, words: str | None) -> None:
+    groups = [SampleGroup(0, (_good(**changes),))]
+    if words is None:
+        check_values(groups, 10)
+        return
+    with pytest.raises(ValueError, match=f"sample 3: .*{words}"):
+        check_values(groups, 10)
+
+
+def test_a_sample_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="the same sample_id"):
+        check_values([SampleGroup(0, (_good(), _good()))], 10)

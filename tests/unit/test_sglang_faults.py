@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,13 +19,18 @@ from slime_like.errors import RunError
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.engines.local.engine import LocalEngine
 from slime_like.rollout.engines.sglang.engine import SglangEngine
+from slime_like.rollout.engines.sglang.http import ControlClient, RequestFailed
 from slime_like.rollout.engines.sglang.router import Router
-from slime_like.rollout.engines.sglang.weight_update import Transport, UpdateIncomplete
+from slime_like.rollout.engines.sglang.weight_update import (
+    Transport,
+    UpdateIncomplete,
+)
 from tests.fake_sglang import (
     ATTEMPTS,
     Answer,
     FakeServer,
     Fault,
+    Handler,
     changed,
     death,
     death_in_the_middle,
@@ -131,6 +138,16 @@ def log_probs(change: Callable[[list], list]) -> Callable[[Answer], None]:
     )
 
 
+def compressed(handler: Handler, answer: Answer) -> None:
+    """0.3 MB of gzip that are 300 MB; nobody asked for it."""
+    body = gzip.compress(b" " * 300 * 2**20, compresslevel=1)
+    handler.send_response(200)
+    handler.send_header("Content-Encoding", "gzip")
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
 # Status 200, and not what was asked for -> words of the rejection.
 WRONG: dict[str, tuple[Fault, str]] = {
     "html": (text("<html>502 Bad Gateway</html>"), "no JSON"),
@@ -152,9 +169,22 @@ WRONG: dict[str, tuple[Fault, str]] = {
     "another count": (changed(meta(completion_tokens=99)), "the server counted 99"),
     "another prompt": (changed(meta(prompt_tokens=4)), "the server read 4"),
     "an unknown finish reason": (changed(meta(finish_reason="stop")), "unknown finish_reason"),
-    "a version that was not sent": (changed(meta(weight_versions=None, weight_version="default")), "are not ones that were sent"),
-    "versions of other tokens": (changed(meta(weight_versions=[{"version": "1", "start": 0, "end": 99}])), "weight versions of 99 tokens"),
-    "versions with a hole": (changed(meta(weight_versions=[{"version": "1", "start": 1, "end": 8}])), "are not ones that were sent"),
+    "versions of other tokens": (changed(meta(weight_versions=[{"version": "1", "start": 0, "end": 99}])), "are none of"),
+    "versions with a hole": (changed(meta(weight_versions=[{"version": "1", "start": 1, "end": 8}])), "are none of"),
+    "a span of 1e13 tokens": (changed(meta(weight_versions=[{"version": "1", "start": 0, "end": 10**13}])), "are none of"),
+    "a version that is infinite": (changed(meta(weight_versions=None, weight_version=float("inf"))), "weight version inf"),
+    "a version that is a list": (changed(meta(weight_versions=None, weight_version=[1])), "weight version [1]"),
+    "versions that are text": (changed(meta(weight_versions="1")), "is no list"),
+    "nested too deep": (text("[" * 100_000, "application/json"), "nested deeper than 32"),
+    "nested deep": (text("[" * 40 + "]" * 40, "application/json"), "nested deeper than 32"),
+    "a status that is a word": (changed(meta(finish_reason={"type": "abort", "status_code": "abc"})), "status_code 'abc'"),
+    "an integer of 400 digits": (changed(log_probs(lambda p: [[-(10**400), *p[0][1:]], *p[1:]])), "an integer of 402 digits"),
+    "far below 0": (changed(log_probs(lambda p: [[-1e300, *p[0][1:]], *p[1:]])), "is -1e+300"),
+    "a token of 2**70": (changed(lambda a: a.update(output_ids=[2**70])), "an integer of 22 digits"),
+    "a token beyond the vocabulary": (changed(lambda a: a.update(output_ids=[64])), "are no token ids: 64 at 0"),
+    "a lone surrogate": (changed(meta(finish_reason="\ud800\n\x1b[31m")), "unknown finish_reason '\\ud800\\n\\x1b[31m'"),
+    "compressed": (compressed, "the answer is encoded as 'gzip'"),
+    "too large": (text("[" + "1, " * 2**20 + "1]", "application/json"), "more than "),
 }  # fmt: skip
 
 
@@ -187,6 +217,186 @@ def test_a_wrong_answer_is_a_rejected_sample(
         metrics["engine/rejected"] + metrics["engine/dropped"] == 1
         and metrics["engine/retries"] == 0
     )
+
+
+def versions(version: object) -> Fault:
+    """All tokens of the answer under this version."""
+    return changed(
+        lambda a: a["meta_info"].update(
+            weight_versions=[{"version": version, "start": 0, "end": len(a["output_ids"])}]
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("default", "'default' was never sent"),
+        ("999", "weight version 999, and only 2 can"),
+        ("-7", "weight version -7, and only 2 can"),
+        ("1", "weight version 1, and only 2 can"),
+    ],
+)
+def test_a_server_with_other_weights_costs_one_sample_and_gets_the_right_ones(
+    model: str, version: str, words: str
+) -> None:
+    """Weights that were never sent, and those of before the request: the sample is rejected, the
+    server is out, gets the current weights and answers again."""
+    with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
+        engine.update_weights(weights_of(model), 2)
+        server.faults, updates = [versions(version)], server.count("/update_weights_from_disk")
+        (output,) = engine.generate(REQUESTS[:1], SAMPLING)
+        assert output.finish_reason == "abort" and output.tokens == ()
+        assert output.failure is not None and words in output.failure
+        assert server.url in output.failure
+        (output,) = engine.generate(REQUESTS[:1], SAMPLING)  # waits for the server
+        assert output.weight_versions == (2,) * len(output.tokens) and output.failure is None
+        assert server.count("/update_weights_from_disk") == updates + 1
+        metrics = engine.take_metrics()
+        assert metrics["engine/evictions"] == metrics["engine/wrong_version"] == 1
+
+
+def test_a_server_that_keeps_answering_under_other_weights_stays_out(model: str) -> None:
+    with fake_servers(model, 2) as servers, engine_of(model, servers) as engine:
+        servers[0].faults = [versions("999")] * 1000
+        rejected = 0
+        for _ in range(200):
+            outputs = engine.generate(REQUESTS, SAMPLING)
+            rejected += sum(output.finish_reason == "abort" for output in outputs)
+            if rejected == 3 and not any(w.returning for w in engine.fleet.workers):
+                break
+            time.sleep(0.05)
+        assert rejected == 3
+        assert [w.url for w in engine.fleet.alive()] == [servers[1].url]
+        assert_right(engine.generate(REQUESTS, SAMPLING), model)
+
+
+def test_a_server_behind_a_router_that_has_other_weights_is_found(model: str) -> None:
+    """The router does not tell who answered: the servers are asked directly, and the one is out."""
+    with fake_servers(model, 2) as (server, fake):
+        router = Router(fake.url, None, 1.0, print)
+        with engine_of(model, [server], router=router, synced=False) as engine:
+            fake.workers = [server.url]
+            engine.update_weights(weights_of(model), 1)
+            fake.engine.update_weights(weights_of(model), 1)
+            fake.faults = [versions("999")] * 100
+            (output,) = engine.generate(REQUESTS[:1], SAMPLING)
+            assert output.failure is not None and "weight version 999" in output.failure
+            assert_right(engine.generate(REQUESTS, SAMPLING), model)
+            assert fake.count("/generate") == 1
+            engine.update_weights(weights_of(model), 2)
+            engine.generate(REQUESTS[:1], SAMPLING)
+            assert fake.count("/generate") == 2  # the router is trusted again
+
+
+def test_weights_that_change_during_a_request_are_no_fault(model: str) -> None:
+    """Tokens before the update are of the old version, those behind it of the new one, and no server
+    goes back to an older one."""
+
+    def ends_under(last: str) -> Fault:
+        def spans(answer: Answer) -> None:
+            count = len(answer["output_ids"])
+            parts = [("1", 0, 1), (last, 1, count)]
+            answer["meta_info"]["weight_versions"] = [
+                {"version": v, "start": a, "end": b} for v, a, b in parts
+            ]
+
+        return changed(spans)
+
+    async def ask_and_update(engine: SglangEngine) -> GenerateOutput:
+        task = asyncio.create_task(engine.generate_one(REQUESTS[0], SAMPLING))
+        while not server.count("/generate"):
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(engine.update_weights, weights_of(model), 2)
+        server.pace_s = lambda body: 0.0
+        return await task
+
+    for last, legal in (("2", True), ("3", False)):
+        with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
+            server.pace_s = lambda body: 0.3
+            server.faults = [ends_under(last)]
+            output = asyncio.run(ask_and_update(engine))
+            assert (output.failure is None) == legal, output.failure
+            if legal:
+                assert output.weight_versions == (1, *[2] * (len(output.tokens) - 1))
+
+
+GARBAGE = (
+    "null", "[]", "7", '"x"', "<html>", "[" * 5000, '{"weight_version": 1}', '{"weight_version": null}', '{"tp_size": 1e13}',
+    '{"tp_size": "a"}', '{"workers": [7]}', '{"workers": [{"url": 7}]}', '{"workers": [{"url": "http://[", "id": 1}]}', '{"workers": {"a": 1}}',
+)  # fmt: skip
+
+
+def test_garbage_of_control_calls_is_a_sentence_and_kills_no_thread(model: str) -> None:
+    """Of /model_info, /server_info and /workers, with status 200."""
+    with fake_servers(model, 3) as (server, late, fake):
+        router = Router(fake.url, None, 1.0, print)
+        with engine_of(model, [server, late], router=router) as engine:
+            assert engine.fleet is not None and engine._updater is not None
+            watcher, version = engine.fleet._watcher, 1
+            for body in GARBAGE:
+                fake.garbage["/workers"] = body.encode()
+                for path in ("/model_info", "/server_info"):
+                    late.garbage[path] = body.encode()
+                with contextlib.suppress(RunError):  # of the router, by its name
+                    engine.update_weights(weights_of(model), version + 1)
+                with contextlib.suppress(RunError, RequestFailed):
+                    engine._updater._size(engine.fleet.workers[1])
+                engine.fleet.take_added()
+                engine.fleet._wake.set()
+                wait_until(lambda: not engine.fleet._wake.is_set())
+                assert watcher is not None and watcher.is_alive()
+                assert engine.fleet.workers[0].alive
+                fake.garbage, late.garbage = {}, {}
+                version += 2
+                wait_until(lambda: len(engine.fleet.alive()) == 2)
+                engine.update_weights(weights_of(model), version)
+                wait_until(lambda: len(engine.fleet.ready()) == 2)
+            fake.faults = [status(503)] * 100  # it only names servers
+            outputs = engine.generate(REQUESTS, SamplingParams(max_new_tokens=2))
+            assert {v for o in outputs for v in o.weight_versions} == {version}
+
+
+def test_a_call_that_answers_success_false_has_failed(model: str) -> None:
+    with fake_servers(model, 2) as servers, engine_of(model, servers, synced=False) as engine:
+        servers[0].garbage["/update_weights_from_disk"] = (
+            b'{"success": false, "message": "no\\nway"}'
+        )
+        engine.update_weights(weights_of(model), 1)
+        assert [w.url for w in engine.fleet.ready()] == [servers[1].url]
+        client = ControlClient(1.0)
+        with pytest.raises(RequestFailed, match=r"disk: the call failed: no\\nway"):
+            client.call(f"{servers[0].url}/update_weights_from_disk", {}, timeout_s=30)
+        client.close()
+        with pytest.raises(RequestFailed, match="the run ends"):
+            client.call(f"{servers[0].url}/update_weights_from_disk", {}, timeout_s=30)
+
+
+@pytest.mark.parametrize("in_header", [False, True])
+def test_a_control_call_has_a_total_deadline(in_header: bool) -> None:
+    """A server that sends a byte each 0.05 s, in the body or in a header, for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ended = threading.Event()
+
+        def drip_for_ever() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\n")
+                if not in_header:
+                    connection.sendall(b"Content-Length: 100000\r\n\r\n")
+                while not ended.wait(0.05):
+                    connection.sendall(b"a")
+
+        thread = threading.Thread(target=drip_for_ever)
+        thread.start()
+        client = ControlClient(1.0)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/model_info"
+        with pytest.raises(RequestFailed, match=f"{url}: no whole answer within 0.5 s"):
+            client.call(url, timeout_s=0.5, method="GET")
+        client.close()
+        ended.set()
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("code", [400, 401, 403, 404, 422])

@@ -6,7 +6,6 @@ import base64
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +15,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from arguments.parse import parse_args
 from slime_like.errors import RunError
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.engines.checked_json import BadAnswer
 from slime_like.rollout.engines.local.engine import LocalEngine
 from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.factory import engine_launches, require_routes
-from slime_like.rollout.engines.sglang.protocol import BadAnswer
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat, read_routes
+from slime_like.rollout.engines.sglang.router import Router
 from tests.fake_sglang import FakeServer, changed, engine_of, fake_servers, weights_of
 from tests.unit.command_lines import complete
 
@@ -85,7 +85,7 @@ def test_a_router_is_passed_by(
     server, engine = one
     assert engine.fleet is not None
     with FakeServer(server.model) as router:  # of a version that was never given weights
-        monkeypatch.setattr(engine.fleet, "router", SimpleNamespace(url=router.url))
+        monkeypatch.setattr(engine.fleet, "router", Router(router.url, None, 1.0, print))
         (output,) = engine.generate(REQUESTS[:1], SAMPLING)
         assert output.routes is not None and router.count("/generate") == 0
         engine.generate(REQUESTS[:1], SamplingParams(max_new_tokens=2))

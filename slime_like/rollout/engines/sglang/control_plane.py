@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime_like.errors import RunError
+from slime_like.rollout.engines.checked_json import shown
+from slime_like.rollout.engines.sglang.control_answers import checksums, weight_version
 from slime_like.rollout.engines.sglang.http import RequestFailed
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_update import CONTROL_S
@@ -25,13 +27,13 @@ def check_versions(fleet: Fleet, workers: Sequence[Worker], version: int) -> lis
     answering = []
     for worker in workers:
         try:
-            info: Any = fleet.call(worker, "/model_info", timeout_s=CONTROL_S, method="GET")
+            has = fleet.ask(worker, "/model_info", weight_version, timeout_s=CONTROL_S)
         except RequestFailed as failure:
             fleet.evict(worker, str(failure))
             continue
-        if info.get("weight_version") != str(version):
+        if has != str(version):
             raise RunError(
-                f"the engine {worker.url} has weights of version {info.get('weight_version')!r} after an update to {version}; does another run use it?"
+                f"the engine {worker.url} has weights of version {shown(has)} after an update to {version}; does another run use it?"
             )
         answering.append(worker)
     if not answering:
@@ -44,15 +46,11 @@ def check_alike(fleet: Fleet, workers: Sequence[Worker]) -> None:
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for worker in workers:
         try:
-            answer: Any = fleet.call(
-                worker, "/weights_checker", {"action": "checksum"}, timeout_s=10 * CONTROL_S
+            body = {"action": "checksum"}
+            sums = fleet.ask(
+                worker, "/weights_checker", checksums, timeout_s=10 * CONTROL_S, body=body
             )
-            sums = {
-                f"{i}/{name}": value
-                for i, rank in enumerate(answer["ranks"])
-                for name, value in rank["checksums"].items()
-            }
-        except (RequestFailed, KeyError, TypeError, AttributeError) as failure:
+        except RequestFailed as failure:
             fleet.tell(
                 f"warning: the engine {worker.url} gives no checksums of its weights: {failure}"
             )

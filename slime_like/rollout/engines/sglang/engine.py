@@ -17,6 +17,7 @@ from torch import Tensor
 from slime_like.distributed.collectives import from_rank_zero, share
 from slime_like.errors import RunError
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.engines.checked_json import BadAnswer, WrongVersion
 from slime_like.rollout.engines.sglang.control_plane import (
     ColocatedMemory,
     check_alike,
@@ -32,15 +33,16 @@ from slime_like.rollout.engines.sglang.http import (
     with_retries,
 )
 from slime_like.rollout.engines.sglang.protocol import (
-    BadAnswer,
+    Legal,
     Refused,
+    answer_bytes,
     generation_body,
     meta_of,
     read_generation,
 )
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat, read_routes
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
-from slime_like.rollout.engines.sglang.weight_spec import compare_with_checkpoint
+from slime_like.rollout.engines.sglang.weight_spec import compare_with_checkpoint, vocabulary_size
 from slime_like.rollout.engines.sglang.weight_update import (
     CONTROL_S,
     UpdateIncomplete,
@@ -48,6 +50,7 @@ from slime_like.rollout.engines.sglang.weight_update import (
 )
 
 PAUSE = {"mode": "retract"}
+ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
 LOOK_S = 0.1  # between two looks for a server that may answer
 
 
@@ -77,6 +80,11 @@ class SglangEngine:
         self._check_updates = check_updates
         self._routes = routes
         self._memory = ColocatedMemory(fleet) if colocated else None
+        self._vocab_size = vocabulary_size(hf_checkpoint)
+        self._sent: list[int] = []  # versions of weights, whether or not they reached every server
+        self._passes_by_router = (
+            False  # until the next update: a server behind it has other weights
+        )
         self._numbers = itertools.count()
         self._run = f"{os.getpid():x}-{time.time_ns():x}"
         self._client: httpx.AsyncClient | None = None
@@ -146,11 +154,12 @@ class SglangEngine:
 
         async def tell(worker: Worker, rid: str) -> None:
             try:
-                await client.post(
-                    f"{worker.url}/abort_request", json={"rid": rid}, timeout=CONTROL_S
+                await post_once(
+                    client, f"{worker.url}/abort_request", {"rid": rid}, ABORT_DEADLINES
                 )
-            except httpx.HTTPError as error:  # a server that is gone has aborted it
-                self._counts[f"abort_{type(error).__name__}"] += 1
+            except RequestFailed as failure:  # a server that is gone has aborted it
+                if failure.kind != "no_json":  # SGLang answers with an empty body
+                    self._counts[f"abort_{failure.kind}"] += 1
 
         await asyncio.gather(*(tell(worker, rid) for worker in self.fleet.alive() for rid in rids))
 
@@ -161,11 +170,11 @@ class SglangEngine:
         sampling: SamplingParams,
         rid: str,
     ) -> GenerateOutput:
+        assert self.fleet is not None
         avoid: set[str] = set()
-        if sampling.report_routes and self.fleet is not None and self.fleet.router is not None:
-            avoid.add(
-                self.fleet.router.url
-            )  # of a request it passes on the fields that it knows: asking for routes is none of them
+        if sampling.report_routes and self.fleet.router is not None:
+            # of a request it passes on the fields that it knows: asking for routes is none of them
+            avoid.add(self.fleet.router.url)
 
         async def attempt(number: int) -> GenerateOutput:
             if rid in self._abort_asked:
@@ -173,15 +182,11 @@ class SglangEngine:
             this_rid = rid if number == 1 else f"{rid}-{number}"
             self._pending[this_rid] = request.sample_id
             try:
-                answer = await self._post(
-                    client, generation_body(request, sampling, this_rid), avoid
-                )
-                try:
-                    return self._read(answer, request, sampling, this_rid)
-                except Refused as refused:
-                    raise RequestFailed(
-                        f"refused_{refused.status}", str(refused), again=refused.status >= 500
-                    ) from None
+                return await self._answer(client, request, sampling, this_rid, avoid)
+            except Refused as refused:
+                raise RequestFailed(
+                    f"refused_{refused.status}", str(refused), again=refused.status >= 500
+                ) from None
             finally:
                 if this_rid != rid:
                     del self._pending[this_rid]
@@ -190,29 +195,66 @@ class SglangEngine:
         output: GenerateOutput = await with_retries(attempt, self._requests.retries, self._counts)
         return output
 
-    def _read(
-        self, answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str
+    async def _answer(
+        self,
+        client: httpx.AsyncClient,
+        request: GenerateRequest,
+        sampling: SamplingParams,
+        rid: str,
+        avoid: set[str],
     ) -> GenerateOutput:
-        """Raises BadAnswer, Refused."""
-        output = read_generation(answer, request, sampling, rid)
-        if not sampling.report_routes:
-            return output
-        assert self._routes is not None
-        return replace(
-            output, routes=read_routes(meta_of(answer, rid), request, output, self._routes, rid)
-        )
-
-    async def _post(self, client: httpx.AsyncClient, body: dict[str, Any], avoid: set[str]) -> Any:
-        """Through the router, or to the server with the fewest requests of ours. avoid: addresses where this request failed; grows."""
+        """One attempt. A server that answers under weights that it cannot have is out until it has got
+        the current ones. Raises RequestFailed, BadAnswer, Refused."""
         assert self.fleet is not None
         url, worker = await self._target(avoid)
+        oldest, evictions = self.fleet.version, 0 if worker is None else worker.evictions
+        body = generation_body(request, sampling, rid)
+        limit = answer_bytes(request, sampling, self._token_bytes(sampling))
+        answer = await self._post(client, url, worker, body, limit, avoid)
+        legal = Legal(self._vocab_size, {v for v in self._sent if v >= oldest})
+        try:
+            output = read_generation(answer, request, sampling, rid, legal)
+            if not sampling.report_routes:
+                return output
+            assert self._routes is not None
+            routes = read_routes(meta_of(answer, rid), request, output, self._routes, rid)
+            return replace(output, routes=routes)
+        except WrongVersion as wrong:
+            self._counts["wrong_version"] += 1
+            if worker is None:
+                self._passes_by_router = True
+            else:
+                # in a thread: it may have to tell the router
+                await asyncio.to_thread(self.fleet.distrust, worker, evictions, str(wrong))
+            raise WrongVersion(f"{url}: {wrong}") from None
+        except BadAnswer as wrong:
+            raise BadAnswer(f"{url}: {wrong}") from None
+
+    def _token_bytes(self, sampling: SamplingParams) -> int:
+        """Of a token's routed experts in an answer: base64 of int32 in every layer."""
+        if not sampling.report_routes or self._routes is None:
+            return 0
+        return 6 * len(self._routes.sparse) * self._routes.topk
+
+    async def _post(
+        self,
+        client: httpx.AsyncClient,
+        url: str,
+        worker: Worker | None,
+        body: dict[str, Any],
+        max_bytes: int,
+        avoid: set[str],
+    ) -> Any:
+        """Through the router, or to a server. avoid: addresses where this request failed; grows."""
+        assert self.fleet is not None
         task = asyncio.current_task()
         assert task is not None
         if worker is not None:
             with self.fleet.lock:
                 worker.in_flight.add(task)
         try:
-            return await post_once(client, f"{url}/generate", body, self._requests.deadlines)
+            deadlines = self._requests.deadlines
+            return await post_once(client, f"{url}/generate", body, deadlines, max_bytes)
         except RequestFailed as failure:
             avoid.add(url)
             if worker is not None and failure.server_gone:
@@ -231,8 +273,9 @@ class SglangEngine:
                     worker.in_flight.discard(task)
 
     async def _target(self, avoid: set[str]) -> tuple[str, Worker | None]:
-        """Waits for a server that may answer, as long as one may come back. A request that failed at the router goes to a server itself: the
-        router may be gone, or take servers for dead that are not."""
+        """Where to ask; the router, or the server with the fewest requests of ours. Waits for one that may
+        answer, as long as one may come back. A request that failed at the router goes to a server
+        itself: the router may be gone, or take servers for dead that are not."""
         assert self.fleet is not None
         deadline = time.monotonic() + self._requests.deadlines.total_s
         while self._updating or not (ready := self.fleet.ready()):
@@ -241,8 +284,9 @@ class SglangEngine:
                     "no_engine", "no engine with the current weights is left", again=False
                 )
             await asyncio.sleep(LOOK_S)
-        if self.fleet.router is not None and self.fleet.router.url not in avoid:
-            return self.fleet.router.url, None
+        router = self.fleet.router
+        if router is not None and router.url not in avoid and not self._passes_by_router:
+            return router.url, None
         worker = min(ready, key=lambda w: (w.url in avoid, len(w.in_flight)))
         return worker.url, worker
 
@@ -275,7 +319,8 @@ class SglangEngine:
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """See `RolloutEngine`. When a server fails in the middle, it is evicted and `weight_version` is -1 afterwards: call again for the others.
         Raises RunError when none is left, or when what was sent is not what --hf-checkpoint has."""
-        self.weight_version, self._updating = -1, True
+        self.weight_version, self._updating, self._passes_by_router = -1, True, False
+        self._sent.append(version)
         done = False
         error: Exception | None = None
         if self._memory is not None:
@@ -338,6 +383,7 @@ class SglangEngine:
         answers and none is started again, or when an answer is wrong."""
         assert self.fleet is not None
         workers = self.fleet.ready()
+        legal = Legal(self._vocab_size, {self.fleet.version})
 
         async def ask() -> list[list[GenerateOutput | BaseException]]:
             async with async_client(len(requests)) as client:
@@ -345,14 +391,9 @@ class SglangEngine:
                 async def one(worker: Worker, request: GenerateRequest) -> GenerateOutput:
                     rid = f"{self._run}-probe-{next(self._numbers)}"
                     body = generation_body(request, sampling, rid)
-                    return read_generation(
-                        await post_once(
-                            client, f"{worker.url}/generate", body, self._requests.deadlines
-                        ),
-                        request,
-                        sampling,
-                        rid,
-                    )
+                    url, limit = f"{worker.url}/generate", answer_bytes(request, sampling)
+                    answer = await post_once(client, url, body, self._requests.deadlines, limit)
+                    return read_generation(answer, request, sampling, rid, legal)
 
                 return [
                     await asyncio.gather(
@@ -406,7 +447,7 @@ class SglangEngine:
         deadline = time.monotonic() + self.fleet.health.start_s
         while (
             not self.fleet.alive()
-            and any(w.process is not None for w in self.fleet.workers)
+            and any(w.process is not None or w.returning for w in self.fleet.workers)
             and time.monotonic() < deadline
         ):
             time.sleep(LOOK_S)

@@ -123,7 +123,7 @@ def require_routes(fleet: Fleet) -> None:
             info = fleet.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
         except RequestFailed as failure:
             raise RunError(str(failure)) from None
-        if isinstance(info, dict) and info.get(ROUTES_SETTING) is False:
+        if info.get(ROUTES_SETTING) is False:
             raise RunError(
                 f"--use-rollout-routing-replay: the engine {worker.url} does not tell which experts its tokens go to; start it with "
                 "--enable-return-routed-experts"

@@ -5,23 +5,32 @@
 | no connection, connection lost, no byte for too long, total time over | tried again, elsewhere where there is an elsewhere |
 | status 5xx, 429 | tried again after a growing pause |
 | other status | given up: the same request would be refused again |
-| status 200 and no JSON | given up: never passed on |
+| status 200 and no JSON, or too much of it | given up: never passed on |
+
+No compression is asked for, and none is taken: what arrives is what is counted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+from slime_like.rollout.engines.checked_json import BadAnswer, parse_json, printable, shown
+
 # Seconds that a connection without work is kept. The server closes its side after 5, and a request that meets the closing is lost.
 KEEPALIVE_S = 2.0
-_SHOWN = 200  # characters of a body in an error message
+ANSWER_BYTES = 64 * 2**20  # of one answer, where its reader gives no limit of its own
+_REFUSAL_BYTES = 64 * 2**10  # of the body of another status, which is only shown
+_SLACK_S = 5.0  # for the thread of a control client to give an answer up that is late
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +77,88 @@ def async_client(connections: int) -> httpx.AsyncClient:
     return httpx.AsyncClient(trust_env=False, limits=limits)
 
 
-async def post_once(client: httpx.AsyncClient, url: str, body: Any, deadlines: Deadlines) -> Any:
-    """The JSON of an answer with status 200. Raises RequestFailed."""
+async def post_once(
+    client: httpx.AsyncClient,
+    url: str,
+    body: Any,
+    deadlines: Deadlines,
+    max_bytes: int = ANSWER_BYTES,
+) -> Any:
+    """The JSON of an answer with status 200 and at most `max_bytes`. Raises RequestFailed."""
+    request = _request(client, "POST", url, body, deadlines)
+    return json_of(await _exchange(client, request, deadlines, max_bytes, (200,)), url)
+
+
+def _request(
+    client: httpx.AsyncClient, method: str, url: str, body: Any, deadlines: Deadlines
+) -> httpx.Request:
+    """Raises RequestFailed for an address that is none."""
+    try:
+        return client.build_request(
+            method,
+            url,
+            json=body if method == "POST" else None,
+            timeout=deadlines.httpx,
+            headers={"Accept-Encoding": "identity"},
+        )
+    except httpx.InvalidURL as error:
+        raise RequestFailed("no_url", f"{shown(url)}: {error}", again=False) from None
+
+
+async def _exchange(
+    client: httpx.AsyncClient,
+    request: httpx.Request,
+    deadlines: Deadlines,
+    max_bytes: int,
+    statuses: tuple[int, ...],
+) -> bytes:
+    """The body of the answer, within the total deadline. Raises RequestFailed."""
+    url = str(request.url)
     try:
         async with asyncio.timeout(deadlines.total_s):
-            response = await client.post(url, json=body, timeout=deadlines.httpx)
+            response = await client.send(request, stream=True)
+            try:
+                return await _body(response, url, max_bytes, statuses)
+            finally:
+                await response.aclose()
     except TimeoutError:
         raise RequestFailed(
             "total_timeout", f"{url}: no whole answer within {deadlines.total_s:g} s", again=True
         ) from None
     except httpx.HTTPError as error:
         raise failure_of(error, url, deadlines) from None
-    return json_of(response)
+
+
+async def _body(
+    response: httpx.Response, url: str, max_bytes: int, statuses: tuple[int, ...]
+) -> bytes:
+    """Raises RequestFailed for another status, a compressed body, and more than `max_bytes`."""
+    legal, encoding = response.status_code in statuses, response.headers.get("Content-Encoding")
+    if legal and encoding not in (None, "identity"):
+        raise RequestFailed(
+            "encoded", f"{url}: the answer is encoded as {shown(encoding, 40)}", again=False
+        )
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.aiter_raw():
+        parts.append(part)
+        size += len(part)
+        if legal and size > max_bytes:
+            raise RequestFailed("too_large", f"{url}: more than {max_bytes} bytes", again=False)
+        if not legal and size > _REFUSAL_BYTES:
+            break
+    if not legal:
+        status = response.status_code
+        words = printable(b"".join(parts).decode("utf-8", "replace"), 1000)
+        raise RequestFailed(
+            f"status_{status}", f"{url}: status {status}: {words}", again=is_passing(status)
+        )
+    return b"".join(parts)
+
+
+def is_passing(status: int) -> bool:
+    """Whether the same request may succeed later."""
+    return status >= 500 or status == 429
 
 
 def failure_of(error: httpx.HTTPError, url: str, deadlines: Deadlines) -> RequestFailed:
@@ -93,7 +172,10 @@ def failure_of(error: httpx.HTTPError, url: str, deadlines: Deadlines) -> Reques
         )
     if isinstance(error, httpx.ConnectError):
         return RequestFailed(
-            "connect", f"{url}: no connection: {error}", again=True, server_gone=True
+            "connect",
+            f"{url}: no connection: {printable(str(error))}",
+            again=True,
+            server_gone=True,
         )
     if isinstance(error, httpx.TimeoutException):
         return RequestFailed(
@@ -101,25 +183,17 @@ def failure_of(error: httpx.HTTPError, url: str, deadlines: Deadlines) -> Reques
         )
     return RequestFailed(
         "connection_lost",
-        f"{url}: the connection was lost: {type(error).__name__}: {error}",
+        f"{url}: the connection was lost: {type(error).__name__}: {printable(str(error))}",
         again=True,
     )
 
 
-def json_of(response: httpx.Response) -> Any:
-    """Raises RequestFailed for a status other than 200 and for what is no JSON."""
-    url, status = response.url, response.status_code
-    if status != 200:
-        again = status >= 500 or status == 429
-        raise RequestFailed(
-            f"status_{status}", f"{url}: status {status}: {response.text[:_SHOWN]}", again=again
-        )
+def json_of(body: bytes, url: str) -> Any:
+    """Raises RequestFailed for what is no JSON within the limits of `parse_json`."""
     try:
-        return response.json()
-    except ValueError:
-        raise RequestFailed(
-            "no_json", f"{url}: status 200 and no JSON: {response.text[:_SHOWN]!r}", again=False
-        ) from None
+        return parse_json(body)
+    except BadAnswer as error:
+        raise RequestFailed("no_json", f"{url}: status 200 and {error}", again=False) from None
 
 
 async def with_retries(
@@ -139,34 +213,71 @@ async def with_retries(
 
 
 class ControlClient:
-    """Calls that steer a server, one at a time, from the training thread or the one that watches health."""
+    """Calls that steer a server, from any thread. They run in an event loop of their own thread, so that
+    a deadline ends a call wherever it is: connecting, between two bytes of a header, in the body."""
 
     def __init__(self, connect_s: float) -> None:
-        self._client = httpx.Client(
-            trust_env=False, limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S)
-        )
         self._connect_s = connect_s
+        self._client = async_client(16)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="sglang-control", daemon=True
+        )
+        self._thread.start()
 
-    def call(self, url: str, body: Any = None, *, timeout_s: float, method: str = "POST") -> Any:
-        """JSON of the answer, or its text where it is none. Raises RequestFailed."""
+    def call(
+        self,
+        url: str,
+        body: Any = None,
+        *,
+        timeout_s: float,
+        method: str = "POST",
+        max_bytes: int = ANSWER_BYTES,
+    ) -> dict[str, Any]:
+        """The object that answers, empty where there is no body or null. timeout_s: for all of it.
+        Raises RequestFailed, also for an answer with `"success": false`."""
+        answer = self._bytes(url, body, timeout_s, method, max_bytes)
+        value = json_of(answer, url) if answer.strip() else None
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise RequestFailed("no_object", f"{url}: no object: {shown(value)}", again=False)
+        if value.get("success", True) is not True:
+            words = printable(str(value.get("message", value)))
+            raise RequestFailed("no_success", f"{url}: the call failed: {words}", again=False)
+        return value
+
+    def is_reached(self, url: str, timeout_s: float) -> bool:
+        """Whether a GET is answered with status 200, whatever its body."""
+        try:
+            self._bytes(url, None, timeout_s, "GET", ANSWER_BYTES)
+        except RequestFailed:
+            return False
+        return True
+
+    def _bytes(self, url: str, body: Any, timeout_s: float, method: str, max_bytes: int) -> bytes:
         deadlines = Deadlines(min(self._connect_s, timeout_s), timeout_s, timeout_s)
+        request = _request(self._client, method, url, body, deadlines)  # large bodies: made here
+        exchange = _exchange(self._client, request, deadlines, max_bytes, (200, 202))
+        ended = RequestFailed("closed", f"{url}: the run ends", again=False)
         try:
-            response = self._client.request(
-                method, url, json=body if method == "POST" else None, timeout=deadlines.httpx
-            )
-        except httpx.HTTPError as error:
-            raise failure_of(error, url, deadlines) from None
-        if response.status_code not in (200, 202):
-            text = response.text[:1000]
-            raise RequestFailed(
-                f"status_{response.status_code}",
-                f"{url}: status {response.status_code}: {text}",
-                again=False,
-            )
+            future = asyncio.run_coroutine_threadsafe(exchange, self._loop)
+        except RuntimeError:  # the loop is closed
+            exchange.close()
+            raise ended from None
         try:
-            return response.json()
-        except ValueError:
-            return response.text
+            return future.result(timeout_s + _SLACK_S)
+        except (TimeoutError, CancelledError):  # the loop was closed in the middle
+            future.cancel()
+            raise ended from None
 
     def close(self) -> None:
-        self._client.close()
+        """Calls that are under way fail. Closing twice is fine."""
+        if self._loop.is_closed():
+            return
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(_SLACK_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_SLACK_S)
+        if not self._thread.is_alive():
+            self._loop.close()

@@ -1,6 +1,6 @@
 """Runs a command, and ends it and all that it started as soon as the process that asked for it is gone, however that ended.
 
-    python keeper.py PARENT_PID command word ...
+    python process_supervisor.py PARENT_PID command word ...
 
 The command gets a session of its own. The keeper's exit status is the command's. Plain Python without imports of the project: it starts in
 milliseconds and holds little memory.

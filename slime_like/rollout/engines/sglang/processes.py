@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KEEPER = Path(__file__).with_name("keeper.py")
+KEEPER = Path(__file__).with_name("process_supervisor.py")
 END_S = 6.0  # for a keeper to end its server
 LOWEST_PORT = 10000
 OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")

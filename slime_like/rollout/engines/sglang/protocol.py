@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from slime_like.rollout.engines.base import (
@@ -12,14 +12,29 @@ from slime_like.rollout.engines.base import (
     GenerateRequest,
     SamplingParams,
 )
+from slime_like.rollout.engines.checked_json import (
+    BadAnswer,
+    WrongVersion,
+    is_whole,
+    log_prob,
+    printable,
+    rising_versions,
+    shown,
+    token_ids,
+)
 
-_SHOWN = 200  # characters of a bad answer in an error message
 _NOTHING_NEW = {"temperature": 1.0, "max_new_tokens": 0}
-_ROUNDING = 1e-3  # a log-prob may come out this far above 0
+_NO_LIMIT = 2**31  # of token ids, where the reader has no vocabulary to compare with
+_ANSWER_BYTES = 2**20  # of an answer without its tokens
+_TOKEN_BYTES = 512  # of a token: its id, log-prob, text and weight version
 
 
-class BadAnswer(ValueError):
-    """Status 200, and not what was asked for. The message quotes the request id."""
+@dataclass(frozen=True, slots=True)
+class Legal:
+    """What an answer may hold. versions: of the weights that the server may have had."""
+
+    vocab_size: int
+    versions: Collection[int]
 
 
 class Refused(ValueError):
@@ -80,33 +95,49 @@ def scoring_body_of_text(text: str, rid: str) -> dict[str, Any]:
     }
 
 
+def answer_bytes(request: GenerateRequest, sampling: SamplingParams, token_bytes: int = 0) -> int:
+    """The most bytes that an answer to this request has. token_bytes: of its routed experts."""
+    tokens = len(request.prompt_tokens) + sampling.max_new_tokens
+    return _ANSWER_BYTES + tokens * (_TOKEN_BYTES + token_bytes)
+
+
 def read_generation(
-    answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str
+    answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str, legal: Legal
 ) -> GenerateOutput:
-    """Raises BadAnswer where tokens, log-probs, versions and finish reason do not belong together, Refused where the server gave up."""
+    """The output that an answer holds.
+
+    Raises:
+        BadAnswer: tokens, log-probs, counts and finish reason do not belong together.
+        WrongVersion: the tokens are of weights that are not `legal`.
+        Refused: the server gave up.
+    """
     meta = meta_of(answer, rid)
-    finish, words = _finish_reason(meta, rid)
-    if finish == "abort" and "status_code" in words and words["status_code"] is not None:
-        raise Refused(
-            f"request {rid}: {str(words.get('message'))[:_SHOWN]}", int(words["status_code"])
-        )
-    tokens = _token_ids(answer.get("output_ids"), rid, "output_ids")
+    finish, reason = _finish_reason(meta, rid)
+    status = reason.get("status_code")
+    if finish == "abort" and status is not None:
+        if not is_whole(status, 100, 599):
+            raise BadAnswer(f"request {rid}: status_code {shown(status)} of an abort")
+        raise Refused(f"request {rid}: {printable(str(reason.get('message')))}", status)
+    tokens = token_ids(answer.get("output_ids"), f"request {rid}: output_ids", legal.vocab_size)
     if len(tokens) > sampling.max_new_tokens or (not tokens and finish != "abort"):
         raise BadAnswer(
             f"request {rid}: {len(tokens)} tokens where 1 to {sampling.max_new_tokens} were asked for"
         )
-    if meta.get("completion_tokens", len(tokens)) != len(tokens):
+    counted = meta.get("completion_tokens", len(tokens))
+    if counted != len(tokens):
         raise BadAnswer(
-            f"request {rid}: {len(tokens)} tokens, and the server counted {meta['completion_tokens']}"
+            f"request {rid}: {len(tokens)} tokens, and the server counted {shown(counted)}"
         )
-    if meta.get("prompt_tokens", len(request.prompt_tokens)) != len(request.prompt_tokens):
+    read = meta.get("prompt_tokens", len(request.prompt_tokens))
+    if read != len(request.prompt_tokens):
         raise BadAnswer(
-            f"request {rid}: a prompt of {len(request.prompt_tokens)} tokens, and the server read {meta['prompt_tokens']}"
+            f"request {rid}: a prompt of {len(request.prompt_tokens)} tokens, and the server read "
+            f"{shown(read)}"
         )
     log_probs = _log_probs(meta.get("output_token_logprobs"), tokens, rid)
-    return GenerateOutput(
-        request.sample_id, tokens, log_probs, finish, _weight_versions(meta, len(tokens), rid)
-    )
+    versions = _weight_versions(meta, len(tokens), rid)
+    rising_versions(versions, legal.versions, f"request {rid}")
+    return GenerateOutput(request.sample_id, tokens, log_probs, finish, versions)
 
 
 def vocabulary_body(token: int, rid: str) -> dict[str, Any]:
@@ -138,29 +169,23 @@ def read_input_tokens(answer: Any, rid: str) -> tuple[int, ...]:
     if not isinstance(entries, list) or not all(
         isinstance(entry, list) and len(entry) > 1 for entry in entries
     ):
-        raise BadAnswer(f"request {rid}: no log-probs of input tokens: {str(entries)[:_SHOWN]!r}")
-    return _token_ids([entry[1] for entry in entries], rid, "input tokens")
+        raise BadAnswer(f"request {rid}: no log-probs of input tokens: {shown(entries)}")
+    return token_ids([entry[1] for entry in entries], f"request {rid}: input tokens", _NO_LIMIT)
 
 
 def meta_of(answer: Any, rid: str) -> Mapping[str, Any]:
     """Raises BadAnswer."""
     if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
-        raise BadAnswer(f"request {rid}: no answer of /generate: {str(answer)[:_SHOWN]!r}")
+        raise BadAnswer(f"request {rid}: no answer of /generate: {shown(answer)}")
     return answer["meta_info"]
 
 
 def _finish_reason(meta: Mapping[str, Any], rid: str) -> tuple[FinishReason, Mapping[str, Any]]:
-    words = meta.get("finish_reason")
-    kind = words.get("type") if isinstance(words, dict) else None
-    if not isinstance(words, dict) or kind not in get_args(FinishReason):
-        raise BadAnswer(f"request {rid}: unknown finish_reason {str(words)[:_SHOWN]!r}")
-    return cast(FinishReason, kind), words
-
-
-def _token_ids(values: Any, rid: str, name: str) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
-        raise BadAnswer(f"request {rid}: {name} are no token ids: {str(values)[:_SHOWN]!r}")
-    return tuple(values)
+    reason = meta.get("finish_reason")
+    kind = reason.get("type") if isinstance(reason, dict) else None
+    if not isinstance(reason, dict) or kind not in get_args(FinishReason):
+        raise BadAnswer(f"request {rid}: unknown finish_reason {shown(reason)}")
+    return cast(FinishReason, kind), reason
 
 
 def _log_probs(entries: Any, tokens: tuple[int, ...], rid: str) -> tuple[float, ...]:
@@ -172,37 +197,45 @@ def _log_probs(entries: Any, tokens: tuple[int, ...], rid: str) -> tuple[float, 
     for place, (entry, token) in enumerate(zip(entries, tokens, strict=True)):
         if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
             raise BadAnswer(
-                f"request {rid}: the log-prob at {place} is {str(entry)[:_SHOWN]!r}, and the token there is {token}"
+                f"request {rid}: the log-prob at {place} is {shown(entry)}, and the token there is "
+                f"{token}"
             )
-        value = entry[0]
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value > _ROUNDING
-        ):
-            raise BadAnswer(f"request {rid}: the log-prob of token {place} is {value!r}")
-        values.append(float(value))
+        values.append(log_prob(entry[0], f"request {rid}: the log-prob of token {place}"))
     return tuple(values)
 
 
 def _weight_versions(meta: Mapping[str, Any], length: int, rid: str) -> tuple[int, ...]:
-    """Of every token, from `weight_versions` (spans) or, where the server does not give them, from `weight_version` (one for all)."""
+    """Of every token, from `weight_versions` (spans) or, where the server does not give them, from
+    `weight_version` (one for all)."""
     spans = meta.get("weight_versions")
     if spans is None:
         spans = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
+    if not isinstance(spans, list):
+        raise BadAnswer(f"request {rid}: weight_versions {shown(spans)} is no list")
     versions: list[int] = []
-    try:
-        for span in spans:
-            if span["start"] != len(versions) or span["end"] < span["start"]:
-                raise ValueError
-            versions += [int(span["version"])] * (span["end"] - span["start"])
-    except (KeyError, TypeError, ValueError):
-        raise BadAnswer(
-            f"request {rid}: the weight versions {str(spans)[:_SHOWN]!r} are not ones that were sent"
-        ) from None
+    for span in spans:
+        start, end = (span.get(key) if isinstance(span, dict) else None for key in ("start", "end"))
+        if start != len(versions) or not is_whole(end, len(versions), length):
+            raise BadAnswer(
+                f"request {rid}: the weight versions {shown(spans)} are none of {length} tokens"
+            )
+        if end > len(versions):
+            versions += [_version(span.get("version"), rid)] * (end - len(versions))
     if len(versions) != length:
         raise BadAnswer(
             f"request {rid}: weight versions of {len(versions)} tokens for {length} tokens"
         )
     return tuple(versions)
+
+
+def _version(value: Any, rid: str) -> int:
+    """A version as it was sent: a number, as text or as it is. Raises WrongVersion for other text,
+    as of a server that was never given weights, BadAnswer for what is no version."""
+    if type(value) is int:
+        return value
+    if not isinstance(value, str):
+        raise BadAnswer(f"request {rid}: weight version {shown(value)}")
+    digits = value.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 18):
+        raise WrongVersion(f"request {rid}: the weight version {shown(value)} was never sent")
+    return int(value)

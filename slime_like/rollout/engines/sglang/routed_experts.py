@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest
-from slime_like.rollout.engines.sglang.protocol import BadAnswer
+from slime_like.rollout.engines.checked_json import BadAnswer, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def read_routes(
         numbers = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
     except (binascii.Error, ValueError):
         raise BadAnswer(
-            f"request {rid}: the routed experts are no base64 of whole numbers: {encoded[:40]!r}"
+            f"request {rid}: the routed experts are no base64 of whole numbers: {shown(encoded, 40)!r}"
         ) from None
     shape = (length - 1, len(expected.sparse), expected.topk)
     if numbers.size != shape[0] * shape[1] * shape[2]:

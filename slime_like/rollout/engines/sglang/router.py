@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import quote
 
 from slime_like.errors import RunError
+from slime_like.rollout.engines.checked_json import BadAnswer
+from slime_like.rollout.engines.sglang.control_answers import router_workers
 from slime_like.rollout.engines.sglang.http import ControlClient, RequestFailed
 from slime_like.rollout.engines.sglang.processes import Launch, ServerProcess
 
@@ -50,22 +51,15 @@ class Router:
 
     def workers(self) -> dict[str, str]:
         """Addresses of the servers that it sends requests to -> its ids for them. Raises RequestFailed."""
-        return {
-            worker_url(entry): str(entry["id"])
-            for entry in self._entries()
-            if entry.get("is_healthy", True)
-        }
+        return {url: number for url, number, healthy in self._entries() if healthy}
 
-    def _entries(self) -> list[dict[str, Any]]:
-        answer: Any = self._control.call(f"{self.url}/workers", timeout_s=CALL_S, method="GET")
-        entries = answer.get("workers") if isinstance(answer, dict) else None
-        if not isinstance(entries, list):
-            raise RequestFailed(
-                "no_router",
-                f"{self.url}/workers: no list of workers: {str(answer)[:200]!r}",
-                again=False,
-            )
-        return entries
+    def _entries(self) -> list[tuple[str, str, bool]]:
+        url = f"{self.url}/workers"
+        answer = self._control.call(url, timeout_s=CALL_S, method="GET")
+        try:
+            return router_workers(answer)
+        except BadAnswer as bad:
+            raise RequestFailed("bad_answer", f"{url}: {bad}", again=False) from None
 
     def add(self, worker: str) -> None:
         """Returns once the router has taken the server. Raises RunError."""
@@ -80,14 +74,14 @@ class Router:
     def remove(self, worker: str) -> None:
         """A router that cannot be reached, or does not know it, sends it nothing either."""
         try:
-            numbers = [str(entry["id"]) for entry in self._entries() if worker_url(entry) == worker]
+            numbers = [number for url, number, _ in self._entries() if url == worker]
             for number in numbers:
                 self._control.call(
                     f"{self.url}/workers/{quote(number, safe='')}",
                     timeout_s=CALL_S,
                     method="DELETE",
                 )
-            self._wait(lambda: not any(worker_url(entry) == worker for entry in self._entries()))
+            self._wait(lambda: not any(url == worker for url, _, _ in self._entries()))
         except RequestFailed as failure:
             self._tell(f"warning: the router did not let go of the engine {worker}: {failure}")
 
@@ -104,7 +98,3 @@ class Router:
                     "router", f"{self.url}: no effect within {ADD_S:g} s", again=False
                 )
             time.sleep(0.05)
-
-
-def worker_url(entry: dict[str, Any]) -> str:
-    return str(entry["url"]).rstrip("/")

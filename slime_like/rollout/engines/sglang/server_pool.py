@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from slime_like.errors import RunError
-from slime_like.rollout.engines.sglang.http import ControlClient, RequestFailed
+from slime_like.rollout.engines.checked_json import BadAnswer
+from slime_like.rollout.engines.sglang.http import ANSWER_BYTES, ControlClient, RequestFailed
 from slime_like.rollout.engines.sglang.processes import Launch, ServerProcess
 from slime_like.rollout.engines.sglang.router import Router
 
 Tell = Callable[[str], None]
+T = TypeVar("T")
 MAX_RESTARTS = 3  # of one server in a run
+MAX_WRONG_VERSIONS = 3  # evictions for answers under other weights, after which a server stays out
 PROCESS_LOOK_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
     """One server. version: of the weights that it is known to have; None: unknown, it gets no requests. in_flight: requests sent to it
-    directly, by the tasks that wait for them. strikes: probes without an answer, in a row. evictions: how often it was out."""
+    directly, by the tasks that wait for them. strikes: probes without an answer, in a row. evictions: how often it was out. wrong_versions: how
+    often that was for an answer under weights that it cannot have. returning: it is out for that, and gets the weights at the next probe."""
 
     url: str
     process: ServerProcess | None = None
@@ -30,6 +37,8 @@ class Worker:
     strikes: int = 0
     restarts: int = 0
     evictions: int = 0
+    wrong_versions: int = 0
+    returning: bool = False
     in_flight: set[asyncio.Task[object]] = field(default_factory=set)
 
 
@@ -61,8 +70,9 @@ class Fleet:
         # Gives one server the weights of the latest update and tells their version, or None when it could not; None: only an update of all can
         self.restore: Callable[[Worker], int | None] | None = None
         self._control = ControlClient(connect_s)
-        self._watch_control = ControlClient(connect_s)
         self._stop = threading.Event()
+        self._wake = threading.Event()  # the next look comes at once
+        self._router_trouble = ""
         self._watcher: threading.Thread | None = None
         self.workers = [Worker(url) for url in addresses] + [
             Worker(url, ServerProcess(launch)) for url, launch in launches
@@ -79,7 +89,7 @@ class Fleet:
                     raise RunError(
                         f"the engine {worker.url} ended with status {status} while it started:\n{last_words(worker)}"
                     )
-            waiting = [worker for worker in waiting if not self._answers(worker, self._control)]
+            waiting = [worker for worker in waiting if not self.answers(worker)]
             if waiting and time.monotonic() > deadline:
                 names = ", ".join(worker.url for worker in waiting)
                 raise RunError(
@@ -111,12 +121,19 @@ class Fleet:
 
     def may_recover(self) -> bool:
         """Whether a server without the current weights may get them before the next update."""
-        return self.restore is not None and self.starts_again()
+        with self.lock:
+            returning = any(worker.returning for worker in self.workers)
+        return self.restore is not None and (returning or self.starts_again())
 
     def starts_again(self) -> bool:
         """Whether a server that is out may be started again."""
         with self.lock:
-            return any(w.process is not None and w.restarts <= MAX_RESTARTS for w in self.workers)
+            return any(
+                w.process is not None
+                and w.restarts <= MAX_RESTARTS
+                and w.wrong_versions < MAX_WRONG_VERSIONS
+                for w in self.workers
+            )
 
     def call(
         self,
@@ -126,16 +143,45 @@ class Fleet:
         *,
         timeout_s: float,
         method: str = "POST",
-    ) -> object:
-        """A control call. Raises RequestFailed."""
+        max_bytes: int = ANSWER_BYTES,
+    ) -> dict[str, Any]:
+        """A control call: the object that answers it, empty where nothing does. Raises RequestFailed."""
         return self._control.call(
-            worker.url + path, body if body is not None else {}, timeout_s=timeout_s, method=method
+            worker.url + path,
+            body if body is not None else {},
+            timeout_s=timeout_s,
+            method=method,
+            max_bytes=max_bytes,
+        )
+
+    def ask(
+        self,
+        worker: Worker,
+        path: str,
+        read: Callable[[dict[str, Any]], T],
+        *,
+        timeout_s: float,
+        body: object = None,
+    ) -> T:
+        """What `read` takes from the answer of a GET, or of a POST where there is a body. Raises
+        RequestFailed, also where `read` raises BadAnswer."""
+        method = "GET" if body is None else "POST"
+        answer = self.call(worker, path, body, timeout_s=timeout_s, method=method)
+        try:
+            return read(answer)
+        except BadAnswer as bad:
+            raise RequestFailed("bad_answer", f"{worker.url}{path}: {bad}", again=False) from None
+
+    def answers(self, worker: Worker, timeout_s: float | None = None) -> bool:
+        """Whether the server answers a health probe."""
+        return self._control.is_reached(
+            f"{worker.url}/health", self.health.timeout_s if timeout_s is None else timeout_s
         )
 
     def has_weights(self, worker: Worker, version: int) -> None:
         """Let it answer requests."""
         with self.lock:
-            worker.version = version
+            worker.version, worker.returning = version, False
         if self.router is not None:
             self.router.add(worker.url)
 
@@ -147,13 +193,28 @@ class Fleet:
             worker.alive, worker.version, worker.strikes = False, None, 0
             worker.evictions += 1
             for task in worker.in_flight:
-                task.get_loop().call_soon_threadsafe(task.cancel, "evicted")
+                with contextlib.suppress(RuntimeError):  # its event loop has ended
+                    task.get_loop().call_soon_threadsafe(task.cancel, "evicted")
         self.tell(f"warning: the engine {worker.url} is out: {why}")
         if self.router is not None:
             self.router.remove(worker.url)
 
+    def distrust(self, worker: Worker, evictions: int, why: str) -> None:
+        """Evict a server that answered under weights that it cannot have. It gets the current ones and
+        requests again, the first times. evictions: as they were when it was asked; where there were
+        more since, the answer is of before them."""
+        with self.lock:
+            if worker.evictions != evictions:
+                return
+            worker.wrong_versions += 1
+            worker.returning = worker.wrong_versions < MAX_WRONG_VERSIONS
+            ends = "" if worker.returning else f"; after {worker.wrong_versions} times it stays out"
+            self.evict(worker, why + ends)
+        self._wake.set()
+
     def close(self) -> None:
         self._stop.set()
+        self._wake.set()
         if self._watcher is not None:
             self._watcher.join(self.health.timeout_s + 5)
         if self.router is not None:
@@ -162,32 +223,29 @@ class Fleet:
             if worker.process is not None:
                 worker.process.end()
         self._control.close()
-        self._watch_control.close()
-
-    def _answers(self, worker: Worker, control: ControlClient) -> bool:
-        try:
-            control.call(worker.url + "/health", timeout_s=self.health.timeout_s, method="GET")
-        except RequestFailed:
-            return False
-        return True
 
     def _watch(self) -> None:
         """In a thread of its own: probe every server, again and again, and between the probes see whether those started here still run."""
         next_probe = 0.0
-        while not self._stop.wait(min(PROCESS_LOOK_S, self.health.interval_s)):
-            probes = time.monotonic() >= next_probe
+        while not self._stop.is_set():
+            woken = self._wake.wait(min(PROCESS_LOOK_S, self.health.interval_s))
+            self._wake.clear()
+            probes = woken or time.monotonic() >= next_probe
             if probes:
                 next_probe = time.monotonic() + self.health.interval_s
-                self.take_added()
-            for worker in self.workers:
+                self._guarded("the servers of the router", self.take_added)
+            for worker in list(self.workers):
                 if self._stop.is_set():
                     return
-                try:
-                    self._look_after(worker, probe=probes)
-                except Exception as error:  # the watch goes on whatever one server does
-                    self.tell(
-                        f"warning: watching the engine {worker.url}: {type(error).__name__}: {error}"
-                    )
+                look = functools.partial(self._look_after, worker, probe=probes)
+                self._guarded(f"the engine {worker.url}", look)
+
+    def _guarded(self, what: str, action: Callable[[], None]) -> None:
+        """The watch goes on whatever one server does."""
+        try:
+            action()
+        except Exception as error:
+            self.tell(f"warning: watching {what}: {type(error).__name__}: {error}")
 
     def take_added(self) -> None:
         """A server that somebody added to their router gets no requests through it until it has the current weights, or where it is none of this
@@ -200,7 +258,10 @@ class Fleet:
                 for url in self.router.workers()
                 if url not in {worker.url for worker in self.workers}
             ]
-        except RequestFailed:  # a router that is gone adds none
+        except RequestFailed as failure:  # a router that is gone adds none
+            if failure.kind == "bad_answer" and self._router_trouble != str(failure):
+                self._router_trouble = str(failure)
+                self.tell(f"warning: the router does not tell its engines: {failure}")
             return
         for url in added:
             self.router.remove(url)
@@ -223,9 +284,9 @@ class Fleet:
             return
         if not probe:
             return
-        if self._answers(worker, self._watch_control):
+        if self.answers(worker):
             worker.strikes = 0
-            if not worker.alive:
+            if not worker.alive and worker.wrong_versions < MAX_WRONG_VERSIONS:
                 self._welcome(worker)
             return
         worker.strikes += 1

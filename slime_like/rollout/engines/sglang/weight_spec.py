@@ -28,6 +28,17 @@ def checkpoint_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def vocabulary_size(folder: str) -> int:
+    """Rows of the embedding, by the folder's config.json: every token that its model can sample is
+    below. The largest int32 where the file does not tell."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_bytes())
+        sizes = [config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size")]
+    except (OSError, ValueError, AttributeError):
+        sizes = []
+    return next((size for size in sizes if isinstance(size, int) and size > 0), 2**31)
+
+
 def compare_with_checkpoint(sent: Mapping[str, tuple[int, ...]], folder: str) -> None:
     """Raises RunError naming what is missing, unknown or of another shape. A tied output layer may be in either or in none."""
     there = checkpoint_shapes(folder)

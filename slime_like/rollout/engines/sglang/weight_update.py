@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 import threading
@@ -17,8 +16,10 @@ import torch
 from torch import Tensor
 
 from slime_like.errors import RunError
+from slime_like.rollout.engines.checked_json import shown
 from slime_like.rollout.engines.sglang.broadcast import BroadcastFailed, BroadcastGroup
 from slime_like.rollout.engines.sglang.buckets import Bucket, in_buckets
+from slime_like.rollout.engines.sglang.control_answers import tensor_parallel_size, weight_version
 from slime_like.rollout.engines.sglang.http import RequestFailed
 from slime_like.rollout.engines.sglang.processes import ServerProcess
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
@@ -139,9 +140,7 @@ class WeightUpdater:
                 else:
                     assert self._copy is not None
                     self._broadcast_to(worker, version, self._copy[1])
-                info: Any = self._fleet.call(
-                    worker, "/model_info", timeout_s=CONTROL_S, method="GET"
-                )
+                has = self._fleet.ask(worker, "/model_info", weight_version, timeout_s=CONTROL_S)
                 self._fleet.call(
                     worker, "/continue_generation", {}, timeout_s=CONTROL_S
                 )  # it may have been lost while it was paused
@@ -150,7 +149,10 @@ class WeightUpdater:
                     f"warning: the engine {worker.url} did not get the current weights: {failure}"
                 )
                 return None
-            if info.get("weight_version") != str(version):
+            if has != str(version):
+                self._fleet.tell(
+                    f"warning: the engine {worker.url} has weights of version {shown(has)} after it got {version}"
+                )
                 return None
             self._holders.append((worker, evictions))
             return version
@@ -310,12 +312,12 @@ class WeightUpdater:
 
     def _size(self, worker: Worker) -> int:
         """Raises RequestFailed."""
-        info = self._fleet.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
-        if not isinstance(info, dict) or info.get("pp_size", 1) != 1 or info.get("dp_size", 1) != 1:
+        size = self._fleet.ask(worker, "/server_info", tensor_parallel_size, timeout_s=CONTROL_S)
+        if size is None:
             raise RunError(
                 f"the engine {worker.url} is pipeline- or data-parallel: weights can only reach it with --update-weight-transport disk"
             )
-        return int(info.get("tp_size", 1))
+        return size
 
     # --- failures
 
@@ -329,15 +331,7 @@ class WeightUpdater:
         raise UpdateIncomplete(str(failure)) from None
 
     def _reachable(self, worker: Worker) -> bool:
-        with contextlib.suppress(RequestFailed):
-            self._fleet.call(
-                worker,
-                "/health",
-                timeout_s=min(CONTROL_S, self._fleet.health.timeout_s),
-                method="GET",
-            )
-            return True
-        return False
+        return self._fleet.answers(worker, min(CONTROL_S, self._fleet.health.timeout_s))
 
     def _evict_failures(
         self, workers: Sequence[Worker], call: Callable[[Worker], object], what: str

@@ -1,0 +1,74 @@
+"""What control calls of servers and routers answer, read with the checks of `checked_json`.
+
+Each function takes the object that came and raises BadAnswer, in one line, for one that is not
+what the endpoint answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime_like.rollout.engines.checked_json import (
+    BadAnswer,
+    list_of,
+    object_of,
+    shown,
+    text_of,
+    whole_of,
+)
+
+_MAX_RANKS = 4096
+_MAX_WORKERS = 10_000
+
+
+def weight_version(answer: Mapping[str, Any]) -> str:
+    """Of /model_info: the version of the server's weights, as it was sent."""
+    return text_of(answer.get("weight_version"), "weight_version")
+
+
+def tensor_parallel_size(answer: Mapping[str, Any]) -> int | None:
+    """Of /server_info: ranks that share each weight; None where the server splits otherwise too."""
+    others = [whole_of(answer.get(n, 1), n, 1, _MAX_RANKS) for n in ("pp_size", "dp_size")]
+    size = whole_of(answer.get("tp_size", 1), "tp_size", 1, _MAX_RANKS)
+    return size if others == [1, 1] else None
+
+
+def checksums(answer: Mapping[str, Any]) -> dict[str, str]:
+    """Of /weights_checker: a checksum of every weight, by rank and name."""
+    found: dict[str, str] = {}
+    for i, rank in enumerate(list_of(answer.get("ranks"), "ranks")):
+        sums = object_of(object_of(rank, f"rank {i}").get("checksums"), f"checksums of rank {i}")
+        found |= {f"{i}/{name}": str(value) for name, value in sums.items()}
+    return found
+
+
+def router_workers(answer: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
+    """Of a router's /workers: address, id, and whether it sends requests there."""
+    entries = list_of(answer.get("workers"), "the list of workers")
+    if len(entries) > _MAX_WORKERS:
+        raise BadAnswer(f"{len(entries)} workers, more than {_MAX_WORKERS}")
+    workers = []
+    for i, entry in enumerate(entries):
+        worker = object_of(entry, f"worker {i}")
+        number = worker.get("id")
+        if type(number) not in (int, str):
+            raise BadAnswer(f"the id of worker {i} is {shown(number)}")
+        url = server_address(worker.get("url"), f"the url of worker {i}")
+        workers.append((url, text_of(str(number), "id"), worker.get("is_healthy", True) is True))
+    return workers
+
+
+def server_address(value: Any, what: str) -> str:
+    """http://host:port, without a slash at its end."""
+    text = text_of(value, what)
+    try:
+        parts = urlsplit(text)
+        legal = parts.scheme in ("http", "https") and bool(parts.hostname) and text.isprintable()
+        _ = parts.port  # raises for one that is no port
+    except ValueError:
+        legal = False
+    if not legal:
+        raise BadAnswer(f"{what} is no address of a server: {shown(value)}")
+    return text.rstrip("/")
