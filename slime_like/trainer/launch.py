@@ -181,10 +181,14 @@ def shared_output_dir(config: RunConfig) -> Path:
 
 
 def write_report(output_dir: Path) -> None:
-    """The plot and the table of the run."""
+    """The plot and the table of the run, which has ended well, whatever becomes of them."""
     from slime_like.metrics import report
 
-    report.write_report(output_dir / "metrics.jsonl")
+    try:
+        report.write_report(output_dir / "metrics.jsonl")
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        print(f"warning: no report of {output_dir} could be written: {reason}", flush=True)
 
 
 def quiet_dependencies() -> None:
