@@ -15,17 +15,19 @@ Versions  megatron-core 0.16.1; torch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import collections
 import enum
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 
 from megatron_patches.patch import ALWAYS, Patch, find
+from slime_like.checkpoints.files import open_regular, size_inside
 
 NAME = "safe_checkpoints"
 STRATEGY = "dist_checkpointing.strategies.torch"
@@ -55,34 +57,162 @@ def _member(cls: Any, name: Any) -> Any:
     return cls[name]
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """Loads the metadata of a distributed checkpoint; anything else in the file raises pickle.UnpicklingError before it is called."""
+_PythonUnpickler: Any = pickle._Unpickler  # whose steps can be looked at
+
+
+class MetadataUnpickler(_PythonUnpickler):
+    """Loads the metadata of a distributed checkpoint; anything else in the file raises pickle.UnpicklingError before it is called.
+
+    Keys of dictionaries are plain: that of a tuple which holds itself twice, sixty times over, takes for ever to hash."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_PythonUnpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local") and name in ALLOWED["pathlib"]:
             return PurePath  # a name is enough
         if name in ALLOWED.get(module, ()):
-            return super().find_class(module, name)
+            found = super().find_class(module, name)
+            return _of_plain_keys(found) if found in _HASHING else found
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
         raise pickle.UnpicklingError(f"names {module}.{name}, which such a file has no use for")
 
+    def load_setitem(self) -> None:
+        _check_key(self.stack[-2])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        for key in self.stack[::2]:
+            _check_key(key)
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        for key in self.stack[::2]:
+            _check_key(key)
+        super().load_dict()
+
+    def load_additems(self) -> None:
+        for key in self.stack:
+            _check_key(key)
+        super().load_additems()
+
+    def load_frozenset(self) -> None:
+        for key in self.stack:
+            _check_key(key)
+        super().load_frozenset()
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.DICT[0]] = load_dict
+    dispatch[pickle.ADDITEMS[0]] = load_additems
+    dispatch[pickle.FROZENSET[0]] = load_frozenset
+
+
+_HASHING = (set, frozenset, dict, collections.OrderedDict)
+
+
+def _of_plain_keys(kind: Any) -> Callable[..., Any]:
+    def make(items: Iterable[Any] = ()) -> Any:
+        items = list(items)
+        for item in items:
+            _check_key(item[0] if isinstance(item, tuple | list) and item else item)
+        return kind(items)
+
+    return make
+
+
+def _check_key(key: Any) -> None:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    plain = (str, int, float, bytes, type(None), enum.Enum)
+    if isinstance(key, MetadataIndex):
+        parts = (key.fqn, key.index, *(key.offset or ()))
+    else:
+        parts = key if type(key) is tuple else (key,)
+    if not all(isinstance(part, plain) for part in parts):
+        raise pickle.UnpicklingError(f"has a {type(key).__name__} for a key that is nested")
+
 
 def read_metadata(path: str | Path) -> Any:
-    """The `.metadata` of a distributed checkpoint. Raises ValueError naming the file."""
-    from torch.distributed.checkpoint.metadata import Metadata
+    """The `.metadata` of a distributed checkpoint, whose files are there and as large as it says.
 
-    with open(path, "rb") as file:
-        metadata = load_metadata(file, str(path))
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise ValueError(f"{path} does not hold the metadata of a distributed checkpoint")
-    for info in (metadata.storage_data or {}).values():
-        name = getattr(info, "relative_path", None)
-        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
-            raise ValueError(f"{path} points to {name!r}, which is not a file beside it")
+    Raises:
+        ValueError: naming the file and what is wrong.
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    try:
+        with open_regular(path, path.parent.parent) as file:
+            metadata = load_metadata(io.BytesIO(file.read()), str(path))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error})") from error
+    try:
+        _check_metadata(metadata, path.parent)
+    except (ValueError, OSError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{path} does not hold the metadata of a distributed checkpoint: {error}"
+        ) from error
     return metadata
+
+
+def _check_metadata(metadata: Any, folder: Path) -> None:
+    """Raises whatever: types, numbers and files of all entries, before anything believes them."""
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        Metadata,
+        TensorStorageMetadata,
+    )
+
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise ValueError("it is of another kind")
+    places = metadata.storage_data or {}
+    if not isinstance(places, dict):
+        raise ValueError("it does not say where its tensors lie")
+    sizes: dict[str, int] = {}
+    for info in places.values():
+        name = info.relative_path
+        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+            raise ValueError(f"it points to {name!r}, which is not a file beside it")
+        if name not in sizes:
+            sizes[name] = size_inside(folder / name, folder.parent)
+        _check_counts(name, info.offset, info.length)
+        if info.offset + info.length > sizes[name]:
+            end = info.offset + info.length
+            raise ValueError(f"it points to byte {end} of {name}, which has {sizes[name]}")
+    known = {(index.fqn, tuple(index.offset or ())) for index in places}
+    chunks = 0
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(key, str):
+            raise ValueError("the name of an entry is no text")
+        if isinstance(entry, BytesStorageMetadata):
+            continue
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{key!r:.200} is neither a tensor nor an object")
+        if not isinstance(entry.properties.dtype, torch.dtype):
+            raise ValueError(f"{key!r:.200} has no dtype")
+        _check_counts(key, *entry.size)
+        chunks += len(entry.chunks)
+        if chunks > len(places):
+            raise ValueError("it has more parts of tensors than places for them")
+        for chunk in entry.chunks:
+            _check_counts(key, *chunk.offsets, *chunk.sizes)
+            ends = [a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)]
+            if len(ends) != len(entry.size) or any(
+                end > size for end, size in zip(ends, entry.size, strict=True)
+            ):
+                raise ValueError(f"a part of {key!r:.200} lies outside of it")
+            if (key, tuple(chunk.offsets)) not in known:
+                raise ValueError(f"it does not say where a part of {key!r:.200} lies")
+
+
+def _check_counts(name: str, *numbers: Any) -> None:
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < 2**63:
+            raise ValueError(f"{name!r:.200} has {number!r:.40} for an offset or a size")
 
 
 def load_metadata(file: BinaryIO, name: str) -> Any:

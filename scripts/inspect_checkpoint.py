@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.convert_common import DAMAGE, UsageError, exit_status, on_the_cpu
+from slime_like.checkpoints.files import open_regular
 from slime_like.checkpoints.folders import (
     REMOVED,
     REPLACED,
@@ -30,6 +31,7 @@ from slime_like.checkpoints.folders import (
     newest_step,
 )
 from slime_like.checkpoints.manifest import damaged_files, read_manifest, total_bytes
+from slime_like.checkpoints.state import read_trainer_state
 
 FROM_STATE = (
     "layout",
@@ -96,7 +98,7 @@ def look_at(root: Path, step: int, *, verify: bool) -> dict[str, Any]:
                 folder, records, records, threads=min(8, os.cpu_count() or 1)
             )
             found["health"] = "damaged" if found["problems"] else "verified"
-        state = json.loads((folder / "trainer.json").read_text())
+        state = read_trainer_state(folder)
         found |= {name: state[name] for name in FROM_STATE if name in state}
         for name, saved in state["networks"].items():
             found["networks"][name] = {
@@ -105,7 +107,7 @@ def look_at(root: Path, step: int, *, verify: bool) -> dict[str, Any]:
                 "optimizer_step": saved["optimizer_step"],
                 **tensors_of(folder / name),
             }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         found["problems"].append(str(error) or repr(error))
         found["health"] = "damaged"
     return found
@@ -142,7 +144,8 @@ def tensors_of(folder: Path) -> dict[str, Any]:
 
 def _tracker(root: Path) -> str | None:
     try:
-        return (root / TRACKER).read_text(errors="replace").strip()
+        with open_regular(root / TRACKER) as file:
+            return file.read(64).decode(errors="replace").strip()
     except OSError:
         return None
 

@@ -10,15 +10,15 @@ weights, and the rotary types dynamic, yarn and longrope.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from arguments.hf import deepseek
 from arguments.hf.moe import MIXTRAL, QWEN2_MOE, QWEN_MOE, MoeFamily, moe_settings
+from slime_like.checkpoints.files import read_json
 from slime_like.config import ConfigError, Problem
 
 
@@ -140,7 +140,59 @@ ROPE_KEYS = {
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", *LLAMA3_FIXED}),
 }
+LARGEST = 2**31  # of any number in such a file
+MOST_LAYERS = 10_000
 DEFAULT_ROPE_THETA = 10000.0  # transformers' default_theta
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and -LARGEST < value < LARGEST  # false for NaN
+    )
+
+
+def _is_rope(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_number(v) if key in ROPE_NUMBERS else isinstance(v, str)
+        for key, v in value.items()
+        if v is not None and key in (*ROPE_NUMBERS, "type", "rope_type")
+    )
+
+
+def _list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, list)
+        and len(value) <= MOST_LAYERS
+        and all(type(each) is kind for each in value)
+    )
+
+
+ROPE_NUMBERS = frozenset(
+    """factor rope_theta partial_rotary_factor low_freq_factor high_freq_factor original_max_position_embeddings
+    beta_fast beta_slow mscale mscale_all_dim attention_factor""".split()  # noqa: SIM905
+)
+TEXT = ("a text", lambda value: isinstance(value, str))
+NUMBER = ("a finite number", _is_number)
+COUNT = (
+    f"an integer from 0 to {MOST_LAYERS}",
+    lambda value: type(value) is int and 0 <= value <= MOST_LAYERS,
+)
+ROPE = ("an object with numbers and a rope_type", _is_rope)
+# What keys of the file must be where they are looked at other than as a positive number: (legal values, test)
+KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "architectures": ("a list of names", _list_of(str)),
+    "layer_types": ("a list of names", _list_of(str)),
+    "mlp_only_layers": ("a list of layers", _list_of(int)),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE),
+    **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), TEXT),
+    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "attention_dropout"), NUMBER),
+    **dict.fromkeys(
+        ("num_hidden_layers", "max_window_layers", "first_k_dense_replace", "n_shared_experts"),
+        COUNT,
+    ),
+}
 
 
 @dataclass(slots=True)
@@ -159,7 +211,7 @@ class _Reader:
         value = self.config.get(key)
         value = default if value is None else value
         kind = int if whole else (int, float)
-        if isinstance(value, kind) and not isinstance(value, bool) and value > 0:
+        if isinstance(value, kind) and not isinstance(value, bool) and 0 < value < LARGEST:
             return value
         self.refuse(f"{key} must be a positive {'integer' if whole else 'number'}, not {value!r}")
         return 1
@@ -203,8 +255,9 @@ def _read_config(folder: str) -> dict[str, Any]:
             ]
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+        config = read_json(path)
+        repr(config)  # as messages have it
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(
             [Problem("--hf-checkpoint", folder, f"config.json cannot be read: {error}")]
         ) from error
@@ -212,7 +265,18 @@ def _read_config(folder: str) -> dict[str, Any]:
         raise ConfigError(
             [Problem("--hf-checkpoint", folder, "config.json does not hold an object")]
         )
+    if problems := [p for key, value in config.items() for p in _type_problem(folder, key, value)]:
+        raise ConfigError(problems)
     return config
+
+
+def _type_problem(folder: str, key: str, value: Any) -> list[Problem]:
+    """Whether a value is of a kind that the rest of this module can look at."""
+    legal, holds = KINDS.get(key, ("", None))
+    if value is None or holds is None or holds(value):
+        return []
+    words = f"config.json: {key} must be {legal}, not {value!r:.200}"
+    return [Problem("--hf-checkpoint", folder, words)]
 
 
 def _family(reader: _Reader, value_head: bool) -> tuple[str, Family]:

@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from slime_like.checkpoints.files import remove_folder, sync_path, write_file
+from slime_like.checkpoints.files import open_regular, remove_folder, sync_path, write_file
 from slime_like.checkpoints.manifest import MANIFEST
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -50,7 +50,7 @@ def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None
     if (published := _half_published(root)) is not None:
         return published, None
     try:
-        named = int(path.read_text().strip())
+        named = _step_in(path)
         problem = None if named in steps else f"names step {named}, which is not complete"
     except OSError:
         named, problem = None, "is missing"
@@ -97,10 +97,16 @@ def clean_up(root: str | Path) -> list[str]:
 def _half_published(root: str | Path) -> int | None:
     """The step of a checkpoint that got its name, and not yet the tracker. See `publish`."""
     try:
-        step = int((Path(root) / NEXT_TRACKER).read_text())
+        step = _step_in(Path(root) / NEXT_TRACKER)
     except (OSError, ValueError):
         return None
     return step if step in complete_steps(root) else None
+
+
+def _step_in(tracker: Path) -> int:
+    """Raises OSError or ValueError."""
+    with open_regular(tracker) as file:
+        return int(file.read(64))
 
 
 def publish(root: str | Path, step: int) -> Path:

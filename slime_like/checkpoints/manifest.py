@@ -4,73 +4,143 @@ checked before anything else of the checkpoint is read. It tells damage, not mal
 from __future__ import annotations
 
 import json
-import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from slime_like import __version__
-from slime_like.checkpoints.files import FileRecord, hash_file, write_file
+from slime_like.checkpoints.files import (
+    FileRecord,
+    hash_file,
+    read_json,
+    size_inside,
+    write_file,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 Records = Mapping[str, FileRecord]  # by path inside the checkpoint, with forward slashes
 
 
-def write_manifest(folder: Path, records: Records) -> None:
+def write_manifest(
+    folder: Path, records: Records, identity: Mapping[str, Any] | None = None
+) -> None:
+    """Make the folder a checkpoint.
+
+    Args:
+        folder: with all its files on the disk.
+        records: of every file.
+        identity: "model" and "tokenizer", each plain JSON by setting: what a run must share that resumes.
+    """
     files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(records.items())}
-    write_file(
-        folder / MANIFEST,
-        json.dumps({"format": FORMAT, "slime_like": __version__, "files": files}, indent=1),
-    )
+    content = {
+        "format": FORMAT,
+        "slime_like": __version__,
+        "identity": dict(identity or {}),
+        "files": files,
+    }
+    write_file(folder / MANIFEST, json.dumps(content, indent=1, allow_nan=False))
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Raises ValueError naming the file."""
+    """The records of a checkpoint's files.
+
+    Raises:
+        ValueError: naming the file, where it is missing, damaged, or names what cannot be a file of the checkpoint.
+    """
+    content = _read(folder)
+    records = {}
+    for name, record in content["files"].items():
+        if problem := _record_problem(name, record):
+            raise ValueError(f"checkpoint {folder}: {MANIFEST} names {name[:200]!r}, {problem}")
+        records[name] = FileRecord(record["size"], record["sha256"])
+    return records
+
+
+def read_identity(folder: Path) -> dict[str, dict[str, Any]]:
+    """ "model" and "tokenizer" of the run that saved, each by setting; an older checkpoint has neither.
+
+    Raises:
+        ValueError: as `read_manifest`.
+    """
+    identity = _read(folder).get("identity", {})
+    if not isinstance(identity, dict) or not all(isinstance(v, dict) for v in identity.values()):
+        raise ValueError(f"checkpoint {folder}: {MANIFEST} is damaged (its identity is no object)")
+    return identity
+
+
+def identity_differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Settings that both have and that differ, each with both values, as words."""
+    return [
+        f"{name} {saved[name]} (here: {ours[name]})"
+        for name in ours
+        if name in saved and saved[name] != ours[name]
+    ]
+
+
+def _read(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text())
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']}, this version reads {FORMAT}")
-        records = {
-            str(name): FileRecord(int(r["size"]), str(r["sha256"]))
-            for name, r in content["files"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        content = read_json(path, folder)
+        if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
+            raise ValueError("it is no manifest")
+        if content.get("format") != FORMAT:
+            raise ValueError(f"format {content.get('format')!r:.80}, this version reads {FORMAT}")
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"checkpoint {folder}: {path.name} is missing or damaged ({error!r})"
+            f"checkpoint {folder}: {path.name} is missing or damaged ({error})"
         ) from error
-    if outside := [name for name in records if os.path.isabs(name) or ".." in Path(name).parts]:
-        raise ValueError(
-            f"checkpoint {folder}: {path.name} names {outside[0]}, outside the checkpoint"
-        )
-    return records
+    return content
+
+
+def _record_problem(name: str, record: Any) -> str | None:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        return "outside the checkpoint"
+    if str(path) != name or name == "." or not name.isprintable():
+        return "which is not how a file of a checkpoint is called"
+    size, digest = (
+        (record.get("size"), record.get("sha256")) if isinstance(record, dict) else (None, None)
+    )
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 2**63:
+        return "whose size is no number of bytes"
+    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        return "whose SHA-256 is none"
+    return None
 
 
 def damaged_files(
     folder: Path, records: Records, names: Iterable[str], *, threads: int
 ) -> list[str]:
-    """Those of `names` that are not what the manifest says, each with what is wrong. Sizes are looked at before anything is hashed."""
+    """Those of `names` that are not what the manifest says, each with what is wrong. Only regular files inside the folder are read, and only
+    those of the right size."""
 
     def fault(name: str) -> str | None:
-        path, wanted = folder / name, records[name]
+        if problem := size_problem(folder, name, records[name].size):
+            return problem
         try:
-            size = path.stat().st_size
-            if size != wanted.size:
-                return f"{name}: {size} bytes, not {wanted.size}"
-            return (
-                None
-                if hash_file(path) == wanted
-                else f"{name}: its SHA-256 is not the one it was written with"
-            )
-        except FileNotFoundError:
-            return f"{name}: missing"
+            same = hash_file(folder / name, folder) == records[name]
         except OSError as error:
-            return f"{name}: {error.strerror}"
+            return f"{name}: {error.strerror or error}"
+        return None if same else f"{name}: its SHA-256 is not the one it was written with"
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         return [text for text in pool.map(fault, names) if text is not None]
+
+
+def size_problem(folder: Path, name: str, size: int) -> str | None:
+    """What is wrong with a file of a checkpoint that should be a regular one of `size` bytes, as far as that is seen without reading it."""
+    try:
+        found = size_inside(folder / name, folder)
+    except FileNotFoundError:
+        return f"{name}: missing"
+    except OSError as error:
+        return f"{name}: {error.strerror or error}"
+    return None if found == size else f"{name}: {found} bytes, not {size}"
 
 
 def split_by_size(records: Records, parts: int) -> list[list[str]]:

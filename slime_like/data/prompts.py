@@ -7,7 +7,7 @@ prompts as an uninterrupted one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,14 @@ import numpy as np
 from arguments.eval_sets import EvalSet
 from arguments.schema.data import DataConfig
 from slime_like.data.source import TASK_PREFIX, Row, RowSource, batches, open_source
+from slime_like.data.template import render_rows
 from slime_like.rewards.registry import AnswerCheck
 from slime_like.types import Prompt
 
 _TOKENISE_AT_ONCE = 1000
+_CHECKED = (
+    5000  # rows, before the model is built; one that was not looked at is named when its turn comes
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,32 @@ class RowKeys:
             label_key or config.label_key,
             metadata_key or config.metadata_key,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How long a prompt may be. positions: of the model, None where they do not matter. response: --rollout-max-response-len, or a set's own."""
+
+    positions: int | None = None
+    response: int = 0
+
+    def problem(self, tokens: int) -> str | None:
+        """Why a prompt of so many tokens does not fit, or None."""
+        if self.positions is None or tokens + self.response <= self.positions:
+            return None
+        longest = self.positions - self.response
+        remedy = (
+            f"--rollout-max-prompt-len {longest} leaves such prompts out"
+            if longest > 0
+            else "lower --rollout-max-response-len"
+        )
+        return (
+            f"the prompt has {tokens} tokens, which with a response of {self.response} exceed the "
+            f"model's {self.positions} positions; {remedy}"
+        )
+
+
+_ANY = Room()
 
 
 class PromptFormat:
@@ -118,16 +148,17 @@ class PromptFormat:
     def _label(self, row: Row) -> Any:
         return row[self.keys.label] if self.keys.label is not None else None
 
-    def texts(self, rows: Sequence[Row]) -> list[str]:
-        """What the model sees of each row."""
-        return [self._text(row[self.keys.input]) for row in rows]
+    def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[str]:
+        """What the model sees of each row. where: a row's place in words, by its index in `rows`. Raises ValueError as `render_rows`."""
+        prompts = [row[self.keys.input] for row in rows]
+        if self._chat:
+            return render_rows(self._render, prompts, where)
+        assert all(isinstance(prompt, str) for prompt in prompts), (
+            "check() lets messages through only with a chat template"
+        )
+        return prompts
 
-    def _text(self, prompt: str | list[dict[str, Any]]) -> str:
-        if not self._chat:
-            assert isinstance(prompt, str), (
-                "check() lets messages through only with a chat template"
-            )
-            return prompt
+    def _render(self, prompt: str | list[dict[str, Any]]) -> str:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._chat_arguments)
 
@@ -161,19 +192,43 @@ def _content_problem(message: Mapping[str, Any]) -> str | None:
     return None
 
 
-def short_enough(
-    source: RowSource, form: PromptFormat, max_prompt_len: int | None, flag: str
-) -> range | np.ndarray:
-    """Indices of the rows whose prompt has at most `max_prompt_len` tokens, all of them where no limit is set.
+def tokens_of(
+    source: RowSource, form: PromptFormat, indices: Sequence[int], room: Room = _ANY
+) -> tuple[list[Row], list[str], list[tuple[int, ...]]]:
+    """Rows, texts and tokens of some prompts. Raises ValueError naming the row that has none, or too many."""
+    rows = source.rows(indices)
+    texts = form.texts(rows, lambda place: source.where(indices[place]))
+    tokens = form.tokenise(texts)
+    for index, ids in zip(indices, tokens):
+        if not ids:
+            raise ValueError(f"{source.where(index)}: the prompt has no tokens")
+        if problem := room.problem(len(ids)):
+            raise ValueError(f"{source.where(index)}: {problem}")
+    return rows, texts, tokens
 
-    Raises ValueError when none is left. The number left out becomes a note of the source.
+
+def short_enough(
+    source: RowSource,
+    form: PromptFormat,
+    max_prompt_len: int | None,
+    flag: str,
+    room: Room = _ANY,
+) -> range | np.ndarray:
+    """Indices of the rows whose prompt has at most `max_prompt_len` tokens. Where no limit is set, all of them, of which up to
+    `_CHECKED`, evenly spread, are rendered, tokenised and measured.
+
+    Raises ValueError when none is left, and naming the row whose prompt cannot be made or does not fit. The number left out becomes a note of
+    the source.
     """
     if max_prompt_len is None:
+        step = -(-len(source) // _CHECKED)
+        for some in batches(len(range(0, len(source), step)), _TOKENISE_AT_ONCE):
+            tokens_of(source, form, [step * index for index in some], room)
         return range(len(source))
     kept: list[int] = []
     shortest: int | None = None
     for indices in batches(len(source), _TOKENISE_AT_ONCE):
-        lengths = [len(tokens) for tokens in form.tokenise(form.texts(source.rows(indices)))]
+        lengths = [len(tokens) for tokens in tokens_of(source, form, indices)[2]]
         shortest = min(lengths) if shortest is None else min(shortest, *lengths)
         kept += [index for index, length in zip(indices, lengths) if length <= max_prompt_len]
     if not kept:
@@ -198,7 +253,12 @@ class PromptSource:
     """
 
     def __init__(
-        self, config: DataConfig, tokenizer: Any, *, answer_check: AnswerCheck | None = None
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        answer_check: AnswerCheck | None = None,
+        room: Room = _ANY,
     ) -> None:
         if config.prompt_data is None:
             raise ValueError(
@@ -217,7 +277,7 @@ class PromptSource:
             skip_bad_rows=config.skip_bad_rows,
         )
         self._kept = short_enough(
-            self._source, self._form, config.rollout_max_prompt_len, "--prompt-data"
+            self._source, self._form, config.rollout_max_prompt_len, "--prompt-data", room
         )
         self.num_left_out = len(self._source) - len(self._kept)
         self.notes = self._source.notes
@@ -293,15 +353,10 @@ class PromptSource:
 def _make_prompts(
     source: RowSource, form: PromptFormat, indices: Sequence[int], first_group_id: int
 ) -> list[Prompt]:
-    rows = source.rows(indices)
-    texts = form.texts(rows)
-    tokens = form.tokenise(texts)
-    for index, ids in zip(indices, tokens):
-        if not ids:
-            raise ValueError(f"{source.where(index)}: the prompt has no tokens")
+    made = tokens_of(source, form, indices)
     return [
         form.prompt(group_id, *parts)
-        for group_id, parts in zip(itertools.count(first_group_id), zip(rows, texts, tokens))
+        for group_id, parts in zip(itertools.count(first_group_id), zip(*made))
     ]
 
 
@@ -312,11 +367,12 @@ def load_eval_sets(
     *,
     flag: str = "--eval-prompt-data",
     answer_check: AnswerCheck | None = None,
+    room_of: Callable[[EvalSet], Room] = lambda each: _ANY,
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
     """Evaluation prompts by the name of their set, whole and in the order of the file; and notes for the user, as of `PromptSource`.
 
     Group ids are unique over all sets. Prompts over --rollout-max-prompt-len are left out. answer_check: of the run's reward; a set with a
-    function of its own takes any row. Raises ValueError as `PromptSource` does.
+    function of its own takes any row. room_of: how long its prompts may be. Raises ValueError as `PromptSource` does.
     """
     sets: dict[str, list[Prompt]] = {}
     notes: list[str] = []
@@ -338,7 +394,7 @@ def load_eval_sets(
             skip_bad_rows=data.skip_bad_rows,
             flag=flag,
         )
-        kept = short_enough(source, form, data.rollout_max_prompt_len, flag)
+        kept = short_enough(source, form, data.rollout_max_prompt_len, flag, room_of(each))
         sets[each.name] = _make_prompts(source, form, [int(i) for i in kept], first)
         first += len(kept)
         notes += source.notes

@@ -23,10 +23,11 @@ _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ct
 
 @dataclass(frozen=True, slots=True)
 class ExitRequest:
-    """words: why. status: of the process; a stop that the command line asked for is no failure."""
+    """words: why. status: of the process; a stop that the command line asked for is no failure. hurried: what can be done later is left."""
 
     words: str
     status: int
+    hurried: bool = True
 
 
 class StopConditions:
@@ -65,7 +66,7 @@ class StopConditions:
         if late:
             return ExitRequest(f"--exit-duration-in-mins {self.minutes:g}", 0)
         if self.every is not None and rollouts_done % self.every == 0:
-            return ExitRequest(f"--exit-interval {self.every}", 0)
+            return ExitRequest(f"--exit-interval {self.every}", 0, hurried=False)
         return None
 
     def _is_late(self) -> bool:

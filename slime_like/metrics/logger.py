@@ -12,9 +12,12 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+from slime_like.checkpoints.files import writes_to
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -41,14 +44,16 @@ class MetricsLogger:
         last: Mapping[str, float | str] | None = None,
     ) -> None:
         self.path = Path(output_dir) / FILE_NAME
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _drop_from(self.path, start_step) if self.path.exists() else None
-        self._file = self.path.open("a", encoding="utf-8")
+        with writes_to("--output-dir", output_dir):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = _drop_from(self.path, start_step) if self.path.exists() else None
+            self._file = self.path.open("a", encoding="utf-8")
         self._board: SummaryWriter | None = None
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-            self._board = SummaryWriter(str(tensorboard_dir), purge_step=start_step)
+            with writes_to("--tensorboard-dir", tensorboard_dir):
+                self._board = SummaryWriter(str(tensorboard_dir), purge_step=start_step)
         if last is not None and kept is not None and start_step - 1 not in kept:
             self.log(
                 start_step - 1, {name: _from_json(name, value) for name, value in last.items()}
@@ -59,15 +64,32 @@ class MetricsLogger:
         assert not _RESERVED & values.keys(), f"metrics may not be called {sorted(_RESERVED)}"
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         row.update(to_json(values))
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        with writes_to("--output-dir", self.path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
         if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, float(value), step)
-            self._board.flush()
+            with writes_to("--tensorboard-dir", self._board.log_dir):
+                for name, value in values.items():
+                    self._board.add_scalar(name, float(value), step)
+                self._board.flush()
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Add metrics to the line of `step`, the last one; without it this writes one."""
+        before = self.row(step)
+        self._file.close()
+        _drop_from(self.path, step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self.log(step, {**before, **values})
+
+    def row(self, step: int) -> dict[str, float]:
+        """The metrics of a step that was written; none where it was not."""
+        rows = (row for row in read_metrics(self.path) if row["step"] == step)
+        found = next(rows, {})
+        return {name: value for name, value in found.items() if name not in _RESERVED}
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # a line that did not fit was reported when it was written
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 from arguments.eval_sets import EvalSet
 from arguments.run_config import RunConfig
 from arguments.schema import RewardConfig, RolloutConfig
-from slime_like.data.prompts import load_eval_sets
+from slime_like.data.prompts import Room, load_eval_sets
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
 from slime_like.rollout.engines.base import SamplingParams
@@ -76,18 +76,32 @@ class Evaluator:
             grader.close()
 
 
-def make_evaluator(
-    run: RunConfig, rollouter: Rollouter | None, tokenizer: Any
-) -> tuple[Evaluator | None, list[str]]:
-    """The evaluation of a run that has one, and what is to be told about its prompts."""
-    if run.eval.eval_interval is None or rollouter is None:
-        return None, []
+def load_prompts(run: RunConfig, tokenizer: Any) -> tuple[dict[str, list[Prompt]], list[str]]:
+    """The prompts of a run's evaluation by the name of their set, and what is to be told about them; nothing in a run that never evaluates.
+
+    Raises ValueError naming file and row."""
+    if run.eval.eval_interval is None or run.debug.debug_train_only:
+        return {}, []
     flag = "--eval-config" if run.eval.eval_config is not None else "--eval-prompt-data"
     check = answer_check(run.reward.rm_type, run.reward.custom_rm_path)
-    prompts, notes = load_eval_sets(
-        run.eval_sets, run.data, tokenizer, flag=flag, answer_check=check
+
+    def room(each: EvalSet) -> Room:
+        return Room(
+            run.gpt.max_position_embeddings, eval_sampling(each, run.rollout).max_new_tokens
+        )
+
+    return load_eval_sets(
+        run.eval_sets, run.data, tokenizer, flag=flag, answer_check=check, room_of=room
     )
-    return Evaluator(rollouter, run.eval_sets, prompts, run.rollout, run.reward), notes
+
+
+def make_evaluator(
+    run: RunConfig, rollouter: Rollouter | None, prompts: Mapping[str, Sequence[Prompt]]
+) -> Evaluator | None:
+    """The evaluation of a run that has one. prompts: of `load_prompts`."""
+    if run.eval.eval_interval is None or rollouter is None:
+        return None
+    return Evaluator(rollouter, run.eval_sets, prompts, run.rollout, run.reward)
 
 
 def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from slime_like import __version__
 from slime_like.checkpoints.files import hash_file
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
 from slime_like.checkpoints.lock import confirm_held
-from slime_like.checkpoints.manifest import MANIFEST
+from slime_like.checkpoints.manifest import MANIFEST, identity_differences
+from slime_like.data.tokenizer import CHAT_TEMPLATE, tokenizer_identity
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.checkpoint import (
@@ -23,8 +24,10 @@ from slime_like.megatron.checkpoint import (
     is_converted,
     saved_networks,
 )
+from slime_like.megatron.checkpoint.load import saved_identity
 from slime_like.megatron.factory import needs_reference
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.trainer.saved_settings import changes, settings_of
 from slime_like.weights.safetensors_reader import weights_digest
 
 
@@ -39,7 +42,7 @@ class Start:
 
 
 class RunCheckpoints:
-    """Every method is collective. tell: shows a line to the user."""
+    """Every method is collective. tell: shows a line to the user. tokenizer: the run's; None in one that reads recorded tokens."""
 
     def __init__(
         self,
@@ -47,8 +50,11 @@ class RunCheckpoints:
         layout: ParallelLayout,
         backend: MegatronBackend,
         tell: Callable[[str], None],
+        tokenizer: Any = None,
     ) -> None:
         self.run = run
+        self.tokenizer = None if tokenizer is None else tokenizer_identity(tokenizer)
+        self.settings = settings_of(run)
         self.config = run.checkpoint
         self.layout = layout
         self.backend = backend
@@ -115,6 +121,7 @@ class RunCheckpoints:
         if warning is not None:
             self.tell(f"warning: {warning}")
         folder = checkpoint_folder(root, step)
+        from_rank_zero(lambda: self._check_tokenizer(folder))
         with_critic = self._takes_critic_of(folder)
         weights_only = config.finetune or is_converted(folder)
         if weights_only and not config.finetune:
@@ -135,11 +142,32 @@ class RunCheckpoints:
             )
         if weights_only:
             return Start(None, None, with_critic)
+        self._tell_changes(folder, state)
         if int(state["step"]) != step:
             raise ValueError(
                 f"checkpoint {checkpoint_folder(root, step)} says that it is of step {state['step']}: it was renamed"
             )
         return Start(state, None, with_critic)
+
+    def _check_tokenizer(self, folder: Path) -> None:
+        """Raise ValueError where the checkpoint's tokens mean something else."""
+        ours = {k: v for k, v in (self.tokenizer or {}).items() if k != CHAT_TEMPLATE}
+        different = identity_differences(saved_identity(folder).get("tokenizer", {}), ours)
+        if different:
+            raise ValueError(
+                f"checkpoint {folder} was trained with another tokenizer than that of --hf-checkpoint "
+                f"{self.run.model.hf_checkpoint}: {', '.join(different)}; give the model of that run"
+            )
+
+    def _tell_changes(self, folder: Path, state: Mapping[str, Any]) -> None:
+        saved, ours = state.get("settings", {}), self.settings
+        template = (state.get("tokenizer", {}), self.tokenizer or {})
+        different = changes(saved, ours)
+        different += changes(*({k: t[k] for k in t if k == CHAT_TEMPLATE} for t in template))
+        if different:
+            self.tell(
+                f"warning: changed since checkpoint {folder} was saved: {'; '.join(different)}"
+            )
 
     def _takes_critic_of(self, folder: Path) -> bool:
         """A run goes on with the critic that was saved with the policy. --finetune prefers --critic-load."""
@@ -181,6 +209,8 @@ class RunCheckpoints:
                 "version": __version__,
                 "argv": list(self.run.argv),
                 "reference": self.reference,
+                "settings": self.settings,
+                "tokenizer": self.tokenizer or {},
             }
             self._attempt(
                 lambda: self.backend.save(

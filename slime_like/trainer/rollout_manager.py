@@ -15,7 +15,7 @@ from arguments.run_config import RunConfig
 from slime_like.advantages import TokenEstimator, advantage_estimators
 from slime_like.compat.slime.rollout_function import FunctionCollector, FunctionEvaluator
 from slime_like.compat.slime.samples import slime_args
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import PromptSource, Room
 from slime_like.data.sft import answer_problem, sft_samples
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
@@ -283,7 +283,12 @@ def make_source(run: RunConfig, tokenizer: Any) -> PromptSource | None:
     recorded = (
         run.debug.load_debug_rollout_data is not None
     )  # these prompts are counted then, not answered
-    return PromptSource(run.data, tokenizer, answer_check=None if recorded else check)
+    sampled = run.algorithm.loss_type != "sft_loss" and not recorded
+    room = Room(
+        run.gpt.max_position_embeddings if sampled else None,
+        run.rollout.rollout_max_response_len,
+    )
+    return PromptSource(run.data, tokenizer, answer_check=None if recorded else check, room=room)
 
 
 def make_rollouter(

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from arguments.run_config import RunConfig
+from slime_like.checkpoints.files import writes_to
 from slime_like.compat.slime.function_results import UNKNOWN_VERSIONS
+from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.collectives import from_rank_zero
-from slime_like.distributed.signals import StopConditions
+from slime_like.distributed.signals import ExitRequest, StopConditions
 from slime_like.errors import RunError
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -22,7 +24,7 @@ from slime_like.metrics.health import HealthMonitor
 from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.progress import Progress
 from slime_like.metrics.timers import STEP_SECONDS
-from slime_like.rollout.evaluate import make_evaluator
+from slime_like.rollout.evaluate import load_prompts, make_evaluator
 from slime_like.rollout.metrics import (
     TRUNCATED_FRACTION,
     check_staleness,
@@ -63,8 +65,11 @@ class Trainer:
         self.layout = layout
         self.output_dir = output_dir
         self.is_sft = run.algorithm.loss_type == "sft_loss"
-        tokenizer = load_tokenizer(run)
+        tokenizer = run_tokenizer(run)
         source = make_source(run, tokenizer)
+        eval_prompts, eval_notes = load_prompts(
+            run, tokenizer
+        )  # wrong ones: before the model is built
         self.num_rollouts = num_rollouts(run, None if source is None else len(source))
         self.progress = Progress(
             self.num_rollouts,
@@ -88,7 +93,7 @@ class Trainer:
             if self.rollouter is None
             else WeightSync(run, self.backend, self.rollouter.engine, self.progress)
         )
-        evaluator, eval_notes = make_evaluator(run, self.rollouter, tokenizer)
+        evaluator = make_evaluator(run, self.rollouter, eval_prompts)
         self.supply = RolloutManager(
             run,
             source,
@@ -103,6 +108,7 @@ class Trainer:
             1  # of the policy; the engine has its own, which lags until the next sync
         )
         self.start = 0
+        self._evaluation_due = False  # of rollout `start`, which another run trained
         self._told_of_cut_answers = False
         self.health = (
             None if self.is_sft else HealthMonitor(reward_trains=run.reward.rm_type != "zero")
@@ -115,7 +121,9 @@ class Trainer:
             minutes=run.checkpoint.exit_duration_in_mins,
             announce=layout.rank == 0,
         )
-        self.checkpoints = RunCheckpoints(run, layout, self.backend, self.progress.message)
+        self.checkpoints = RunCheckpoints(
+            run, layout, self.backend, self.progress.message, tokenizer
+        )
         start = self.checkpoints.load()
         self.updates = TrainStep(
             run,
@@ -143,11 +151,6 @@ class Trainer:
     def run(self) -> int:
         """The whole run, from the first rollout or from where it was resumed. Returns the exit status: 0, or that of a `ExitRequest`."""
         run = self.run_config
-        if self.start >= self.num_rollouts:
-            self.progress.message(
-                f"nothing to do: the checkpoint has {self.start} rollouts and the run asks for {self.num_rollouts}"
-            )
-            return 0
         self.stop.catch(signal.SIGINT)
         if run.checkpoint.save is not None:
             self.stop.catch(signal.SIGTERM, signal.SIGHUP)
@@ -157,51 +160,87 @@ class Trainer:
                 f"continuing at rollout {self.start + 1} of {self.num_rollouts}, from {run.checkpoint.load}"
             )
         with self.progress:
+            if self._evaluation_due:
+                self._make_up_evaluation()
+            if self.start >= self.num_rollouts:
+                self.progress.message(
+                    f"nothing to do: the checkpoint has {self.start} rollouts and the run asks for {self.num_rollouts}"
+                )
+                return 0
             if self.start == 0 and self.evaluator and not run.eval.skip_eval_before_train:
                 scores = self._evaluate(self.start)
-                self.progress.message(
-                    "before training: "
-                    + "  ".join(f"{k} {v:.4f}" for k, v in scores.items() if k.endswith("/mean"))
-                )
+                self.progress.message("before training: " + mean_scores(scores))
                 self._log(-1, scores | self.progress.take_seconds())
             for step in range(self.start, self.num_rollouts):
-                metrics = self.step(step)
-                metrics |= self._check_health(metrics)
-                stop = self.stop.requested(step + 1, any_rank)
-                if (
-                    stop is None
-                    and is_due(step, run.eval.eval_interval, self.num_rollouts)
-                    and self.evaluator
-                ):
-                    metrics |= self._evaluate(step)
-                    stop = self.stop.requested(step + 1, any_rank)
-                last = stop is not None or step + 1 == self.num_rollouts
-                if self.checkpoints.wants(step + 1, last=last):
-                    with self.progress.phase("save"):
-                        metrics |= self.checkpoints.after_rollout(
-                            step + 1, self._state(metrics), last=last
-                        )
-                metrics |= self.progress.take_seconds()
-                metrics |= speed_and_memory(metrics)
-                self._log(step, metrics)
-                self.progress.rollout_done(step, metrics)
+                stop = self._rollout(step)
                 if stop is not None and step + 1 < self.num_rollouts:
                     saved = f", saved in {run.checkpoint.save}" if run.checkpoint.save else ""
                     self.progress.message(
                         f"stopped by {stop.words} after rollout {step + 1} of {self.num_rollouts}{saved}"
                     )
                     return stop.status
-        if run.lora.lora_save_path:
-            folder = self.backend.save_adapter(
-                run.lora.lora_save_path.replace("{rollout_id}", str(self.num_rollouts))
-            )
-            self.progress.message(f"adapter: {folder}")
-        if run.checkpoint.save_hf:
-            folder = self.backend.save_hf(
-                run.checkpoint.save_hf.replace("{rollout_id}", str(self.num_rollouts))
-            )
-            self.progress.message(f"Hugging Face checkpoint: {folder}")
+        self._export()
         return 0
+
+    def _rollout(self, step: int) -> ExitRequest | None:
+        """One rollout, then what is due after it: evaluation, checkpoint, metrics. Returns why the run stops here, or None."""
+        run = self.run_config
+        metrics = self.step(step)
+        metrics |= self._check_health(metrics)
+        stop = self.stop.requested(step + 1, any_rank)
+        due = self.evaluator is not None and is_due(step, run.eval.eval_interval, self.num_rollouts)
+        # who asked may not wait for an evaluation: the checkpoint comes first, and knows what is missing
+        later = due and stop is not None and stop.hurried and run.checkpoint.save is not None
+        if due and not later:
+            metrics |= self._evaluate(step)
+            stop = stop or self.stop.requested(step + 1, any_rank)
+        is_final = step + 1 == self.num_rollouts
+        last = stop is not None or is_final
+        if self.checkpoints.wants(step + 1, last=last):
+            with self.progress.phase("save"):
+                state = {**self._state(metrics), "evaluation_due": later}
+                metrics |= self.checkpoints.after_rollout(step + 1, state, last=last)
+        if later and is_final:  # nobody may start this run again
+            metrics |= self._evaluate(step)
+        elif later:
+            self.progress.message(
+                f"the evaluation of rollout {step + 1} is left to the run that resumes"
+            )
+        metrics |= self.progress.take_seconds()
+        metrics |= speed_and_memory(metrics)
+        self._log(step, metrics)
+        self.progress.rollout_done(step, metrics)
+        return stop
+
+    def _make_up_evaluation(self) -> None:
+        """The evaluation that a run left when it had to stop, under the weights that it had; in the metrics of its last rollout."""
+        logger = self.logger
+        done = from_rank_zero(
+            lambda: (
+                logger is not None
+                and any(name.startswith("eval/") for name in logger.row(self.start))
+            )
+        )
+        if self.evaluator is None or done:
+            return
+        scores = self._evaluate(self.start - 1)
+        self.progress.message(f"evaluation of rollout {self.start}: {mean_scores(scores)}")
+        self.progress.take_seconds()
+        if logger is not None:
+            logger.amend(self.start, scores)
+
+    def _export(self) -> None:
+        """What --lora-save-path and --save-hf ask for at the end."""
+        run = self.run_config
+        targets = (
+            ("--lora-save-path", run.lora.lora_save_path, "adapter", self.backend.save_adapter),
+            ("--save-hf", run.checkpoint.save_hf, "Hugging Face checkpoint", self.backend.save_hf),
+        )
+        for flag, path, name, save in targets:
+            if path:
+                with writes_to(flag, path):
+                    folder = save(path.replace("{rollout_id}", str(self.num_rollouts)))
+                self.progress.message(f"{name}: {folder}")
 
     def close(self) -> None:
         """End what this process started: graders, files. Closing twice is fine."""
@@ -243,7 +282,9 @@ class Trainer:
             metrics |= self.rollouter.engine.take_metrics()
             self.rollouter.engine.release_memory()
         if run.debug.save_debug_rollout_data and self.layout.rank == 0:
-            save_rollout(run.debug.save_debug_rollout_data, step, groups)
+            target = run.debug.save_debug_rollout_data
+            with writes_to("--save-debug-rollout-data", target):
+                save_rollout(target, step, groups)
         failed = 0.0 if self.is_sft else failed_fraction(samples)
         if failed > run.gates.max_failed_samples:
             troubles = from_rank_zero(
@@ -327,12 +368,18 @@ class Trainer:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.start = int(state["step"])
-        self.weight_version = int(state["weight_version"])
-        self.updates.load_state_dict(state)
-        self.batches.load_state_dict(state["batches"])
-        if self.health is not None and state.get("health"):  # checkpoints of before have none
-            self.health.load_state_dict(state["health"])
-        self._warn(self.supply.load_state_dict(state))
+        self._evaluation_due = bool(state.get("evaluation_due"))
+        try:
+            self.weight_version = int(state["weight_version"])
+            self.updates.load_state_dict(state)
+            self.batches.load_state_dict(state["batches"])
+            if self.health is not None and state.get("health"):  # checkpoints of before have none
+                self.health.load_state_dict(state["health"])
+            self._warn(self.supply.load_state_dict(state))
+        except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+            raise ValueError(
+                f"--load {self.run_config.checkpoint.load}: trainer.json of step {self.start} is damaged ({error!r})"
+            ) from error
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.logger is not None:
@@ -343,14 +390,14 @@ class Trainer:
             self.progress.message(f"warning: {text}")
 
 
-def load_tokenizer(run: RunConfig) -> Any:
-    """The tokenizer of --hf-checkpoint; None in a run that reads recorded tokens only."""
+def run_tokenizer(run: RunConfig) -> Any:
+    """The tokenizer of --hf-checkpoint; None in a run that reads recorded tokens only. Raises ValueError."""
     if run.model.hf_checkpoint is None:
         return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(
-        run.model.hf_checkpoint, trust_remote_code=run.model.trust_remote_code
+    return load_tokenizer(
+        run.model.hf_checkpoint,
+        vocab_size=run.gpt.vocab_size,
+        trust_remote_code=run.model.trust_remote_code,
     )
 
 
@@ -375,6 +422,11 @@ def any_rank(flags: list[bool]) -> list[bool]:
     votes = torch.tensor(flags, dtype=torch.int32)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return [bool(vote) for vote in votes]
+
+
+def mean_scores(scores: Mapping[str, float]) -> str:
+    """The mean of every set, for a line on screen."""
+    return "  ".join(f"{k} {v:.4f}" for k, v in scores.items() if k.endswith("/mean"))
 
 
 def is_due(step: int, interval: int | None, total: int) -> bool:

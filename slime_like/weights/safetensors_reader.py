@@ -14,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from slime_like.checkpoints.files import open_regular, read_json
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TORCH_DTYPES = {
@@ -40,10 +42,11 @@ def file_names(number: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies. start: byte in the file. dtype: safetensors' name."""
+    """Where a tensor lies. start: byte in the file. size: bytes. dtype: safetensors' name, perhaps one that we cannot read."""
 
     file: int  # descriptor
     start: int
+    size: int
     shape: tuple[int, ...]
     dtype: str
 
@@ -59,17 +62,19 @@ class WeightFiles:
         self._where: dict[str, StoredTensor] = {}
         for path in weight_files(Path(folder)):
             try:
+                with open_regular(path) as file:
+                    self._files.append(os.dup(file.fileno()))
                 with safe_open(
                     path, framework="pt", device="cpu"
                 ):  # checks the header against the file's size
                     pass
-                self._files.append(os.open(path, os.O_RDONLY))
-            except (SafetensorError, OSError) as error:
+                stored = _stored_tensors(self._files[-1])
+            except (SafetensorError, OSError, ValueError) as error:
                 self.close()
                 raise ValueError(
                     f"{path} cannot be read, it may be truncated or no safetensors file: {error}"
                 ) from error
-            self._where |= _stored_tensors(self._files[-1])
+            self._where |= stored
 
     def __enter__(self) -> WeightFiles:
         return self
@@ -94,10 +99,9 @@ class WeightFiles:
     def ends(self, name: str) -> bytes:
         """The first and the last bytes of a tensor, `END_BYTES` of each."""
         stored = self._where[name]
-        size = math.prod(stored.shape) * TORCH_DTYPES[stored.dtype].itemsize
-        count = min(size, END_BYTES)
+        count = min(stored.size, END_BYTES)
         return os.pread(stored.file, count, stored.start) + os.pread(
-            stored.file, count, stored.start + size - count
+            stored.file, count, stored.start + stored.size - count
         )
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
@@ -135,7 +139,11 @@ def _stored_tensors(file: int) -> dict[str, StoredTensor]:
     header = json.loads(os.pread(file, length, 8))
     return {
         name: StoredTensor(
-            file, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"]
+            file,
+            8 + length + entry["data_offsets"][0],
+            entry["data_offsets"][1] - entry["data_offsets"][0],
+            tuple(entry["shape"]),
+            entry["dtype"],
         )
         for name, entry in header.items()
         if name != "__metadata__"
@@ -160,10 +168,18 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            paths = [folder / name for name in sorted(set(weight_map.values()))]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
+            weight_map = read_json(index)["weight_map"]
+            names = sorted(set(weight_map.values()))
+            outside = [n for n in names if Path(n).name != n or n in ("", ".", "..")]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{index} is not an index of safetensors files: {error or error!r}"
+            ) from error
+        if outside:
+            raise ValueError(
+                f"{index} names {outside[0]!r}, which is not a file of this folder; correct it, or copy the file there"
+            )
+        paths = [folder / name for name in names]
         absent = [path.name for path in paths if not path.is_file()]
         if absent:
             raise ValueError(f"{index} names files that are not there: {listed(absent)}")

@@ -39,10 +39,11 @@ from slime_like.checkpoints.folders import (
     writing_folder,
 )
 from slime_like.checkpoints.manifest import total_bytes, write_manifest
+from slime_like.checkpoints.state import TRAINER_FILE
 from slime_like.config import ConfigError, Problem
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.errors import RunError
-from slime_like.megatron.checkpoint.save import MIB, TRAINER_FILE
+from slime_like.megatron.checkpoint.save import MIB
 from slime_like.megatron.checkpoint.write import (
     FilePlan,
     common_file,
@@ -136,7 +137,7 @@ def convert_to_megatron(
             ):  # notes, and files of an interrupted conversion of something else
                 path.unlink()
         sync_path(plan_folder)
-        write_manifest(folder, records)
+        write_manifest(folder, records, {"model": state["model"]})
         sync_path(folder)
         publish(root, STEP)
         return total_bytes(records)

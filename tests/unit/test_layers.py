@@ -44,6 +44,7 @@ LAYERS = (
         "slime_like.trainer.batch_builder",
         "slime_like.trainer.value_exchange",
         "slime_like.trainer.checkpointing",
+        "slime_like.trainer.saved_settings",
     ),
     ("slime_like.trainer.weight_check",),
     ("slime_like.trainer.weight_sync",),

@@ -68,6 +68,7 @@ def metadata(**changes: Any) -> Metadata:
 
 def test_metadata_of_torch_is_read(tmp_path: Path) -> None:
     path = tmp_path / ".metadata"
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(100))
     path.write_bytes(pickle.dumps(metadata()))
     found = read_metadata(path)
     assert found.state_dict_metadata == metadata().state_dict_metadata
@@ -151,3 +152,40 @@ def test_tensors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: s
     plain, buffer = load_tensors(path, str(path))
     assert torch.equal(plain["a"], torch.ones(2))
     assert buffer.getvalue() == b"fp8"
+
+
+def nested_key(wrapped: str) -> bytes:
+    """A pickle of {key: None}, or of set([key]): the key is a tuple that holds the one before it twice, sixty times over."""
+    key = b"K\x01q\x00" + b"".join(b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(60))
+    if wrapped == "dict":
+        return b"\x80\x02}" + key + b"Ns."
+    if wrapped == "dict at once":
+        return b"\x80\x02}(" + key + b"Nu."
+    return b"\x80\x02cbuiltins\nset\n]" + key + b"a\x85R."
+
+
+@pytest.mark.parametrize("wrapped", ["dict", "dict at once", "set"])
+def test_a_key_that_never_ends_to_hash_is_refused(tmp_path: Path, wrapped: str) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(nested_key(wrapped))
+    with pytest.raises(ValueError, match="for a key that is nested"):
+        read_metadata(path)
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "words"),
+    [
+        (10**30, 4, "for an offset or a size"),
+        (0, 10**30, "for an offset or a size"),
+        (-1, 4, "for an offset or a size"),
+        (90, 20, "it points to byte 110 of __0_0.distcp, which has 100"),
+    ],
+)
+def test_places_outside_of_their_file(tmp_path: Path, offset: int, length: int, words: str) -> None:
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(100))
+    place = {
+        MetadataIndex("a.weight", torch.Size([0])): _StorageInfo("__0_0.distcp", offset, length)
+    }
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata(storage_data=place)))
+    with pytest.raises(ValueError, match=words):
+        read_metadata(tmp_path / ".metadata")

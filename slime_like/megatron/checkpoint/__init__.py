@@ -1,11 +1,11 @@
 """What is in a checkpoint, and how it gets to the disk and back: megatron-core's distributed format for weights and optimizers, safetensors
 for random states, JSON for the rest. Where the files lie and what makes them a checkpoint: slime_like/checkpoints/."""
 
+from slime_like.checkpoints.state import read_trainer_state
 from slime_like.megatron.checkpoint.load import (
     is_converted,
     load_checkpoint,
     load_weights,
-    read_trainer_state,
     saved_networks,
 )
 from slime_like.megatron.checkpoint.networks import SavedNetwork

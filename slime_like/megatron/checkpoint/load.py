@@ -3,27 +3,33 @@ raises the same error on all ranks."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_patches.safe_checkpoints import read_metadata
+from slime_like.checkpoints.files import FileRecord
 from slime_like.checkpoints.folders import complete_steps
 from slime_like.checkpoints.manifest import (
+    MANIFEST,
     damaged_files,
     describe,
+    identity_differences,
+    read_identity,
     read_manifest,
+    size_problem,
     split_by_size,
     total_bytes,
 )
+from slime_like.checkpoints.state import TRAINER_FILE, read_trainer_state
 from slime_like.distributed.collectives import gather, together
 from slime_like.errors import RunError
 from slime_like.megatron.checkpoint.fingerprint import differences, fingerprint
@@ -44,8 +50,7 @@ from slime_like.megatron.checkpoint.rng_state import (
     random_state_file,
     restore_random_states,
 )
-from slime_like.megatron.checkpoint.save import TRAINER_FILE
-from slime_like.megatron.checkpoint.write import METADATA_FILE
+from slime_like.megatron.checkpoint.write import METADATA_FILE, common_file
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 
 READERS = 4  # threads of one rank
@@ -67,6 +72,8 @@ def load_checkpoint(
     model: this run's, by setting, to name what differs. tell: gets lines for the user. Raises ValueError naming the file, setting or tensor
     at fault; RunError when what was loaded is not what was saved.
     """
+    identity = together(lambda: saved_identity(folder))  # before gigabytes are verified
+    _check_model(folder, identity.get("model", {}), model)
     state = open_checkpoint(folder, verify=verify, tell=tell)
     _check_model(folder, state.get("model", {}), model)
     unchanged = {}  # networks in the layout that they were saved in
@@ -91,7 +98,7 @@ def load_checkpoint(
     if unchanged:  # the same ones on all ranks
         _check_fingerprints(folder, unchanged, state["fingerprints"][dist.get_rank()])
     if load_rng:
-        if not state["has_rng"]:
+        if not state.get("has_rng"):
             raise ValueError(
                 f"checkpoint {folder} was saved with --no-save-rng; --no-load-rng starts the random states afresh"
             )
@@ -129,6 +136,7 @@ def open_checkpoint(folder: Path, *, verify: bool, tell: Tell) -> dict[str, Any]
         return records
 
     records = together(look)
+    state = together(lambda: _state_of(folder, records))
     if verify:
         started = time.perf_counter()
         mine = split_by_size(records, dist.get_world_size())[dist.get_rank()]
@@ -138,24 +146,44 @@ def open_checkpoint(folder: Path, *, verify: bool, tell: Tell) -> dict[str, Any]
             for text in part
         ]
         if damaged:
-            others = [
-                step
-                for step in complete_steps(folder.parent)
-                if not folder.name.endswith(f"{step:07d}")
-            ]
-            remedy = (
-                f"--ckpt-step takes another one ({', '.join(map(str, others))})"
-                if others
-                else "there is no other one beside it"
-            )
-            raise ValueError(
-                f"checkpoint {folder} is damaged: {describe(sorted(damaged))}; {remedy}"
-            )
+            raise ValueError(damage(folder, damaged))
         seconds, size = time.perf_counter() - started, total_bytes(records) / 1e9
         tell(
             f"checkpoint {folder} verified: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s"
         )
-    return together(lambda: read_trainer_state(folder))
+    return state
+
+
+def _state_of(folder: Path, records: Mapping[str, FileRecord]) -> dict[str, Any]:
+    """trainer.json of a checkpoint whose files are regular ones of the right size, verified or not. Raises ValueError."""
+    found = (size_problem(folder, name, record.size) for name, record in records.items())
+    wrong = [text for text in found if text is not None]
+    if wrong:
+        raise ValueError(damage(folder, wrong))
+    state = read_trainer_state(folder)
+    for network in state["networks"]:
+        for name in (METADATA_FILE, CONFIG_FNAME, common_file()):
+            if f"{network}/{name}" not in records:
+                raise ValueError(f"checkpoint {folder}: its manifest names no {network}/{name}")
+    return state
+
+
+def damage(folder: Path, problems: Sequence[str]) -> str:
+    """The message about a damaged checkpoint, with what to take in its place."""
+    others = [
+        step for step in complete_steps(folder.parent) if not folder.name.endswith(f"{step:07d}")
+    ]
+    remedy = (
+        f"--ckpt-step takes another one ({', '.join(map(str, others))})"
+        if others
+        else "there is no other one beside it"
+    )
+    return f"checkpoint {folder} is damaged: {describe(sorted(problems))}; {remedy}"
+
+
+def saved_identity(folder: Path) -> dict[str, dict[str, Any]]:
+    """`read_identity`; nothing where there is no manifest, which `open_checkpoint` reports in its own words."""
+    return read_identity(folder) if (folder / MANIFEST).is_file() else {}
 
 
 def saved_networks(folder: Path) -> Collection[str]:
@@ -174,30 +202,8 @@ def is_converted(folder: Path) -> bool:
         return False
 
 
-def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """trainer.json of a checkpoint. Raises ValueError naming it."""
-    path = folder / TRAINER_FILE
-    try:
-        state = json.loads(path.read_text())
-        if (
-            not isinstance(state, dict)
-            or not {"step", "layout", "world_size", "networks", "fingerprints"} <= state.keys()
-        ):
-            raise ValueError("it is not the state of a trainer")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"checkpoint {folder}: {path.name} is missing or damaged ({error})"
-        ) from error
-    return state
-
-
 def _check_model(folder: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    different = [
-        f"{name} {saved[name]} (here: {model[name]})"
-        for name in model
-        if name in saved and saved[name] != model[name]
-    ]
-    if different:
+    if different := identity_differences(saved, model):
         raise ValueError(f"checkpoint {folder} is of another model: {', '.join(different)}")
 
 
@@ -257,7 +263,8 @@ def _check_fingerprints(
     wrong = []
     for name, network in networks.items():
         wrong += [
-            f"{part} of the {name}" for part in differences(saved[name], fingerprint(network))
+            f"{part} of the {name}"
+            for part in differences(saved.get(name, {}), fingerprint(network))
         ]
     found_wrong = [
         f"rank {rank}: {', '.join(parts)}" for rank, parts in enumerate(gather(wrong)) if parts

@@ -28,6 +28,7 @@ from slime_like.checkpoints.folders import (
     writing_folder,
 )
 from slime_like.checkpoints.manifest import total_bytes, write_manifest
+from slime_like.checkpoints.state import TRAINER_FILE
 from slime_like.distributed.collectives import from_rank_zero, gather
 from slime_like.errors import RunError
 from slime_like.megatron.checkpoint.fingerprint import fingerprint
@@ -49,7 +50,7 @@ from slime_like.megatron.checkpoint.write import (
     write_network_metadata,
 )
 
-TRAINER_FILE = "trainer.json"
+IDENTITY = ("model", "tokenizer")  # of the trainer's state: what the manifest has as well
 WRITERS = 4  # threads of one rank
 MIB = 2**20
 TRAINER_BYTES = 4 * MIB  # of its state and the metadata, at most
@@ -228,7 +229,8 @@ class CheckpointSaver:
         )
         for inner in (path for path in folder.iterdir() if path.is_dir()):
             sync_path(inner)
-        write_manifest(folder, records)
+        identity = {name: pending.state.get(name, {}) for name in IDENTITY}
+        write_manifest(folder, records, identity)
         sync_path(folder)
         publish(self.root, pending.step)
         return total_bytes(records)

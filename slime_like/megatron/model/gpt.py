@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,16 +36,54 @@ MODEL_SHAPE = (
     "kv_channels",
     "num_moe_experts",
 )
+# What else changes the function that the same weights compute, with config.json's name where that is another one.
+MODEL_FUNCTION = {
+    "normalization": "", "layernorm_epsilon": "rms_norm_eps", "qk_layernorm": "", "gated_linear_unit": "",
+    "add_bias_linear": "", "add_qkv_bias": "attention_bias",
+    "moe_ffn_hidden_size": "moe_intermediate_size", "moe_layer_freq": "", "moe_router_topk": "num_experts_per_tok",
+    "moe_router_pre_softmax": "not norm_topk_prob", "moe_router_score_function": "scoring_func",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor", "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group", "moe_router_enable_expert_bias": "",
+    "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size", "moe_shared_expert_gate": "",
+    "multi_latent_attention": "", "q_lora_rank": "", "kv_lora_rank": "", "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim", "v_head_dim": "", "rope_type": "", "rotary_scaling_factor": "",
+    "original_max_position_embeddings": "", "beta_fast": "", "beta_slow": "", "mscale": "", "mscale_all_dim": "",
+}  # fmt: skip
+EMBEDDING_FUNCTION = {
+    "position_embedding_type": "", "rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor",
+    "use_rope_scaling": "rope_scaling: llama3", "rope_scaling_factor": "rope_scaling: factor",
+    "rotary_seq_len_interpolation_factor": "rope_scaling: linear, factor",
+}  # fmt: skip
 
 
-def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, int | bool | None]:
-    """Settings that tell one model from another, to say how a checkpoint's differs."""
+def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, Any]:
+    """Settings that tell one model from another, to say how a checkpoint's differs.
+
+    Args:
+        config: megatron-core's, of any kind of attention.
+        gpt: what it lacks.
+
+    Returns:
+        Plain JSON by setting: the shape, and everything else that changes what the weights compute.
+    """
     shape = {name: getattr(config, name) for name in MODEL_SHAPE}
+    function = {
+        _with_alias(name, alias): getattr(source, name)
+        for source, names in ((config, MODEL_FUNCTION), (gpt, EMBEDDING_FUNCTION))
+        for name, alias in names.items()
+        if hasattr(source, name)
+    }
+    activation = getattr(config.activation_func, "__name__", str(config.activation_func))
     return {
         **shape,
+        **json.loads(json.dumps({**function, "activation_func": activation}, default=str)),
         "vocab_size": gpt.vocab_size,
         "untied_embeddings": gpt.untie_embeddings_and_output_weights,
     }
+
+
+def _with_alias(name: str, alias: str) -> str:
+    return f"{name} ({alias})" if alias else name
 
 
 def padded_vocab_size(gpt: GPTModelConfig, tp_size: int) -> int:

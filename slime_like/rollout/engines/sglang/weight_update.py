@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
+from slime_like.checkpoints.scratch import scratch_folder
 from slime_like.errors import RunError
 from slime_like.rollout.engines.checked_json import shown
 from slime_like.rollout.engines.sglang.broadcast import BroadcastFailed, BroadcastGroup
@@ -68,7 +68,7 @@ class WeightUpdater:
         self._members: list[tuple[Worker, ServerProcess | None, int]] = []
         self._groups_made = 0
         self._temporary = (
-            tempfile.mkdtemp(prefix="slime_like_weights_") if settings.disk_dir is None else None
+            scratch_folder("slime_like_weights_") if settings.disk_dir is None else None
         )
         self._snapshot: tuple[int, Path] | None = None  # version, folder
         self._copy: tuple[int, list[tuple[str, Tensor]]] | None = None  # version, weights

@@ -1,0 +1,36 @@
+"""Folders for copies that only live as long as their process: one that was killed leaves them to the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from slime_like.checkpoints.lock import is_alive, this_process
+
+OWNER = "owner.json"
+
+
+def scratch_folder(prefix: str) -> str:
+    """Make a folder below the system's temporary one.
+
+    Those of this user's processes that have ended without removing theirs are removed first.
+
+    Args:
+        prefix: of its name, which tells what is in it.
+
+    Returns:
+        Its path; the caller removes it.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with suppress(OSError, ValueError):
+            owner = json.loads((left / OWNER).read_text())
+            mine = left.stat().st_uid == os.getuid() and not left.is_symlink()
+            if mine and isinstance(owner, dict) and is_alive(owner) is False:
+                shutil.rmtree(left, ignore_errors=True)
+    made = tempfile.mkdtemp(prefix=prefix)
+    (Path(made) / OWNER).write_text(json.dumps(this_process()))
+    return made

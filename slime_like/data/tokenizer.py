@@ -1,0 +1,70 @@
+"""The tokenizer of a run: loaded with errors that name its folder, checked against the model, told from others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+REMEDY = "copy the tokenizer's files of the model into the folder (tokenizer.json, tokenizer_config.json)"
+
+
+def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bool) -> Any:
+    """The tokenizer in a Hugging Face folder.
+
+    Args:
+        folder: of --hf-checkpoint.
+        vocab_size: rows of the model's embedding; None skips the comparison.
+        trust_remote_code: whether the folder may bring its own code.
+
+    Returns:
+        transformers' tokenizer.
+
+    Raises:
+        ValueError: naming the folder, where there is no tokenizer, a damaged one, or another model's.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        count = max(tokenizer.get_vocab().values(), default=-1) + 1
+    except Exception as error:  # transformers and the libraries below it raise nearly anything
+        reason = (str(error).strip() or repr(error)).split("\n", 1)[0]
+        raise ValueError(
+            f"--hf-checkpoint {folder}: its tokenizer cannot be loaded "
+            f"({type(error).__name__}: {reason:.300}); {REMEDY}"
+        ) from error
+    if count == 0:
+        raise ValueError(f"--hf-checkpoint {folder}: there is no tokenizer; {REMEDY}")
+    if vocab_size is not None and count > vocab_size:
+        raise ValueError(
+            f"--hf-checkpoint {folder}: the tokenizer has {count} tokens and the model {vocab_size}: "
+            f"it is another model's; {REMEDY}"
+        )
+    return tokenizer
+
+
+def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
+    """Digests that tell a tokenizer from others: of its vocabulary, its special tokens, and its chat template.
+
+    Args:
+        tokenizer: transformers'.
+
+    Returns:
+        "vocabulary", "special tokens" and "chat template", 24 hexadecimal digits each.
+    """
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return {
+        "vocabulary": _digest(vocabulary),
+        "special tokens": _digest([special, list(tokenizer.all_special_ids)]),
+        CHAT_TEMPLATE: _digest(getattr(tokenizer, "chat_template", None)),
+    }
+
+
+CHAT_TEMPLATE = "chat template"  # may change between two runs of the same model, with a warning
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]

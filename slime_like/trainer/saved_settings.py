@@ -1,0 +1,77 @@
+"""What a checkpoint knows of its run's configuration, and how a run that resumes differs from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from arguments.run_config import RunConfig
+from slime_like.config import flag_name
+
+# What is learned, and from what. Learning rates and weight decay are the schedule's to compare; layouts and folders may change.
+GROUPS = (
+    "data", "rollout", "scheduling", "reward", "algorithm", "distillation", "off_policy", "policy_loss", "value_loss",
+    "critic", "gates",
+)  # fmt: skip
+# How long and how fast, or compared elsewhere
+LEFT_OUT = frozenset(
+    """num_rollout num_epoch prompt_data critic_load rm_num_workers rm_timeout_s micro_batch_size max_tokens_per_gpu
+    log_probs_chunk_size""".split()  # noqa: SIM905
+)
+
+
+def settings_of(run: RunConfig) -> dict[str, Any]:
+    """The settings that a resumed run should share, as plain JSON.
+
+    Args:
+        run: complete.
+
+    Returns:
+        Values by flag. A flag that names a file of a user's function has the digest of the file too. Addresses are without credentials.
+    """
+    found: dict[str, Any] = {}
+    for group in GROUPS:
+        config = getattr(run, group)
+        for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
+            if field.name in LEFT_OUT or field.name.startswith("critic_"):
+                continue
+            value = getattr(config, field.name)
+            flag = flag_name(field.name)
+            if isinstance(value, str):
+                if (digest := _file_digest(value)) is not None:
+                    found[f"{flag} (the file)"] = digest
+                value = _without_credentials(value)
+            found[flag] = value
+    return json.loads(json.dumps(found, default=str))
+
+
+def changes(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """The settings that both know and that differ, as words: ``--rollout-temperature 1.0 -> 0.8``."""
+    return [
+        f"{flag} {saved[flag]} -> {value}"
+        for flag, value in ours.items()
+        if flag in saved and saved[flag] != value
+    ]
+
+
+def _file_digest(value: str) -> str | None:
+    path = Path(value.split(":")[0])
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _without_credentials(value: str) -> str:
+    if "://" not in value:
+        return value
+    try:
+        parts = urlsplit(value)
+        return f"{parts.scheme}://{parts.hostname}:{parts.port}{parts.path}"
+    except ValueError:
+        return "an address"

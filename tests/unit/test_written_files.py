@@ -1,0 +1,117 @@
+"""Files that cannot be written, and copies that a killed process left."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime_like.checkpoints.files import writes_to
+from slime_like.metrics.logger import MetricsLogger, read_metrics
+from slime_like.trainer import saved_settings
+from slime_like.trainer.launch import write_report
+from slime_like.weights.safetensors_reader import INDEX, weight_files
+
+FULL = Path("/dev/full")  # every write to it fails, as on a full disk
+
+
+def test_an_error_names_place_and_flag(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as caught, writes_to("--save-hf", tmp_path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert str(caught.value) == (
+        f"--save-hf {tmp_path}: cannot be written: No space left on device; make room there, or name another place"
+    )
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="Linux has it")
+def test_a_disk_that_is_full_of_metrics(tmp_path: Path) -> None:
+    logger = MetricsLogger(tmp_path / "other")
+    logger._file.close()
+    logger._file = FULL.open("a", encoding="utf-8")
+    with pytest.raises(
+        OSError, match=r"^--output-dir .*metrics.jsonl: cannot be written: No space"
+    ):
+        logger.log(1, {"a": 1.0})
+    logger.close()
+
+
+def test_a_line_is_amended(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path) as logger:
+        logger.log(1, {"a": 1.0})
+        logger.log(2, {"a": 2.0, "b": float("nan")})
+        logger.amend(2, {"eval/x/mean": 0.5})
+        logger.log(3, {"a": 3.0})
+        assert logger.row(2).keys() == {"a", "b", "eval/x/mean"}
+        assert logger.row(9) == {}
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_report_that_fails_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_report(tmp_path)  # there are no metrics
+    assert capsys.readouterr().out.startswith(
+        f"warning: no report of {tmp_path} could be written: "
+    )
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    make = "from slime_like.checkpoints.scratch import scratch_folder\nprint(scratch_folder('weights_'), flush=True)\n"
+    wait = "import sys\nsys.stdin.read()\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", make + wait],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as alive:
+        assert alive.stdout is not None
+        kept = alive.stdout.readline().strip()
+        with subprocess.Popen(
+            [sys.executable, "-c", make + wait],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as killed:
+            assert killed.stdout is not None
+            left = killed.stdout.readline().strip()
+            killed.send_signal(signal.SIGKILL)
+        (tmp_path / "weights_of_somebody").mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", make],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert not Path(left).exists()
+        assert all(Path(path).is_dir() for path in (kept, done.stdout.strip()))
+        assert (tmp_path / "weights_of_somebody").is_dir()
+
+
+def test_an_index_that_leaves_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "other.safetensors").write_bytes(b"")
+    for name in ("../other.safetensors", str(tmp_path / "other.safetensors"), "a/b.safetensors"):
+        text = json.dumps({"weight_map": {"a": name}})
+        (tmp_path / "model" / INDEX).write_text(text)
+        with pytest.raises(ValueError, match="which is not a file of this folder"):
+            weight_files(tmp_path / "model")
+
+
+def test_what_changed_in_words() -> None:
+    saved = {"--lr": 1, "--eps-clip": 0.2, "--gone": 3}
+    assert saved_settings.changes(saved, {"--lr": 1, "--eps-clip": 0.3, "--new": 4}) == [
+        "--eps-clip 0.2 -> 0.3"
+    ]
+    assert saved_settings._without_credentials("https://me:secret@host:80/rm?key=1") == (
+        "https://host:80/rm"
+    )
