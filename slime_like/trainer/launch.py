@@ -87,6 +87,8 @@ def prepare(config: RunConfig, rank: int, cautions: Sequence[str]) -> None:
     if rank == 0:
         for text in cautions:
             print(f"warning: {text}", flush=True)
+        for text in config.notes:
+            print(f"note: {text}", flush=True)
         if config.debug.print_megatron_patches:
             print(report, flush=True)
 

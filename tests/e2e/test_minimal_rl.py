@@ -15,7 +15,7 @@ from tests.e2e.helpers import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/minimal_rl.py"
-SMALL = "--rollout-batch-size 4 --n-samples-per-prompt 4 --micro-batch-size 8".split()
+SMALL = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--micro-batch-size", "8"]
 
 
 @pytest.fixture(scope="module")
