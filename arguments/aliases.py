@@ -25,6 +25,8 @@ ALIASES: Mapping[str, str] = {
     "--kl-cov-ppo-kl-coef": "--kl-cov-coef",
     "--policy-loss": "--policy-loss-type",
     "--tis-imp-ratio-cap": "--token-tis-ratio-clip-high",
+    # Megatron-LM
+    "--no-query-key-layer-scaling": "--no-apply-query-key-layer-scaling",
     # slime
     "--tis-clip": "--token-tis-ratio-clip-high",
     "--tis-clip-low": "--token-tis-ratio-clip-low",
@@ -49,6 +51,17 @@ NO_EFFECT: Mapping[str, str] = {
     "--use-mcore-models": "there are no others",
     "--balance-by-flops": "--balance-data goes by the work of a sequence anyway",
     "--use-fault-tolerance": "servers are always watched, and those that this run started are started again",
+    "--enable-experimental": "nothing of megatron-core that is experimental is used",
+    "--no-create-attention-mask-in-dataloader": "no loader makes attention masks",
+    "--no-async-tensor-model-parallel-allreduce": "megatron-core decides it by --sequence-parallel",
+    "--no-scatter-gather-tensors-in-pipeline": "stages exchange whole rows anyway",
+    "--no-barrier-with-level-1-timing": "no timer waits for other ranks",
+    "--no-data-sharding": "rank 0 draws the samples of a rollout",
+    "--no-mmap-bin-files": "prompts are not read from Megatron-LM's .bin files",
+    "--no-one-logger": "there is no such logger",
+    "--no-use-tokenizer-model-from-checkpoint-args": "the tokenizer is --hf-checkpoint's",
+    "--use-flash-attn": "--attention-backend alone decides",
+    "--auto-detect-ckpt-format": "the format of a checkpoint is always detected",
     "--exit-signal-handler": "a run with --save always saves on SIGTERM",
 }
 _ENGINES = "this setting of rollout engines"

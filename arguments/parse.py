@@ -24,10 +24,11 @@ from arguments.megatron_configs import Machine, build_megatron_configs, resolve_
 from arguments.parser import CUSTOM_ARGUMENTS, HelpRequested, LauncherParser
 from arguments.resolve_loss import choose_loss, settle_loss
 from arguments.rules.base import Rule, Settings
-from arguments.rules.batches import global_batch_of
+from arguments.rules.batches import default_micro_batches, global_batch_of
 from arguments.rules.critic import completed_critic, has_critic
 from arguments.rules.distillation import completed_distillation
 from arguments.rules.moe import MOE_WARNINGS
+from arguments.rules.notes import notes_of
 from arguments.rules.parallel import virtual_stages_of
 from arguments.rules.run import RULES, WARNINGS, Warn, settings_of_other_losses
 from arguments.rules.server import OF_EVERY_STEP, OF_THE_SERVER, SERVER_RULES, of_the_trainer
@@ -56,9 +57,10 @@ class Program:
     usage: str
     hidden: frozenset[str]
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    default_micro_batches: bool = False  # whether it has them
 
 
-TRAIN = Program(RULES, WARNINGS, TRAIN_USAGE, OF_THE_SERVER)
+TRAIN = Program(RULES, WARNINGS, TRAIN_USAGE, OF_THE_SERVER, default_micro_batches=True)
 SERVER = Program(
     SERVER_RULES,
     MOE_WARNINGS,
@@ -264,6 +266,8 @@ def _draft(
     supervised = values.get("loss_type") == "sft_loss"
     if supervised:
         values = {"n_samples_per_prompt": 1, "loss_reduction": "token_mean", **values}
+    if program.default_micro_batches:
+        values = {**values, **default_micro_batches(values)}
     configs = {name: _make(config_type, values) for name, (_, config_type) in GROUPS.items()}
     configs["algorithm"] = dataclasses.replace(
         configs["algorithm"],
@@ -413,6 +417,7 @@ def _finish(
         custom=MappingProxyType(custom),
         argv=tuple(argv),
         warnings=tuple(warnings),
+        notes=tuple(notes_of(s)),
     )
 
 

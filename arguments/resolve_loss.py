@@ -20,6 +20,7 @@ CUSTOM = "custom_loss_function_path"
 def settle_loss(given: ParsedArgs) -> None:
     """Turns what stands for another choice into that choice, and notes contradictions."""
     _estimator_picks_loss(given)
+    _skyrls_gmpo_bounds(given)
     _alias_settings(given)
     _custom_loss_type(given)
 
@@ -99,6 +100,17 @@ def _slimes_cispo_bounds(given: ParsedArgs) -> None:
             f"--eps-clip {low:g} bounds cispo's weight below at {1 - values['cispo_eps_clip_low']:g}; the paper has no lower bound: "
             "--cispo-eps-clip-low 1"
         )
+
+
+def _skyrls_gmpo_bounds(given: ParsedArgs) -> None:
+    """SkyRL bounds gmpo by eps_clip_low and eps_clip_high; ours has bounds of its own."""
+    values = given.values
+    name = values.get("policy_loss_type")
+    if name is None or policy_losses.canonical(name) != "gmpo":
+        return
+    for field, own in (("eps_clip", "gmpo_eps_low"), ("eps_clip_high", "gmpo_eps_high")):
+        if field in values:
+            values.setdefault(own, values.pop(field))
 
 
 def _alias_settings(given: ParsedArgs) -> None:

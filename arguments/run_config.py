@@ -43,7 +43,8 @@ class RunConfig(ConfigGroups):
 
     teacher: of on-policy distillation on Megatron, else None. argv: the command line. warnings: to be printed once by the launcher.
 
-    custom: values of the flags that --custom-arguments-path added, by their names.
+    notes: what differs from slime under the same flags, and defaults that follow from others; the
+    launcher prints them once. custom: values of the flags that --custom-arguments-path added, by their names.
     """
 
     megatron: MegatronConfigs
@@ -52,6 +53,7 @@ class RunConfig(ConfigGroups):
     custom: Mapping[str, Any]
     argv: tuple[str, ...]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
     def data_parallel_size(self) -> int:

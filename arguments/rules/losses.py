@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.batches import global_batch_of
-from slime_like.advantages.registry import OutcomeEstimator, advantage_estimators
+from slime_like.advantages.registry import (
+    OutcomeEstimator,
+    advantage_estimators,
+    compares_samples,
+    needs_critic,
+)
 from slime_like.config import Problem
 
 WIDE_FOR_A_GEOMETRIC_MEAN = 0.01
@@ -88,3 +93,16 @@ def gmpo_needs_one_advantage(s: Settings) -> str | None:
     if s.loss.name != "gmpo" or isinstance(advantage_estimators.get(name), OutcomeEstimator):
         return None
     return f"gmpo is defined for one advantage in each sequence, and --advantage-estimator {name} gives each token its own"
+
+
+def sapo_needs_a_group(s: Settings) -> str | None:
+    """SAPO's temperatures are for advantages that are centred within a prompt's group."""
+    name = s.algorithm.advantage_estimator
+    entry = advantage_estimators.get(name)
+    if s.loss.name != "sapo" or (compares_samples(entry) and not needs_critic(entry)):
+        return None
+    why = "takes its baseline from a critic" if needs_critic(entry) else "has no group"
+    return (
+        f"--policy-loss-type sapo is defined for advantages of a group, and "
+        f"--advantage-estimator {name} {why}; see --advantage-estimator grpo"
+    )

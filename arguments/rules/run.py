@@ -21,7 +21,12 @@ from arguments.rules.distillation import DISTILLATION_RULES, nothing_to_learn
 from arguments.rules.files import FILE_RULES
 from arguments.rules.learning_rate import LEARNING_RATE_RULES, STEP_RULES
 from arguments.rules.lora import LORA_RULES, nothing_to_overlap
-from arguments.rules.losses import LOSS_RULES, gmpo_needs_one_advantage, wide_gspo_range
+from arguments.rules.losses import (
+    LOSS_RULES,
+    gmpo_needs_one_advantage,
+    sapo_needs_a_group,
+    wide_gspo_range,
+)
 from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
 from arguments.rules.network import NETWORK_RULES
 from arguments.rules.optimizer import OPTIMIZER_RULES, OPTIMIZER_WARNINGS
@@ -191,7 +196,7 @@ def truncated_sampling(s: Settings) -> str | None:
 
 WARNINGS: tuple[Warn, ...] = (
     reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling,
-    wide_gspo_range, gmpo_needs_one_advantage, idle_correction_settings, idle_advantage_settings, nothing_to_learn,
+    wide_gspo_range, gmpo_needs_one_advantage, sapo_needs_a_group, idle_correction_settings, idle_advantage_settings, nothing_to_learn,
     *MOE_WARNINGS, *OPTIMIZER_WARNINGS, nothing_to_overlap,
 )  # fmt: skip
 

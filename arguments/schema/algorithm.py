@@ -118,7 +118,10 @@ class AlgorithmConfig:
         None, "Samples in each optimizer step, over all ranks.", legal=AT_LEAST_ONE
     )
     micro_batch_size: int = arg(
-        1, "Samples in each forward pass of a data-parallel rank.", legal=AT_LEAST_ONE
+        1,
+        "Samples in each forward pass of a data-parallel rank. Without it and without --use-dynamic-batch-size micro-batches have up to 4096 "
+        "tokens; with --pipeline-model-parallel-size, --qkv-format bshd or token_mean_legacy one sample.",
+        legal=AT_LEAST_ONE,
     )
     log_probs_micro_batch_size: int | None = arg(
         None,

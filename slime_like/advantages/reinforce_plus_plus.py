@@ -39,7 +39,9 @@ def reinforce_plus_plus_baseline(batch: TokenRewards) -> list[Tensor]:
 
 
 advantage_estimators.add(
-    "reinforce_plus_plus", TokenEstimator("reinforce_plus_plus", reinforce_plus_plus, whitens=True)
+    "reinforce_plus_plus",
+    TokenEstimator("reinforce_plus_plus", reinforce_plus_plus, whitens=True),
+    aliases=("reinforce++",),  # SkyRL's name
 )
 advantage_estimators.add(
     "reinforce_plus_plus_baseline",

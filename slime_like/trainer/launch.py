@@ -116,6 +116,8 @@ def prepare(config: RunConfig, rank: int, cautions: Sequence[str]) -> None:
     if rank == 0:
         for text in cautions:
             logger.warning("%s", text)
+        for text in config.notes:
+            logger.info("note: %s", text)
         if config.debug.print_megatron_patches:
             logger.info("%s", report)
 

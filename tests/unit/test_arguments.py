@@ -452,3 +452,49 @@ def test_only_rank_0_prints(
     with pytest.raises(SystemExit) as helped:
         parse_or_exit(["--help"], 1, 0)
     assert helped.value.code == 0 and "--policy-loss-type" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "budget"),
+    [
+        ("", 4096),
+        ("--micro-batch-size 1", None),
+        ("--use-dynamic-batch-size --max-tokens-per-gpu 99", 99),
+        ("--log-probs-micro-batch-size 2", None),
+        ("--qkv-format bshd", None),
+        ("--loss-reduction token_mean_legacy", None),
+        ("--pipeline-model-parallel-size 2", None),
+    ],
+)
+def test_micro_batches_are_a_token_budget_by_default(
+    tmp_path: Path, flags: str, budget: int | None
+) -> None:
+    config = parse_args(complete(tmp_path, *flags.split()), 2)
+    assert config.algorithm.use_dynamic_batch_size is (budget is not None)
+    assert config.algorithm.max_tokens_per_gpu == budget
+    assert any("micro-batches of up to" in note for note in config.notes) is (flags == "")
+
+
+def test_defaults_that_are_not_slimes_are_noted(tmp_path: Path) -> None:
+    (note,) = parse_args(complete(tmp_path, "--micro-batch-size", "1"), 1).notes
+    assert "--bf16" in note and "--use-distributed-optimizer" in note and "response" not in note
+    slimes = ("--micro-batch-size", "1", "--bf16", "--use-distributed-optimizer")
+    assert parse_args(complete(tmp_path, *slimes), 1).notes == ()
+    own = ("--custom-rm-path", "json.dumps")
+    (note,) = parse_args(complete(tmp_path, *slimes, *own, without=("--rm-type",)), 1).notes
+    assert "sample.response" in note
+    told = ("--no-bf16", "--no-use-distributed-optimizer", "--micro-batch-size", "1")
+    assert parse_args(complete(tmp_path, *told), 1).notes == ()
+
+
+def test_skyrls_names_of_gmpos_bounds(tmp_path: Path) -> None:
+    flags = "trainer.algorithm.eps_clip_low=0.3 trainer.algorithm.eps_clip_high=0.5"
+    line = complete(tmp_path, "--policy-loss-type", "gmpo", *flags.split())
+    loss = parse_args(line, 1).policy_loss
+    assert (loss.gmpo_eps_low, loss.gmpo_eps_high) == (0.3, 0.5)
+
+
+def test_skyrls_switch_of_the_standard_deviation(tmp_path: Path) -> None:
+    for word, off in (("false", True), ("true", False)):
+        line = complete(tmp_path, f"trainer.algorithm.grpo_norm_by_std={word}")
+        assert parse_args(line, 1).algorithm.disable_grpo_std_normalization is off

@@ -249,13 +249,21 @@ def test_every_rule_is_broken_somewhere() -> None:
             "--gamma 0.9 --num-steps-per-rollout 2",
             "--gamma has no effect with --advantage-estimator grpo",
         ),
+        (
+            "--policy-loss-type sapo --advantage-estimator ppo --num-steps-per-rollout 2",
+            "takes its baseline from a critic",
+        ),
+        (
+            "--policy-loss-type sapo --advantage-estimator reinforce++ --normalize-advantages --num-steps-per-rollout 2",
+            "has no group",
+        ),
     ],
 )
 def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
     words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
     warnings = parse_args(complete(tmp_path, *words), 1).warnings
     assert len(warnings) == 1 and said in warnings[0]
-    assert len(set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS}) == 11, (
+    assert len(set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS}) == 12, (
         "a new warning has a case here"
     )
 
@@ -346,7 +354,9 @@ def test_balancing_comes_with_token_budgets(tmp_path: Path) -> None:
     def balanced(flags: str) -> bool | None:
         return parse_args(complete(tmp_path, *flags.split()), 1).algorithm.balance_data
 
-    assert balanced("") is False and balanced("--balance-data") is True
+    by_samples = "--micro-batch-size 1"
+    assert balanced(by_samples) is False and balanced(f"{by_samples} --balance-data") is True
+    assert balanced("") is True, "the default is a budget"
     assert balanced(DYNAMIC) is True and balanced(f"{DYNAMIC} --no-balance-data") is False
 
 

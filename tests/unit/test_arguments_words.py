@@ -10,6 +10,7 @@ import pytest
 from arguments import get_parser
 from arguments.aliases import ALIASES, NO_EFFECT, NOT_IMPLEMENTED, VALUES_NOT_IMPLEMENTED
 from arguments.flag_registry import flag_table, normalise
+from arguments.flags import Flag
 from arguments.run_file import read_run_file
 from arguments.values import ParsedArgs
 from slime_like.config import ConfigError
@@ -268,6 +269,78 @@ offload: false
 def test_problems_of_a_run_file(tmp_path: Path, text: str, said: str) -> None:
     given = read_yaml(tmp_path, text)
     assert len(given.problems) == 1 and said in messages(given)
+
+
+def test_every_title_of_the_list_of_flags_is_a_section(tmp_path: Path) -> None:
+    listed = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text("utf-8")
+    first: dict[str, Flag] = {}
+    for flag in flag_table().flags:
+        if (not flag.refused and flag.kind == "switch") or (flag.item is str and flag.choices):
+            first.setdefault(flag.group, flag)
+    titles = [line[3:] for line in listed.splitlines() if line.startswith("## ")]
+    titles = [t for t in titles if t not in ("Other spellings", "Known and not implemented yet")]
+    assert len(titles) > 30
+    for title in titles:
+        flag = first.get(title)
+        key, value = (flag.dest, "true") if flag else ("lr", "1.0")
+        if flag is not None and flag.choices:
+            value = str(flag.choices[0])
+        for name in (title, title.split(" (")[0], title.title().replace(" ", "_")):
+            given = read_yaml(tmp_path, f'"{name}":\n  {key}: {value}\n')
+            assert not given.problems and set(given.values) == {key}, name
+
+
+def test_a_section_and_a_flag_of_one_name(tmp_path: Path) -> None:
+    assert read_yaml(tmp_path, "optimizer: sgd\n").values == {"optimizer": "sgd"}
+    nested = read_yaml(tmp_path, "optimizer: {optimizer: sgd, lr: 1.0}\n")
+    assert nested.values == {"optimizer": "sgd", "lr": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lr: 1.0\nlr: 2.0\n", "line 2: the key 'lr' is given twice, first in line 1"),
+        ("num-rollout: 1\nlr: 1.0\nnum_rollout: 2\n", "line 3: the key 'num_rollout'"),
+        ("optimizer:\n  lr: 1.0\n  lr: 2.0\n", "line 3: the key 'lr'"),
+    ],
+)
+def test_a_key_that_is_given_twice(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(tmp_path, text)
+    assert said in str(caught.value)
+
+
+def test_a_setting_that_two_sections_give(tmp_path: Path) -> None:
+    given = read_yaml(tmp_path, "lr: 1.0\noptimizer: {lr: 2.0}\n")
+    assert [p.flag for p in given.problems] == ["--lr"]
+
+
+@pytest.mark.parametrize("value", ['"false"', "'off'", "0", "no"])
+def test_a_switch_in_a_run_file_is_what_it_reads(tmp_path: Path, value: str) -> None:
+    assert read_yaml(tmp_path, f"use_tis: {value}\nuse_kl_loss: {value}\n").values == {
+        "use_kl_loss": False
+    }
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [("--fsdp", "Megatron-FSDP"), ("--wandb", "--use-wandb"), ("--bogus", "see --help")],
+)
+def test_neighbours_of_names_that_are_not_here(typed: str, said: str) -> None:
+    assert said in messages(read(typed))
+
+
+MEGATRON_LM_SWITCHES = """
+--enable-experimental --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion
+--no-bias-dropout-fusion --no-bias-gelu-fusion --no-persist-layer-norm --no-create-attention-mask-in-dataloader
+--no-async-tensor-model-parallel-allreduce --no-query-key-layer-scaling --no-overlap-p2p-communication --no-one-logger
+--no-use-tokenizer-model-from-checkpoint-args --no-check-for-nan-in-loss-and-grad --no-initialization
+""".split()  # noqa: SIM905
+
+
+@pytest.mark.parametrize("typed", MEGATRON_LM_SWITCHES)
+def test_switches_of_megatron_lm_are_read(typed: str) -> None:
+    assert not read(typed).problems
 
 
 @pytest.mark.parametrize(
