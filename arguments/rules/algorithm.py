@@ -58,26 +58,7 @@ def correction_fits_the_loss(s: Settings) -> list[Problem]:
 
 def correction_bounds(s: Settings) -> list[Problem]:
     """low <= high, and both of a pair that goes together."""
-    config = s.off_policy
-    found = []
-    for name in (
-        "token_tis_ratio_clip",
-        "geo_mask",
-        "product_mask",
-        "outlier_token_is_threshold",
-        "token_mask_is_threshold",
-    ):
-        low, high = getattr(config, f"{name}_low"), getattr(config, f"{name}_high")
-        if low is not None and high is not None and low > high:
-            found += problem(
-                f"{name}_low", low, f"must not be above {flag_name(name + '_high')} {high:g}"
-            )
-    low, high = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
-    if (low is None) != (high is None):
-        given, missing = ("low", "high") if high is None else ("high", "low")
-        message = f"needs {flag_name('token_mask_is_threshold_' + missing)} too; the token mask has two sides"
-        found += problem(f"token_mask_is_threshold_{given}", low if high is None else high, message)
-    return found
+    return s.off_policy.conflicts()
 
 
 def custom_tis(s: Settings) -> list[Problem]:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from slime_like.losses.checks import require_choice, require_shape, require_tensor
+
 EXPONENT_CLAMP = 20.0
 LOW_VAR_CLAMP = 10.0
 
@@ -39,13 +41,24 @@ KL_ESTIMATORS: tuple[str, ...] = (*_VALUES, "k1+", "k3+")
 def kl_estimate(
     kind: str, log_probs: Tensor, ref_log_probs: Tensor, *, log_ratio: Tensor | None = None
 ) -> Tensor:
-    """Per-token estimate, same shape as log_probs. Masked values must be selected away before.
+    """Estimate of the KL at each token. Masked values must be selected away before.
 
-    log_ratio: log of current over old policy, with grad: weight by its ratio (see `unbiased` above). Raises ValueError for an unknown
-    estimator.
+    Args:
+        kind: one of `KL_ESTIMATORS`.
+        log_probs: any shape, current policy, with grad.
+        ref_log_probs: same shape, reference.
+        log_ratio: same shape, log of current over old policy, with grad: weight by its ratio (see `unbiased` above).
+
+    Returns:
+        Same shape as log_probs.
+
+    Raises:
+        ValueError: for an unknown estimator or a wrong shape.
     """
-    if kind not in KL_ESTIMATORS:
-        raise ValueError(f"unknown KL estimator {kind!r}; legal values: {', '.join(KL_ESTIMATORS)}")
+    require_choice("KL estimator", kind, KL_ESTIMATORS)
+    require_shape(
+        "ref_log_probs", ref_log_probs, require_tensor("log_probs", log_probs), "log_probs"
+    )
     d = log_probs - ref_log_probs
     base = kind.removesuffix("+")
     value = _VALUES[base](d)

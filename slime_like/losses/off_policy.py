@@ -24,13 +24,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.config import NON_NEGATIVE, POSITIVE, arg
+from slime_like.config import (
+    NON_NEGATIVE,
+    POSITIVE,
+    CheckedSettings,
+    Problem,
+    SettingsError,
+    arg,
+    flag_name,
+)
+from slime_like.losses.checks import require_ids, require_shape
 from slime_like.losses.inputs import LOG_RATIO_CLAMP
 from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min, masked_std
 
+_BOUNDS = (
+    "token_tis_ratio_clip",
+    "geo_mask",
+    "product_mask",
+    "outlier_token_is_threshold",
+    "token_mask_is_threshold",
+)
+
 
 @dataclass(frozen=True, slots=True)
-class OffPolicyConfig:
+class OffPolicyConfig(CheckedSettings):
     tis_ratio_type: str | None = arg(
         None,
         "Truncated importance sampling: weight the policy loss of each token, or of each sequence, by trainer over sampler.",
@@ -117,6 +134,22 @@ class OffPolicyConfig:
             or self.m2po_threshold is not None
         )
 
+    def conflicts(self) -> list[Problem]:
+        """Bounds in the wrong order, and one of a pair that goes together."""
+        found = []
+        for name in _BOUNDS:
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            if low is not None and high is not None and low > high:
+                message = f"must not be above {flag_name(name + '_high')} {high:g}"
+                found.append(Problem(flag_name(f"{name}_low"), low, message))
+        low, high = self.token_mask_is_threshold_low, self.token_mask_is_threshold_high
+        if (low is None) != (high is None):
+            given, missing = ("low", "high") if high is None else ("high", "low")
+            message = f"needs {flag_name('token_mask_is_threshold_' + missing)} too; the token mask has two sides"
+            flag = flag_name(f"token_mask_is_threshold_{given}")
+            found.append(Problem(flag, low if high is None else high, message))
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Correction:
@@ -174,10 +207,26 @@ def off_policy_correction(
 ) -> Correction:
     """Keep mask and importance weights of one optimizer step's tokens on this rank, and how far trainer and sampler are apart.
 
-    old_log_probs, rollout_log_probs: [T], by the trainer and by the sampler, at the same temperature. loss_mask: [T] bool. seq_ids: [T] int64 in
-    [0, num_seqs). Sequences must be whole. group: the data-parallel ranks that share the step, which M2PO needs. `custom_tis_function_path`
-    is not read here: see `custom_tis.py`.
+    Args:
+        config: which correction. `custom_tis_function_path` is not read here: see `custom_tis.py`.
+        old_log_probs: [T], by the trainer, before the update; at the sampler's temperature.
+        rollout_log_probs: [T], by the sampler.
+        loss_mask: [T] bool.
+        seq_ids: [T] integers in [0, num_seqs). Sequences must be whole.
+        num_seqs: S.
+        group: the data-parallel ranks that share the step, all of which call this; None: this process alone.
+
+    Returns:
+        Keep mask, weights and metrics of this rank's tokens.
+
+    Raises:
+        ValueError: for bounds in the wrong order, a missing tensor or a wrong shape.
     """
+    if problems := config.conflicts():
+        raise SettingsError(problems, type(config).__name__)
+    require_shape("old_log_probs", old_log_probs, loss_mask, "loss_mask")
+    require_shape("rollout_log_probs", rollout_log_probs, loss_mask, "loss_mask")
+    require_ids("seq_ids", seq_ids, loss_mask.numel(), below=num_seqs)
     with torch.no_grad():
         difference = _wide(old_log_probs) - _wide(rollout_log_probs)
         finite = torch.isfinite(difference) | ~loss_mask
@@ -248,10 +297,7 @@ def _token_mask(
     if not config.token_mask:
         return keep
     low, high = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
-    if low is None or high is None:
-        raise ValueError(
-            f"token_mask_is_threshold_low and _high go together (given: {low} and {high})"
-        )
+    assert low is not None and high is not None, "see OffPolicyConfig.conflicts"
     x = tokens.ratios
     inside = ((x >= low) & (x <= high) & tokens.finite) | ~tokens.mask
     metrics["token_mask_ratio"] = masked_mean(~inside, tokens.mask)

@@ -7,18 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from arguments.run_config import RunConfig
-from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.backend import MegatronBackend, PendingStep
 from slime_like.megatron.guards import (
+    GateError,
     SkippedStepGate,
     TrainRolloutGate,
+    check_finite,
     check_initial_kl,
     check_old_log_probs,
     check_old_values,
+    non_finite_losses,
 )
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
 from slime_like.types import StepResult, TrainBatch
 
+_LOSS_INPUTS = {
+    "advantages": "advantage",
+    "old_log_probs": "old log-prob",
+    "ref_log_probs": "log-prob of the reference",
+    "rollout_log_probs": "log-prob of the rollout engine",
+    "importance_weights": "importance weight",
+    "loss_weights": "weight of the reduction",
+}  # field of a TrainSample -> in a message
 _GATES = {"": "policy", "critic_": "critic"}  # prefix of the names in a checkpoint
 
 
@@ -73,6 +84,7 @@ class TrainStep:
         with self.progress.phase("train"):
             for index, batch in enumerate(batches):
                 pending = self.backend.forward_backward(batch)
+                self._check_loss(batch, pending, index)
                 if index == 0:
                     self._check_first_update(
                         step, pending.metrics, weight_version=weight_version, on_policy=on_policy
@@ -89,6 +101,7 @@ class TrainStep:
         with self.progress.phase("train_critic"):
             for index, batch in enumerate(batches):
                 pending = self.backend.forward_backward_critic(batch)
+                self._check_loss(batch, pending, index, critic=True)
                 if index == 0 and not self._has_dropout:
                     difference = pending.metrics.get("value_diff_abs", 0.0)
                     same_packing = self._same_packing(pending.network.layout)
@@ -102,6 +115,37 @@ class TrainStep:
                 self.warn(gate.check(result.skipped, result.grad_norm))
                 results.append(result)
         return averages(results, gate, prefix="critic_")
+
+    def _check_loss(
+        self, batch: TrainBatch, pending: PendingStep, index: int, *, critic: bool = False
+    ) -> None:
+        """A loss that is not finite changes no weight: a clamp may keep its NaN out of the gradient, and a step without one of its terms
+        would be taken. Collective only where it raises, for all ranks have the same metrics. Raises GateError naming the first culprit."""
+        broken = non_finite_losses(pending.metrics)
+        if not broken:
+            return
+        samples = batch.samples
+        which = "the critic's optimizer step" if critic else "optimizer step"
+        when = f"{which} {index + 1} of this rollout has {', '.join(broken)}"
+        if critic:
+            columns = {
+                "old value": [s.values for s in samples],
+                "return": [None if s.returns is None else s.returns.nan_to_num() for s in samples],
+                "value": self.backend.compute_values(samples),
+            }
+        else:
+            now = self.backend.compute_log_probs(samples)
+            columns = {
+                "log-prob under the current weights": [o.log_probs for o in now],
+                "entropy under the current weights": [o.entropy for o in now],
+                **{words: [getattr(s, f) for s in samples] for f, words in _LOSS_INPUTS.items()},
+            }
+        masks = [s.loss_mask for s in samples]
+        names = [f"{i + 1} of {len(samples)} of this rank" for i in range(len(samples))]
+        check_finite(columns, masks, names, when=when)
+        raise GateError(
+            f"{when}, and all that it was computed from is finite: see the loss and its coefficients"
+        )
 
     def _check_first_update(
         self, step: int, metrics: Mapping[str, float], *, weight_version: int, on_policy: bool

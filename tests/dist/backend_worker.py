@@ -141,6 +141,55 @@ def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     return dict(error=None)
 
 
+def spoil(sample: Any, tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """`tensor` [R] with `value` at the sample's first active token."""
+    tensor = tensor.clone()
+    tensor[int(sample.loss_mask.nonzero()[0])] = value
+    return tensor
+
+
+def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
+    """One number of the last rank's reference is not finite: in the log-prob pass, or not before the loss. The gradient would not show it."""
+    flags = f"--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3 --ref-load {ref}"
+    spoilt_rank = layout.rank == layout.world_size - 1
+    found = {}
+    with make_trainer(folder, layout, out, flags) as trainer:
+        backend, before = trainer.backend, optimizer_state(trainer.backend)
+        groups, _ = trainer.supply.groups_of(0)
+        samples = [sample for group in groups for sample in group.samples]
+        batches, _ = trainer.batches.make(samples, weight_version=1)
+        policy = batches.policy
+        if spoilt_rank:
+            first, *rest = policy[0].samples
+            assert first.ref_log_probs is not None
+            broken = spoil(first, first.ref_log_probs, float("nan"))
+            first = dataclasses.replace(first, ref_log_probs=broken)
+            policy = [dataclasses.replace(policy[0], samples=[first, *rest]), *policy[1:]]
+        real = backend.compute_log_probs
+
+        def broken_reference(mine: Any, network: Any = None) -> Any:
+            results = real(mine, network)
+            if network is backend.reference and spoilt_rank:
+                log_probs = spoil(mine[0], results[0].log_probs, float("-inf"))
+                results[0] = dataclasses.replace(results[0], log_probs=log_probs)
+            return results
+
+        for name, attempt in {
+            "loss": lambda: trainer.updates.train_policy(
+                0, policy, weight_version=1, on_policy=True
+            ),
+            "reference": lambda: trainer.batches.make(samples, weight_version=1),
+        }.items():
+            backend.compute_log_probs = real if name == "loss" else broken_reference  # type: ignore[method-assign]
+            try:
+                attempt()
+                found[name] = ""
+            except GateError as error:
+                found[name] = str(error)
+        same = all(torch.equal(a, b) for a, b in zip(before, optimizer_state(backend), strict=True))
+    return {**found, "same": same}
+
+
 def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     """Advantages of this rank's samples with a KL penalty, and what a hand computation needs: log-probs of policy and reference."""
     with make_trainer(
@@ -195,6 +244,7 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     with parallel() as layout:
         result["bf16"] = check_bf16(folder, layout)
         result["gate"] = check_gate(folder, layout, out)
+        result["non finite"] = check_non_finite(folder, ref, layout, out)
         result["kl"] = check_kl_in_reward(folder, ref, layout, out)
     return result
 
