@@ -141,11 +141,14 @@ def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     return dict(error=None)
 
 
-def spoil(sample: Any, tensor: torch.Tensor, value: float) -> torch.Tensor:
-    """`tensor` [R] with `value` at the sample's first active token."""
-    tensor = tensor.clone()
-    tensor[int(sample.loss_mask.nonzero()[0])] = value
-    return tensor
+def spoiled(
+    samples: list[Any], tensors: list[torch.Tensor], value: float
+) -> tuple[int, torch.Tensor]:
+    """(place of the first sample with an active token, its tensor [R] with `value` there)."""
+    place = next(i for i, sample in enumerate(samples) if sample.loss_mask.any())
+    tensor = tensors[place].clone()
+    tensor[int(samples[place].loss_mask.nonzero()[0])] = value
+    return place, tensor
 
 
 def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
@@ -160,18 +163,17 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
         batches, _ = trainer.batches.make(samples, weight_version=1)
         policy = batches.policy
         if spoilt_rank:
-            first, *rest = policy[0].samples
-            assert first.ref_log_probs is not None
-            broken = spoil(first, first.ref_log_probs, float("nan"))
-            first = dataclasses.replace(first, ref_log_probs=broken)
-            policy = [dataclasses.replace(policy[0], samples=[first, *rest]), *policy[1:]]
+            mine = list(policy[0].samples)
+            i, broken = spoiled(mine, [s.ref_log_probs for s in mine], float("nan"))
+            mine[i] = dataclasses.replace(mine[i], ref_log_probs=broken)
+            policy = [dataclasses.replace(policy[0], samples=tuple(mine)), *policy[1:]]
         real = backend.compute_log_probs
 
         def broken_reference(mine: Any, network: Any = None) -> Any:
             results = real(mine, network)
             if network is backend.reference and spoilt_rank:
-                log_probs = spoil(mine[0], results[0].log_probs, float("-inf"))
-                results[0] = dataclasses.replace(results[0], log_probs=log_probs)
+                i, log_probs = spoiled(mine, [r.log_probs for r in results], float("-inf"))
+                results[i] = dataclasses.replace(results[i], log_probs=log_probs)
             return results
 
         for name, attempt in {
