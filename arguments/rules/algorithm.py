@@ -23,7 +23,7 @@ CUSTOM_TIS_TAKES = (
 def first_correction(config: OffPolicyConfig) -> str:
     """The flag of a correction that is on."""
     keys = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
-            "token_mask_is_threshold_low", "token_mask_is_threshold_high", "m2po_threshold", "custom_tis_function_path")  # fmt: skip
+            "token_mask_is_threshold_low", "token_mask_is_threshold_high", "rejection_metric", "m2po_threshold", "custom_tis_function_path")  # fmt: skip
     return flag_name(next(key for key in keys if getattr(config, key) is not None))
 
 
@@ -143,6 +143,9 @@ def idle_advantage_settings(s: Settings) -> str | None:
     for field in ("kl_target", "kl_horizon"):
         if field in s.given and s.algorithm.kl_ctrl_type != "adaptive":
             return f"{flag_name(field)} has no effect without --kl-ctrl-type adaptive"
+    for field in ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"):
+        if field in s.given and s.algorithm.entropy_ctrl_type != "adaptive":
+            return f"{flag_name(field)} has no effect without --entropy-ctrl-type adaptive"
     return None
 
 
@@ -153,6 +156,7 @@ _PARTS = {
         "--tis-ratio-type sequence",
         lambda c: c.tis_ratio_type == "sequence",
     ),
+    "tis_batch_": ("--tis-ratio-type", lambda c: c.tis_ratio_type is not None),
     "geo_mask_": (
         "--sequence-mask-metric geometric",
         lambda c: c.sequence_mask_metric == "geometric",

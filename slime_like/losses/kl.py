@@ -6,8 +6,8 @@ With d = log_probs - ref_log_probs (Schulman 2020, "Approximating KL divergence"
 
 On-policy, the expected gradient is 0 for k1 (only noise), that of KL(policy || ref) for k2, and that of KL(ref || policy) for k3. With
 `unbiased` the estimator is weighted by the ratio r of current to old policy, which makes it that of KL(policy || ref), off-policy too: for
-k1 and k3 the gradient goes through r, for k2, whose gradient is right already, r is a constant. `k1+` and `k3+` have the value of
-k1 and k3 and the gradient of k2.
+k1 and k3 the gradient goes through r, for k2, whose gradient is right already, r is a constant. `k1+`, `k3+`, `low_var_kl+`
+and `abs+` are straight-through: the value of the estimator before the plus, and the gradient of k2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "low_var_kl": lambda d: _k3(d).clamp(-LOW_VAR_CLAMP, LOW_VAR_CLAMP),
     "abs": torch.abs,
 }
-KL_ESTIMATORS: tuple[str, ...] = (*_VALUES, "k1+", "k3+")
+KL_ESTIMATORS: tuple[str, ...] = (*_VALUES, "k1+", "k3+", "low_var_kl+", "abs+")
 
 
 def kl_estimate(

@@ -59,7 +59,7 @@ class PolicyLoss:
             raise ValueError(
                 f"policy loss {name} takes a {self.config_type.__name__}, not a {type(config).__name__}"
             )
-        choices = {f.name for f in fields(config) if f.metadata.get("choices")}
+        choices = {f.name for f in fields(self.config_type) if f.metadata.get("choices")}
         for setting, value in meant.items():
             given = getattr(config, setting)
             if given is None or (setting in choices and given != value):

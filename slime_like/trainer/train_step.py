@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from arguments.run_config import RunConfig
+from slime_like.losses.entropy_control import EntropyController
 from slime_like.megatron.backend import MegatronBackend, PendingStep
 from slime_like.megatron.guards import (
     GateError,
@@ -56,21 +57,24 @@ class TrainStep:
         self.rollout_gate = rollout_gate
         self.warn = warn
         self.initial_policy = initial_policy
+        self.entropy = entropy_controller(run)
         patience = run.gates.max_consecutive_skipped_steps
         self.skip_gates = {
             "policy": SkippedStepGate(patience),
             "critic": SkippedStepGate(patience, whose="critic's "),
         }
 
-    def state_dict(self) -> dict[str, int]:
-        """Steps that were skipped, as plain JSON."""
-        state = {}
+    def state_dict(self) -> dict[str, Any]:
+        """Steps that were skipped, and the entropy bonus, as plain JSON."""
+        state: dict[str, Any] = {"entropy_controller": self.entropy.state_dict()}
         for prefix, whose in _GATES.items():
             state[f"{prefix}skipped_steps"] = self.skip_gates[whose].total
             state[f"{prefix}skipped_in_a_row"] = self.skip_gates[whose].in_a_row
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Checkpoints before the adaptive entropy bonus have no state of it."""
+        self.entropy.load_state_dict(state.get("entropy_controller", {}))
         for prefix, whose in _GATES.items():
             self.skip_gates[whose].total = int(state[f"{prefix}skipped_steps"])
             self.skip_gates[whose].in_a_row = int(state[f"{prefix}skipped_in_a_row"])
@@ -83,8 +87,13 @@ class TrainStep:
         results = []
         with self.progress.phase("train"):
             for index, batch in enumerate(batches):
+                if self.entropy.adaptive:
+                    self.backend.set_entropy_coef(self.entropy.coef)
                 pending = self.backend.forward_backward(batch)
                 self._check_loss(batch, pending, index)
+                if self.entropy.adaptive:
+                    pending.metrics["entropy_coef"] = self.entropy.coef
+                    self.entropy.update(pending.metrics.get("entropy"))
                 if index == 0:
                     self._check_first_update(
                         step, pending.metrics, weight_version=weight_version, on_policy=on_policy
@@ -201,6 +210,19 @@ class TrainStep:
         return (
             same_size and layout.vp_size == 1
         )  # interleaved stages pad to the longest of the step, or of the rollout
+
+
+def entropy_controller(run: RunConfig) -> EntropyController:
+    algorithm = run.algorithm
+    if algorithm.entropy_ctrl_type != "adaptive":
+        return EntropyController(algorithm.entropy_coef)
+    return EntropyController(
+        algorithm.entropy_coef,
+        target=algorithm.entropy_target,
+        delta=algorithm.entropy_coef_delta,
+        low=algorithm.entropy_coef_min,
+        high=algorithm.entropy_coef_max,
+    )
 
 
 def averages(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -192,6 +193,25 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
     return {**found, "same": same}
 
 
+def check_adaptive_entropy(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
+    """Two optimizer steps with a bonus that has to rise, and a second trainer that goes on from the first one's state."""
+    flags = "--entropy-ctrl-type adaptive --entropy-target 100 --entropy-coef 0.001 --entropy-coef-delta 0.0005"
+    with make_trainer(folder, layout, out, flags) as trainer:
+        groups, _ = trainer.supply.groups_of(0)
+        samples = [sample for group in groups for sample in group.samples]
+        batches, _ = trainer.batches.make(samples, weight_version=1)
+        steps = [batches.policy[0], batches.policy[0]]
+        metrics = trainer.updates.train_policy(0, steps, weight_version=1, on_policy=True)
+        applied = trainer.backend.objective.terms.entropy_coef
+        state = json.loads(json.dumps(trainer._state({})))
+    with make_trainer(folder, layout, out, flags) as trainer:
+        trainer.updates.load_state_dict(state)
+        resumed = trainer.updates.entropy.coef
+        older = {name: value for name, value in state.items() if name != "entropy_controller"}
+        trainer.updates.load_state_dict(older)
+    return dict(mean=metrics["train/entropy_coef"], applied=applied, resumed=resumed)
+
+
 def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     """Advantages of this rank's samples with a KL penalty, and what a hand computation needs: log-probs of policy and reference."""
     with make_trainer(
@@ -247,6 +267,7 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
         result["bf16"] = check_bf16(folder, layout)
         result["gate"] = check_gate(folder, layout, out)
         result["non finite"] = check_non_finite(folder, ref, layout, out)
+        result["entropy"] = check_adaptive_entropy(folder, layout, out)
         result["kl"] = check_kl_in_reward(folder, ref, layout, out)
     return result
 

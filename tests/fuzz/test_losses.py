@@ -68,7 +68,11 @@ def test_a_loss_is_finite_or_refused(data: st.DataObject) -> None:
         tensors[broken][tuple(mask.nonzero()[0].tolist())] = math.nan
     leaf = torch.where(mask, -torch.ones(mask.shape), math.nan).requires_grad_()
     reduction = data.draw(st.sampled_from(LOSS_REDUCTIONS))
-    ids = {"prompt_ids": torch.arange(len(mask)), "loss_norm_length": 5, "micro_batch_size": 1}
+    ids: dict[str, Any] = {
+        "prompt_ids": torch.arange(len(mask)),
+        "loss_norm_length": 5,
+        "micro_batch_size": 1,
+    }
     u = token_weights(reduction, mask, **ids)
     try:
         config = loss.config_type(**data.draw(settings_of(loss.config_type)))
@@ -109,7 +113,7 @@ def test_advantages_are_finite_or_refused(data: st.DataObject) -> None:
     size = data.draw(st.sampled_from([count, count, count, count + 1]))
     groups = torch.tensor([data.draw(st.integers(0, 2)) for _ in range(size)], dtype=torch.long)
     lengths = torch.tensor([data.draw(st.integers(-1, 3)) for _ in range(count)], dtype=torch.long)
-    singleton = data.draw(st.sampled_from(["zero", "reward", "bogus"]))
+    singleton: Any = data.draw(st.sampled_from(["zero", "reward", "bogus"]))
     estimator = data.draw(st.sampled_from(OUTCOME_ESTIMATORS))
     try:
         output = compute_advantages(
