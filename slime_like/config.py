@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import numbers
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 
@@ -108,15 +112,84 @@ def value_problem(value: Any, choices: Sequence[Any] | None, legal: Range | None
     return None
 
 
+_KINDS: Mapping[type, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("True or False", lambda x: isinstance(x, bool)),
+    int: ("an integer", lambda x: isinstance(x, numbers.Integral) and not isinstance(x, bool)),
+    float: ("a number", lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool)),
+    str: ("a string", lambda x: isinstance(x, str)),
+}
+
+
+@cache
+def _scalar_fields(config_type: type) -> Mapping[str, tuple[type | None, bool]]:
+    """Field -> (bool, int, float or str where it is annotated as one of them; whether None is legal)."""
+    hints = typing.get_type_hints(config_type)
+    found: dict[str, tuple[type | None, bool]] = {}
+    for field in dataclasses.fields(config_type):
+        hint = hints[field.name]
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        parts = typing.get_args(hint) if union else (hint,)
+        scalars = [part for part in parts if part is not type(None)]
+        kind = scalars[0] if len(scalars) == 1 and scalars[0] in _KINDS else None
+        found[field.name] = kind, hint is Any or type(None) in parts
+    return found
+
+
+def _field_problem(value: Any, field: dataclasses.Field[Any], kind: type | None) -> str | None:
+    if kind is not None:
+        words, holds = _KINDS[kind]
+        if not holds(value):
+            return f"must be {words}"
+    return value_problem(value, field.metadata.get("choices"), field.metadata.get("legal"))
+
+
 def check_fields(config: Any) -> list[Problem]:
-    """Problems of the fields of `config` on their own: legal values, ranges, NaN and infinity. Cross-field rules live in arguments/validate_*.py."""
+    """Problems of the fields of `config` on their own: types, legal values, ranges, NaN and infinity.
+
+    Args:
+        config: a dataclass with fields declared by `arg`.
+
+    Returns:
+        A `Problem` for each illegal value, in the order of the fields. Rules between fields live in arguments/rules.
+    """
     problems = []
+    scalars = _scalar_fields(type(config))  # type: ignore[arg-type]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        kind, optional = scalars[field.name]
         if value is None:
+            if not optional:
+                problems.append(Problem(flag_name(field.name), None, "needs a value, not None"))
             continue
         for item in value if isinstance(value, list | tuple) else [value]:
-            wrong = value_problem(item, field.metadata.get("choices"), field.metadata.get("legal"))
+            wrong = _field_problem(item, field, kind)
             if wrong is not None:
                 problems.append(Problem(flag_name(field.name), item, wrong))
     return problems
+
+
+class SettingsError(ConfigError):
+    """A settings object that was constructed with illegal values, in the words of a caller of the library."""
+
+    def __init__(self, problems: Sequence[Problem], owner: str = "settings") -> None:
+        super().__init__(problems)
+        self.owner = owner
+        fields = (p.flag.lstrip("-").replace("-", "_") for p in problems)
+        said = (f"{name}={p.value!r} {p.message}" for name, p in zip(fields, problems))
+        self.args = (f"{owner}: " + "; ".join(said),)
+
+    def __reduce__(self) -> tuple[type[SettingsError], tuple[Any, ...]]:
+        return type(self), (self.problems, self.owner)
+
+
+class CheckedSettings:
+    """Base of settings dataclasses that cannot hold an illegal value, whoever constructs them.
+
+    Construction raises `SettingsError`, a ValueError, with every problem that `check_fields` finds.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        if problems := check_fields(self):
+            raise SettingsError(problems, type(self).__name__)

@@ -23,7 +23,7 @@ CUSTOM_TIS_TAKES = (
 def first_correction(config: OffPolicyConfig) -> str:
     """The flag of a correction that is on."""
     keys = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
-            "token_mask_is_threshold_low", "token_mask_is_threshold_high", "m2po_threshold", "custom_tis_function_path")  # fmt: skip
+            "token_mask_is_threshold_low", "token_mask_is_threshold_high", "rejection_metric", "m2po_threshold", "custom_tis_function_path")  # fmt: skip
     return flag_name(next(key for key in keys if getattr(config, key) is not None))
 
 
@@ -58,26 +58,7 @@ def correction_fits_the_loss(s: Settings) -> list[Problem]:
 
 def correction_bounds(s: Settings) -> list[Problem]:
     """low <= high, and both of a pair that goes together."""
-    config = s.off_policy
-    found = []
-    for name in (
-        "token_tis_ratio_clip",
-        "geo_mask",
-        "product_mask",
-        "outlier_token_is_threshold",
-        "token_mask_is_threshold",
-    ):
-        low, high = getattr(config, f"{name}_low"), getattr(config, f"{name}_high")
-        if low is not None and high is not None and low > high:
-            found += problem(
-                f"{name}_low", low, f"must not be above {flag_name(name + '_high')} {high:g}"
-            )
-    low, high = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
-    if (low is None) != (high is None):
-        given, missing = ("low", "high") if high is None else ("high", "low")
-        message = f"needs {flag_name('token_mask_is_threshold_' + missing)} too; the token mask has two sides"
-        found += problem(f"token_mask_is_threshold_{given}", low if high is None else high, message)
-    return found
+    return s.off_policy.conflicts()
 
 
 def custom_tis(s: Settings) -> list[Problem]:
@@ -162,6 +143,9 @@ def idle_advantage_settings(s: Settings) -> str | None:
     for field in ("kl_target", "kl_horizon"):
         if field in s.given and s.algorithm.kl_ctrl_type != "adaptive":
             return f"{flag_name(field)} has no effect without --kl-ctrl-type adaptive"
+    for field in ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"):
+        if field in s.given and s.algorithm.entropy_ctrl_type != "adaptive":
+            return f"{flag_name(field)} has no effect without --entropy-ctrl-type adaptive"
     return None
 
 
@@ -172,6 +156,7 @@ _PARTS = {
         "--tis-ratio-type sequence",
         lambda c: c.tis_ratio_type == "sequence",
     ),
+    "tis_batch_": ("--tis-ratio-type", lambda c: c.tis_ratio_type is not None),
     "geo_mask_": (
         "--sequence-mask-metric geometric",
         lambda c: c.sequence_mask_metric == "geometric",

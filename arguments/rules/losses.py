@@ -70,7 +70,22 @@ def legacy_needs_even_micro_batches(s: Settings) -> list[Problem]:
     return problem("loss_reduction", "token_mean_legacy", f"{message}; use token_mean")
 
 
+def entropy_bounds(s: Settings) -> list[Problem]:
+    """An adaptive coefficient starts and stays between its bounds."""
+    a = s.algorithm
+    if a.entropy_ctrl_type != "adaptive":
+        return []
+    if a.entropy_coef_min > a.entropy_coef_max:
+        message = f"must not be above --entropy-coef-max {a.entropy_coef_max:g}"
+        return problem("entropy_coef_min", a.entropy_coef_min, message)
+    if not a.entropy_coef_min <= a.entropy_coef <= a.entropy_coef_max:
+        message = f"is where the adaptive coefficient starts; it must be from {a.entropy_coef_min:g} to {a.entropy_coef_max:g}"
+        return problem("entropy_coef", a.entropy_coef, message)
+    return []
+
+
 LOSS_RULES: tuple[Rule, ...] = (
+    entropy_bounds,
     dro_needs_beta,
     sequence_mask,
     positive_nll,

@@ -9,7 +9,7 @@ from slime_like.config import Problem
 OF_THE_POLICY_LOSS = (
     "advantage_estimator", "disable_grpo_std_normalization", "singleton_advantage", "normalize_advantages", "gamma", "lambd",
     "use_kl_loss", "kl_loss_coef", "kl_loss_type", "use_unbiased_kl", "kl_coef", "kl_ctrl_type", "kl_target", "kl_horizon",
-    "entropy_coef", "use_rollout_logprobs",
+    "entropy_coef", "entropy_ctrl_type", "entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max", "use_rollout_logprobs",
 )  # fmt: skip
 # Only evaluation samples and grades.
 OF_SAMPLING = (

@@ -88,6 +88,23 @@ class AlgorithmConfig:
         aliases=("--kl-ctrl-horizon",),
     )
     entropy_coef: float = arg(0.0, "Weight of the entropy bonus.", legal=NON_NEGATIVE)
+    entropy_ctrl_type: str = arg(
+        "fixed",
+        "How the entropy bonus changes: not at all, or as --entropy-target needs, starting from --entropy-coef.",
+        choices=("fixed", "adaptive"),
+    )
+    entropy_target: float = arg(
+        0.2,
+        "Entropy by token, in nats, that --entropy-ctrl-type adaptive keeps: no bonus above it.",
+        legal=POSITIVE,
+    )
+    entropy_coef_delta: float = arg(
+        1e-4,
+        "Change of the coefficient at each optimizer step with --entropy-ctrl-type adaptive.",
+        legal=POSITIVE,
+    )
+    entropy_coef_min: float = arg(0.0, "Least adaptive coefficient.", legal=NON_NEGATIVE)
+    entropy_coef_max: float = arg(0.005, "Largest adaptive coefficient.", legal=POSITIVE)
     use_opsm: bool = arg(
         False,
         "Off-policy sequence mask: no policy loss for negative advantages in sequences that the policy has moved away from.",

@@ -14,11 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slime_like.losses.checks import require_samples
+
 
 def teacher_gaps(
     old_log_probs: Sequence[Tensor], teacher_log_probs: Sequence[Tensor], masks: Sequence[Tensor]
 ) -> list[Tensor]:
-    """old - teacher [R] float64 by sample, 0 at inactive tokens. All arguments: [R] by sample."""
+    """old - teacher [R] float64 by sample, 0 at inactive tokens. All arguments: [R] by sample. Raises ValueError for another shape."""
+    require_samples(masks, old_log_probs=old_log_probs, teacher_log_probs=teacher_log_probs)
     return [
         torch.where(
             mask,

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.advantages.kl_reward import sample_kl
-from slime_like.advantages.outcome import Singleton, compute_advantages, finite_rewards, over_groups
+from slime_like.advantages.outcome import (
+    SINGLETONS,
+    Singleton,
+    compute_advantages,
+    finite_rewards,
+    over_groups,
+)
 from slime_like.advantages.registry import (
     OutcomeEstimator,
     TokenEstimator,
@@ -18,21 +24,22 @@ from slime_like.advantages.registry import (
     advantage_estimators,
 )
 from slime_like.advantages.whitening import whiten
+from slime_like.config import NON_NEGATIVE, UNIT, CheckedSettings, arg
+from slime_like.losses.checks import require_ids, require_samples, require_shape
 
 
 @dataclass(frozen=True, slots=True)
-class AdvantageSettings:
-    """estimator: a registered name. normalize: whiten over all ranks. kl_coef: of the KL in the reward. distillation_coef: of the
-    gap to the teacher."""
+class AdvantageSettings(CheckedSettings):
+    """How rewards become advantages."""
 
     estimator: str
-    normalize_std: bool = True
-    singleton: Singleton = "zero"
-    normalize: bool = False
-    gamma: float = 1.0
-    lambd: float = 1.0
-    kl_coef: float = 0.0
-    distillation_coef: float = 0.0
+    normalize_std: bool = arg(True, "Divide by the standard deviation of the group.")
+    singleton: Singleton = arg("zero", "Advantage in a group of one.", choices=SINGLETONS)
+    normalize: bool = arg(False, "Whiten over all ranks.")
+    gamma: float = arg(1.0, "Discount.", legal=UNIT)
+    lambd: float = arg(1.0, "Of generalised advantage estimation.", legal=UNIT)
+    kl_coef: float = arg(0.0, "Of the KL in the reward.", legal=NON_NEGATIVE)
+    distillation_coef: float = arg(0.0, "Of the gap to the teacher.", legal=NON_NEGATIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,12 @@ class Outcomes:
     lengths: Tensor
     greedy_rewards: Tensor | None = None
     processed: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        require_ids("group_ids", self.group_ids, self.rewards.numel())
+        for name in ("lengths", "greedy_rewards", "processed"):
+            if (value := getattr(self, name)) is not None:
+                require_shape(name, value, self.rewards, "rewards")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +84,29 @@ def estimate_advantages(
 ) -> TokenAdvantages:
     """Advantages of this rank's samples, `mine` among all samples of the rollout.
 
-    masks: [R] bool, active tokens, by sample of this rank. kl: [R] by sample of this rank (`kl_reward.token_kl`), or None. teacher_gap: [R] by
-    sample of this rank (`distillation.teacher_gaps`), or None; its share comes off each token's advantage before whitening.
-    critic_values: [R] by sample of this rank, before the update, or None. group:
-    data-parallel ranks, which share the samples and call this together. The KL comes off the reward: of a whole sample before groups are
-    compared, or token by token where the estimator gives each token its own advantage. A sample whose reward, KL or gap is not finite leaves all
-    statistics, whitening included, and gets 0. Raises ValueError for an unknown estimator, a missing input, and when no reward is finite.
+    The KL comes off the reward: of a whole sample before groups are compared, or token by token where the estimator gives
+    each token its own advantage. A sample whose reward, KL or gap is not finite leaves all statistics, whitening included,
+    and gets 0.
+
+    Args:
+        settings: the estimator and its settings.
+        outcomes: all samples of the rollout, equal on all ranks.
+        mine: indices of this rank's samples.
+        masks: [R] bool by sample of this rank, active tokens.
+        kl: [R] by sample of this rank (`kl_reward.token_kl`), or None.
+        teacher_gap: [R] by sample of this rank (`distillation.teacher_gaps`), or None; its share comes off each token's
+            advantage before whitening.
+        critic_values: [R] by sample of this rank, before the update, or None.
+        group: data-parallel ranks, which share the samples and call this together; None: this process alone.
+
+    Returns:
+        Advantages by sample of this rank, metrics, and with a critic the returns.
+
+    Raises:
+        ValueError: for an unknown estimator, a missing input, a wrong number of samples or shape, and when no reward is
+            finite.
     """
+    require_samples(masks, mine=mine, kl=kl, teacher_gap=teacher_gap, critic_values=critic_values)
     entry = advantage_estimators.get(settings.estimator)
     rewards, metrics = outcomes.rewards.double(), {}
     total_kl = (

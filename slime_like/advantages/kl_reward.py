@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, arg
+from slime_like.losses.checks import require_samples
 from slime_like.losses.kl import kl_estimate
 
 ADAPTIVE_STEP = 0.2
@@ -23,6 +25,7 @@ def token_kl(
     masks: Sequence[Tensor],
 ) -> list[Tensor]:
     """The estimate of `losses/kl.py` [R] float64 by sample, 0 at inactive tokens. All arguments: [R] by sample."""
+    require_samples(masks, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
     result = []
     for old, ref, mask in zip(old_log_probs, ref_log_probs, masks):
         estimate = kl_estimate(
@@ -46,7 +49,7 @@ def sample_kl(
 
 
 @dataclass(slots=True)
-class KLController:
+class KLController(CheckedSettings):
     """The coefficient of the KL in the reward. adaptive: Ziegler et al., arXiv 1909.08593, section 2.2; a KL above `target` raises it.
 
         value <- value (1 + clip(KL / target - 1, +-0.2) samples / horizon)
@@ -54,9 +57,9 @@ class KLController:
     KL: mean over active tokens. target, horizon: None for a fixed coefficient.
     """
 
-    value: float
-    target: float | None = None
-    horizon: float | None = None
+    value: float = arg(0.0, "The coefficient.", legal=NON_NEGATIVE)
+    target: float | None = arg(None, "KL that is aimed at.", legal=POSITIVE)
+    horizon: float | None = arg(None, "Samples over which the coefficient moves.", legal=POSITIVE)
 
     def update(self, kl: float, num_samples: int) -> None:
         """After a rollout of `num_samples` samples with this mean KL. A KL that is not finite changes nothing."""

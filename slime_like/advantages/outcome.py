@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.losses.checks import require_choice, require_ids, require_shape, require_tensor
 
 Singleton = Literal["zero", "reward"]
+SINGLETONS: tuple[str, ...] = ("zero", "reward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,25 @@ def compute_advantages(
 ) -> AdvantageOutput:
     """Advantages of all samples of a rollout, by an estimator that gives one number to a sample.
 
-    rewards: [B], with any KL penalty already taken off; NaN or infinite where a sample has no usable reward. group_ids: [B] int, the prompt;
-    groups may have any size. lengths: [B] int, active tokens. A sample without a finite reward leaves the statistics and gets 0; so
-    does a group of one, with a warning, unless `singleton` says to take the reward itself. Raises ValueError for an unknown estimator,
-    for one that gives every token its own advantage, and when no reward is finite.
+    A sample without a finite reward leaves the statistics and gets 0; so does a group of one, with a warning, unless
+    `singleton` asks for the reward itself.
+
+    Args:
+        estimator: a registered name, e.g. "grpo".
+        rewards: [B], with any KL penalty already taken off; NaN or infinite where a sample has no usable reward.
+        group_ids: [B] integers, the prompt; groups may have any size.
+        lengths: [B] integers >= 0, active tokens.
+        normalize_std: False: Dr. GRPO.
+        singleton: "zero" or "reward".
+
+    Returns:
+        Advantages [B] and metrics.
+
+    Raises:
+        ValueError: for an unknown estimator or `singleton`, an estimator that gives every token its own advantage, a wrong
+            shape, and when no reward is finite.
     """
+    _check_samples(rewards, group_ids, lengths, singleton)
     entry = advantage_estimators.get(estimator)
     if not isinstance(entry, OutcomeEstimator):
         raise ValueError(
@@ -55,6 +71,16 @@ def compute_advantages(
             values,
         )
     return AdvantageOutput(values.float(), output.metrics)
+
+
+def _check_samples(rewards: Tensor, group_ids: Tensor, lengths: Tensor, singleton: str) -> None:
+    require_choice("singleton", singleton, SINGLETONS)
+    if require_tensor("rewards", rewards).dim() != 1:
+        raise ValueError(f"rewards has shape {tuple(rewards.shape)}; it must be [B]")
+    require_ids("group_ids", group_ids, rewards.numel())
+    require_shape("lengths", lengths, rewards, "rewards")
+    if (~(lengths >= 0)).any():
+        raise ValueError(f"lengths holds {lengths.min().item():g}; it must be >= 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slime_like.losses.checks import require_samples
+
 
 def token_rewards(
     outcomes: Sequence[float], masks: Sequence[Tensor], penalties: Sequence[Tensor]
 ) -> list[Tensor]:
-    """[R] float64 by sample: minus the penalty at every active token, and the outcome at the last of them. masks: [R] bool; penalties: [R]."""
+    """Minus the penalty at every active token, and the outcome at the last of them.
+
+    Args:
+        outcomes: one number by sample.
+        masks: [R] bool by sample.
+        penalties: [R] by sample, read at active tokens only.
+
+    Returns:
+        [R] float64 by sample.
+
+    Raises:
+        ValueError: for a wrong number of samples or a wrong shape.
+    """
+    require_samples(masks, outcomes=outcomes, penalties=penalties)
     rewards = []
     for outcome, mask, penalty in zip(outcomes, masks, penalties):
         reward = torch.where(mask, -penalty.double(), 0.0)
@@ -28,8 +43,22 @@ def token_rewards(
 def discounted_returns(
     rewards: Sequence[Tensor], masks: Sequence[Tensor], gamma: float
 ) -> list[Tensor]:
-    """G_t = R_t + gamma G_next over active tokens; 0 at the others. rewards: [R] by sample; one at an inactive token belongs to the nearest
-    active token before it, and is nobody's when there is none. masks: [R] bool. [R] float64 each."""
+    """G_t = R_t + gamma G_next over active tokens; 0 at the others.
+
+    Args:
+        rewards: [R] by sample; one at an inactive token belongs to the nearest active token before it, and is nobody's
+            when there is none or when it is not finite.
+        masks: [R] bool by sample.
+        gamma: discount, 0 to 1.
+
+    Returns:
+        [R] float64 by sample.
+
+    Raises:
+        ValueError: for a wrong number of samples, a wrong shape, or a discount outside [0, 1].
+    """
+    require_samples(masks, rewards=rewards)
+    _require_unit(gamma=gamma)
     dense = _to_active(rewards, masks)
     carried = torch.zeros(dense.shape[0], dtype=torch.float64)
     result = torch.zeros_like(dense)
@@ -46,13 +75,26 @@ def gae(
     gamma: float,
     lambd: float,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Generalised advantage estimation, Schulman et al., arXiv 1506.02438, equation 16: (advantages, returns), [R] float64 by sample, 0 at
-    inactive tokens, not whitened.
+    """Generalised advantage estimation, Schulman et al., arXiv 1506.02438, equation 16, not whitened.
 
         delta_t = R_t + gamma V_next - V_t,    A_t = delta_t + gamma lambda A_next,    return_t = A_t + V_t
 
-    rewards, values: [R] by sample; masks: [R] bool. Beyond the last active token V and A are 0.
+    Beyond the last active token V and A are 0.
+
+    Args:
+        rewards: [R] by sample, as of `discounted_returns`.
+        values: [R] by sample, a critic's, read at active tokens only.
+        masks: [R] bool by sample.
+        gamma, lambd: 0 to 1.
+
+    Returns:
+        (advantages, returns), [R] float64 by sample each, 0 at inactive tokens.
+
+    Raises:
+        ValueError: for a wrong number of samples, a wrong shape, or a number outside [0, 1].
     """
+    require_samples(masks, rewards=rewards, values=values)
+    _require_unit(gamma=gamma, lambd=lambd)
     dense, baseline = (
         _to_active(rewards, masks),
         _to_active([torch.where(m, v, 0.0) for v, m in zip(values, masks)], masks),
@@ -67,15 +109,21 @@ def gae(
     return _from_active(result, masks), _from_active(result + baseline, masks)
 
 
+def _require_unit(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not 0 <= number <= 1:  # NaN too
+            raise ValueError(f"{name} is {number}; it must be 0 <= x <= 1")
+
+
 def _to_active(values: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
     """[B, most active tokens] float64: each sample's active tokens from the left, zeros after them. A value at an inactive token joins
-    that of the nearest active token before it."""
+    that of the nearest active token before it; one that is not finite is nobody's."""
     width = max((int(mask.sum()) for mask in masks), default=0)
     dense = torch.zeros(len(masks), width, dtype=torch.float64)
     for row, value, mask in zip(dense, values, masks):
         place = mask.cumsum(0) - 1
-        has_place = place >= 0
-        row.index_add_(0, place[has_place], value.double()[has_place])
+        used = (place >= 0) & (mask | torch.isfinite(value))
+        row.index_add_(0, place[used], value.double()[used])
     return dense
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.losses.checks import require_samples
 from slime_like.metrics.typed import Metric, MetricAccumulator, masked_mean, masked_std
 
 SAME = 1e-6  # a standard deviation that is rounding
@@ -26,6 +27,7 @@ def value_metrics(
     Var(return - value) / Var(return): 1 for perfect values, 0 for a constant, below 0 for worse than a constant. It is left out where all
     returns are the same.
     """
+    require_samples(masks, values=values, returns=returns)
     value, target, active = (
         torch.cat([*parts, parts[0][:0]]) for parts in (list(values), list(returns), list(masks))
     )

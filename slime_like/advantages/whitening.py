@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.losses.checks import require_samples
+
 EPS = 1e-8
 
 
@@ -19,6 +21,7 @@ def whiten(
     values: [R] by sample, masks: [R] bool. group: data-parallel ranks, each with its own samples, each of which calls this, even without
     tokens. A single token is centred only. Raises ValueError, on all ranks alike, when no rank has an active token.
     """
+    require_samples(masks, values=values)
     mine = [torch.where(mask, value.double(), 0.0) for value, mask in zip(values, masks)]
     first = torch.tensor(
         [sum(float(v.sum()) for v in mine), float(sum(int(m.sum()) for m in masks))],

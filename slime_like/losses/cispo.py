@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime_like.config import NON_NEGATIVE, arg
+from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_max, masked_mean, masked_min
 
 
 @dataclass(frozen=True, slots=True)
-class CISPOConfig:
+class CISPOConfig(CheckedSettings):
     cispo_eps_clip_low: float = arg(
         1.0, "CISPO: the weight is bounded below by 1 - this.", legal=NON_NEGATIVE
     )

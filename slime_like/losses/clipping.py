@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_like.config import ABOVE_ONE, NON_NEGATIVE, arg
+from slime_like.config import ABOVE_ONE, NON_NEGATIVE, CheckedSettings, arg
 from slime_like.losses.inputs import LossInputs
 from slime_like.metrics.typed import Metric, masked_mean
 
 
 @dataclass(frozen=True, slots=True)
-class RangeConfig:
+class RangeConfig(CheckedSettings):
     eps_clip: float = arg(0.2, "The ratio is bounded below by 1 - this.", legal=NON_NEGATIVE)
     eps_clip_high: float | None = arg(
         None, "The ratio is bounded above by 1 + this; default: --eps-clip.", legal=NON_NEGATIVE

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime_like.config import CheckedSettings
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 
 @dataclass(frozen=True, slots=True)
-class CrossEntropyConfig:
+class CrossEntropyConfig(CheckedSettings):
     """No settings."""
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_like.config import NON_NEGATIVE, arg
+from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_mean
@@ -26,7 +26,7 @@ LEAST_COMPLEMENT = 1e-8  # of 1 - p and 1 - q
 
 
 @dataclass(frozen=True, slots=True)
-class DPPOConfig:
+class DPPOConfig(CheckedSettings):
     dppo_type: str = arg(
         "binary_tv", "DPPO: divergence that bounds the update.", choices=("binary_tv", "binary_kl")
     )

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import POSITIVE, arg
+from slime_like.config import POSITIVE, CheckedSettings, arg
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_mean
 
 
 @dataclass(frozen=True, slots=True)
-class DROConfig:
+class DROConfig(CheckedSettings):
     dro_beta: float | None = arg(
         None, "DRO: weight of the squared log-ratio; has no default.", legal=POSITIVE
     )

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_like.config import ConfigError, check_fields
-from slime_like.losses.inputs import from_packed, from_padded
+from slime_like.losses.checks import require_mask, require_shape
+from slime_like.losses.inputs import count_sequences, from_packed, from_padded
 from slime_like.losses.off_policy import OffPolicyConfig, off_policy_correction
 from slime_like.losses.reductions import reduction_weights
 from slime_like.losses.registry import policy_losses
@@ -36,41 +36,58 @@ def compute_policy_loss(
     terms: LossTerms | None = None,
     **tensors: Any,
 ) -> LossOutput:
-    """The loss of padded [B, T] tensors, or of packed [T] ones with seq_ids [T] int64 in [0, S).
+    """The loss of padded tensors, or of packed ones with seq_ids.
 
-    loss_weights: as log_probs, see `token_weights`. tensors: advantages, old_log_probs, ref_log_probs, entropy, ... of `LossInputs`, as
-    log_probs each; importance_level and selection_seed too. config: settings of the loss; None takes the defaults. Raises
-    ValueError for an unknown loss, a missing tensor, a missing or illegal setting, or a wrong shape.
+    Args:
+        name: of a registered loss, or an alias of one.
+        log_probs: [B, T], or [T] with seq_ids; current policy, with grad. No token at all makes a loss of 0.
+        loss_mask: as log_probs, bool or 0 and 1.
+        loss_weights: as log_probs, see `token_weights`.
+        seq_ids: [T] integers in [0, S).
+        config: settings of the loss; None takes the defaults of `name`. They must be what an alias stands for.
+        terms: weights of KL, entropy and the other terms; None: none of them.
+        tensors: advantages, old_log_probs, ref_log_probs, entropy, ... of `LossInputs`, as log_probs each;
+            importance_level and selection_seed too.
+
+    Returns:
+        The loss, 0-d with grad, and its metrics.
+
+    Raises:
+        ValueError: for an unknown loss, a missing tensor, a missing or illegal setting, a wrong shape, and for a number
+            that is not finite at an active token.
     """
     loss = policy_losses.get(name)
-    defaults = loss.alias_defaults.get(name, {})
     if seq_ids is None:
         inputs = from_padded(log_probs, loss_mask, loss_weights, **tensors)
     else:
         inputs = from_packed(log_probs, loss_mask, loss_weights, seq_ids=seq_ids, **tensors)
-    config = config if config is not None else loss.config_type(**defaults)
-    if problems := check_fields(config):
-        raise ConfigError(problems)
-    return total_loss(inputs, loss, config, terms or LossTerms())
+    return total_loss(inputs, loss, loss.settings(name, config), terms or LossTerms())
 
 
 def token_weights(
     reduction: str, loss_mask: Tensor, *, seq_ids: Tensor | None = None, **of_samples: Any
 ) -> Tensor:
-    """u of each token, float64, shaped as loss_mask: [B, T], or [T] with seq_ids [T]. The batch is the whole optimizer step.
+    """u of each token. The batch is the whole optimizer step.
 
-    of_samples: rollout_ids, prompt_ids [B], loss_norm_length, micro_batch_size of `reduction_weights`; rollout_mean without rollout_ids takes
-    every sequence for a rollout of its own. Raises ValueError as that does.
+    Args:
+        reduction: one of `LOSS_REDUCTIONS`.
+        loss_mask: [B, T], or [T] with seq_ids [T]; bool or 0 and 1.
+        of_samples: rollout_ids, prompt_ids [B], loss_norm_length, micro_batch_size of `reduction_weights`; rollout_mean
+            without rollout_ids takes every sequence for a rollout of its own.
+
+    Returns:
+        Float64, shaped as loss_mask.
+
+    Raises:
+        ValueError: for a wrong mask or shape, and as `reduction_weights`.
     """
-    rows, count = _rows(loss_mask, seq_ids)
-    active = torch.zeros(count, dtype=torch.int64, device=loss_mask.device).index_add(
-        0, rows, loss_mask.bool().flatten().long()
+    mask, rows, count = _rows(loss_mask, seq_ids)
+    active = torch.zeros(count, dtype=torch.int64, device=mask.device).index_add(
+        0, rows, mask.flatten().long()
     )
     if reduction == "rollout_mean":
-        of_samples.setdefault("rollout_ids", torch.arange(count, device=loss_mask.device))
-    return reduction_weights(reduction, active_tokens=active, **of_samples)[rows].view(
-        loss_mask.shape
-    )
+        of_samples.setdefault("rollout_ids", torch.arange(count, device=mask.device))
+    return reduction_weights(reduction, active_tokens=active, **of_samples)[rows].view(mask.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,34 +117,51 @@ def compute_off_policy_correction(
     *,
     seq_ids: Tensor | None = None,
 ) -> ShapedCorrection:
-    """`off_policy_correction` of padded [B, T] tensors, or of packed [T] ones with seq_ids [T]."""
-    rows, count = _rows(loss_mask, seq_ids)
+    """`off_policy_correction` of padded tensors, or of packed ones with seq_ids.
+
+    Args:
+        config: which correction.
+        old_log_probs: [B, T], or [T] with seq_ids; the trainer's, before the update.
+        rollout_log_probs: as old_log_probs, the sampler's. A sequence with one that is not finite is dropped and counted.
+        loss_mask: as old_log_probs, bool or 0 and 1.
+        seq_ids: [T] integers in [0, S).
+
+    Returns:
+        Keep mask and weights, shaped as loss_mask, and metrics.
+
+    Raises:
+        ValueError: for an illegal setting, a missing tensor, a wrong shape, and a mask of other numbers than 0 and 1.
+    """
+    mask, rows, count = _rows(loss_mask, seq_ids)
     correction = off_policy_correction(
         config,
-        old_log_probs=old_log_probs.flatten(),
-        rollout_log_probs=rollout_log_probs.flatten(),
-        loss_mask=loss_mask.bool().flatten(),
+        old_log_probs=require_shape("old_log_probs", old_log_probs, mask, "loss_mask").flatten(),
+        rollout_log_probs=require_shape(
+            "rollout_log_probs", rollout_log_probs, mask, "loss_mask"
+        ).flatten(),
+        loss_mask=mask.flatten(),
         seq_ids=rows,
         num_seqs=count,
     )
     keep, weights = (
-        None if x is None else x.view(loss_mask.shape)
+        None if x is None else x.view(mask.shape)
         for x in (correction.keep_mask, correction.importance_weights)
     )
     return ShapedCorrection(keep, weights, config.tis_ratio_type or "token", correction.metrics)
 
 
-def _rows(loss_mask: Tensor, seq_ids: Tensor | None) -> tuple[Tensor, int]:
-    """(the sequence of each token, flat; their number)."""
+def _rows(loss_mask: Tensor, seq_ids: Tensor | None) -> tuple[Tensor, Tensor, int]:
+    """(the mask as bool, the sequence of each token, flat; their number)."""
+    mask = require_mask("loss_mask", loss_mask)
     if seq_ids is not None:
-        if seq_ids.shape != loss_mask.shape or loss_mask.dim() != 1:
+        if mask.dim() != 1:
             raise ValueError(
-                f"seq_ids has shape {tuple(seq_ids.shape)}, loss_mask {tuple(loss_mask.shape)}; both must be [T]"
+                f"loss_mask has shape {tuple(mask.shape)}; with seq_ids it must be [T]"
             )
-        return seq_ids, int(seq_ids.max()) + 1
-    if loss_mask.dim() != 2:
+        return mask, seq_ids, count_sequences(seq_ids, mask.numel())
+    if mask.dim() != 2:
         raise ValueError(
-            f"loss_mask has shape {tuple(loss_mask.shape)}; it must be [B, T], or [T] with seq_ids"
+            f"loss_mask has shape {tuple(mask.shape)}; it must be [B, T], or [T] with seq_ids"
         )
-    batch, length = loss_mask.shape
-    return torch.arange(batch, device=loss_mask.device).repeat_interleave(length), batch
+    batch, length = mask.shape
+    return mask, torch.arange(batch, device=mask.device).repeat_interleave(length), batch

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_like.config import NON_NEGATIVE, arg
+from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_mean
 
 
 @dataclass(frozen=True, slots=True)
-class GMPOConfig:
+class GMPOConfig(CheckedSettings):
     gmpo_eps_low: float = arg(
         0.4,
         "GMPO: the log-ratio of a negative advantage is clipped below at minus this.",

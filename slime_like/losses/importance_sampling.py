@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime_like.config import CheckedSettings
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_mean
 
 
 @dataclass(frozen=True, slots=True)
-class ImportanceSamplingConfig:
+class ImportanceSamplingConfig(CheckedSettings):
     """No settings."""
 
 

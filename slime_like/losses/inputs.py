@@ -10,11 +10,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.losses.checks import (
+    require_choice,
+    require_finite,
+    require_ids,
+    require_mask,
+    require_shape,
+    require_tensor,
+)
 from slime_like.losses.ranks import sum_over_ranks
 from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min, zero
 
 LOG_RATIO_CLAMP = 20.0
 SEQUENCE_LOG_RATIO_CAP = 10.0
+IMPORTANCE_LEVELS = ("token", "sequence")
+_OF_KEPT_TOKENS = (
+    "old_log_probs",
+    "rollout_log_probs",
+    "importance_weights",
+)  # may be why a token was rejected
 _REMEDIES = {"rollout_log_probs": "; let the sampler return log-probs"}
 
 
@@ -54,6 +68,9 @@ class LossInputs:
     cp_group: dist.ProcessGroup | None = (
         None  # ranks that hold other rows of the same sequences; None: this one holds all
     )
+
+    def __post_init__(self) -> None:
+        require_choice("importance_level", self.importance_level, IMPORTANCE_LEVELS)
 
     def masked(self, x: Tensor) -> Tensor:
         """x in fp32 (fp64 stays), 0 at inactive rows. Selection comes before any product, so that NaN never meets a 0; in backward an
@@ -154,13 +171,31 @@ def from_padded(
     selection_seed: int = 0,
     **tensors: Tensor | None,
 ) -> LossInputs:
-    """LossInputs from padded [B, T] tensors, one sequence a row. Raises ValueError for a tensor of another shape."""
-    tensors = {"loss_mask": loss_mask, "loss_weights": loss_weights, **tensors}
-    _check_shapes(log_probs, tensors, 2, "[B, T]; packed [T] tensors need seq_ids")
+    """LossInputs of padded tensors, one sequence a row.
+
+    Args:
+        log_probs: [B, T], current policy, with grad; B and T may be 0.
+        loss_mask: [B, T] bool, or 0 and 1.
+        loss_weights: [B, T], u.
+        importance_level: "token" or "sequence".
+        selection_seed: of losses that choose tokens at random.
+        tensors: other fields of `LossInputs`, [B, T] each, or None.
+
+    Returns:
+        The packed inputs, T' = B * T tokens.
+
+    Raises:
+        ValueError: for another shape, a mask that is not 0 or 1, and a number that is not finite at an active token
+            (`old_log_probs`, `rollout_log_probs`, `importance_weights`: at one that `keep_mask` keeps).
+    """
+    if require_tensor("log_probs", log_probs).dim() != 2:
+        raise ValueError(
+            f"log_probs has shape {tuple(log_probs.shape)}; it must be [B, T]; packed [T] tensors need seq_ids"
+        )
     batch, length = log_probs.shape
-    flat = {name: None if tensor is None else tensor.flatten() for name, tensor in tensors.items()}
     seq_ids = torch.arange(batch, device=log_probs.device).repeat_interleave(length)
-    return _inputs(log_probs.flatten(), flat, seq_ids, batch, importance_level, selection_seed)
+    tensors = {"loss_mask": loss_mask, "loss_weights": loss_weights, **tensors}
+    return _checked(log_probs, tensors, seq_ids, batch, importance_level, selection_seed)
 
 
 def from_packed(
@@ -173,27 +208,39 @@ def from_packed(
     selection_seed: int = 0,
     **tensors: Tensor | None,
 ) -> LossInputs:
-    """LossInputs from packed [T] tensors; seq_ids [T] int64 in [0, S). Raises ValueError for a tensor of another shape."""
+    """LossInputs of packed tensors.
+
+    Args:
+        seq_ids: [T] integers in [0, S), the sequence of each token.
+        log_probs, loss_mask, loss_weights, tensors: as of `from_padded`, [T] each; T may be 0.
+        importance_level, selection_seed: as of `from_padded`.
+
+    Returns:
+        The inputs.
+
+    Raises:
+        ValueError: as `from_padded`, and for sequence ids below 0.
+    """
+    if require_tensor("log_probs", log_probs).dim() != 1:
+        raise ValueError(
+            f"log_probs has shape {tuple(log_probs.shape)}; with seq_ids it must be [T]"
+        )
+    num_seqs = count_sequences(seq_ids, log_probs.numel())
     tensors = {"loss_mask": loss_mask, "loss_weights": loss_weights, **tensors}
-    _check_shapes(log_probs, {"seq_ids": seq_ids, **tensors}, 1, "[T]")
-    return _inputs(
-        log_probs, tensors, seq_ids, int(seq_ids.max()) + 1, importance_level, selection_seed
-    )
+    return _checked(log_probs, tensors, seq_ids, num_seqs, importance_level, selection_seed)
 
 
-def _check_shapes(
-    log_probs: Tensor, tensors: Mapping[str, Tensor | None], dims: int, wanted: str
-) -> None:
-    if log_probs.dim() != dims:
-        raise ValueError(f"log_probs has shape {tuple(log_probs.shape)}; it must be {wanted}")
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape != log_probs.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, log_probs has {tuple(log_probs.shape)}; both must be {wanted}"
-            )
+def count_sequences(seq_ids: Any, tokens: int) -> int:
+    """S of seq_ids [tokens], the largest id plus 1. Raises ValueError for another shape, floats and negative ids."""
+    require_ids("seq_ids", seq_ids, tokens)
+    if tokens == 0:
+        return 0
+    if int(seq_ids.min()) < 0:
+        raise ValueError(f"seq_ids holds {int(seq_ids.min())}; ids must be >= 0")
+    return int(seq_ids.max()) + 1
 
 
-def _inputs(
+def _checked(
     log_probs: Tensor,
     tensors: Mapping[str, Any],
     seq_ids: Tensor,
@@ -201,11 +248,24 @@ def _inputs(
     importance_level: str,
     selection_seed: int,
 ) -> LossInputs:
+    flat: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if tensor is None and name not in ("loss_mask", "loss_weights"):
+            flat[name] = None
+            continue
+        shaped = require_shape(name, tensor, log_probs, "log_probs").flatten()
+        flat[name] = require_mask(name, shaped) if name.endswith("mask") else shaped
+    mask = flat["loss_mask"]
+    keep = flat.get("keep_mask")
+    kept = mask if keep is None else mask & keep
+    for name, tensor in {"log_probs": log_probs.detach().flatten(), **flat}.items():
+        if tensor is not None and tensor.is_floating_point():
+            require_finite(name, tensor, kept if name in _OF_KEPT_TOKENS else mask)
     return LossInputs(
-        log_probs=log_probs,
+        log_probs=log_probs.flatten(),
         seq_ids=seq_ids,
         num_seqs=num_seqs,
         importance_level=importance_level,
         selection_seed=selection_seed,
-        **{**tensors, "loss_mask": tensors["loss_mask"].bool()},
+        **flat,
     )

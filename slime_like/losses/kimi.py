@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import POSITIVE, arg
+from slime_like.config import POSITIVE, CheckedSettings, arg
 from slime_like.losses.dro import quadratic
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 
 @dataclass(frozen=True, slots=True)
-class KimiConfig:
+class KimiConfig(CheckedSettings):
     kimi_tau: float = arg(0.1, "Kimi: weight of the squared log-ratio.", legal=POSITIVE)
 
 

@@ -6,8 +6,8 @@ With d = log_probs - ref_log_probs (Schulman 2020, "Approximating KL divergence"
 
 On-policy, the expected gradient is 0 for k1 (only noise), that of KL(policy || ref) for k2, and that of KL(ref || policy) for k3. With
 `unbiased` the estimator is weighted by the ratio r of current to old policy, which makes it that of KL(policy || ref), off-policy too: for
-k1 and k3 the gradient goes through r, for k2, whose gradient is right already, r is a constant. `k1+` and `k3+` have the value of
-k1 and k3 and the gradient of k2.
+k1 and k3 the gradient goes through r, for k2, whose gradient is right already, r is a constant. `k1+`, `k3+`, `low_var_kl+`
+and `abs+` are straight-through: the value of the estimator before the plus, and the gradient of k2.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from slime_like.losses.checks import require_choice, require_shape, require_tensor
 
 EXPONENT_CLAMP = 20.0
 LOW_VAR_CLAMP = 10.0
@@ -33,19 +35,30 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "low_var_kl": lambda d: _k3(d).clamp(-LOW_VAR_CLAMP, LOW_VAR_CLAMP),
     "abs": torch.abs,
 }
-KL_ESTIMATORS: tuple[str, ...] = (*_VALUES, "k1+", "k3+")
+KL_ESTIMATORS: tuple[str, ...] = (*_VALUES, "k1+", "k3+", "low_var_kl+", "abs+")
 
 
 def kl_estimate(
     kind: str, log_probs: Tensor, ref_log_probs: Tensor, *, log_ratio: Tensor | None = None
 ) -> Tensor:
-    """Per-token estimate, same shape as log_probs. Masked values must be selected away before.
+    """Estimate of the KL at each token. Masked values must be selected away before.
 
-    log_ratio: log of current over old policy, with grad: weight by its ratio (see `unbiased` above). Raises ValueError for an unknown
-    estimator.
+    Args:
+        kind: one of `KL_ESTIMATORS`.
+        log_probs: any shape, current policy, with grad.
+        ref_log_probs: same shape, reference.
+        log_ratio: same shape, log of current over old policy, with grad: weight by its ratio (see `unbiased` above).
+
+    Returns:
+        Same shape as log_probs.
+
+    Raises:
+        ValueError: for an unknown estimator or a wrong shape.
     """
-    if kind not in KL_ESTIMATORS:
-        raise ValueError(f"unknown KL estimator {kind!r}; legal values: {', '.join(KL_ESTIMATORS)}")
+    require_choice("KL estimator", kind, KL_ESTIMATORS)
+    require_shape(
+        "ref_log_probs", ref_log_probs, require_tensor("log_probs", log_probs), "log_probs"
+    )
     d = log_probs - ref_log_probs
     base = kind.removesuffix("+")
     value = _VALUES[base](d)

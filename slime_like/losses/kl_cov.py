@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_like.config import NON_NEGATIVE, UNIT, arg
+from slime_like.config import NON_NEGATIVE, UNIT, CheckedSettings, arg
 from slime_like.losses.covariance import covariances, pick
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses
@@ -19,7 +19,7 @@ from slime_like.metrics.typed import masked_mean
 
 
 @dataclass(frozen=True, slots=True)
-class KLCovConfig:
+class KLCovConfig(CheckedSettings):
     kl_cov_frac: float = arg(
         0.2,
         "KL-Cov: share of tokens that get the penalty; one at least. verl's default is 2e-4.",

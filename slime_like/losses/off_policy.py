@@ -7,7 +7,9 @@ With x = exp(clamp(o - m, +-20)) of an active token, and products and means over
     2  token mask: keep the token when low <= x <= high
     3  truncated importance sampling: token c = clamp(x, low, C); sequence c = min(prod x, C)
     4  sequence mask: keep the sequence when low <= (prod x)^(1/n) <= high (geometric) or low <= prod x <= high (product)
-    5  M2PO (arXiv 2510.01161): drop the tokens with the largest (o - m)^2 until the mean of the rest is at most a threshold
+    5  rejection: drop tokens, or sequences by the sum, mean or largest of it, whose k2 = d^2 / 2 or k3 = x - 1 - d is too large
+    6  M2PO (arXiv 2510.01161): drop the tokens with the largest (o - m)^2 until the mean of the rest is at most a threshold
+    7  batch normalisation: weights are divided by their mean over what all of this has left in the optimizer step
 
 Token-level truncation: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; why the sequence level: "When Speed
 Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", section 4.2. Nothing here depends on the current policy or on
@@ -24,13 +26,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.config import NON_NEGATIVE, POSITIVE, arg
-from slime_like.losses.inputs import LOG_RATIO_CLAMP
-from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min, masked_std
+from slime_like.config import (
+    NON_NEGATIVE,
+    POSITIVE,
+    CheckedSettings,
+    Problem,
+    SettingsError,
+    arg,
+    flag_name,
+)
+from slime_like.losses.checks import require_ids, require_shape
+from slime_like.losses.mismatch import (
+    StepTokens,
+    clamped_exp,
+    ess_parts,
+    k3_of_ratio,
+    mismatch_metrics,
+)
+from slime_like.metrics.typed import Metric, masked_mean
+
+REJECTION_METRICS = tuple(
+    f"{level}_{kind}"
+    for level in ("token", "seq_mean", "seq_sum", "seq_max")
+    for kind in ("k2", "k3")
+)
+_BOUNDS = (
+    "token_tis_ratio_clip",
+    "geo_mask",
+    "product_mask",
+    "outlier_token_is_threshold",
+    "token_mask_is_threshold",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class OffPolicyConfig:
+class OffPolicyConfig(CheckedSettings):
     tis_ratio_type: str | None = arg(
         None,
         "Truncated importance sampling: weight the policy loss of each token, or of each sequence, by trainer over sampler.",
@@ -44,6 +74,11 @@ class OffPolicyConfig:
     )
     sequence_tis_ratio_clip_high: float = arg(
         5.0, "Cap of the weight with --tis-ratio-type sequence.", legal=POSITIVE
+    )
+    tis_batch_normalize: bool = arg(
+        False,
+        "Divide importance weights by their mean over the optimizer step (token: over tokens, sequence: over sequences).",
+        aliases=("--rollout-is-batch-normalize",),
     )
     sequence_mask_metric: str | None = arg(
         None,
@@ -75,6 +110,18 @@ class OffPolicyConfig:
     )
     token_mask_is_threshold_high: float | None = arg(
         None, "Drop tokens whose ratio is above this; try 2.", legal=POSITIVE
+    )
+    rejection_metric: str | None = arg(
+        None,
+        "Drop tokens, or sequences by sum, mean or maximum, by an estimate of the KL between trainer and engine.",
+        choices=REJECTION_METRICS,
+        aliases=("--rollout-rs",),
+    )
+    rejection_threshold: float | None = arg(
+        None,
+        "Largest estimate that --rejection-metric keeps; try 0.01 for means, 0.1 for tokens.",
+        legal=POSITIVE,
+        aliases=("--rollout-rs-threshold",),
     )
     m2po_threshold: float | None = arg(
         None,
@@ -114,8 +161,31 @@ class OffPolicyConfig:
             or self.outliers
             or self.token_mask
             or self.sequence_mask_metric is not None
+            or self.rejection_metric is not None
             or self.m2po_threshold is not None
         )
+
+    def conflicts(self) -> list[Problem]:
+        """Bounds in the wrong order, and one of a pair that goes together."""
+        found = []
+        for name in _BOUNDS:
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            if low is not None and high is not None and low > high:
+                message = f"must not be above {flag_name(name + '_high')} {high:g}"
+                found.append(Problem(flag_name(f"{name}_low"), low, message))
+        low, high = self.token_mask_is_threshold_low, self.token_mask_is_threshold_high
+        if (low is None) != (high is None):
+            given, missing = ("low", "high") if high is None else ("high", "low")
+            message = f"needs {flag_name('token_mask_is_threshold_' + missing)} too; the token mask has two sides"
+            flag = flag_name(f"token_mask_is_threshold_{given}")
+            found.append(Problem(flag, low if high is None else high, message))
+        if (self.rejection_metric is None) != (self.rejection_threshold is None):
+            given, missing = ("rejection_metric", "rejection_threshold")
+            if self.rejection_metric is None:
+                given, missing = missing, given
+            message = f"needs {flag_name(missing)} too"
+            found.append(Problem(flag_name(given), getattr(self, given), message))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,40 +196,6 @@ class Correction:
     keep_mask: Tensor | None
     importance_weights: Tensor | None
     metrics: Mapping[str, Metric]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """One step's active tokens, made safe: differences are 0 at inactive tokens and where they are not finite."""
-
-    differences: Tensor  # [T] float, o - m
-    mask: Tensor  # [T] bool, active
-    finite: Tensor  # [T] bool
-    seq_ids: Tensor  # [T]
-    num_seqs: int
-
-    @property
-    def ratios(self) -> Tensor:
-        return clamped_exp(self.differences)
-
-    @property
-    def has_tokens(self) -> Tensor:
-        """[S] bool: sequences with active tokens."""
-        return self.any(self.mask)
-
-    def any(self, flags: Tensor) -> Tensor:
-        """[T] bool -> [S] bool."""
-        return self.sum(flags.double(), flags) > 0
-
-    def sum(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Sums over the tokens of `mask` in each sequence: [T] -> [S] float64."""
-        zeros = torch.zeros(self.num_seqs, dtype=torch.float64, device=values.device)
-        return zeros.index_add(0, self.seq_ids, torch.where(mask, values.double(), 0.0))
-
-
-def clamped_exp(log_ratio: Tensor) -> Tensor:
-    """exp(clamp(x, +-20))."""
-    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
 
 
 def off_policy_correction(
@@ -174,17 +210,33 @@ def off_policy_correction(
 ) -> Correction:
     """Keep mask and importance weights of one optimizer step's tokens on this rank, and how far trainer and sampler are apart.
 
-    old_log_probs, rollout_log_probs: [T], by the trainer and by the sampler, at the same temperature. loss_mask: [T] bool. seq_ids: [T] int64 in
-    [0, num_seqs). Sequences must be whole. group: the data-parallel ranks that share the step, which M2PO needs. `custom_tis_function_path`
-    is not read here: see `custom_tis.py`.
+    Args:
+        config: which correction. `custom_tis_function_path` is not read here: see `custom_tis.py`.
+        old_log_probs: [T], by the trainer, before the update; at the sampler's temperature.
+        rollout_log_probs: [T], by the sampler.
+        loss_mask: [T] bool.
+        seq_ids: [T] integers in [0, num_seqs). Sequences must be whole.
+        num_seqs: S.
+        group: the data-parallel ranks that share the step, all of which call this; None: this process alone.
+
+    Returns:
+        Keep mask, weights and metrics of this rank's tokens.
+
+    Raises:
+        ValueError: for bounds in the wrong order, a missing tensor or a wrong shape.
     """
+    if problems := config.conflicts():
+        raise SettingsError(problems, type(config).__name__)
+    require_shape("old_log_probs", old_log_probs, loss_mask, "loss_mask")
+    require_shape("rollout_log_probs", rollout_log_probs, loss_mask, "loss_mask")
+    require_ids("seq_ids", seq_ids, loss_mask.numel(), below=num_seqs)
     with torch.no_grad():
         difference = _wide(old_log_probs) - _wide(rollout_log_probs)
         finite = torch.isfinite(difference) | ~loss_mask
-        tokens = _Tokens(
+        tokens = StepTokens(
             torch.where(loss_mask & finite, difference, 0.0), loss_mask, finite, seq_ids, num_seqs
         )
-        metrics = mismatch_metrics(tokens)
+        metrics = mismatch_metrics(tokens, old_log_probs, rollout_log_probs)
         if not config.enabled:
             return Correction(None, None, metrics)
         keep = ~tokens.any(~finite)[seq_ids]
@@ -192,9 +244,11 @@ def off_policy_correction(
         keep = _token_mask(config, tokens, keep, metrics)
         weights = _importance_weights(config, tokens, keep, metrics)
         keep = _sequence_mask(config, tokens, keep, metrics)
+        keep = _rejection(config, tokens, keep, metrics)
         if config.m2po_threshold is not None:
             keep = _m2po(config.m2po_threshold, tokens, keep, metrics, group)
         if weights is not None:
+            weights = _normalized(config, tokens, keep, weights, metrics, group)
             weights = torch.where(keep & loss_mask, weights, 1.0).to(difference.dtype)
         return Correction(keep, weights, metrics)
 
@@ -204,26 +258,8 @@ def _wide(log_probs: Tensor) -> Tensor:
     return log_probs if log_probs.dtype == torch.float64 else log_probs.float()
 
 
-def mismatch_metrics(tokens: _Tokens) -> dict[str, Metric]:
-    """How far the two policies are apart, over the active tokens whose log-probs are finite."""
-    mask = tokens.mask & tokens.finite
-    x, distance = tokens.ratios, tokens.differences.abs()
-    broken = tokens.any(~tokens.finite)
-    metrics = {"rollout_logprobs_nonfinite": Metric("sum", broken.sum().float())}
-    for name, values in (("is_ratio", x), ("rollout_train_logprobs_abs_diff", distance)):
-        metrics[f"{name}_mean"] = masked_mean(values, mask)
-        metrics[f"{name}_std"] = masked_std(values, mask)
-        metrics[f"{name}_max"] = masked_max(values, mask)
-        metrics[f"{name}_min"] = masked_min(values, mask)
-    # slime's names for the same
-    metrics["tis"] = masked_mean(x, mask)
-    metrics["tis_abs"] = masked_mean((x - 1).abs(), mask)
-    metrics["train_rollout_logprob_abs_diff"] = masked_mean(distance, mask)
-    return metrics
-
-
 def _outliers(
-    config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]
+    config: OffPolicyConfig, tokens: StepTokens, keep: Tensor, metrics: dict[str, Metric]
 ) -> Tensor:
     if not config.outliers:
         return keep
@@ -243,15 +279,12 @@ def _outliers(
 
 
 def _token_mask(
-    config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]
+    config: OffPolicyConfig, tokens: StepTokens, keep: Tensor, metrics: dict[str, Metric]
 ) -> Tensor:
     if not config.token_mask:
         return keep
     low, high = config.token_mask_is_threshold_low, config.token_mask_is_threshold_high
-    if low is None or high is None:
-        raise ValueError(
-            f"token_mask_is_threshold_low and _high go together (given: {low} and {high})"
-        )
+    assert low is not None and high is not None, "see OffPolicyConfig.conflicts"
     x = tokens.ratios
     inside = ((x >= low) & (x <= high) & tokens.finite) | ~tokens.mask
     metrics["token_mask_ratio"] = masked_mean(~inside, tokens.mask)
@@ -259,7 +292,7 @@ def _token_mask(
 
 
 def _importance_weights(
-    config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]
+    config: OffPolicyConfig, tokens: StepTokens, keep: Tensor, metrics: dict[str, Metric]
 ) -> Tensor | None:
     """[T], from the tokens that `keep` leaves."""
     if config.tis_ratio_type is None:
@@ -278,7 +311,7 @@ def _importance_weights(
 
 
 def _sequence_mask(
-    config: OffPolicyConfig, tokens: _Tokens, keep: Tensor, metrics: dict[str, Metric]
+    config: OffPolicyConfig, tokens: StepTokens, keep: Tensor, metrics: dict[str, Metric]
 ) -> Tensor:
     if config.sequence_mask_metric is None:
         return keep
@@ -303,8 +336,56 @@ def _sequence_mask(
     return keep & ~(over | under)[tokens.seq_ids]
 
 
+def _rejection(
+    config: OffPolicyConfig, tokens: StepTokens, keep: Tensor, metrics: dict[str, Metric]
+) -> Tensor:
+    """By k2 or k3 of the tokens that are left."""
+    if config.rejection_metric is None:
+        return keep
+    assert config.rejection_threshold is not None, "see OffPolicyConfig.conflicts"
+    level, _, kind = config.rejection_metric.rpartition("_")
+    d = tokens.differences.double()
+    estimate = d * d / 2 if kind == "k2" else k3_of_ratio(d)
+    left = tokens.mask & keep
+    if level != "token":
+        by_sequence = {"seq_mean": tokens.mean, "seq_sum": tokens.sum, "seq_max": tokens.max}[level]
+        estimate = by_sequence(estimate, left)[tokens.seq_ids]
+    fits = (estimate <= config.rejection_threshold) | ~tokens.mask
+    metrics["rejection_masked_ratio"] = masked_mean(left & ~fits, tokens.mask)
+    metrics["rejection_seq_masked_ratio"] = masked_mean(tokens.any(left & ~fits), tokens.has_tokens)
+    return keep & fits
+
+
+def _normalized(
+    config: OffPolicyConfig,
+    tokens: StepTokens,
+    keep: Tensor,
+    weights: Tensor,
+    metrics: dict[str, Metric],
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """The weights [T], divided by their mean over all ranks of the step where that is asked for; and their effective sample size."""
+    left = tokens.mask & keep
+    wide = weights.double()
+    metrics |= ess_parts("tis_weight", wide - 1, wide.square() - 1, left)
+    if not config.tis_batch_normalize:
+        return weights
+    if config.tis_ratio_type == "token":
+        sums = torch.stack([torch.where(left, wide, 0.0).sum(), left.sum().double()])
+    else:
+        judged = tokens.any(left)
+        means = tokens.mean(wide, left)  # all tokens of a sequence have the same weight
+        sums = torch.stack([torch.where(judged, means, 0.0).sum(), judged.sum().double()])
+    if group is not None and group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    mean = sums[0] / sums[1].clamp(min=1)
+    mean = torch.where(mean > 0, mean, 1.0)  # nothing is left, or all that is left has weight 0
+    metrics["tis_batch_norm_factor"] = Metric("mean", mean, torch.ones_like(mean))
+    return wide / mean
+
+
 def _report_sequences(
-    name: str, tokens: _Tokens, over: Tensor, under: Tensor, metrics: dict[str, Metric]
+    name: str, tokens: StepTokens, over: Tensor, under: Tensor, metrics: dict[str, Metric]
 ) -> None:
     """over, under: [S] bool. Shares of the sequences with active tokens."""
     for words, flags in (("masked", over | under), ("over_high", over), ("under_low", under)):
@@ -313,7 +394,7 @@ def _report_sequences(
 
 def _m2po(
     threshold: float,
-    tokens: _Tokens,
+    tokens: StepTokens,
     keep: Tensor,
     metrics: dict[str, Metric],
     group: dist.ProcessGroup | None,

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.losses.checks import require_finite, require_mask, require_shape
 from slime_like.losses.functional import token_weights
 
 
@@ -46,14 +47,21 @@ def prescale_advantages(
 ) -> PrescaledAdvantages:
     """Raw advantages of a whole optimizer step, divided by the denominators of `reduction`.
 
-    advantages, loss_mask: [B, T], or [T] with seq_ids [T]. of_samples: see `token_weights`. Raises ValueError for an unknown reduction, what
-    it is missing, or a wrong shape.
+    Args:
+        reduction: one of `LOSS_REDUCTIONS`.
+        advantages: [B, T], or [T] with seq_ids [T]; finite at active tokens.
+        loss_mask: as advantages, bool or 0 and 1.
+        of_samples: see `token_weights`.
+
+    Returns:
+        What `compute_policy_loss` takes.
+
+    Raises:
+        ValueError: for an unknown reduction, what it is missing, a wrong shape, and advantages that are not finite.
     """
-    if advantages.shape != loss_mask.shape:
-        raise ValueError(
-            f"advantages has shape {tuple(advantages.shape)}, loss_mask {tuple(loss_mask.shape)}; they must be equal"
-        )
-    u = token_weights(reduction, loss_mask, seq_ids=seq_ids, **of_samples).to(advantages.dtype)
+    mask = require_mask("loss_mask", loss_mask)
+    require_finite("advantages", require_shape("advantages", advantages, mask, "loss_mask"), mask)
+    u = token_weights(reduction, mask, seq_ids=seq_ids, **of_samples).to(advantages.dtype)
     return PrescaledAdvantages(
-        torch.where(loss_mask.bool(), u * advantages, 0.0), torch.ones_like(advantages), u
+        torch.where(mask, u * advantages, 0.0), torch.ones_like(advantages), u
     )

@@ -18,6 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slime_like.losses.checks import require_choice, require_ids, require_tensor
+
 LOSS_REDUCTIONS: tuple[str, ...] = (
     "rollout_mean",
     "sequence_mean",
@@ -37,33 +39,45 @@ def reduction_weights(
     loss_norm_length: int | None = None,
     micro_batch_size: int | None = None,
 ) -> Tensor:
-    """u of each sample, [B] float64.
+    """u of each sample.
 
-    active_tokens: [B] int, L_i. rollout_ids, prompt_ids: [B] int, needed by rollout_mean and prompt_mean. loss_norm_length: needed by
-    seq_mean_token_sum_norm. micro_batch_size: consecutive samples in a micro-batch, needed by token_mean_legacy. Raises ValueError for an unknown reduction or a missing input.
+    Args:
+        kind: one of `LOSS_REDUCTIONS`.
+        active_tokens: [B] integers >= 0, L_i; B may be 0.
+        rollout_ids, prompt_ids: [B] integers, needed by rollout_mean and prompt_mean.
+        loss_norm_length: >= 1, needed by seq_mean_token_sum_norm.
+        micro_batch_size: consecutive samples in a micro-batch, needed by token_mean_legacy.
+
+    Returns:
+        [B] float64.
+
+    Raises:
+        ValueError: for an unknown reduction, a missing or illegal input, and a wrong shape.
     """
-    if kind not in LOSS_REDUCTIONS:
-        raise ValueError(
-            f"unknown loss reduction {kind!r}; legal values: {', '.join(LOSS_REDUCTIONS)}"
-        )
+    require_choice("loss reduction", kind, LOSS_REDUCTIONS)
+    count = require_tensor("active_tokens", active_tokens).numel()
+    require_ids("active_tokens", active_tokens, count)
+    if count and int(active_tokens.min()) < 0:
+        raise ValueError(f"active_tokens holds {int(active_tokens.min())}; it must be >= 0")
     lengths = active_tokens.double()
-    count = lengths.numel()
     if kind == "token_mean":
         return torch.full_like(lengths, 1.0) / lengths.sum().clamp(min=1)
     if kind == "sequence_mean":
         return 1.0 / (count * lengths.clamp(min=1))
     if kind == "seq_mean_token_sum_norm":
-        if loss_norm_length is None or loss_norm_length < 1:
+        if not isinstance(loss_norm_length, int) or loss_norm_length < 1:
             raise ValueError(
                 f"--loss-reduction seq_mean_token_sum_norm needs --loss-norm-length >= 1 (given: {loss_norm_length})"
             )
-        return torch.full_like(lengths, 1.0 / (count * loss_norm_length))
+        return torch.full_like(lengths, 1.0) / (count * loss_norm_length)
     if kind == "token_mean_legacy":
         if micro_batch_size is None or micro_batch_size < 1 or count % micro_batch_size:
             raise ValueError(
                 f"--loss-reduction token_mean_legacy needs a fixed micro-batch size that divides the {count} samples of a step (given: "
                 f"{micro_batch_size}); use token_mean"
             )
+        if count == 0:
+            return lengths
         per_batch = lengths.view(-1, micro_batch_size).sum(1)
         return (1.0 / (per_batch.numel() * per_batch.clamp(min=1))).repeat_interleave(
             micro_batch_size
@@ -73,6 +87,9 @@ def reduction_weights(
     )
     if ids is None:
         raise ValueError(f"--loss-reduction {kind} needs {name}")
+    require_ids(name, ids, count)
+    if count == 0:
+        return lengths
     unique, place = ids.unique(return_inverse=True)
     totals = torch.zeros(unique.numel(), dtype=torch.float64, device=ids.device).index_add(
         0, place, lengths

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput
@@ -38,6 +38,35 @@ class PolicyLoss:
     def with_config(self, config: Any) -> PolicyLoss:
         """This loss as `config` makes it."""
         return self if self.by_config is None else replace(self, **self.by_config(config))
+
+    def settings(self, name: str, config: Any = None) -> Any:
+        """The settings of this loss under `name`, its own or an alias.
+
+        Args:
+            name: an alias may stand for settings, as dual_clip does for a bound.
+            config: None takes the defaults of `name`.
+
+        Returns:
+            `config`, or the defaults.
+
+        Raises:
+            ValueError: when `config` is of another loss, or lacks or contradicts what the alias stands for.
+        """
+        meant = self.alias_defaults.get(name, {})
+        if config is None:
+            return self.config_type(**meant)
+        if not isinstance(config, self.config_type):
+            raise ValueError(
+                f"policy loss {name} takes a {self.config_type.__name__}, not a {type(config).__name__}"
+            )
+        choices = {f.name for f in fields(self.config_type) if f.metadata.get("choices")}
+        for setting, value in meant.items():
+            given = getattr(config, setting)
+            if given is None or (setting in choices and given != value):
+                raise ValueError(
+                    f"policy loss {name} stands for {setting}={value!r}, and the config has {given!r}; set it, or use {self.name}"
+                )
+        return config
 
 
 policy_losses: Registry[PolicyLoss] = Registry("policy loss")

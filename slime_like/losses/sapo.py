@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_like.config import POSITIVE, arg
+from slime_like.config import POSITIVE, CheckedSettings, arg
 from slime_like.losses.inputs import LOG_RATIO_CLAMP, LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_mean
 
 
 @dataclass(frozen=True, slots=True)
-class SAPOConfig:
+class SAPOConfig(CheckedSettings):
     sapo_tau_pos: float = arg(
         1.0, "SAPO: temperature of the gate where the advantage is positive.", legal=POSITIVE
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_like.config import NON_NEGATIVE, arg
+from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
 from slime_like.losses.inputs import (
     LossInputs,
     PolicyLossOutput,
@@ -24,7 +24,7 @@ from slime_like.metrics.typed import masked_mean
 
 
 @dataclass(frozen=True, slots=True)
-class TOPRConfig:
+class TOPRConfig(CheckedSettings):
     topr_positive_weight: float = arg(
         1.0, "TOPR: weight of samples with a reward above 0.", legal=NON_NEGATIVE
     )

@@ -18,24 +18,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
 from slime_like.losses.inputs import LossInputs
-from slime_like.losses.kl import kl_estimate
+from slime_like.losses.kl import KL_ESTIMATORS, kl_estimate
 from slime_like.losses.opsm import opsm_keep
 from slime_like.losses.registry import PolicyLoss
 from slime_like.metrics.typed import Metric, masked_mean
 
 
 @dataclass(frozen=True, slots=True)
-class LossTerms:
-    """Weights of the terms beside the policy loss. A coefficient of 0 leaves the term out of the loss; it is still reported. opsm_delta: of
-    the mask in opsm.py; None: off."""
+class LossTerms(CheckedSettings):
+    """Weights of the terms with the policy loss. A coefficient of 0 leaves the term out of the loss; it is still reported."""
 
-    kl_loss_coef: float = 0.0
-    kl_loss_type: str = "low_var_kl"
-    use_unbiased_kl: bool = False
-    entropy_coef: float = 0.0
-    positive_nll_coef: float = 0.0
-    opsm_delta: float | None = None
+    kl_loss_coef: float = arg(0.0, "Weight of the KL in the loss.", legal=NON_NEGATIVE)
+    kl_loss_type: str = arg("low_var_kl", "KL estimator.", choices=KL_ESTIMATORS)
+    use_unbiased_kl: bool = arg(False, "Weight the KL by the ratio of current to old policy.")
+    entropy_coef: float = arg(0.0, "Weight of the entropy bonus.", legal=NON_NEGATIVE)
+    positive_nll_coef: float = arg(
+        0.0, "Weight of the imitation of good samples.", legal=NON_NEGATIVE
+    )
+    opsm_delta: float | None = arg(None, "Of the mask in opsm.py; None: off.", legal=NON_NEGATIVE)
 
 
 @dataclass(frozen=True, slots=True)

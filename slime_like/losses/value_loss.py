@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slime_like.config import POSITIVE, arg
+from slime_like.config import POSITIVE, CheckedSettings, arg
+from slime_like.losses.checks import require_mask, require_shape
 from slime_like.losses.total import LossOutput
 from slime_like.metrics.typed import Metric, masked_mean
 
 
 @dataclass(frozen=True, slots=True)
-class ValueLossConfig:
+class ValueLossConfig(CheckedSettings):
     value_clip: float = arg(
         0.2,
         "How far a value may move from that of the rollout, towards its return, before its gradient ends; a large number: no clipping.",
@@ -44,9 +45,23 @@ class ValueInputs:
     loss_mask: Tensor  # bool
     loss_weights: Tensor  # u: 1 / denominator of the reduction, over the whole optimizer step
 
+    def __post_init__(self) -> None:
+        for name in ("values", "old_values", "returns", "loss_weights"):
+            require_shape(name, getattr(self, name), self.loss_mask, "loss_mask")
+        if self.loss_mask.dtype != torch.bool:
+            object.__setattr__(self, "loss_mask", require_mask("loss_mask", self.loss_mask))
+
 
 def value_loss(inputs: ValueInputs, config: ValueLossConfig) -> LossOutput:
-    """The partial loss of these tokens, and its metrics: value_loss, which is the loss (a sum), and those of `token_value_losses`."""
+    """The partial loss of these tokens.
+
+    Args:
+        inputs: [T] or [B, T] tensors; without a token the loss is 0, with a gradient.
+        config: clipping and scale.
+
+    Returns:
+        The loss, 0-d with grad, and its metrics: value_loss, which is the loss (a sum), and those of `token_value_losses`.
+    """
     token_losses, metrics = token_value_losses(inputs, config)
     weights = inputs.loss_weights.detach()
     weights = weights if weights.dtype == torch.float64 else weights.float()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_like.config import POSITIVE, arg
+from slime_like.config import POSITIVE, CheckedSettings, arg
 from slime_like.losses.inputs import (
     LossInputs,
     PolicyLossOutput,
@@ -29,7 +29,7 @@ LOG_WEIGHT_RANGE = (math.log(1e-8), 20.0)
 
 
 @dataclass(frozen=True, slots=True)
-class VESPOConfig:
+class VESPOConfig(CheckedSettings):
     vespo_k_pos: float = arg(
         2.0,
         "VESPO: power of the sequence ratio where the advantage is not negative.",

@@ -127,6 +127,11 @@ class MegatronBackend:
         )
         return self.policy
 
+    def set_entropy_coef(self, value: float) -> None:
+        """The weight of the entropy bonus from the next optimizer step on. All ranks set the same."""
+        terms = dataclasses.replace(self.objective.terms, entropy_coef=value)
+        self.objective = dataclasses.replace(self.objective, terms=terms)
+
     def compute_log_probs(
         self, samples: Sequence[TrainSample], network: FrozenModel | None = None
     ) -> list[LogProbOutput]:

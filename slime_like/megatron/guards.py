@@ -3,16 +3,101 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.distributed.collectives import gather
 from slime_like.errors import RunError
 
 RATIO_ERROR = 1.05  # of token probabilities, as in NeMo-RL's documents
+_LOSSES = (
+    "loss",
+    "policy_loss",
+    "kl_loss",
+    "entropy_loss",
+    "positive_nll",
+    "value_loss",
+    "kl",
+    "entropy",
+)
 
 
 class GateError(RunError):
     """A number that must hold does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """The first number of a rank that is NaN or infinite. sample: as users know it. token: of its response."""
+
+    what: str
+    sample: str
+    token: int
+    value: float
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.what} of sample {self.sample} is {self.value:g} at token {self.token} of its response (rank {self.rank})"
+
+
+def first_non_finite(
+    columns: Mapping[str, Sequence[Tensor | None] | None],
+    masks: Sequence[Tensor],
+    samples: Sequence[str],
+) -> NonFinite | None:
+    """The first number of this rank's samples that is NaN or infinite at an active token.
+
+    Args:
+        columns: what it is -> [R] by sample; None where there is none.
+        masks: [R] bool by sample, active tokens.
+        samples: name of each sample.
+
+    Returns:
+        None where all are finite.
+    """
+    for what, values in columns.items():
+        for sample, mask, value in zip(samples, masks, values or ()):
+            if value is None or bool(torch.isfinite(value[mask]).all()):
+                continue
+            token = int((mask & ~torch.isfinite(value)).nonzero()[0])
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            return NonFinite(what, sample, token, float(value[token]), rank)
+    return None
+
+
+def check_finite(
+    columns: Mapping[str, Sequence[Tensor | None] | None],
+    masks: Sequence[Tensor],
+    samples: Sequence[str],
+    *,
+    when: str,
+) -> None:
+    """Nothing is trained on numbers that are not finite. Collective over all ranks, which raise alike.
+
+    Args:
+        columns, masks, samples: as of `first_non_finite`.
+        when: what the numbers are for, e.g. "before the first optimizer step".
+
+    Raises:
+        GateError: naming the first one, of the lowest rank that has one.
+    """
+    found = [f for f in gather(first_non_finite(columns, masks, samples)) if f is not None]
+    if found:
+        more = f"; {len(found)} ranks have such numbers" if len(found) > 1 else ""
+        raise GateError(f"{when}: the {found[0]}{more}")
+
+
+def non_finite_losses(metrics: Mapping[str, float]) -> list[str]:
+    """Those of a step's losses and entropies that are NaN or infinite, as "name value". metrics: equal on all ranks."""
+    return [
+        f"{name} {metrics[name]:g}"
+        for name in _LOSSES
+        if name in metrics and not math.isfinite(metrics[name])
+    ]
 
 
 def check_old_log_probs(log_ratio_abs: float, *, same_packing: bool, half_precision: bool) -> None:
@@ -40,16 +125,6 @@ def check_old_values(
             f"before the critic's first optimizer step its values differ from those of the rollout by {diff_abs:.3g} on average (limit "
             f"{limit:g}): the training forward pass and the value pass do not compute the same model"
         )
-
-
-def check_values(metrics: Mapping[str, float]) -> Mapping[str, float]:
-    """The metrics of a rollout's values as they are. Raises GateError when some value is not finite: advantages and targets are made of them."""
-    bad = metrics["rollout/values_nonfinite"]
-    if bad:
-        raise GateError(
-            f"the critic gives values that are not finite ({bad:g} of them in this rollout)"
-        )
-    return metrics
 
 
 def check_initial_kl(kl: float, *, half_precision: bool) -> None:

@@ -86,10 +86,16 @@ def masked_std(x: Tensor, mask: Tensor) -> Metric:
 
 
 def masked_min(x: Tensor, mask: Tensor) -> Metric:
+    """Least x over active tokens, infinite without any. x, mask: [T], T may be 0."""
+    if x.numel() == 0:
+        return Metric("min", x.new_full((), float("inf"), dtype=torch.float32))
     return Metric("min", torch.where(mask, x.detach().float(), float("inf")).amin())
 
 
 def masked_max(x: Tensor, mask: Tensor) -> Metric:
+    """Largest x over active tokens, minus infinity without any. x, mask: [T], T may be 0."""
+    if x.numel() == 0:
+        return Metric("max", x.new_full((), float("-inf"), dtype=torch.float32))
     return Metric("max", torch.where(mask, x.detach().float(), float("-inf")).amax())
 
 

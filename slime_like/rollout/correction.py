@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slime_like.import_utils import load_function
 from slime_like.losses.custom_tis import custom_correction
+from slime_like.losses.mismatch import with_ess
 from slime_like.losses.off_policy import Correction, OffPolicyConfig, off_policy_correction
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.types import Sample, TrainSample
@@ -51,7 +52,7 @@ def correct_steps(
         keeps = _split(correction.keep_mask, lengths)
         weights = _split(correction.importance_weights, lengths)
         corrections += [SampleCorrection(keep, weight) for keep, weight in zip(keeps, weights)]
-    return corrections, accumulator.reduce(group)
+    return corrections, with_ess(accumulator.reduce(group))
 
 
 def _correct(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime_like.config import check_fields
+from slime_like.config import SettingsError
 from slime_like.losses import policy_losses
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.tinker.errors import Refused
@@ -190,13 +190,14 @@ def _own_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
             f"loss_fn {name!r}: loss_fn_config[{ENTROPY!r}] is {entropy_coef!r}, must be >= 0"
         )
     settings = {**loss.alias_defaults.get(name, {}), **given}
-    made = loss.config_type(**settings)
-    if problems := check_fields(made):
+    try:
+        made = loss.config_type(**settings)
+    except SettingsError as error:
         words = "; ".join(
             f"{problem.flag.lstrip('-').replace('-', '_')} is {problem.value!r}: {problem.message}"
-            for problem in problems
+            for problem in error.problems
         )
-        raise Refused(f"loss_fn {name!r}: {words}")
+        raise Refused(f"loss_fn {name!r}: {words}") from None
     needs = loss.with_config(made).needs
     required = {"target_tokens", "mask"} | {
         key for key, field in FIELDS.items() if field in needs and key not in MASKS

@@ -25,7 +25,7 @@ from slime_like.advantages import (
 from slime_like.advantages.values import value_metrics
 from slime_like.compat.slime.samples import slime_args
 from slime_like.megatron.backend import LogProbOutput, MegatronBackend
-from slime_like.megatron.guards import TrainRolloutGate, check_values
+from slime_like.megatron.guards import TrainRolloutGate, check_finite
 from slime_like.megatron.micro_batching import work_per_token
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
@@ -128,7 +128,9 @@ class BatchMaker:
                 s.loss_mask if recorded else fresh_tokens(samples[i], weight_version)
                 for i, s in zip(shares.local_indices, local)
             ]
-            old = self._old_log_probs(local, fresh, metrics, weight_version)
+            names = [str(samples[i].sample_id) for i in shares.local_indices]
+            masks = [s.loss_mask for s in local]
+            old = self._old_log_probs(local, fresh, metrics, weight_version, names)
             if not recorded:
                 stale = [~of_now for of_now in fresh]
                 metrics |= self._check_stale(samples, local, old, stale, weight_version)
@@ -137,21 +139,27 @@ class BatchMaker:
             teacher = self._teacher_log_probs([samples[i] for i in shares.local_indices], local)
         critic = self._critic_part(samples, shares)
         values = self._values(critic)
+        columns = {
+            "log-prob of the reference": None if ref is None else [r.log_probs for r in ref],
+            "log-prob of the teacher": teacher,
+            "value of the critic": values,
+        }
+        check_finite(columns, masks, names, when="before the advantages of a rollout")
         corrections, more = self._corrections(samples, steps, old)
         metrics |= more
         advantages = self._advantages(
             samples, shares.local_indices, local, old, ref, teacher, values
         )
         metrics |= advantages.metrics
+        weights = [c.importance_weights for c in corrections]
+        columns = {"advantage": advantages.values, "importance weight": weights}
+        check_finite(columns, masks, names, when="before the optimizer steps of a rollout")
         of_critic: list[TrainBatch] = []
         if critic is not None:
             assert values is not None and advantages.returns is not None, (
                 "an estimator with a critic tells what it is to learn"
             )
-            masks = [s.loss_mask for s in local]
-            metrics |= check_values(
-                value_metrics(values, advantages.returns, masks, self.layout.dp_group)
-            )
+            metrics |= value_metrics(values, advantages.returns, masks, self.layout.dp_group)
             of_critic = critic.batches(advantages.returns)
 
         def complete(i: int, sample: TrainSample) -> TrainSample:
@@ -216,12 +224,23 @@ class BatchMaker:
         fresh: Sequence[Tensor],
         metrics: dict[str, float],
         weight_version: int,
+        names: Sequence[str],
     ) -> list[LogProbOutput]:
-        """Old log-probs of this rank's samples, compared with the sampler's where it reported them and had the same weights (`fresh`)."""
+        """Old log-probs of this rank's samples, compared with the sampler's where it reported them and had the same weights (`fresh`).
+        names: of the samples."""
         run = self.run
+        masks = [s.loss_mask for s in local]
+        when = "before the update"
         if run.algorithm.use_rollout_logprobs:
-            return [LogProbOutput(require_rollout_log_probs(s), s.loss_weights * 0) for s in local]
+            of_engine = [require_rollout_log_probs(s) for s in local]
+            check_finite({"log-prob of the rollout engine": of_engine}, masks, names, when=when)
+            return [LogProbOutput(o, s.loss_weights * 0) for o, s in zip(of_engine, local)]
         old = self.backend.compute_log_probs(local)
+        columns = {
+            "old log-prob": [o.log_probs for o in old],
+            "entropy": [o.entropy for o in old],
+        }
+        check_finite(columns, masks, names, when=when)
         if run.rollout.use_rollout_routing_replay:
             metrics["rollout/moe_routing_disagreement"] = self.backend.replay_disagreement()
         if all(s.rollout_log_probs is not None for s in local):

@@ -7,18 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from arguments.run_config import RunConfig
-from slime_like.megatron.backend import MegatronBackend
+from slime_like.losses.entropy_control import EntropyController
+from slime_like.megatron.backend import MegatronBackend, PendingStep
 from slime_like.megatron.guards import (
+    GateError,
     SkippedStepGate,
     TrainRolloutGate,
+    check_finite,
     check_initial_kl,
     check_old_log_probs,
     check_old_values,
+    non_finite_losses,
 )
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
 from slime_like.types import StepResult, TrainBatch
 
+_LOSS_INPUTS = {
+    "advantages": "advantage",
+    "old_log_probs": "old log-prob",
+    "ref_log_probs": "log-prob of the reference",
+    "rollout_log_probs": "log-prob of the rollout engine",
+    "importance_weights": "importance weight",
+    "loss_weights": "weight of the reduction",
+}  # field of a TrainSample -> in a message
 _GATES = {"": "policy", "critic_": "critic"}  # prefix of the names in a checkpoint
 
 
@@ -47,21 +59,24 @@ class TrainStep:
         self.stale_gate = stale_gate
         self.warn = warn
         self.initial_policy = initial_policy
+        self.entropy = entropy_controller(run)
         patience = run.gates.max_consecutive_skipped_steps
         self.skip_gates = {
             "policy": SkippedStepGate(patience),
             "critic": SkippedStepGate(patience, whose="critic's "),
         }
 
-    def state_dict(self) -> dict[str, int]:
-        """Steps that were skipped, as plain JSON."""
-        state = {}
+    def state_dict(self) -> dict[str, Any]:
+        """Steps that were skipped, and the entropy bonus, as plain JSON."""
+        state: dict[str, Any] = {"entropy_controller": self.entropy.state_dict()}
         for prefix, whose in _GATES.items():
             state[f"{prefix}skipped_steps"] = self.skip_gates[whose].total
             state[f"{prefix}skipped_in_a_row"] = self.skip_gates[whose].in_a_row
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Checkpoints before the adaptive entropy bonus have no state of it."""
+        self.entropy.load_state_dict(state.get("entropy_controller", {}))
         for prefix, whose in _GATES.items():
             self.skip_gates[whose].total = int(state[f"{prefix}skipped_steps"])
             self.skip_gates[whose].in_a_row = int(state[f"{prefix}skipped_in_a_row"])
@@ -74,7 +89,13 @@ class TrainStep:
         results = []
         with self.progress.phase("train"):
             for index, batch in enumerate(batches):
+                if self.entropy.adaptive:
+                    self.backend.set_entropy_coef(self.entropy.coef)
                 pending = self.backend.forward_backward(batch)
+                self._check_loss(batch, pending, index)
+                if self.entropy.adaptive:
+                    pending.metrics["entropy_coef"] = self.entropy.coef
+                    self.entropy.update(pending.metrics.get("entropy"))
                 if index == 0:
                     self._check_first_update(
                         step, pending.metrics, weight_version=weight_version, on_policy=on_policy
@@ -91,6 +112,7 @@ class TrainStep:
         with self.progress.phase("train_critic"):
             for index, batch in enumerate(batches):
                 pending = self.backend.forward_backward_critic(batch)
+                self._check_loss(batch, pending, index, critic=True)
                 if index == 0 and not self._has_dropout:
                     difference = pending.metrics.get("value_diff_abs", 0.0)
                     same_packing = self._same_packing(pending.network.layout)
@@ -104,6 +126,37 @@ class TrainStep:
                 self.warn(gate.check(result.skipped, result.grad_norm))
                 results.append(result)
         return averages(results, gate, prefix="critic_")
+
+    def _check_loss(
+        self, batch: TrainBatch, pending: PendingStep, index: int, *, critic: bool = False
+    ) -> None:
+        """A loss that is not finite changes no weight: a clamp may keep its NaN out of the gradient, and a step without one of its terms
+        would be taken. Collective only where it raises, for all ranks have the same metrics. Raises GateError naming the first culprit."""
+        broken = non_finite_losses(pending.metrics)
+        if not broken:
+            return
+        samples = batch.samples
+        which = "the critic's optimizer step" if critic else "optimizer step"
+        when = f"{which} {index + 1} of this rollout has {', '.join(broken)}"
+        if critic:
+            columns = {
+                "old value": [s.values for s in samples],
+                "return": [None if s.returns is None else s.returns.nan_to_num() for s in samples],
+                "value": self.backend.compute_values(samples),
+            }
+        else:
+            now = self.backend.compute_log_probs(samples)
+            columns = {
+                "log-prob under the current weights": [o.log_probs for o in now],
+                "entropy under the current weights": [o.entropy for o in now],
+                **{words: [getattr(s, f) for s in samples] for f, words in _LOSS_INPUTS.items()},
+            }
+        masks = [s.loss_mask for s in samples]
+        names = [f"{i + 1} of {len(samples)} of this rank" for i in range(len(samples))]
+        check_finite(columns, masks, names, when=when)
+        raise GateError(
+            f"{when}, and all that it was computed from is finite: see the loss and its coefficients"
+        )
 
     def _check_first_update(
         self, step: int, metrics: Mapping[str, float], *, weight_version: int, on_policy: bool
@@ -158,6 +211,19 @@ class TrainStep:
         return (
             same_size and layout.vp_size == 1
         )  # interleaved stages pad to the longest of the step, or of the rollout
+
+
+def entropy_controller(run: RunConfig) -> EntropyController:
+    algorithm = run.algorithm
+    if algorithm.entropy_ctrl_type != "adaptive":
+        return EntropyController(algorithm.entropy_coef)
+    return EntropyController(
+        algorithm.entropy_coef,
+        target=algorithm.entropy_target,
+        delta=algorithm.entropy_coef_delta,
+        low=algorithm.entropy_coef_min,
+        high=algorithm.entropy_coef_max,
+    )
 
 
 def averages(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,6 +142,76 @@ def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     return dict(error=None)
 
 
+def spoiled(
+    samples: list[Any], tensors: list[torch.Tensor], value: float
+) -> tuple[int, torch.Tensor]:
+    """(place of the first sample with an active token, its tensor [R] with `value` there)."""
+    place = next(i for i, sample in enumerate(samples) if sample.loss_mask.any())
+    tensor = tensors[place].clone()
+    tensor[int(samples[place].loss_mask.nonzero()[0])] = value
+    return place, tensor
+
+
+def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
+    """One number of the last rank's reference is not finite: in the log-prob pass, or not before the loss. The gradient would not show it."""
+    flags = f"--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3 --ref-load {ref}"
+    spoilt_rank = layout.rank == layout.world_size - 1
+    found = {}
+    with make_trainer(folder, layout, out, flags) as trainer:
+        backend, before = trainer.backend, optimizer_state(trainer.backend)
+        groups, _ = trainer.supply.groups_of(0)
+        samples = [sample for group in groups for sample in group.samples]
+        batches, _ = trainer.batches.make(samples, weight_version=1)
+        policy = batches.policy
+        if spoilt_rank:
+            mine = list(policy[0].samples)
+            i, broken = spoiled(mine, [s.ref_log_probs for s in mine], float("nan"))
+            mine[i] = dataclasses.replace(mine[i], ref_log_probs=broken)
+            policy = [dataclasses.replace(policy[0], samples=tuple(mine)), *policy[1:]]
+        real = backend.compute_log_probs
+
+        def broken_reference(mine: Any, network: Any = None) -> Any:
+            results = real(mine, network)
+            if network is backend.reference and spoilt_rank:
+                i, log_probs = spoiled(mine, [r.log_probs for r in results], float("-inf"))
+                results[i] = dataclasses.replace(results[i], log_probs=log_probs)
+            return results
+
+        for name, attempt in {
+            "loss": lambda: trainer.updates.train_policy(
+                0, policy, weight_version=1, on_policy=True
+            ),
+            "reference": lambda: trainer.batches.make(samples, weight_version=1),
+        }.items():
+            backend.compute_log_probs = real if name == "loss" else broken_reference  # type: ignore[method-assign]
+            try:
+                attempt()
+                found[name] = ""
+            except GateError as error:
+                found[name] = str(error)
+        same = all(torch.equal(a, b) for a, b in zip(before, optimizer_state(backend), strict=True))
+    return {**found, "same": same}
+
+
+def check_adaptive_entropy(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
+    """Two optimizer steps with a bonus that has to rise, and a second trainer that goes on from the first one's state."""
+    flags = "--entropy-ctrl-type adaptive --entropy-target 100 --entropy-coef 0.001 --entropy-coef-delta 0.0005"
+    with make_trainer(folder, layout, out, flags) as trainer:
+        groups, _ = trainer.supply.groups_of(0)
+        samples = [sample for group in groups for sample in group.samples]
+        batches, _ = trainer.batches.make(samples, weight_version=1)
+        steps = [batches.policy[0], batches.policy[0]]
+        metrics = trainer.updates.train_policy(0, steps, weight_version=1, on_policy=True)
+        applied = trainer.backend.objective.terms.entropy_coef
+        state = json.loads(json.dumps(trainer._state({})))
+    with make_trainer(folder, layout, out, flags) as trainer:
+        trainer.updates.load_state_dict(state)
+        resumed = trainer.updates.entropy.coef
+        older = {name: value for name, value in state.items() if name != "entropy_controller"}
+        trainer.updates.load_state_dict(older)
+    return dict(mean=metrics["train/entropy_coef"], applied=applied, resumed=resumed)
+
+
 def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     """Advantages of this rank's samples with a KL penalty, and what a hand computation needs: log-probs of policy and reference."""
     with make_trainer(
@@ -195,6 +266,8 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     with parallel() as layout:
         result["bf16"] = check_bf16(folder, layout)
         result["gate"] = check_gate(folder, layout, out)
+        result["non finite"] = check_non_finite(folder, ref, layout, out)
+        result["entropy"] = check_adaptive_entropy(folder, layout, out)
         result["kl"] = check_kl_in_reward(folder, ref, layout, out)
     return result
 

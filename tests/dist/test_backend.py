@@ -76,6 +76,27 @@ def test_old_log_probs_of_another_model_stop_the_run(two: list[dict[str, Any]]) 
         assert rank["gate"]["same"], "before any optimizer step"
 
 
+def test_a_number_that_is_not_finite_on_one_rank_stops_all(two: list[dict[str, Any]]) -> None:
+    """k3's clamp keeps the NaN out of the gradient, so that no step would be skipped."""
+    for rank in two:
+        seen = rank["non finite"]
+        assert seen == two[0]["non finite"], "all ranks alike"
+        assert "kl_loss nan" in seen["loss"]
+        assert "the log-prob of the reference of sample" in seen["loss"]
+        assert "is nan at token" in seen["loss"] and "(rank 1)" in seen["loss"]
+        assert "the log-prob of the reference of sample" in seen["reference"]
+        assert "is -inf at token" in seen["reference"] and "(rank 1)" in seen["reference"]
+        assert seen["same"], "before the weights change"
+
+
+def test_the_adaptive_entropy_bonus_rises_and_is_resumed(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        seen = rank["entropy"]
+        assert seen["mean"] == pytest.approx((0.001 + 0.0015) / 2)
+        assert seen["applied"] == pytest.approx(0.0015)
+        assert seen["resumed"] == pytest.approx(0.002), "that of the next optimizer step"
+
+
 def test_kl_in_the_reward(two: list[dict[str, Any]]) -> None:
     """Reward less 0.5 times the sample's summed log-ratio to the reference, over both ranks, then the group's mean and deviation."""
     count = sum(len(rank["kl"]["indices"]) for rank in two)

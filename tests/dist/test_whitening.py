@@ -71,6 +71,22 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
     result["m2po"] = [
         part.tolist() for part in correction.keep_mask.split([m.numel() for m in own])
     ]
+    for level in ("token", "sequence"):
+        normal = off_policy_correction(
+            OffPolicyConfig(tis_ratio_type=level, tis_batch_normalize=True, m2po_threshold=0.3),
+            old_log_probs=torch.cat([kl[i] for i in mine]),
+            rollout_log_probs=torch.zeros(sum(m.numel() for m in own)),
+            loss_mask=torch.cat(own),
+            seq_ids=torch.repeat_interleave(
+                torch.arange(len(own)), torch.tensor([m.numel() for m in own])
+            ),
+            num_seqs=len(own),
+            group=dist.group.WORLD,
+        )
+        assert normal.importance_weights is not None
+        result[f"normalised {level}"] = [
+            part.tolist() for part in normal.importance_weights.split([m.numel() for m in own])
+        ]
     return result
 
 
@@ -110,6 +126,10 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path: Path, empty_rank: int | Non
             == two[1][name + "/kl"]
             == pytest.approx(one[0][name + "/kl"], rel=1e-12)
         )
+    for name in ("normalised token", "normalised sequence"):
+        for a, b in zip(collect(two, name), collect(one, name)):
+            assert a == pytest.approx(b, rel=1e-12)
+        assert len({w for part in collect(one, name) for w in part}) > 3
     kept = collect(one, "m2po")
     assert collect(two, "m2po") == kept
     assert 0 < sum(not k for part in kept for k in part) < sum(LENGTHS)

@@ -234,6 +234,5 @@ def test_values_that_are_not_finite_stop_the_run(
     )
     error = server.train(argv, tmp_path / "log", ranks=2).error()
     assert (
-        "the critic gives values that are not finite" in error
-        or "critic's optimizer step skipped" in error
+        "the value of the critic of sample" in error or "critic's optimizer step skipped" in error
     )

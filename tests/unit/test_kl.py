@@ -49,7 +49,7 @@ def test_gradient_of_each_token(delta: float) -> None:
     assert token_gradient("k1", delta) == 1
     assert token_gradient("k2", delta) == pytest.approx(delta)
     assert token_gradient("k3", delta) == pytest.approx(1 - math.exp(-delta))
-    for kind in ("k1+", "k3+"):
+    for kind in ("k1+", "k3+", "low_var_kl+", "abs+"):
         assert token_gradient(kind, delta) == pytest.approx(delta)
         assert token_gradient(kind, delta, ratio=1.7) == pytest.approx(1.7 * delta)
     assert token_gradient("k2", delta, ratio=1.7) == pytest.approx(1.7 * delta)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from slime_like.config import check_fields
+from slime_like.config import SettingsError, check_fields
 from slime_like.losses import from_padded, policy_losses
 from slime_like.losses.cross_entropy import CrossEntropyConfig
 from slime_like.losses.ppo import PPOConfig
@@ -267,19 +268,21 @@ def test_padded_tensors_of_another_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "flag", "words"),
+    ("make_config", "flag", "words"),
     [
-        (PPOConfig(eps_clip=-0.1), "--eps-clip", "must be >= 0"),
-        (PPOConfig(eps_clip_high=-0.1), "--eps-clip-high", "must be >= 0"),
-        (PPOConfig(eps_clip_c=1.0), "--eps-clip-c", "must be > 1"),
-        (PPOConfig(eps_clip=math.nan), "--eps-clip", "must be a finite number"),
-        (SAPOConfig(sapo_tau_pos=0.0), "--sapo-tau-pos", "must be > 0"),
-        (SAPOConfig(sapo_tau_neg=-1.0), "--sapo-tau-neg", "must be > 0"),
-        (SAPOConfig(sapo_ratio_level="prompt"), "--sapo-ratio-level", "token, sequence"),
+        (lambda: PPOConfig(eps_clip=-0.1), "--eps-clip", "must be >= 0"),
+        (lambda: PPOConfig(eps_clip_high=-0.1), "--eps-clip-high", "must be >= 0"),
+        (lambda: PPOConfig(eps_clip_c=1.0), "--eps-clip-c", "must be > 1"),
+        (lambda: PPOConfig(eps_clip=math.nan), "--eps-clip", "must be a finite number"),
+        (lambda: SAPOConfig(sapo_tau_pos=0.0), "--sapo-tau-pos", "must be > 0"),
+        (lambda: SAPOConfig(sapo_tau_neg=-1.0), "--sapo-tau-neg", "must be > 0"),
+        (lambda: SAPOConfig(sapo_ratio_level="prompt"), "--sapo-ratio-level", "token, sequence"),
     ],
 )
-def test_illegal_settings_are_named(config: Any, flag: str, words: str) -> None:
-    (problem,) = check_fields(config)
+def test_illegal_settings_are_named(make_config: Callable[[], Any], flag: str, words: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        make_config()
+    (problem,) = raised.value.problems
     assert problem.flag == flag
     assert words in problem.message
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from slime_like.config import check_fields
+from slime_like.config import SettingsError
 from slime_like.losses import LossInputs, LossTerms, policy_losses, total_loss
 from slime_like.losses.clip_cov import ClipCovConfig
 from slime_like.losses.covariance import covariances, pick
@@ -217,13 +218,15 @@ def test_importance_weights_multiply_all_of_it(loss: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "flag", "words"),
+    ("make_config", "flag", "words"),
     [
-        (ClipCovConfig(clip_cov_ratio=1.5), "--clip-cov-ratio", "0 <= x <= 1"),
-        (KLCovConfig(kl_cov_frac=-0.1), "--kl-cov-frac", "0 <= x <= 1"),
-        (KLCovConfig(kl_cov_coef=-1.0), "--kl-cov-coef", "must be >= 0"),
+        (lambda: ClipCovConfig(clip_cov_ratio=1.5), "--clip-cov-ratio", "0 <= x <= 1"),
+        (lambda: KLCovConfig(kl_cov_frac=-0.1), "--kl-cov-frac", "0 <= x <= 1"),
+        (lambda: KLCovConfig(kl_cov_coef=-1.0), "--kl-cov-coef", "must be >= 0"),
     ],
 )
-def test_illegal_settings_are_named(config: Any, flag: str, words: str) -> None:
-    (problem,) = check_fields(config)
+def test_illegal_settings_are_named(make_config: Callable[[], Any], flag: str, words: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        make_config()
+    (problem,) = raised.value.problems
     assert problem.flag == flag and words in problem.message

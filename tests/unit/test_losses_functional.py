@@ -154,7 +154,7 @@ def test_the_correction_of_padded_tensors(kind: str) -> None:
 
 def test_illegal_settings_are_named() -> None:
     row, mask = torch.zeros(1, 2), torch.ones(1, 2)
-    with pytest.raises(ValueError, match=r"--sapo-tau-pos \(given: 0.0\): must be > 0"):
+    with pytest.raises(ValueError, match=r"SAPOConfig: sapo_tau_pos=0.0 must be > 0"):
         compute_policy_loss(
             "sapo",
             row,
@@ -171,7 +171,7 @@ def test_wrong_shapes_are_named() -> None:
     with pytest.raises(ValueError, match=r"log_probs has shape \(3,\).*need seq_ids"):
         compute_policy_loss("gpg", row, mask, mask, advantages=row)
     with pytest.raises(
-        ValueError, match=r"advantages has shape \(2,\), log_probs has \(3,\); both must be \[T\]"
+        ValueError, match=r"advantages has shape \(2,\), log_probs has \(3,\); they must be equal"
     ):
         compute_policy_loss(
             "gpg", row, mask, mask, seq_ids=torch.zeros(3, dtype=torch.long), advantages=row[:2]

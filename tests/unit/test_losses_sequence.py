@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from slime_like.config import check_fields
+from slime_like.config import SettingsError
 from slime_like.losses import LossInputs, LossTerms, policy_losses, total_loss
 from slime_like.losses.gmpo import GMPOConfig
 from slime_like.losses.gspo import GSPOConfig
@@ -346,15 +347,17 @@ def test_sequence_losses_are_told_apart_from_ppo() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "flag", "words"),
+    ("make_config", "flag", "words"),
     [
-        (GSPOConfig(eps_clip=-1e-4), "--eps-clip", "must be >= 0"),
-        (GMPOConfig(gmpo_eps_low=-0.1), "--gmpo-eps-low", "must be >= 0"),
-        (GMPOConfig(gmpo_eps_high=-0.1), "--gmpo-eps-high", "must be >= 0"),
-        (VESPOConfig(vespo_lambda_pos=0.0), "--vespo-lambda-pos", "must be > 0"),
-        (VESPOConfig(vespo_lambda_neg=-1.0), "--vespo-lambda-neg", "must be > 0"),
+        (lambda: GSPOConfig(eps_clip=-1e-4), "--eps-clip", "must be >= 0"),
+        (lambda: GMPOConfig(gmpo_eps_low=-0.1), "--gmpo-eps-low", "must be >= 0"),
+        (lambda: GMPOConfig(gmpo_eps_high=-0.1), "--gmpo-eps-high", "must be >= 0"),
+        (lambda: VESPOConfig(vespo_lambda_pos=0.0), "--vespo-lambda-pos", "must be > 0"),
+        (lambda: VESPOConfig(vespo_lambda_neg=-1.0), "--vespo-lambda-neg", "must be > 0"),
     ],
 )
-def test_illegal_settings_are_named(config: Any, flag: str, words: str) -> None:
-    (problem,) = check_fields(config)
+def test_illegal_settings_are_named(make_config: Callable[[], Any], flag: str, words: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        make_config()
+    (problem,) = raised.value.problems
     assert problem.flag == flag and words in problem.message

@@ -1,0 +1,163 @@
+"""How far trainer and rollout engine are apart, over the tokens of one optimizer step.
+
+With d = o - m of an active token (trainer before the update, engine) and x = exp(d), over tokens unless "sequence" is said:
+
+    rollout_kl      mean(-d)               k1 estimate of KL(engine || trainer), Schulman 2020
+    rollout_k3_kl   mean(x - 1 - d)        k3 estimate of the same
+    chi2_token      mean(x^2) - 1          chi-squared divergence, the variance of the weights
+    chi2_seq        mean over sequences of (prod x)^2, less 1
+    is_ess          mean(x)^2 / mean(x^2)  effective sample size as a share of the tokens, Kong 1992
+    training_ppl    mean over sequences of exp(-mean o); rollout_ppl of m; *_log_ppl without the exp
+    log_ppl_diff    mean over sequences of the mean of -d: above 0, the trainer is the more surprised
+
+Differences near 0 are what is measured, so sums are in float64, and x^2 - 1 is expm1(2 d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slime_like.losses.inputs import LOG_RATIO_CLAMP
+from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min, masked_std
+
+# of which an effective sample size is made once sums are over the whole optimizer step
+ESS_PARTS = {"is_ess": "is_ratio", "tis_ess": "tis_weight"}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """One step's active tokens, made safe: differences are 0 at inactive tokens and where they are not finite."""
+
+    differences: Tensor  # [T] float, o - m
+    mask: Tensor  # [T] bool, active
+    finite: Tensor  # [T] bool
+    seq_ids: Tensor  # [T]
+    num_seqs: int
+
+    @property
+    def ratios(self) -> Tensor:
+        return clamped_exp(self.differences)
+
+    @property
+    def has_tokens(self) -> Tensor:
+        """[S] bool: sequences with active tokens."""
+        return self.any(self.mask)
+
+    def any(self, flags: Tensor) -> Tensor:
+        """[T] bool -> [S] bool."""
+        return self.sum(flags.double(), flags) > 0
+
+    def sum(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Sums over the tokens of `mask` in each sequence: [T] -> [S] float64."""
+        zeros = torch.zeros(self.num_seqs, dtype=torch.float64, device=values.device)
+        return zeros.index_add(0, self.seq_ids, torch.where(mask, values.double(), 0.0))
+
+    def mean(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Means, as `sum`; 0 in a sequence without any."""
+        return self.sum(values, mask) / self.sum(torch.ones_like(values), mask).clamp(min=1)
+
+    def max(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Largest value >= 0 over the tokens of `mask` in each sequence: [T] -> [S] float64; 0 without any."""
+        zeros = torch.zeros(self.num_seqs, dtype=torch.float64, device=values.device)
+        return zeros.scatter_reduce(
+            0, self.seq_ids, torch.where(mask, values.double(), 0.0), "amax"
+        )
+
+
+def clamped_exp(log_ratio: Tensor) -> Tensor:
+    """exp(clamp(x, +-20))."""
+    return log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).exp()
+
+
+def precise_mean(values: Tensor, mask: Tensor) -> Metric:
+    """Mean over `mask` with its sum in float64: numbers around 0 that are differences of numbers around 1."""
+    kept = torch.where(mask, values.detach().double(), 0.0)
+    return Metric("mean", kept.sum(), mask.sum(dtype=torch.float64))
+
+
+def mismatch_metrics(tokens: StepTokens, old: Tensor, rollout: Tensor) -> dict[str, Metric]:
+    """How far the two policies are apart, over the active tokens whose log-probs are finite.
+
+    Args:
+        tokens: of one optimizer step on this rank.
+        old, rollout: [T] log-probs of trainer and engine, read at those tokens only.
+
+    Returns:
+        Typed metrics; equal names on all ranks.
+    """
+    mask = tokens.mask & tokens.finite
+    x, distance = tokens.ratios, tokens.differences.abs()
+    broken = tokens.any(~tokens.finite)
+    metrics = {"rollout_logprobs_nonfinite": Metric("sum", broken.sum().float())}
+    for name, values in (("is_ratio", x), ("rollout_train_logprobs_abs_diff", distance)):
+        metrics[f"{name}_mean"] = masked_mean(values, mask)
+        metrics[f"{name}_std"] = masked_std(values, mask)
+        metrics[f"{name}_max"] = masked_max(values, mask)
+        metrics[f"{name}_min"] = masked_min(values, mask)
+    # slime's names for the same
+    metrics["tis"] = masked_mean(x, mask)
+    metrics["tis_abs"] = masked_mean((x - 1).abs(), mask)
+    metrics["train_rollout_logprob_abs_diff"] = masked_mean(distance, mask)
+    return metrics | _divergences(tokens, mask) | _perplexities(tokens, mask, old, rollout)
+
+
+def _divergences(tokens: StepTokens, mask: Tensor) -> dict[str, Metric]:
+    d = tokens.differences.double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    whole = tokens.sum(tokens.differences, mask).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return {
+        "rollout_kl": precise_mean(-tokens.differences, mask),
+        "rollout_k3_kl": precise_mean(k3_of_ratio(tokens.differences), mask),
+        "chi2_token": precise_mean(torch.expm1(2 * d), mask),
+        "chi2_seq": precise_mean(torch.expm1(2 * whole), tokens.any(mask)),
+        **ess_parts("is_ratio", torch.expm1(d), torch.expm1(2 * d), mask),
+    }
+
+
+def k3_of_ratio(differences: Tensor) -> Tensor:
+    """x - 1 - d, >= 0, float64: the k3 estimate of KL(engine || trainer)."""
+    d = differences.double().clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return torch.expm1(d) - d
+
+
+def _perplexities(
+    tokens: StepTokens, mask: Tensor, old: Tensor, rollout: Tensor
+) -> dict[str, Metric]:
+    judged = tokens.any(mask)
+    log_ppl = {"training": -tokens.mean(old, mask), "rollout": -tokens.mean(rollout, mask)}
+    gap = -tokens.mean(tokens.differences, mask)
+    metrics = {
+        "log_ppl_diff": precise_mean(gap, judged),
+        "log_ppl_abs_diff": precise_mean(gap.abs(), judged),
+        "ppl_ratio": precise_mean(clamped_exp(gap), judged),
+    }
+    for name, values in log_ppl.items():
+        metrics[f"{name}_log_ppl"] = precise_mean(values, judged)
+        metrics[f"{name}_ppl"] = precise_mean(values.clamp(max=LOG_RATIO_CLAMP).exp(), judged)
+    return metrics
+
+
+def ess_parts(
+    name: str, weights_less_1: Tensor, squares_less_1: Tensor, mask: Tensor
+) -> dict[str, Metric]:
+    """What `with_ess` makes an effective sample size of: means of w - 1 and w^2 - 1 over `mask`."""
+    return {
+        f"{name}_less_1": precise_mean(weights_less_1, mask),
+        f"{name}_square_less_1": precise_mean(squares_less_1, mask),
+    }
+
+
+def with_ess(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Reduced metrics with mean(w)^2 / mean(w^2) in place of its parts: means over the whole step have to come first."""
+    result = dict(metrics)
+    for name, parts in ESS_PARTS.items():
+        mean, square = (
+            result.pop(f"{parts}_less_1", None),
+            result.pop(f"{parts}_square_less_1", None),
+        )
+        if mean is not None and square is not None:
+            result[name] = (1 + mean) ** 2 / (1 + square) if square > -1 else 1.0
+    return result
