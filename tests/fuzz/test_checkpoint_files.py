@@ -250,7 +250,7 @@ def test_trackers_that_are_no_files(tmp_path: Path, kind: str) -> None:
 @given(st.data())
 def test_metadata_of_tensors(data: st.DataObject) -> None:
     """Numbers, names and kinds of entries are drawn; and bytes of the pickle are changed."""
-    changed = metadata(data.draw(st.sampled_from([100, 101, -1, 10**30, 0])))
+    changed: Any = metadata(data.draw(st.sampled_from([100, 101, -1, 10**30, 0])))
     if data.draw(st.booleans()):
         place = next(iter(changed.storage_data))
         info = changed.storage_data[place]
