@@ -230,7 +230,7 @@ def output_dir_of_the_run(config: RunConfig) -> str | None:
     """Where the run wrote that --save and --load of one folder continue; None for the first start, and where another run begins from a
     checkpoint (--finetune, --ckpt-step, another --save)."""
     from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
-    from slime_like.megatron.checkpoint.load import read_trainer_state
+    from slime_like.checkpoints.state import read_trainer_state
 
     flags = config.checkpoint
     if (
