@@ -139,7 +139,7 @@ class BatchMaker:
             teacher = self._teacher_log_probs([samples[i] for i in shares.local_indices], local)
         critic = self._critic_part(samples, shares)
         values = self._values(critic)
-        columns = {
+        columns: dict[str, Sequence[Tensor | None] | None] = {
             "log-prob of the reference": None if ref is None else [r.log_probs for r in ref],
             "log-prob of the teacher": teacher,
             "value of the critic": values,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from arguments.run_config import RunConfig
 from slime_like.losses.entropy_control import EntropyController
 from slime_like.megatron.backend import MegatronBackend, PendingStep
@@ -138,6 +140,7 @@ class TrainStep:
         samples = batch.samples
         which = "the critic's optimizer step" if critic else "optimizer step"
         when = f"{which} {index + 1} of this rollout has {', '.join(broken)}"
+        columns: dict[str, Sequence[Tensor | None]]
         if critic:
             columns = {
                 "old value": [s.values for s in samples],
