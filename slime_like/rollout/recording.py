@@ -108,7 +108,8 @@ def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
             )
     header = _read_header(json_path)
     if header.get("rollout_id") != rollout_id and "{rollout_id}" in template:
-        held = int(header.get("rollout_id", -1)) + 1
+        held = header.get("rollout_id")
+        held = held + 1 if type(held) is int else shown(held)
         raise ValueError(f"{json_path}: holds rollout {held}, not {rollout_id + 1}")
     payload = tensor_path.read_bytes()
     if hashlib.sha256(payload).hexdigest() != header.get("tensors_sha256"):

@@ -169,7 +169,7 @@ class RolloutManager:
             check_recorded(groups, self.run_config.gpt.vocab_size or 2**31)
         except ValueError as error:
             raise ValueError(
-                f"--load-debug-rollout-data {template}: rollout {step}: {error}"
+                f"--load-debug-rollout-data {template}: rollout {step + 1}: {error}"
             ) from None
         return groups
 
