@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime_like.distributed.signals import LAUNCHER_STATUS_FILE
 
@@ -46,14 +47,23 @@ def _run(argv: Sequence[str] | None) -> int:
     except SignalException as ended:
         return 128 + int(ended.sigval)
     except ChildFailedError as failed:
-        code = 1
-        for rank, failure in failed.failures.items():
-            code = failure.exitcode
-            if code < 0:
-                name = signal.Signals(-code).name
-                print(f"rank {rank} (process {failure.pid}) ended by {name}", file=sys.stderr)
-        return code if code > 0 else 128 - code
+        return _status_of(dict(failed.failures))
     return 0
+
+
+def _status_of(failures: Mapping[int, Any]) -> int:
+    """A status that a rank chose comes before the signals that torchrun ended others by.
+
+    Args:
+        failures: by rank, with ``exitcode`` (below 0: the signal that ended it) and ``pid``.
+    """
+    chosen = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
+    if chosen:
+        return int(chosen[0])
+    for rank, failure in failures.items():
+        name = signal.Signals(-failure.exitcode).name
+        print(f"error: rank {rank} (process {failure.pid}) was ended by {name}", file=sys.stderr)
+    return 128 - next(iter(failures.values())).exitcode
 
 
 if __name__ == "__main__":

@@ -166,3 +166,36 @@ def test_a_report_that_fails_does_not_fail_the_run(
     write_report(tmp_path)
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert "no plot and table of" in caplog.text and "metrics.jsonl:1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "shown"),
+    [
+        ("sys.exit(2 if rank == 0 else time.sleep(600))", 2, ""),
+        ("leave_status(75, rank); sys.exit(75)", 75, ""),
+        (
+            "os.kill(os.getpid(), 9 * (rank == 1)); time.sleep(600 * (rank == 0))",
+            137,
+            "error: rank 1 (process ",
+        ),
+    ],
+)
+def test_the_launcher_ends_as_its_ranks_do(
+    tmp_path: Path, program: str, status: int, shown: str
+) -> None:
+    """torchrun has status 1 for all of them, and a traceback."""
+    file = tmp_path / "ranks.py"
+    imports = "import os, sys, time\nfrom slime_like.distributed.signals import leave_status\n"
+    file.write_text(f"{imports}rank = int(os.environ['RANK'])\n{program}\n")
+    command = [sys.executable, "-m", "slime_like.torchrun", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(file)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr and shown in done.stderr
