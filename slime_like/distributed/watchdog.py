@@ -83,7 +83,6 @@ class Watchdog:
     ) -> None:
         self._closed.set()
         self._activity.changed.set()
-        faulthandler.cancel_dump_traceback_later()
         for thread in self._threads:
             thread.join(2.0)  # one may hang with the store
 
@@ -109,11 +108,10 @@ class Watchdog:
             return
 
     def _judge(self) -> None:
+        """There is no timer that writes the stacks of a process held up inside C code: it would count the time of a suspended job too, and
+        read the stacks of threads that run again by then, which crashes the process."""
         looked, answered, unanswered_s = time.monotonic(), self._store_answered, 0.0
         while not self._closed.wait(self._interval_s):
-            # held up inside C code, this process cannot judge: then this timer, which needs no Python, writes the stacks. It does not end
-            # the process, for it counts the time of a suspended job too
-            faulthandler.dump_traceback_later(2 * self._limit_s)
             looked, before = time.monotonic(), looked
             if looked - before > self._interval_s + self._limit_s / 3:
                 self._count_anew(looked - before)
@@ -141,11 +139,9 @@ class Watchdog:
         for rank, heard in list(self._heard.items()):
             self._heard[rank] = LastHeartbeat(heard.pulse, now)
         if self._rank == 0:
-            stacks = "; the stacks above are of that moment" if gap_s > 2 * self._limit_s else ""
             logger.warning(
-                "the process of rank 0 did not run for %.0f s: it was suspended, or its host was; the silence of other ranks counts anew%s",
+                "the process of rank 0 did not run for %.0f s: it was suspended, or its host was; the silence of other ranks counts anew",
                 gap_s,
-                stacks,
             )
 
     def _tell(self, pulse: Heartbeat) -> None:

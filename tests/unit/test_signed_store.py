@@ -122,7 +122,7 @@ def test_watchdogs_ignore_what_others_write() -> None:
 
 
 def test_a_job_that_is_suspended_as_a_whole_blames_nobody() -> None:
-    """Longer than twice the limit, after which the stacks are written."""
+    """Longer than twice the limit: a timer of faulthandler ended the process then, or crashed it while it read running threads."""
     with two_ranks("suspended") as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == "both run\n"
