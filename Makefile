@@ -10,7 +10,7 @@ SLOW ?= tests
 TEST_WORKERS ?= 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: install demo test test-slow fuzz test-slurm sglang-env test-sglang cookbook-env test-cookbook lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-slow fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -31,7 +31,7 @@ demo: install
 	bash scripts/demo.sh
 
 test: install
-	$(PYTEST) -m "not slow and not gpu and not slurm and not sglang and not cookbook" tests
+	$(PYTEST) -m "not slow and not gpu and not slurm and not sglang and not cookbook and not learning" tests
 
 test-slow: install
 	$(PYTEST) -m "slow and not sglang and not cookbook" $(SLOW)
@@ -42,6 +42,13 @@ FUZZ_SEED ?= 0
 # Hypothesis-driven answers of engines, checkpoints, rows and API bodies, for about an hour.
 fuzz: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --timeout 7200 --hypothesis-profile long --hypothesis-seed $(FUZZ_SEED) tests/fuzz
+
+# seeds of make test-learning; LEARNING_SEEDS="1 2 3 4 5" is the table of docs/en/algorithms/results.md
+LEARNING_SEEDS ?= 1
+
+# Runs from random weights that must reach a reward; minutes each.
+test-learning: install
+	LEARNING_SEEDS="$(LEARNING_SEEDS)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m learning tests/learning
 
 # -rs prints why tests are skipped, where SLURM is not installed
 test-slurm: install

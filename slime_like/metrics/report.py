@@ -44,6 +44,7 @@ PHASE_COLOURS = {
     "eval": YELLOW,
     "save": WINE,
 }
+PHASES_TITLE = "Seconds per rollout, by phase"
 OTHER_COLOUR = GREY  # of time that no phase claims
 SMOOTH_FROM = 40  # points from which a curve gets a smoothed one over it
 NO_MATPLOTLIB = "the plot needs matplotlib, which is not installed: pip install 'slime_like[tasks]'"
@@ -214,8 +215,19 @@ def health_lines(rows: Rows) -> list[str]:
     return lines
 
 
-def write_plot(rows: Rows, path: str | Path, title: str = "") -> Path:
-    """Draw the curves as a PNG. Raises ModuleNotFoundError saying what to install where matplotlib is absent, ValueError without rows."""
+def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[str] = ()) -> Path:
+    """Draw the curves as a PNG.
+
+    Args:
+        rows: of metrics.jsonl.
+        path: the file to write; folders are made.
+        title: above all panels.
+        only: beginnings of panel titles in any case, to draw those alone; empty for all that have data.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is absent; the message says what to install.
+        ValueError: there is no row, or no panel of these titles has data.
+    """
     if not rows:
         raise ValueError("no rollout was logged: nothing to plot")
     try:
@@ -232,7 +244,12 @@ def write_plot(rows: Rows, path: str | Path, title: str = "") -> Path:
     panels = [
         panel for panel in panels if any(series(rows, metric) for _, metric, _ in panel.curves)
     ]
-    has_phases = any(STEP_SECONDS in row or phase_seconds(row) for row in rows)
+    panels = [panel for panel in panels if _is_chosen(panel.title, only)]
+    has_phases = _is_chosen(PHASES_TITLE, only) and any(
+        STEP_SECONDS in row or phase_seconds(row) for row in rows
+    )
+    if only and not panels and not has_phases:
+        raise ValueError(f"--panels {' '.join(only)}: no panel with data has such a title")
     count = len(panels) + has_phases
     columns = min(3, max(count, 1))
     lines = max(math.ceil(count / columns), 1)
@@ -254,7 +271,11 @@ def write_plot(rows: Rows, path: str | Path, title: str = "") -> Path:
 
 
 def write_report(
-    metrics_path: str | Path, png_path: str | Path | None = None, console: Console | None = None
+    metrics_path: str | Path,
+    png_path: str | Path | None = None,
+    console: Console | None = None,
+    *,
+    only: Sequence[str] = (),
 ) -> Path | None:
     """Print the table and write the plot (default ``report.png`` beside the metrics). Returns the plot's path; None, with a line saying
     why, where there is no matplotlib or nothing was logged."""
@@ -271,6 +292,7 @@ def write_report(
             rows,
             png_path or metrics_path.with_name("report.png"),
             title=metrics_path.resolve().parent.name,
+            only=only,
         )
     except ModuleNotFoundError as error:
         console.print(str(error), soft_wrap=True, highlight=False, markup=False)
@@ -337,7 +359,7 @@ def _draw_phases(axis: Any, rows: Rows) -> None:
         step="post",
         lw=0,
     )
-    _finish(axis, "Seconds per rollout, by phase")
+    _finish(axis, PHASES_TITLE)
     axis.set_xlim(edges[0], edges[-1])
     axis.set_ylim(bottom=0)
     handles, shown = axis.get_legend_handles_labels()
@@ -349,6 +371,10 @@ def _draw_phases(axis: Any, rows: Rows) -> None:
         loc="upper left",
         bbox_to_anchor=(1.0, 1.0),
     )
+
+
+def _is_chosen(title: str, only: Sequence[str]) -> bool:
+    return not only or any(title.lower().startswith(word.lower()) for word in only)
 
 
 def phase_colour(name: str) -> str:
@@ -388,9 +414,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, help="PNG to write; default report.png beside the metrics"
     )
+    parser.add_argument(
+        "--panels", nargs="+", default=[], help="beginnings of panel titles; default all"
+    )
     args = parser.parse_args(argv)
     try:
-        return 0 if write_report(args.metrics, args.output) else 1
+        return 0 if write_report(args.metrics, args.output, only=args.panels) else 1
     except (OSError, ValueError) as error:
         parser.exit(2, f"error: {error}\n")
 

@@ -55,7 +55,7 @@ def name(path: Path) -> str:
 def flags_of_our_scripts() -> set[str]:
     text = "".join(
         path.read_text(encoding="utf-8")
-        for folder in ("scripts", "benchmarks")
+        for folder in ("scripts", "benchmarks", "slime_like/metrics")
         for path in (ROOT / folder).rglob("*.py")
     )
     return set(re.findall(r"add_argument\(\s*\"(--[\w-]+)\"", text)) | set(

@@ -59,6 +59,8 @@ def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
     row = json.dumps({"messages": [{"role": "user", "content": "abc"}], "answer": "cba"})
     for name in ("train.jsonl", "heldout.jsonl"):
         (folder / demo / name).write_text(row + "\n")
+    animal = {"question": "Spell this word backward (example: sun -> nus): cat", "answer": "tac"}
+    (folder / "animals.jsonl").write_text(json.dumps(animal) + "\n")  # README's make_my_data.py
     (folder / "scripts").mkdir()
     (folder / "scripts/demo_reward.py").write_bytes((ROOT / "scripts/demo_reward.py").read_bytes())
     (folder / "examples").symlink_to(ROOT / "examples")

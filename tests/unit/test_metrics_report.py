@@ -157,6 +157,12 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     pytest.importorskip("matplotlib")
     assert main([str(_log(tmp_path, 3)), "--output", str(tmp_path / "mine.png")]) == 0
     assert _png_size(tmp_path / "mine.png")[0] > 0
+    chosen = ["--output", str(tmp_path / "one.png"), "--panels", "reward"]
+    assert main([str(tmp_path / "metrics.jsonl"), *chosen]) == 0
+    assert _png_size(tmp_path / "one.png") == (648, 480)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "metrics.jsonl"), *chosen[:-1], "rewrad"])
+    assert "rewrad" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("garbage\n")
     for argument, words in (("metrics.jsonl", "metrics.jsonl:1"), ("absent.jsonl", "absent.jsonl")):
         with pytest.raises(SystemExit) as stopped:

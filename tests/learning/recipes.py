@@ -1,0 +1,116 @@
+"""Settings with which a task is learned, and how much of it a run must have learned at its end."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime_like.metrics.logger import read_metrics
+from tests.learning.tasks import write_task
+
+ROOT = Path(__file__).resolve().parents[2]
+REWARD = f"{ROOT / 'tests/learning/rewards.py'}:right_prefix"
+LAST = 10  # rollouts: the mean reward at the end is over so many
+COMMON = "--lr-warmup-iters 10 --clip-grad 1.0 --no-tensorboard --no-progress --log-interval 20"
+GRPO = "--advantage-estimator grpo --rollout-batch-size 16 --n-samples-per-prompt 8"
+CRITIC = (
+    "--advantage-estimator ppo --normalize-advantages --critic-lr 2e-3 "
+    "--rollout-batch-size 128 --n-samples-per-prompt 1"
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to learn one task.
+
+    name: in the table and in the test's id. task: a key of `tasks.TASKS`. num_layers: of the model.
+    flags: of train.py, beside COMMON and what names the files. start_at_most, end_at_least: the
+    band: mean reward of the first rollout, and of the last LAST ones.
+    """
+
+    name: str
+    task: str
+    num_layers: int
+    flags: str
+    start_at_most: float
+    end_at_least: float
+
+
+DIGITS = (
+    "--rollout-max-response-len 20 --micro-batch-size 32 --num-steps-per-rollout 4 --lr 1e-3 "
+    "--use-rollout-logprobs"
+)
+COPY = "--rollout-max-response-len 5 --micro-batch-size 32 --num-steps-per-rollout 4 --lr 1e-3"
+LARGEST = "--rollout-max-response-len 2 --micro-batch-size 32 --num-steps-per-rollout 4 --lr 1e-3"
+
+RECIPES = (
+    Recipe("digits, GRPO", "digits", 4, f"{GRPO} {DIGITS} --num-rollout 100", 0.1, 0.2),
+    Recipe("digits, PPO with a critic", "digits", 4, f"{CRITIC} {DIGITS} --num-rollout 100", 0.1, 0.2),
+    Recipe("copy, GRPO", "copy", 2, f"{GRPO} {COPY} --num-rollout 100", 0.1, 0.6),
+    Recipe("copy, PPO with a critic", "copy", 2, f"{CRITIC} {COPY} --num-rollout 100", 0.1, 0.6),
+    Recipe("largest, GRPO", "largest", 2, f"{GRPO} {LARGEST} --num-rollout 100", 0.1, 0.5),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run did. first, last: mean reward of the first rollout and of the last LAST. rollouts: how many there were.
+    cpu_s: processor seconds."""
+
+    first: float
+    last: float
+    rollouts: int
+    cpu_s: float
+
+    def within(self, recipe: Recipe) -> bool:
+        return self.first <= recipe.start_at_most and self.last >= recipe.end_at_least
+
+
+def command(recipe: Recipe, seed: int, folder: Path) -> list[str]:
+    """The command line of a run whose files are in `folder`."""
+    reward = "exact_match" if recipe.task == "largest" else None
+    graded = ["--rm-type", reward] if reward else ["--custom-rm-path", REWARD]
+    return [
+        sys.executable, str(ROOT / "train.py"),
+        "--hf-checkpoint", str(folder / "model"), "--prompt-data", str(folder / "train.jsonl"),
+        "--input-key", "prompt", "--label-key", "answer", "--rollout-shuffle",
+        "--seed", str(seed), "--rollout-seed", str(seed), "--output-dir", str(folder / "run"),
+        *graded, *COMMON.split(), *recipe.flags.split(),
+    ]  # fmt: skip
+
+
+def learn(recipe: Recipe, seed: int, folder: Path) -> Result:
+    """Make model and data below `folder`, train, and read what came of it.
+
+    Args:
+        recipe: what to learn, and how.
+        seed: of the weights, the held-out prompts, the order and the sampling.
+        folder: for everything that is written.
+
+    Raises:
+        RuntimeError: the run ended with an error; the end of its output is in the message.
+    """
+    write_task(folder, recipe.task, seed, num_layers=recipe.num_layers)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    log = folder / "log"
+    with log.open("w") as stream:
+        status = subprocess.run(
+            command(recipe, seed, folder),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=folder,
+        ).returncode
+    if status:
+        raise RuntimeError(
+            f"{recipe.name}, seed {seed}: exit status {status}\n{log.read_text()[-3000:]}"
+        )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    metrics = read_metrics(folder / "run" / "metrics.jsonl")
+    rewards = [row["rollout/reward_mean"] for row in metrics if "rollout/reward_mean" in row]
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Result(rewards[0], sum(rewards[-LAST:]) / LAST, len(rewards), seconds)

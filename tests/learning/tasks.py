@@ -1,0 +1,102 @@
+"""Tasks that a model with random weights learns in a few minutes on a processor.
+
+`digits` is the public one: the end-to-end task of verl's tests (digit completion, a 4-layer Llama of random weights, passed
+with a mean reward above 0.2 within 200 steps). The other two are ours, and ask for something else: `copy` for attention to a place
+in the prompt, `largest` for learning from a reward of 0 or 1 alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+CHARACTERS = "0123456789,:"
+END, PAD, UNKNOWN = "E", "P", "U"
+
+Pair = tuple[str, str]  # prompt, label
+
+
+def digits() -> Iterator[Pair]:
+    """Continue an arithmetic sequence modulo 9: `first,second:9,n` asks for the next n numbers."""
+    modulus = 9
+    for first, step, count in itertools.product(range(10), range(modulus), range(10)):
+        second = (first + step) % modulus
+        numbers = [(second + k * step) % modulus for k in range(1, count + 1)]
+        yield f"{first},{second}:{modulus},{count}", ",".join(map(str, numbers))
+
+
+def copy() -> Iterator[Pair]:
+    """`123:` asks for `123`."""
+    for triple in itertools.product("0123456789", repeat=3):
+        text = "".join(triple)
+        yield f"{text}:", text
+
+
+def largest() -> Iterator[Pair]:
+    """`3,7,2:` asks for `7`. Who always answers 9 is right in 27 % of all cases."""
+    for triple in itertools.product("0123456789", repeat=3):
+        yield ",".join(triple) + ":", max(triple)
+
+
+TASKS: dict[str, Callable[[], Iterator[Pair]]] = {
+    "digits": digits,
+    "copy": copy,
+    "largest": largest,
+}
+
+
+def write_task(folder: Path, task: str, seed: int, *, num_layers: int) -> None:
+    """Write `model/`, a Llama of random weights with its tokenizer, `train.jsonl` (4 of 5 prompts) and `heldout.jsonl`.
+
+    Args:
+        folder: where to write; made if it is not there.
+        task: a key of TASKS.
+        seed: of the weights, and of which prompts are held out.
+        num_layers: of the model; its hidden size is 128.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rows = [{"prompt": prompt, "answer": label} for prompt, label in TASKS[task]()]
+    random.Random(seed).shuffle(rows)
+    held_out = len(rows) // 5
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("heldout", rows[:held_out]), ("train", rows[held_out:])):
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    tokenizer = make_tokenizer()
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16,
+            hidden_size=128,
+            intermediate_size=344,
+            num_hidden_layers=num_layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def make_tokenizer() -> Any:
+    """One token for each of the 12 characters, and three special ones."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([END, PAD, UNKNOWN, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, unk_token=UNKNOWN
+    )
