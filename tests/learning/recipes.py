@@ -50,8 +50,7 @@ LARGEST = "--rollout-max-response-len 2 --micro-batch-size 32 --num-steps-per-ro
 RECIPES = (
     Recipe("digits, GRPO", "digits", 4, f"{GRPO} {DIGITS} --num-rollout 100", 0.1, 0.2),
     Recipe("digits, PPO with a critic", "digits", 4, f"{CRITIC} {DIGITS} --num-rollout 100", 0.1, 0.2),
-    Recipe("copy, GRPO", "copy", 2, f"{GRPO} {COPY} --num-rollout 100", 0.1, 0.6),
-    Recipe("copy, PPO with a critic", "copy", 2, f"{CRITIC} {COPY} --num-rollout 100", 0.1, 0.6),
+    Recipe("copy, GRPO", "copy", 2, f"{GRPO} {COPY} --num-rollout 100", 0.1, 0.2),
     Recipe("largest, GRPO", "largest", 2, f"{GRPO} {LARGEST} --num-rollout 100", 0.1, 0.5),
 )  # fmt: skip
 
