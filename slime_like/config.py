@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from slime_like.text import mask_settings
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -31,7 +33,7 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        given = "" if self.value is None else f" (given: {self.value!r})"
+        given = "" if self.value is None else f" (given: {mask_settings(self.value)!r})"
         return f"{self.flag}{given}: {self.message}"
 
 

@@ -104,6 +104,18 @@ def devices() -> str:
     return f"has    CUDA {torch.version.cuda}: {names}"
 
 
+def sandbox() -> list[str]:
+    """What confines graders of model text and programs here (`slime_like.rewards.confinement`)."""
+    from slime_like.rewards import confinement
+
+    missing = confinement.missing()
+    there = [name for name in confinement.LAYERS if name not in missing]
+    lines = [f"has    sandbox: {', '.join(there)}"] if there else []
+    lines += [f"lacks  sandbox: {words}" for words in confinement.unenforced()]
+    refused = confinement.refusal()
+    return [*lines, f"LACKS  --rm-type code and task: {refused}"] if refused else lines
+
+
 def report(
     things: Iterable[Dependency] = THINGS, device: Callable[[], str] = devices
 ) -> tuple[list[str], int]:
@@ -111,6 +123,7 @@ def report(
     findings = [look(thing) for thing in things]
     lacking = [f.thing.package for f in findings if f.have is None and f.thing.required]
     lines = [f"Python {sys.version.split()[0]}", *(str(finding) for finding in findings)]
+    lines += sandbox()
     lines.append(f"every run needs: {', '.join(lacking)}" if lacking else device())
     return lines, int(bool(lacking))
 

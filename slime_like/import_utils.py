@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import signal
 import sys
-from collections.abc import Callable
+import threading
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from slime_like.text import clean
 
-def load_function(path: str, flag: str) -> Callable[..., Any]:
-    """Raises ValueError, naming `flag`, for a path that cannot be imported or does not name a callable."""
+IMPORT_LIMIT_S = 60.0
+
+
+def load_function(path: str, flag: str, *, limit_s: float = IMPORT_LIMIT_S) -> Callable[..., Any]:
+    """The function that `path` names.
+
+    Args:
+        path: ``module.function`` or ``path/to/file.py:function``. A file may import its neighbours.
+        flag: The option that errors name.
+        limit_s: Seconds that the import may take, where this is the main thread.
+
+    Raises:
+        ValueError: The path cannot be imported (also where the module calls sys.exit), or names no callable.
+    """
     file, colon, name = path.rpartition(":")
     if not colon:
         file, _, name = path.rpartition(".")
     if not file or not name:
         raise ValueError(f"{flag} {path!r}: must be module.function or path/to/file.py:function")
     try:
-        module = _load_file(Path(file)) if file.endswith(".py") else importlib.import_module(file)
-    except Exception as error:
+        with _deadline(limit_s):
+            module = (
+                _load_file(Path(file)) if file.endswith(".py") else importlib.import_module(file)
+            )
+    except (Exception, SystemExit) as error:
+        words = clean(f"{type(error).__name__}: {error}")
         raise ValueError(
-            f"{flag} {path!r}: cannot import {file!r}: {type(error).__name__}: {error}"
+            f"{flag} {path!r}: cannot import {file!r}: {words}{_place(error)}"
         ) from error
     function = getattr(module, name, None)
     if function is None:
@@ -42,8 +63,38 @@ def load_function(path: str, flag: str) -> Callable[..., Any]:
     return function
 
 
+@contextlib.contextmanager
+def _deadline(limit_s: float) -> Iterator[None]:
+    """Raises TimeoutError in the block after `limit_s`; a signal, so only in the main thread, and not within native code."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"the import takes longer than {limit_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    others = signal.setitimer(signal.ITIMER_REAL, limit_s)  # a timer of the caller, or zeros
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *others)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _place(error: BaseException) -> str:
+    """The last line of an import that is not Python's own, or nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [
+        f" ({frame.filename}:{frame.lineno})"
+        for frame in frames
+        if frame.filename != __file__ and not frame.filename.startswith(("<", sys.base_prefix))
+    ]
+    return places[-1] if places else ""
+
+
 def _load_file(path: Path) -> ModuleType:
-    """A file as a module of its own name, once in a process."""
+    """A file as a module of its own name, once in a process. Its folder comes last in sys.path, for its neighbours."""
     path = path.resolve()
     name = f"custom_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -53,6 +104,8 @@ def _load_file(path: Path) -> ModuleType:
         raise FileNotFoundError(f"no such file: {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -9,16 +9,14 @@ import contextlib
 import io
 import logging
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from slime_like.text import mask_credentials, printable
+
 OURS = ("slime_like", "arguments", "megatron_patches")
 LOG_FILE = "run.log"  # in the output folder, where neither stdout nor stderr can be written
-_UNFIT = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-)
 _log_file: Path | None = None
 
 
@@ -62,8 +60,8 @@ def log_into(folder: Path) -> None:
 
 def visible(text: str) -> str:
     """Control characters but newline and tab, marks of text direction and lone surrogates as escapes: text from outside cannot move the
-    cursor, colour a terminal, hide a line, or be impossible to write."""
-    return _UNFIT.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    cursor, colour a terminal, hide a line, be impossible to write, or show the credentials of a URL."""
+    return printable(mask_credentials(text))
 
 
 class SurvivingStream:

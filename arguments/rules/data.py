@@ -9,8 +9,9 @@ from arguments.eval_sets import EvalSet
 from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
 from arguments.rules.distillation import SLIME_REWARD
 from slime_like.config import Problem, flag_name
+from slime_like.rewards import task
 from slime_like.rewards.custom import load_function
-from slime_like.rewards.registry import rewards
+from slime_like.rewards.registry import require_confinement, rewards
 
 _ROW_RANGE = re.compile(r"@\[[^\]]*\]$")
 
@@ -30,7 +31,8 @@ def missing_data(name: str, spec: str) -> list[Problem]:
     """A data source that is not there. Its contents are checked when it is opened."""
     if spec.startswith(TASK_PREFIX):
         library = rewards.get("task").missing_library()
-        return [] if library is None else problem(name, spec, f"needs {library}")
+        words = f"needs {library}" if library is not None else task.unknown(spec)
+        return [] if words is None else problem(name, spec, words)
     path = Path(_ROW_RANGE.sub("", spec))
     if path.is_file():
         return []
@@ -90,6 +92,11 @@ def reward_is_usable(s: Settings) -> list[Problem]:
         return problem("rm_type", name, "excludes --custom-rm-path; give one of them")
     if name is not None and (library := rewards.get(name).missing_library()) is not None:
         return problem("rm_type", name, f"needs {library}")
+    if name is not None and s.generates:
+        try:
+            require_confinement(name)
+        except ValueError as error:
+            return problem("rm_type", name, str(error))
     if path is not None and (s.generates or s.evaluates):
         try:
             load_function(path)

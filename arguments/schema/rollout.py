@@ -58,7 +58,7 @@ class RolloutConfig:
 class RewardConfig:
     rm_type: str | None = arg(
         None,
-        "Reward: exact_match, math, gsm8k, code (the metadata's tests, in a sandbox), remote_rm (--rm-url), task (the data source's own scorer), zero (0 for everything: distillation). A row's metadata key rm_type overrides it.",
+        "Reward: exact_match, math, gsm8k, code (the metadata's tests, in a sandbox), remote_rm (--rm-url), task (the data source's own scorer), zero (0 for everything: distillation).",
         choices=("zero", "exact_match", "math", "gsm8k", "code", "remote_rm", "task"),
     )
     custom_rm_path: str | None = arg(
@@ -73,10 +73,14 @@ class RewardConfig:
     )
     rm_num_workers: int = arg(
         0,
-        "Processes that grade, killed hard when they hang (exact_match and gsm8k need none); 0: a share of the cores, at most 4.",
+        "Processes that grade, killed hard when they hang; 0: a share of the cores, at most 4.",
         legal=Range(">= 0", lambda x: x >= 0),
     )
     max_abs_reward: float = arg(1e6, "A reward of a larger magnitude is an error.", legal=POSITIVE)
+    rm_type_from_metadata: bool = arg(
+        False,
+        "A row's metadata key rm_type chooses its reward, in place of --rm-type. Without it such rows are refused: data that others wrote would choose what runs here.",
+    )
     group_rm: bool = arg(
         False,
         "--custom-rm-path is called with all samples of a group, as function(args, samples), and returns a list.",

@@ -1,6 +1,6 @@
 """Programs: 1 when the response's program passes every test of the sample, else 0. It runs in `sandbox.py`.
 
-Tests stand in the row's metadata (--metadata-key) under ``tests``, a list, each one either ``{"stdin": text, "stdout": text}`` (standard output
+Tests are in the row's metadata (--metadata-key) under ``tests``, a list, each one either ``{"stdin": text, "stdout": text}`` (standard output
 is compared line by line, white space at the ends of lines and of the text left out) or ``{"code": text}``, statements that run after the
 program in the same names and raise where it is wrong. Metadata may set ``timeout_s`` (of each test, default 5) and ``memory_mb`` (default
 512). All tests of a sample have to end within --rm-timeout-s.
@@ -45,13 +45,12 @@ def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
 
 
 def prepare() -> None:
-    """Raises RuntimeError where programs cannot be run safely."""
-    if words := sandbox.problem():
-        raise RuntimeError(words)
+    """Start the sandbox. Raises SandboxError where programs cannot be run safely."""
+    sandbox.warm_up()
 
 
 def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
-    """Raises ValueError when the tests are missing or wrong."""
+    """Raises ValueError when the tests are missing or wrong, SandboxError where nothing is known about the program."""
     if words := problem(label, metadata):
         raise ValueError(words)
     timeout = float(metadata.get("timeout_s", DEFAULT.wall_s))

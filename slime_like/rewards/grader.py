@@ -1,7 +1,7 @@
 """Rewards of samples, with a deadline that always holds.
 
-`exact_match` and `gsm8k` take time linear in the text and are graded here. Everything else (math-verify, task scorers, a user's
-function) may hang, take all memory or ignore signals, and is graded in worker processes that are killed (`pool.py`).
+Whatever looks at a model's text (this project's rewards, math-verify, task scorers, a user's function) may hang, take all
+memory or ignore signals, and runs in worker processes that are killed (`pool.py`); all but the user's own are confined.
 Asynchronous custom functions run concurrently, up to 64 samples in one worker's event loop.
 """
 
@@ -16,19 +16,26 @@ from types import TracebackType
 
 from slime_like.rewards.custom import RewardArgs, RewardSample
 from slime_like.rewards.pool import WorkerPool
-from slime_like.rewards.registry import require_library, reward_of, rewards
-from slime_like.rewards.worker import REMOTE, Answer, Job, Setup, raised, to_answer
+from slime_like.rewards.registry import (
+    require_confinement,
+    require_library,
+    reward_of,
+    rewards,
+)
+from slime_like.rewards.worker import REMOTE, Answer, Job, Setup, Text
+from slime_like.text import clean
 from slime_like.types import Sample, SampleStatus
 
 _MOST_WORKERS = 4  # of the automatic choice
+_BATCH, _BATCH_CHARACTERS = 64, 2**20  # texts that a worker is given at once, of a bounded reward
 _UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED, SampleStatus.PARTIAL)
 
 
 class Grader:
     """Fills in rewards. The arguments are the fields of `arguments.schema.rollout.RewardConfig`: ``Grader(**asdict(config))``.
 
-    rm_type: reward of samples whose metadata names no ``rm_type`` of their own; None: samples of a reasoning_gym source are scored by
-    their task (`registry.reward_of`). custom_rm_path: replaces all of these. rm_num_workers: processes; 0 chooses this process's
+    rm_type: the reward; None: samples of a reasoning_gym source are scored by
+    their task (`registry.reward_of`). rm_type_from_metadata: ``rm_type`` in a sample's metadata comes first. custom_rm_path: replaces all of these. rm_num_workers: processes; 0 chooses this process's
     share of the cores, at most 4. They start with the first sample that needs one. Rewards and paths that a command line
     names are checked when it is parsed; here a wrong one is an error of the first `grade`.
 
@@ -48,7 +55,9 @@ class Grader:
         max_abs_reward: float = 1e6,
         group_rm: bool = False,
         rm_url: str | None = None,
+        rm_type_from_metadata: bool = False,
     ) -> None:
+        self._from_metadata = rm_type_from_metadata
         self.args = RewardArgs(
             rm_type, custom_rm_path, reward_key, rm_timeout_s, max_abs_reward, group_rm, rm_url
         )
@@ -76,6 +85,7 @@ class Grader:
         }
         for name in {name for name in types.values() if name is not None}:
             require_library(name)
+            require_confinement(name)
         counts["skipped"] = len(samples) - len(types)
         answers = self._answers(samples, types)
         return [
@@ -131,7 +141,7 @@ class Grader:
         if self.args.custom_rm_path is not None:
             return None
         try:
-            return reward_of(self.args.rm_type, sample.metadata)
+            return reward_of(self.args.rm_type, sample.metadata, from_metadata=self._from_metadata)
         except ValueError as error:
             raise ValueError(f"sample {sample.sample_id}: {error}") from error
 
@@ -139,24 +149,50 @@ class Grader:
         self, samples: Sequence[Sample], types: Mapping[int, str | None]
     ) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
-        local: dict[int, Job] = {}
-        remote: dict[int, Job] = {}
+        local: dict[str, list[int]] = {}
+        jobs: list[Job] = []
+        remote: list[int] = []
         for i, name in types.items():
-            if name is not None and rewards.get(name).bounded:
-                answers[i] = _grade_here(name, samples[i])
+            if name == REMOTE:
+                remote.append(i)
+            elif name is None:
+                jobs.append(Job(i, None, _for_reward(samples[i])))
+            elif rewards.get(name).inline:
+                answers[i] = {"value": rewards.get(name).score("", None, {})}
             else:
-                (remote if name == REMOTE else local)[i] = Job(
-                    id=i, rm_type=None if name == REMOTE else name, sample=_for_reward(samples[i])
-                )
-        if local:
-            pool = self._pool_for(
-                {job.rm_type for job in local.values() if job.rm_type is not None}
-            )
-            answers.update(zip(local, pool.run(list(local.values()))))
+                local.setdefault(name, []).append(i)
+        if jobs or local:
+            answers |= self._local_answers(samples, local, jobs)
         if remote:
             if self._remote_pool is None:
                 self._remote_pool = WorkerPool(Setup(self.args, (REMOTE,)), self._num_workers)
-            answers.update(zip(remote, self._remote_pool.run(list(remote.values()))))
+            asked = [Job(i, None, _for_reward(samples[i])) for i in remote]
+            answers.update(zip(remote, self._remote_pool.run(asked)))
+        return answers
+
+    def _local_answers(
+        self, samples: Sequence[Sample], local: Mapping[str, list[int]], jobs: list[Job]
+    ) -> dict[int, Answer]:
+        """Of `jobs`, and of the samples under each reward of this project. A batch that is lost is asked one by one."""
+        pool = self._pool_for(set(local))
+        batches = [[job.id] for job in jobs]
+        for name, indices in local.items():
+            bounded = rewards.get(name).bounded
+            for batch in _batches(samples, indices) if bounded else [[i] for i in indices]:
+                batches.append(batch)
+                jobs.append(Job(0, name, texts=[_text(samples[i], bounded) for i in batch]))
+        answers: dict[int, Answer] = {}
+        lost: list[Job] = []
+        lost_ids: list[int] = []
+        for batch, job, answer in zip(batches, jobs, pool.run(jobs)):
+            if len(batch) == 1:
+                answers[batch[0]] = answer
+            elif "batch" in answer:
+                answers.update(zip(batch, answer["batch"], strict=True))
+            else:
+                lost += [dataclasses.replace(job, texts=[text]) for text in job.texts]
+                lost_ids += batch
+        answers.update(zip(lost_ids, pool.run(lost) if lost else []))
         return answers
 
     def _pool_for(self, names: set[str]) -> WorkerPool:
@@ -189,10 +225,14 @@ class Grader:
         if value is None or not math.isfinite(value):
             counts["nonfinite"] += 1
             self.last_nonfinite = (
-                self.last_nonfinite or f"sample {sample.sample_id}: the reward is {value}"
+                self.last_nonfinite or f"sample {sample.sample_id}: {_words_of(value)}"
             )
-            value = math.nan
-        elif abs(value) > self.args.max_abs_reward:
+            return dataclasses.replace(
+                sample,
+                reward=math.nan,  # left out of the group's statistics; the reason keeps the value
+                metadata={**sample.metadata, "failure": _words_of(value)},
+            )
+        if abs(value) > self.args.max_abs_reward:
             raise ValueError(
                 f"sample {sample.sample_id}: the reward {value:g} is beyond --max-abs-reward {self.args.max_abs_reward:g}; "
                 "correct the reward, or raise the limit"
@@ -206,8 +246,8 @@ class Grader:
 
     def _failure(self, answer: Answer) -> tuple[str, str] | None:
         """How the sample failed (a key of `last_counts`) and the words for it."""
-        if "raised" in answer:
-            return "raised", f"the reward raised {answer['raised']}"
+        if "raised" in answer:  # a forked scorer may have written anything
+            return "raised", clean(f"the reward raised {answer['raised']}")
         if "timeout" in answer:
             return (
                 "timeout",
@@ -218,6 +258,7 @@ class Grader:
         return None
 
     def _wrong_type(self, sample: Sample, found: str) -> str:
+        found = clean(found)
         option = (
             f"--custom-rm-path {self.args.custom_rm_path}"
             if self.args.custom_rm_path
@@ -243,13 +284,29 @@ def _default_workers() -> int:
     return max(1, min(_MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def _grade_here(name: str, sample: Sample) -> Answer:
-    try:
-        return to_answer(
-            rewards.get(name).score(sample.response, sample.label, sample.metadata), None
-        )
-    except Exception as error:
-        return raised(error)
+def _words_of(value: float | None) -> str:
+    if value is None:
+        return "the reward function returned None (a path through it without a return?)"
+    return f"the reward is {value}"
+
+
+def _batches(samples: Sequence[Sample], indices: Sequence[int]) -> list[list[int]]:
+    """Consecutive samples, bounded in number and in characters."""
+    batches: list[list[int]] = []
+    room = 0
+    for i in indices:
+        size = len(samples[i].response)
+        if not batches or len(batches[-1]) == _BATCH or size > room:
+            batches.append([])
+            room = _BATCH_CHARACTERS
+        batches[-1].append(i)
+        room -= size
+    return batches
+
+
+def _text(sample: Sample, bounded: bool) -> Text:
+    """What a reward of this project looks at; a bounded one does not look at metadata."""
+    return sample.response, sample.label, {} if bounded else dict(sample.metadata)
 
 
 def _for_reward(sample: Sample) -> RewardSample:

@@ -16,6 +16,7 @@ _NUMBER = re.compile(
 )
 _MARKED = re.compile(r"####([^\n]*)")
 _BOXED = "\\boxed{"
+_BRACE = re.compile(r"\\boxed\{|\\[{}]|[{}]")
 
 
 def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
@@ -49,17 +50,18 @@ def response_number(response: str) -> Decimal | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last ``\\boxed{...}``, braces balanced; None when there is none or it is not closed."""
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    start += len(_BOXED)
-    depth = 1
-    for match in re.compile(r"[{}]").finditer(text, start):
-        depth += 1 if match[0] == "{" else -1
-        if depth == 0:
-            return text[start : match.start()]
-    return None
+    """Content of the last ``\\boxed{...}`` that is closed, braces balanced, ``\\{`` and ``\\}`` not counted; None when there is none.
+
+    Of boxes in boxes the innermost counts. Linear in the length of the text.
+    """
+    best = (-1, -1)
+    opened: list[int] = []  # where the content of each open brace starts; -1: not of a box
+    for match in _BRACE.finditer(text):
+        if match[0] == "}" and opened:
+            best = max(best, (opened.pop(), match.start()))
+        elif match[0] in ("{", _BOXED):
+            opened.append(match.end() if match[0] == _BOXED else -1)
+    return None if best[0] < 0 else text[slice(*best)]
 
 
 def _no_number(label: Any) -> str:

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from slime_like.rewards.gsm8k import last_boxed
+
 
 def prepare() -> None:
     """Import the library, so that no sample's deadline pays for it."""
@@ -35,8 +37,18 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     gold = gold or parse(text, parsing_timeout=None)
     if not gold:
         raise ValueError(f"the label is no mathematical expression: {text[:80]!r}")
-    answer = parse(response, extraction_config=_extraction(), parsing_timeout=None)
+    answer = parse(final_answer(response), extraction_config=_extraction(), parsing_timeout=None)
     return float(bool(answer) and verify(gold, answer, timeout_seconds=None))
+
+
+def final_answer(response: str) -> str:
+    """What of the response is the answer: after the last ``</think>``, the last ``\\boxed{...}`` there.
+
+    Without a box it is all of that part. An earlier box is a thought that was given up, as the field's graders have it.
+    """
+    text = response.rpartition("</think>")[2]
+    boxed = last_boxed(text)
+    return text if boxed is None else f"\\boxed{{{boxed}}}"
 
 
 @functools.cache

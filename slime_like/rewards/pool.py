@@ -23,15 +23,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from slime_like.errors import RunError
+from slime_like.rewards import confinement, keeper
 from slime_like.rewards.worker import HEADER, Answer, Job, Setup
+from slime_like.text import clean, printable
 
 START_LIMIT_S = 120.0  # imports of a user's module on a slow file system
 GRACE_S = (
     1.0  # an asynchronous function's own deadline comes first; past this its event loop is blocked
 )
+MOST_PRINTED = 2**16  # bytes of what rewards print, that a round shows
 _MAX_ANSWER = 2**20  # bytes
+_END_S = 10.0  # for a keeper to end what a reward has started
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from slime_like.rewards.worker import main; main()"
-_KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR")
+_KEPT_ENVIRONMENT = (
+    "PATH", "PYTHONHOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR", confinement.DISABLE,
+)  # fmt: skip
 
 
 class Worker:
@@ -47,14 +53,18 @@ class Worker:
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=environment,
             start_new_session=True,
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self.kept_by_keeper = setup.args.custom_rm_path is not None
         self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
-        os.set_blocking(self.stdin, False)
-        os.set_blocking(self.stdout, False)
+        self.stderr = self.process.stderr.fileno()
+        for file in (self.stdin, self.stdout, self.stderr):
+            os.set_blocking(file, False)
         self.slots = 0
         self.deadlines: dict[int, float] = {
             -1: time.monotonic() + START_LIMIT_S
@@ -93,27 +103,49 @@ class Worker:
             end = HEADER.size + length
             if len(self.incoming) < end:
                 break
-            answers.append(json.loads(self.incoming[HEADER.size : end]))
+            try:
+                answers.append(json.loads(self.incoming[HEADER.size : end]))
+            except ValueError:
+                return None
             del self.incoming[:end]
         return answers
 
+    def printed(self) -> bytes:
+        """What the reward has printed since, bounded by a pipe's size."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.stderr, 2**16)
+        return b""
+
     def kill(self) -> str:
-        """End the process group at once, and say how the process itself ended."""
+        """End the process, and all that it has started, at once, and say how the process itself ended."""
+        code = self._ended_by_keeper()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
+        code = self.process.wait() if code is None else code
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert pipe is not None
             with contextlib.suppress(OSError):
                 pipe.close()
         return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _ended_by_keeper(self) -> int | None:
+        """How the worker behind a keeper ended; None where there is no keeper, or it does not end."""
+        if not self.kept_by_keeper:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(keeper.END)
+        try:
+            code = self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return None
+        return keeper.SIGNALLED - code if code > keeper.SIGNALLED else code
 
 
 class WorkerPool:
     """Grades jobs in at most `num_workers` processes, started when there is work. Not for use from several threads."""
 
     def __init__(self, setup: Setup, num_workers: int) -> None:
-        self.setup = setup
+        self.setup = replace(setup, missing=confinement.missing()) if setup.confined else setup
         self.num_workers = num_workers
         self._workers: list[Worker] = []
         # Also at interpreter exit; a forked child must not kill its parent's workers.
@@ -135,10 +167,9 @@ class WorkerPool:
 
     def staff(self, wanted: int) -> None:
         """Have as many workers as `wanted`, within the limit; those that ended while idle are replaced."""
-        for worker in [
-            w for w in self._workers if w.process.poll() is not None and not w.deadlines
-        ]:
-            self.discard(worker)
+        for worker in [w for w in self._workers if not w.deadlines]:
+            if worker.process.poll() is not None or worker.receive() is None:
+                self.discard(worker)
         while len(self._workers) < min(wanted, self.num_workers):
             self._workers.append(Worker(self.setup))
 
@@ -161,6 +192,7 @@ class _Round:
         self.waiting = deque(range(len(jobs)))
         self.alone: set[int] = set()
         self.answers: dict[int, Answer] = {}
+        self.printed = 0  # bytes
 
     def run(self) -> list[Answer]:
         while len(self.answers) < len(self.jobs):
@@ -193,14 +225,30 @@ class _Round:
         with selectors.DefaultSelector() as selector:
             for worker in workers:
                 selector.register(worker.stdout, selectors.EVENT_READ, worker)
+                selector.register(worker.stderr, selectors.EVENT_READ, worker)
                 if worker.outgoing:
                     selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
             events = selector.select(max(0.0, nearest - time.monotonic()))
         for key, mask in events:
+            if key.data not in self.pool.workers:
+                continue  # ended while this batch of events was handled
             if mask & selectors.EVENT_WRITE:
                 key.data.flush()
+            elif key.fd == key.data.stderr:
+                self._show(key.data.printed())
             else:
                 self._receive(key.data)
+
+    def _show(self, data: bytes) -> None:
+        """Pass on what a reward prints, up to a limit for each round."""
+        left = MOST_PRINTED - self.printed
+        self.printed += len(data)
+        if left > 0 and data:
+            sys.stderr.write(printable(data[:left].decode(errors="replace")))
+            if self.printed > MOST_PRINTED:
+                sys.stderr.write(
+                    f"\n[what the rewards of this rollout print is shown up to {MOST_PRINTED} bytes]\n"
+                )
 
     def _receive(self, worker: Worker) -> None:
         answers = worker.receive()
@@ -215,6 +263,9 @@ class _Round:
                 raise RunError(f"a reward worker cannot start: {answer['failed']}")
             elif worker.deadlines.pop(answer["job"], None) is not None:
                 self.answers[answer["job"]] = answer
+                if answer.get("last"):
+                    self.pool.discard(worker)
+                    return
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -224,11 +275,14 @@ class _Round:
 
     def _lose(self, worker: Worker, answer: Answer | None) -> None:
         """Kill a worker. Its only job gets `answer` (None: that it died); several are tried again, each alone."""
+        words = worker.printed()
+        self._show(words)
         how = self.pool.discard(worker)
         if not worker.ready:
             reason = f"not ready after {START_LIMIT_S:g} s" if answer else how
+            last = clean(words[-1000:].decode(errors="replace")) or "nothing"
             raise RunError(
-                f"a reward worker ended before it was ready ({reason}); its standard error says why"
+                f"a reward worker ended before it was ready ({reason}); its standard error: {last}"
             )
         held = list(worker.deadlines)
         if len(held) == 1:

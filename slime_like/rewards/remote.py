@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime_like.rewards.custom import RewardArgs, RewardSample
+from slime_like.text import clean, mask_url
 
 MOST_BYTES = 2**20  # of an answer
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
@@ -47,7 +48,9 @@ async def score(args: RewardArgs, sample: RewardSample) -> Any:
                 tries += 1
                 wait = pause * (0.5 + random.random())
                 if asyncio.get_running_loop().time() + wait > deadline:
-                    raise RuntimeError(f"{args.rm_url} {reason}, {tries} times") from reason
+                    raise RuntimeError(
+                        f"{mask_url(args.rm_url)} {reason}, {tries} times"
+                    ) from reason
                 await asyncio.sleep(wait)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -65,14 +68,16 @@ async def _ask(client: Any, url: str, body: dict[str, Any]) -> Any:
             if response.status_code == 429 or response.status_code >= 500:
                 raise _Retry(f"answered {response.status_code}")
             if response.status_code != 200:
-                raise RuntimeError(f"{url} answered {response.status_code}")
+                raise RuntimeError(f"{mask_url(url)} answered {response.status_code}")
             async for part in response.aiter_bytes():
                 data += part
                 if len(data) > MOST_BYTES:
-                    raise RuntimeError(f"{url} answered more than {MOST_BYTES} bytes")
+                    raise RuntimeError(f"{mask_url(url)} answered more than {MOST_BYTES} bytes")
     except httpx.TransportError as error:
         raise _Retry(f"could not be reached ({type(error).__name__})") from error
     try:
         return json.loads(data)
     except ValueError as error:
-        raise RuntimeError(f"{url} answered no JSON: {data[:80]!r}") from error
+        raise RuntimeError(
+            f"{mask_url(url)} answered no JSON: {clean(data[:80].decode(errors='replace'))}"
+        ) from error

@@ -1,40 +1,39 @@
-"""Runs a program that nobody trusts: one Python process, killed at its deadline, without files, network, children or environment.
+"""Runs a program that nobody trusts: a Python process without files, network, other processes or environment.
 
-The kernel refuses what the program may not do, in layers that all have to be there (`sandbox_child.py` sets them up before the first line of
-the program):
-
-- Landlock (Linux 5.13): no file can be read but the Python installation and the system's libraries, and none can be written.
-- A seccomp filter: no sockets, no new processes, no exec, no signals to others, no namespaces, no tracing.
-- Resource limits: address space, processor time, size of files, open files, core dumps.
-- Where unprivileged namespaces are allowed, also a network namespace of its own, with nothing in it. Elsewhere the filter stands alone.
-
-The program gets an empty environment and a session of its own, whose whole process group is killed at the deadline; it dies with its parent
-too. Its output is read up to a limit. There is no fallback without the first three: `problem` tells what is missing.
+What confines it is `confinement.py`, with resource limits. A zygote (`sandbox_child.py`) confines itself once and
+forks a process for each program, which dies with its parent, is killed at its deadline, and whose output is read up to
+a limit. `problem` says what this host lacks; a sandbox that fails to start raises `SandboxError` and is no result of
+the program.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
-import platform
 import secrets
 import selectors
 import signal
+import struct
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
-_CHILD = Path(__file__).with_name("sandbox_child.py")
-_START_S = (
-    5.0  # for the interpreter to be there, on a loaded machine; the deadline counts from then on
-)
+from slime_like.rewards import confinement
+from slime_like.rewards.sandbox_child import BROKEN, ENDED, HEADER, READY
+
+_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards.sandbox_child import main; main()"
+_START_S = 60.0  # for the zygote, or a forked program, to be there, on a loaded machine
+_END_S = 10.0  # for a killed program to be gone
 
 Status = Literal["ok", "error", "timeout", "output", "killed"]
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed: nothing is known about the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,99 +58,189 @@ class Outcome:
     seconds: float
 
 
-@functools.cache
 def problem() -> str | None:
     """Why programs cannot be run here, or None."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        return f"the sandbox needs Linux on x86_64 or aarch64, and this is {sys.platform} on {platform.machine()}"
-    outcome = run("print('ready')")
-    if outcome.status == "ok" and outcome.stdout == "ready\n":
-        return None
-    return f"the sandbox cannot be set up here ({outcome.status}): {outcome.stderr.strip()[-300:]}"
+    return confinement.refusal()
 
 
 def run(
     program: str, *, stdin: str = "", check: str | None = None, limits: Limits | None = None
 ) -> Outcome:
-    """Run `program` as a script, then `check` in the same names; both must end without an exception. check None: the program alone, which may
-    also leave by sys.exit(0)."""
-    limits = limits or Limits()
-    proof = secrets.token_hex(16)
-    request = {
-        "program": program,
-        "stdin": stdin,
-        "check": check,
-        "proof": proof,
-        "limits": asdict(limits),
-        "parent": os.getpid(),
-    }
-    start = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-X", "utf8", str(_CHILD)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={},
-        cwd="/",
-        start_new_session=True,
-    )
+    """Run `program` as a script, then `check` in the same names; both must end without an exception.
+
+    Args:
+        program: Python source.
+        stdin: What it reads from standard input.
+        check: Statements that run after it; None: the program alone, which may also leave by sys.exit(0).
+        limits: What it may use.
+
+    Raises:
+        SandboxError: The sandbox could not start or broke.
+    """
+    zygote = _idle.pop() if _idle else Zygote()
     try:
-        streams, status = _exchange(process, json.dumps(request).encode(), limits)
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
-    out, err = (streams[name].decode(errors="replace") for name in ("stdout", "stderr"))
-    if status is None:
-        proven = out.endswith(proof)
-        out = out.removesuffix(proof)
-        status = (
-            "killed" if code < 0 else "ok" if code == 0 and (proven or check is None) else "error"
-        )
-    return Outcome(status, out, err, time.monotonic() - start)
+        outcome = zygote.run(program, stdin, check, limits or Limits())
+    except BaseException:
+        zygote.close()
+        raise
+    _idle.append(zygote)
+    return outcome
 
 
-def _exchange(
-    process: subprocess.Popen[bytes], request: bytes, limits: Limits
-) -> tuple[dict[str, bytearray], Status | None]:
-    """Send the request and read both streams to their ends. A status where the program has to be killed: too long, or too much written."""
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    streams = {"stdout": bytearray(), "stderr": bytearray()}
-    deadline = time.monotonic() + limits.wall_s + _START_S
-    started = False
-    with selectors.DefaultSelector() as selector:
-        for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr)):
-            selector.register(pipe, selectors.EVENT_READ, name)
-        selector.register(process.stdin, selectors.EVENT_WRITE, "stdin")
-        os.set_blocking(process.stdin.fileno(), False)
-        while selector.get_map():
-            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                if key.data == "stdin":
-                    with contextlib.suppress(BrokenPipeError):
-                        request = request[os.write(key.fd, request) :]
-                        if request:
-                            continue
-                    selector.unregister(process.stdin)
-                    process.stdin.close()
+def warm_up() -> None:
+    """Have a zygote, for a process that will not be able to start one. Raises SandboxError."""
+    if not _idle:
+        _idle.append(Zygote())
+
+
+class Zygote:
+    """The process that programs are forked from, one at a time.
+
+    Pipes: requests (a frame of JSON, read by the forked child), kills (a byte each), reports (a letter, 2 bytes of
+    length, a body: R ready, B broken and why, E ended and its exit status), and standard output and error. All
+    processes that held the latter are gone before E is written: what is left in them belongs to this program.
+    """
+
+    def __init__(self) -> None:
+        if words := confinement.refusal():
+            raise SandboxError(words)
+        requests, self._requests = os.pipe()
+        kills, self._kills = os.pipe()
+        self._reports, reports = os.pipe()
+        theirs = (requests, kills, reports)
+        arguments = [confinement.package_root(), str(os.getpid()), json.dumps(theirs)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-X", "utf8", "-c", _BOOT, *arguments, json.dumps(confinement.missing())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={},
+            cwd="/",
+            pass_fds=theirs,
+        )  # fmt: skip
+        for file in theirs:
+            os.close(file)
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._streams = {
+            "stdout": self._process.stdout.fileno(),
+            "stderr": self._process.stderr.fileno(),
+        }
+        ours = (self._requests, self._kills, self._reports)
+        self.close = weakref.finalize(self, _end, self._process, ours, os.getpid())
+        for file in (self._requests, *self._streams.values()):
+            os.set_blocking(file, False)
+        self._expect_ready(time.monotonic() + _START_S)
+
+    def run(self, program: str, stdin: str, check: str | None, limits: Limits) -> Outcome:
+        """As the function `run`."""
+        proof = secrets.token_hex(16)
+        body = {"program": program, "stdin": stdin, "check": check, "proof": proof}
+        request = json.dumps({**body, "limits": asdict(limits)}).encode()
+        start = time.monotonic()
+        self._send(HEADER.pack(len(request)) + request, start + _START_S)
+        self._expect_ready(start + _START_S)
+        streams, status, code = self._follow(limits)
+        out, err = (streams[name].decode(errors="replace") for name in ("stdout", "stderr"))
+        if status is None:
+            proven = out.endswith(proof)
+            out = out.removesuffix(proof)
+            good = code == 0 and (proven or check is None)
+            status = "killed" if code < 0 else "ok" if good else "error"
+        return Outcome(status, out, err, time.monotonic() - start)
+
+    def _send(self, data: bytes, deadline: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._requests, selectors.EVENT_WRITE)
+            while data:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise SandboxError("the sandbox does not take a program")
+                try:
+                    data = data[os.write(self._requests, data) :]
+                except BrokenPipeError as error:
+                    raise SandboxError(f"the sandbox has ended: {self._last_words()}") from error
+
+    def _expect_ready(self, deadline: float) -> None:
+        kind, body = self._report(deadline)
+        if kind != READY:
+            words = body.decode(errors="replace") if kind == BROKEN else self._last_words()
+            raise SandboxError(f"the sandbox cannot start: {words}")
+
+    def _report(self, deadline: float) -> tuple[bytes, bytes]:
+        """The next report; kind b"" where the process has ended. Raises SandboxError at the deadline."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._reports, selectors.EVENT_READ)
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise SandboxError("the sandbox does not answer")
+        head = os.read(self._reports, 3)
+        if len(head) < 3:
+            return b"", b""
+        return head[:1], os.read(self._reports, struct.unpack("<H", head[1:])[0]) if any(
+            head[1:]
+        ) else b""
+
+    def _follow(self, limits: Limits) -> tuple[dict[str, bytearray], Status | None, int]:
+        """Read both streams until the program has ended. A status where it had to be killed: too long, or too much written."""
+        streams = {"stdout": bytearray(), "stderr": bytearray()}
+        status: Status | None = None
+        deadline = time.monotonic() + limits.wall_s
+        with selectors.DefaultSelector() as selector:
+            for name, file in self._streams.items():
+                selector.register(file, selectors.EVENT_READ, name)
+            selector.register(self._reports, selectors.EVENT_READ, "report")
+            while True:
+                names = {
+                    key.data for key, _ in selector.select(max(0.0, deadline - time.monotonic()))
+                }
+                for name in names & streams.keys():
+                    self._take(name, streams[name])
+                if "report" in names:
+                    break
+                too_much = sum(map(len, streams.values())) > limits.output_bytes
+                if not too_much and time.monotonic() < deadline:
                     continue
-                data = os.read(key.fd, 2**16)
-                if not data:
-                    selector.unregister(key.fileobj)
-                if (
-                    key.data == "stderr" and not started and data.startswith(b"\0")
-                ):  # the child is ready
-                    started, data, deadline = True, data[1:], time.monotonic() + limits.wall_s
-                streams[key.data] += data
-                if sum(map(len, streams.values())) > limits.output_bytes:
-                    return streams, "output"
-            if time.monotonic() >= deadline:
-                return streams, "timeout"
-    # both streams are closed, which a program may do and live on
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(max(0.0, deadline - time.monotonic()))
-        return streams, None
-    return streams, "timeout"
+                if status is not None:
+                    if time.monotonic() >= deadline:
+                        raise SandboxError("a program does not end")
+                    continue
+                status = "output" if too_much else "timeout"
+                os.write(self._kills, b"k")
+                deadline = time.monotonic() + _END_S
+        kind, body = self._report(time.monotonic() + _END_S)
+        if kind != ENDED:
+            raise SandboxError(f"the sandbox has ended: {self._last_words()}")
+        for name, data in streams.items():
+            while self._take(name, data):
+                pass
+        if status is None and sum(map(len, streams.values())) > limits.output_bytes:
+            status = "output"
+        return streams, status, struct.unpack("<i", body)[0]
+
+    def _take(self, name: str, data: bytearray) -> int:
+        """Read what is there now; the number of bytes."""
+        try:
+            part = os.read(self._streams[name], 2**16)
+        except BlockingIOError:
+            return 0
+        data += part
+        return len(part)
+
+    def _last_words(self) -> str:
+        data = bytearray()
+        self._take("stderr", data)
+        return data.decode(errors="replace").strip()[-300:] or "it says nothing"
+
+
+def _end(process: subprocess.Popen[bytes], files: tuple[int, ...], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    with contextlib.suppress(OSError):  # a confined worker may do neither; the pipes' end is enough
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    for pipe in (process.stdout, process.stderr):
+        assert pipe is not None
+        pipe.close()
+    for file in files:
+        os.close(file)
+
+
+_idle: list[Zygote] = []  # append and pop are atomic: threads may run programs at once

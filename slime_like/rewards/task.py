@@ -1,13 +1,23 @@
 """The scorer of a reasoning-gym task (`data/tasks.py`), between 0 and 1.
 
-Several of these scorers evaluate the model's text as an expression (sympy), so this reward runs in a worker process.
+Several of these scorers evaluate the model's text as Python or sympy (`eval`, `parse_expr`), so an answer that could call
+something is scored in a confined process of its own (`forked.py`).
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+import importlib.util
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from slime_like.rewards.forked import may_call
+
+_REGISTERED = re.compile(r"(?:register_dataset\(\s*|DATASET_NAME\s*=\s*)[\"']([a-z0-9_]+)[\"']")
 
 
 def prepare() -> None:
@@ -40,6 +50,40 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
 
         _datasets[key] = create_dataset(task["name"], **task["options"])
     return float(_datasets[key].score_answer(extract_answer(response), metadata["entry"]))
+
+
+def unknown(spec: str) -> str | None:
+    """What is wrong with the name in ``reasoning_gym:<task>?...``, with the nearest names, or None.
+
+    The package's text is searched first: importing it takes seconds, which only a name that seems wrong is worth.
+    """
+    name = spec.partition(":")[2].partition("?")[0]
+    if name in _written_names():
+        return None
+    from reasoning_gym.factory import DATASETS
+
+    if name in DATASETS:
+        return None
+    near = difflib.get_close_matches(name, sorted(DATASETS), n=3, cutoff=0.5)
+    return f"unknown task {name!r}; " + (
+        f"nearest: {', '.join(near)}" if near else f"legal names: {', '.join(sorted(DATASETS))}"
+    )
+
+
+@functools.cache
+def _written_names() -> frozenset[str]:
+    """Names of tasks that the installed package's source registers."""
+    spec = importlib.util.find_spec("reasoning_gym")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    text = "".join(
+        file.read_text(errors="replace") for root in folders for file in Path(root).rglob("*.py")
+    )
+    return frozenset(_REGISTERED.findall(text))
+
+
+def evaluates(response: str) -> bool:
+    """Whether a scorer that evaluates this response's answer could run code."""
+    return may_call(extract_answer(response))
 
 
 def extract_answer(response: str) -> str:

@@ -3,12 +3,15 @@
 Frames on both pipes: 8 bytes of length, little-endian, then the body. The parent's frames are pickled, as they come from the
 process that started this one and keep the types of metadata; answers are JSON, because what ran here may have evaluated a
 model's text. First frame in: `Setup`; first out: ``{"ready": slots}`` or ``{"failed": reason}``. Then jobs and answers:
-``{"job": id, ...}`` with ``value`` (number or null) and perhaps ``details``, or ``wrong_type``, ``raised`` or ``timeout``.
+``{"job": id, ...}`` with ``value`` (number or null) and perhaps ``details``, or ``wrong_type``, ``raised`` or ``timeout``;
+``{"job": id, "batch": [...]}`` for a job of several texts; ``"last": true`` from a worker that cannot go on.
+
+Rewards of this project confine the process before the first job (`confinement.py`). The user's own function is trusted
+and is not confined; what it starts ends with it (`keeper.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import inspect
 import json
@@ -19,14 +22,17 @@ import resource
 import signal
 import struct
 import sys
-import threading
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from slime_like.rewards import remote
+from slime_like.rewards import confinement, keeper
 from slime_like.rewards.custom import RewardArgs, RewardSample, is_async, load_function
+from slime_like.rewards.forked import in_child
 from slime_like.rewards.registry import rewards
+from slime_like.rewards.sandbox import SandboxError
+from slime_like.text import clean
 
 HEADER = struct.Struct("<Q")
 ASYNC_SLOTS = 64  # samples that an asynchronous function is given at once
@@ -37,23 +43,34 @@ REMOTE = "remote_rm"  # asked for in an event loop, in workers of its own
 _PR_SET_PDEATHSIG = 1
 
 Answer = dict[str, Any]
+Text = tuple[str, Any, dict[str, Any]]  # response, label, metadata
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """args.custom_rm_path is loaded where it is set, else the named rewards are prepared."""
+    """args.custom_rm_path is loaded where it is set, else the named rewards are prepared.
+
+    missing: what `confinement.missing` found in the process that starts the workers.
+    """
 
     args: RewardArgs
     rm_types: tuple[str, ...]
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def confined(self) -> bool:
+        """Whether the workers run only this project's own code on texts; a reward server needs the network."""
+        return self.args.custom_rm_path is None and self.rm_types != (REMOTE,)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
+    """rm_type None: the custom function, with `sample` (a list: all samples of a group, --group-rm); else `texts`."""
+
     id: int
-    rm_type: str | None  # None: the custom function
-    sample: (
-        RewardSample | list[RewardSample]
-    )  # a list: all samples of a group, for a custom function of groups (--group-rm)
+    rm_type: str | None
+    sample: RewardSample | list[RewardSample] | None = None
+    texts: list[Text] = field(default_factory=list)
 
 
 def main() -> None:
@@ -63,19 +80,28 @@ def main() -> None:
     # function starts is not affected, as handlers do not outlive exec.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     requests, replies = _take_pipes()
-    setup = _read(requests)
+    setup: Setup = _read(requests)
+    confinement.assume(setup.missing)
+    if setup.args.custom_rm_path is not None:
+        keeper.split()
     try:
         function = _prepare(setup)
-    except Exception as error:
-        _write(replies, {"failed": f"{type(error).__name__}: {error}"})
+    except BaseException as error:
+        _write(replies, {"failed": _reason(error)})
         return
     if function is not None and is_async(function):
-        _write(replies, {"ready": ASYNC_SLOTS})
-        asyncio.run(_serve_async(requests, replies, function, setup.args))
+        from slime_like.rewards.async_worker import serve
+
+        serve(requests, replies, function, setup.args)
         return
     _write(replies, {"ready": 1})
     while (job := _read(requests)) is not None:
-        _write(replies, {"job": job.id, **_grade(job, function, setup.args)})
+        try:
+            answer = _grade(job, function, setup.args)
+        except SandboxError as error:  # cannot be started again in here
+            _write(replies, {"job": job.id, "last": True, **raised(error)})
+            return
+        _write(replies, {"job": job.id, **answer})
 
 
 def _die_with(parent: int) -> None:
@@ -99,14 +125,32 @@ def _prepare(setup: Setup) -> Callable[..., Any] | None:
     if setup.args.custom_rm_path is not None:
         return load_function(setup.args.custom_rm_path)
     if setup.rm_types == (REMOTE,):
+        from slime_like.rewards import remote
+
         remote.prepare()
         return remote.score
-    for name in setup.rm_types:
+    _confine(setup.rm_types)
+    return None
+
+
+def _confine(names: tuple[str, ...]) -> None:
+    """Import what the rewards need, and give up this process's rights. Raises OSError, RuntimeError."""
+    if "code" in names:  # its own sandbox is started before this process can start nothing
+        rewards.get("code").prepare()  # type: ignore[misc]
+    parent = os.getppid()
+    paths = confinement.readable_paths(packages=True)
+    linux = sys.platform == "linux"
+    if linux and "namespaces" not in confinement.missing():
+        confinement.own_namespaces(paths)
+    for name in names:
         prepare = rewards.get(name).prepare
-        if prepare is not None:
+        if prepare is not None and name != "code":
             prepare()
     resource.setrlimit(resource.RLIMIT_AS, (BUILTIN_MEMORY, BUILTIN_MEMORY))
-    return None
+    if linux:
+        confinement.limit(memory=BUILTIN_MEMORY)
+        confinement.die_with(parent)
+        confinement.lock(paths, fork=any(rewards.get(name).evaluates for name in names))
 
 
 def _read(pipe: BinaryIO) -> Any:
@@ -125,58 +169,40 @@ def _write(pipe: BinaryIO, answer: Answer) -> None:
 
 
 def _grade(job: Job, function: Callable[..., Any] | None, args: RewardArgs) -> Answer:
+    if job.rm_type is not None:
+        answers = [_score(job.rm_type, text) for text in job.texts]
+        return answers[0] if len(answers) == 1 else {"batch": answers}
+    assert function is not None, "a job without an rm_type is for the custom function"
     try:
-        if job.rm_type is not None:
-            sample = job.sample
-            assert isinstance(sample, RewardSample)
-            value = rewards.get(job.rm_type).score(sample.response, sample.label, sample.metadata)
-        else:
-            assert function is not None, "a job without an rm_type is for the custom function"
-            value = function(args, job.sample)
-            if inspect.isawaitable(value):
-                value = asyncio.run(_finish(value))
+        value = function(args, job.sample)
+        if inspect.isawaitable(value):
+            import asyncio
+
+            value = asyncio.run(_finish(value))
         return answer_to(job, value, args.reward_key)
+    except (Exception, SystemExit) as error:
+        return raised(error)
+
+
+def _score(name: str, text: Text) -> Answer:
+    """One text under a reward of this project. Raises SandboxError."""
+    reward = rewards.get(name)
+    if reward.evaluates is not None and reward.evaluates(text[0]):
+        return in_child(lambda: _call(name, text))
+    return _call(name, text)
+
+
+def _call(name: str, text: Text) -> Answer:
+    try:
+        return to_answer(rewards.get(name).score(*text), None)
+    except SandboxError:
+        raise
     except (Exception, SystemExit) as error:
         return raised(error)
 
 
 async def _finish(awaitable: Any) -> Any:
     return await awaitable
-
-
-async def _serve_async(
-    requests: BinaryIO, replies: BinaryIO, function: Callable[..., Any], args: RewardArgs
-) -> None:
-    """Every job is a task of its own; each ends at its deadline unless the function blocks the loop, when the parent kills us."""
-    loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[Job | None] = asyncio.Queue()
-
-    def pump() -> None:
-        while True:
-            job = _read(requests)
-            loop.call_soon_threadsafe(queue.put_nowait, job)
-            if job is None:
-                return
-
-    async def serve(job: Job) -> None:
-        try:
-            answer = answer_to(
-                job,
-                await asyncio.wait_for(function(args, job.sample), args.rm_timeout_s),
-                args.reward_key,
-            )
-        except TimeoutError:
-            answer = {"timeout": True}
-        except (Exception, SystemExit) as error:
-            answer = raised(error)
-        _write(replies, {"job": job.id, **answer})
-
-    threading.Thread(target=pump, daemon=True).start()
-    running: set[asyncio.Task[None]] = set()
-    while (job := await queue.get()) is not None:
-        task = asyncio.create_task(serve(job))
-        running.add(task)
-        task.add_done_callback(running.discard)
 
 
 def answer_to(job: Job, value: Any, reward_key: str | None) -> Answer:
@@ -216,4 +242,24 @@ def to_answer(value: Any, reward_key: str | None) -> Answer:
 
 
 def raised(error: BaseException) -> Answer:
-    return {"raised": f"{type(error).__name__}: {error}"[:500]}
+    return {"raised": _reason(error)}
+
+
+def _reason(error: BaseException) -> str:
+    """Type, message, and the last place in code that is not this project's, a library's or the interpreter's."""
+    words = f"{type(error).__name__}: {_message(error)}"
+    folder = os.path.dirname(os.path.abspath(__file__))
+    places = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((folder, "<", sys.base_prefix))
+        and f"{os.sep}site-packages{os.sep}" not in frame.filename
+    ]
+    return clean(f"{words} ({places[-1]})" if places else words)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its message cannot be made: {type(second).__name__})"

@@ -83,7 +83,11 @@ def load_prompts(run: RunConfig, tokenizer: Any) -> tuple[dict[str, list[Prompt]
     if run.eval.eval_interval is None or run.debug.debug_train_only:
         return {}, []
     flag = "--eval-config" if run.eval.eval_config is not None else "--eval-prompt-data"
-    check = answer_check(run.reward.rm_type, run.reward.custom_rm_path)
+    check = answer_check(
+        run.reward.rm_type,
+        run.reward.custom_rm_path,
+        from_metadata=run.reward.rm_type_from_metadata,
+    )
 
     def room(each: EvalSet) -> Room:
         return Room(

@@ -27,6 +27,7 @@ from slime_like.megatron.checkpoint import (
 from slime_like.megatron.checkpoint.load import saved_identity
 from slime_like.megatron.factory import needs_reference
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.text import mask_settings
 from slime_like.trainer.saved_settings import changes, settings_of
 from slime_like.weights.safetensors_reader import weights_digest
 
@@ -207,7 +208,7 @@ class RunCheckpoints:
             state = {
                 **state,
                 "version": __version__,
-                "argv": list(self.run.argv),
+                "argv": mask_settings(list(self.run.argv)),
                 "reference": self.reference,
                 "settings": self.settings,
                 "tokenizer": self.tokenizer or {},

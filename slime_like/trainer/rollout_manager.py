@@ -19,6 +19,7 @@ from slime_like.data.prompts import PromptSource, Room
 from slime_like.data.sft import answer_problem, sft_samples
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
+from slime_like.rewards import confinement
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
@@ -278,7 +279,11 @@ def make_source(run: RunConfig, tokenizer: Any) -> PromptSource | None:
     check = (
         answer_problem
         if run.algorithm.loss_type == "sft_loss"
-        else answer_check(run.reward.rm_type, run.reward.custom_rm_path)
+        else answer_check(
+            run.reward.rm_type,
+            run.reward.custom_rm_path,
+            from_metadata=run.reward.rm_type_from_metadata,
+        )
     )
     recorded = (
         run.debug.load_debug_rollout_data is not None
@@ -305,6 +310,9 @@ def make_rollouter(
     ):
         return None
     engine = make_engine(run, backend.device, tokenizer, output_dir, progress.message)
+    if run.reward.custom_rm_path is None and dist.get_rank() == 0:
+        for words in confinement.unenforced():
+            progress.message(f"warning: graders are not confined by {words}")
     config = run.scheduling
     path = config.custom_generate_function_path
     custom = (

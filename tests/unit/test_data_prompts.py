@@ -375,7 +375,7 @@ def test_a_reasoning_gym_source_scores_itself_unless_a_reward_is_named(tokenizer
     )
     prompts = source.next_prompts(2)
     responses = [f"<answer>{prompts[0].label}</answer>", "<answer>?</answer>"]
-    with Grader(rm_type=None, rm_num_workers=1) as grader:
+    with Grader(rm_type=None, rm_num_workers=1, rm_type_from_metadata=True) as grader:
         right, wrong = graded(grader, prompts, responses)
         assert (right, wrong < 0.5) == (1.0, True)
         own = dataclasses.replace(
@@ -408,7 +408,7 @@ def test_files_and_tasks_beside_each_other(tmp_path, chat_tokenizer, is_task_tra
         metadata_key="about",
         apply_chat_template=True,
     )
-    check = answer_check(None, None)
+    check = answer_check(None, None, from_metadata=True)
     (prompt,) = PromptSource(data, chat_tokenizer, answer_check=check).next_prompts(1)
     sets, notes = load_eval_sets(
         command_line_sets(EvalConfig(eval_prompt_data=["b", other])),
@@ -428,7 +428,7 @@ def test_files_and_tasks_beside_each_other(tmp_path, chat_tokenizer, is_task_tra
         "6",
         {"rm_type": "exact_match"},
     )
-    with Grader(rm_num_workers=1) as grader:
+    with Grader(rm_num_workers=1, rm_type_from_metadata=True) as grader:
         assert graded(grader, [of_task, of_file], [entry["answer"], "6"]) == [1.0, 1.0]
 
 
@@ -483,7 +483,7 @@ TASK_ROW = {
         (
             None,
             {"label": "7"},
-            "no reward: give --rm-type, --custom-rm-path, or rm_type in its metadata",
+            "no reward: give --rm-type, --custom-rm-path, or --rm-type-from-metadata and rm_type in",
         ),
     ],
 )
@@ -501,7 +501,7 @@ def test_a_row_that_cannot_be_graded_is_refused_when_the_file_is_opened(
         prompt_data=write_rows(tmp_path / "a.jsonl", [good, {"input": "p", **row}]),
         label_key="label",
     )
-    check = answer_check(rm_type, None)
+    check = answer_check(rm_type, None, from_metadata=True)
     with pytest.raises(ValueError, match=rf"a\.jsonl:2: {words}"):
         PromptSource(data, tokenizer, answer_check=check)
     with pytest.raises(ValueError, match=rf"a\.jsonl:2: {words}"):
@@ -529,6 +529,18 @@ def test_a_row_without_label_key_has_no_label(tmp_path, tokenizer):
         PromptSource(data, tokenizer, answer_check=answer_check("gsm8k", None))
 
 
+def test_a_row_that_chooses_its_reward_needs_the_flag(tmp_path, tokenizer):
+    """Whoever wrote the data would choose what runs here."""
+    rows = [{"input": "p", "label": "7", "metadata": {"rm_type": "code"}}]
+    data = DataConfig(prompt_data=write_rows(tmp_path / "a.jsonl", rows), label_key="label")
+    words = r"a\.jsonl:1: the row's metadata asks for rm_type 'code'; .*--rm-type-from-metadata"
+    with pytest.raises(ValueError, match=words):
+        PromptSource(data, tokenizer, answer_check=answer_check("gsm8k", None))
+    rows[0]["metadata"]["rm_type"] = "gsm8k"  # the run's own
+    write_rows(tmp_path / "a.jsonl", rows)
+    assert len(PromptSource(data, tokenizer, answer_check=answer_check("gsm8k", None))) == 1
+
+
 def test_a_missing_library_of_a_rows_own_reward(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     data = DataConfig(
@@ -541,7 +553,7 @@ def test_a_missing_library_of_a_rows_own_reward(tmp_path, tokenizer, monkeypatch
         ValueError,
         match=r"a\.jsonl:1: the reward math needs math-verify; install it with: pip install",
     ):
-        PromptSource(data, tokenizer, answer_check=answer_check("gsm8k", None))
+        PromptSource(data, tokenizer, answer_check=answer_check("gsm8k", None, from_metadata=True))
 
 
 @pytest.mark.parametrize(

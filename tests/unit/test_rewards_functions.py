@@ -58,6 +58,9 @@ def test_exact_match_without_a_label():
         ("\\boxed{\\frac{1}{2}} then 8", "#### 2", 1),
         ("\\boxed{unknown} 8", "#### 8", 0),
         ("8 \\boxed{7", "#### 7", 1),
+        ("\\boxed{8} \\boxed{7", "#### 8", 1),
+        ("\\boxed{\\boxed{7}}", "#### 7", 1),
+        ("\\boxed{7\\}} 9", "#### 7", 1),
         ("#### none, but 7", "#### 7", 1),
         ("####\n7", "#### 7", 1),
         ("a list: 1,2,3", "#### 3", 1),
@@ -100,6 +103,17 @@ def test_gsm8k_is_linear_in_the_text(piece):
         ("\\boxed{x+1}", "1+x", 1),
         ("\\boxed{3}", "\\boxed{3}", 1),
         ("\\boxed{3}, and 4 is wrong", "4", 0),
+        ("I first got \\boxed{99}. But checking again, the answer is \\boxed{42}.", "42", 1),
+        ("I first got \\boxed{99}. But checking again, the answer is \\boxed{42}.", "99", 0),
+        ("\\boxed{1} and \\boxed{2}", "2", 1),
+        ("\\boxed{7} or \\boxed{8", "7", 1),
+        ("\\boxed{\\boxed{7}}", "7", 1),
+        ("\\boxed{\\frac{1}{\\sqrt{2}}} not \\boxed{\\frac{\\sqrt{3}}{2}}", "\\frac{\\sqrt3}2", 1),
+        ("<think>\\boxed{1}</think> It is \\boxed{2}.", "2", 1),
+        ("<think>\\boxed{1}</think> It is 2.", "2", 1),
+        ("<think>\\boxed{1}</think> It is 2.", "1", 0),
+        ("<think>so \\boxed{2}", "2", 1),
+        ("\\boxed{} then \\boxed{ 5 }", "5", 1),
         ("the answer is 1,234", "1234", 1),
         ("\\boxed{(1, 2)}", "(1,2)", 1),
         ("\\boxed{\\{1,2\\}}", "\\{2,1\\}", 1),
@@ -157,8 +171,9 @@ def test_registry_names():
     assert [name for name, reward in rewards.items() if reward.bounded] == [
         "exact_match",
         "gsm8k",
-        "zero",
     ]
+    assert [name for name, reward in rewards.items() if reward.inline] == ["zero"]
+    assert [name for name, reward in rewards.items() if reward.evaluates] == ["task"]
 
 
 def test_function_from_a_file_and_a_module(tmp_path, monkeypatch):

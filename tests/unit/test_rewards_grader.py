@@ -97,10 +97,27 @@ def test_samples_keep_everything_else():
     assert graded.tokens is sample.tokens
 
 
-def test_bounded_rewards_start_no_process():
-    with Grader(rm_type="gsm8k") as grader:
-        grader.grade([make(i, "7", "7") for i in range(10)])
+def test_what_looks_at_no_text_starts_no_process():
+    with Grader(rm_type="zero") as grader:
+        assert [s.reward for s in grader.grade([make(i, "7", "7") for i in range(10)])] == [
+            0.0
+        ] * 10
         assert grader._pool is None
+
+
+def test_batches_of_a_bounded_reward():
+    """Several batches, responses that fill one alone, and a label that cannot be graded."""
+    samples = [make(i, str(i), str(i - i % 2)) for i in range(300)]
+    samples[7] = make(7, "x" * 2**20 + " 7", "7")
+    samples[9] = make(9, "9", "no number")
+    with Grader(rm_type="gsm8k", rm_num_workers=2) as grader:
+        graded = grader.grade(samples)
+    expected = [float(i % 2 == 0) for i in range(300)]
+    expected[7] = 1.0
+    assert [s.reward for s in graded if s.sample_id != 9] == [
+        value for i, value in enumerate(expected) if i != 9
+    ]
+    assert "raised ValueError: the label holds no number" in graded[9].metadata["failure"]
 
 
 def test_a_row_names_its_own_reward():
@@ -110,7 +127,10 @@ def test_a_row_names_its_own_reward():
         make(1, "0.5", "0.5"),
         make(2, "x", "0.5"),
     ]
-    with Grader(rm_type="exact_match") as grader:
+    words = "sample 0: the row's metadata asks for rm_type 'math'; allow rows to choose"
+    with Grader(rm_type="exact_match") as grader, pytest.raises(ValueError, match=words):
+        grader.grade(samples)
+    with Grader(rm_type="exact_match", rm_type_from_metadata=True) as grader:
         assert [s.reward for s in grader.grade(samples)] == [1.0, 1.0, 0.0]
         with pytest.raises(
             ValueError,
@@ -128,7 +148,7 @@ def test_a_reward_that_comes_later_is_prepared(tmp_path):
         "task": {"name": "chain_sum", "options": {"size": 1, "seed": 1}},
         "entry": entry,
     }
-    with Grader(rm_type="math", rm_num_workers=1) as grader:
+    with Grader(rm_type="math", rm_num_workers=1, rm_type_from_metadata=True) as grader:
         assert grader.grade([make(0, "$7$", "7")])[0].reward == 1.0
         first = grader._pool.workers[0].process.pid
         assert [
@@ -167,7 +187,7 @@ def test_a_reward_that_is_not_there(monkeypatch):
         Grader(rm_type="maths").grade([make(5)])
     with pytest.raises(
         ValueError,
-        match="sample 5: no reward: give --rm-type, --custom-rm-path, or rm_type in its metadata",
+        match="sample 5: no reward: give --rm-type, --custom-rm-path, or --rm-type-from-metadata and",
     ):
         Grader().grade([make(5)])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -263,7 +283,10 @@ def test_values_that_leave_the_baseline_and_samples_that_fail(custom, caplog, ca
         assert reason in graded[i].metadata["failure"]
     assert [s.reward for s in graded[10:]] == [None, None]
     assert grader.last_counts == dict(graded=6, nonfinite=3, raised=2, timeout=0, died=2, skipped=2)
-    assert grader.last_failure == "sample 4: the reward raised KeyError: 'gone'"
+    assert grader.last_failure is not None
+    assert grader.last_failure.startswith("sample 4: the reward raised KeyError: 'gone' (")
+    assert grader.last_failure.endswith("reward_0.py:8)"), "the place in the user's file"
+    assert graded[2].metadata["failure"] == "the reward is -inf"
     assert grader.last_nonfinite == "sample 1: the reward is nan"
     assert (caplog.text, *capfd.readouterr()) == (
         "",
@@ -275,7 +298,7 @@ def test_values_that_leave_the_baseline_and_samples_that_fail(custom, caplog, ca
     grader.grade([samples[3], samples[5]])
     assert (grader.last_failure, grader.last_nonfinite) == (
         "sample 5: the reward process died (exit code 3)",
-        "sample 3: the reward is None",
+        "sample 3: the reward function returned None (a path through it without a return?)",
     )
     grader.grade(samples[8:])
     assert (grader.last_failure, grader.last_nonfinite) == (None, None)

@@ -1,0 +1,51 @@
+"""A worker's loop for an asynchronous reward function: up to `ASYNC_SLOTS` samples wait at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from slime_like.rewards.custom import RewardArgs
+from slime_like.rewards.worker import ASYNC_SLOTS, Job, _read, _write, answer_to, raised
+
+
+def serve(
+    requests: BinaryIO, replies: BinaryIO, function: Callable[..., Any], args: RewardArgs
+) -> None:
+    """Say that the worker is ready, and answer jobs until the pipe closes."""
+    _write(replies, {"ready": ASYNC_SLOTS})
+    asyncio.run(_serve(requests, replies, function, args))
+
+
+async def _serve(
+    requests: BinaryIO, replies: BinaryIO, function: Callable[..., Any], args: RewardArgs
+) -> None:
+    """Every job is a task of its own; each ends at its deadline unless the function blocks the loop, when the parent kills us."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[Job | None] = asyncio.Queue()
+
+    def pump() -> None:
+        while True:
+            job = _read(requests)
+            loop.call_soon_threadsafe(queue.put_nowait, job)
+            if job is None:
+                return
+
+    async def answer(job: Job) -> None:
+        try:
+            value = await asyncio.wait_for(function(args, job.sample), args.rm_timeout_s)
+            found = answer_to(job, value, args.reward_key)
+        except TimeoutError:
+            found = {"timeout": True}
+        except (Exception, SystemExit) as error:
+            found = raised(error)
+        _write(replies, {"job": job.id, **found})
+
+    threading.Thread(target=pump, daemon=True).start()
+    running: set[asyncio.Task[None]] = set()
+    while (job := await queue.get()) is not None:
+        task = asyncio.create_task(answer(job))
+        running.add(task)
+        task.add_done_callback(running.discard)

@@ -1,0 +1,291 @@
+"""Takes the rights of a process away, in layers: what every grader of model text runs under.
+
+- Namespaces: users, network, System V memory and host name of its own, and a root folder in which only the Python
+  installation exists. Where this user may make them.
+- Landlock (Linux 5.13): the same files, read-only; from Linux 6.7 no TCP, from 6.12 no signal and no abstract socket
+  outside.
+- A seccomp filter with an allow-list (`seccomp.py`): no sockets, no exec, no signal to another process, no open for
+  writing, no new attribute of any file or process.
+- No capabilities, no new privileges, no core dumps, resource limits.
+
+A layer that this host lacks is left out, and `unenforced` says what that means. Standard library only: a program's
+sandbox (`sandbox_child.py`) starts with nothing else. `DISABLE` names layers to leave out, for tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable
+
+from slime_like.rewards import seccomp as seccomp_filter
+
+DISABLE = "SLIME_LIKE_SANDBOX_WITHOUT"  # environment: layers that are left out, with commas
+LAYERS = {
+    "namespaces": "files outside the Python installation can be looked at (names, sizes), and "
+    "System V memory is shared",
+    "landlock": "the list of readable files rests on namespaces alone",
+    "landlock_scopes": "signals and abstract sockets rest on the seccomp filter alone",
+    "seccomp": "system calls are not filtered: signals, sockets and processes are possible",
+}
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NAMESPACES = 0x10000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x00020000  # USER NET IPC UTS NS
+_SYSCALLS = {"x86_64": {"capset": 126, "pivot_root": 155, "seccomp": 317}, "aarch64": {"capset": 91, "pivot_root": 41, "seccomp": 277}}  # fmt: skip
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_READ_FILE, _READ_DIR = 4, 8
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many bits of file rights an ABI knows; later 16
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND = 1, 2, 4, 32, 4096
+_MS_REC, _MS_PRIVATE, _MNT_DETACH = 16384, 1 << 18, 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_NOBODY = 65534
+_SYSTEM = (
+    "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime",
+    "/dev/null", "/dev/urandom",
+)  # fmt: skip
+_known: list[dict[str, str]] = []  # what `missing` found
+_PROBE = "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.rewards import confinement as c; c.own_namespaces(c.readable_paths(packages=False))"
+
+
+def package_root() -> str:
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def disabled() -> set[str]:
+    """Layers that a test leaves out."""
+    return set(filter(None, os.environ.get(DISABLE, "").split(",")))
+
+
+def missing() -> dict[str, str]:
+    """Layers that this host does not offer, each with the reason. Asked once in a process."""
+    if not _known:
+        _known.append(_find_missing())
+    return _known[0]
+
+
+def assume(missing: dict[str, str]) -> None:
+    """Take over what another process of this host found missing."""
+    _known[:] = [missing]
+
+
+def _find_missing() -> dict[str, str]:
+    out = dict.fromkeys(disabled() & LAYERS.keys(), f"left out by {DISABLE}")
+    if sys.platform != "linux" or platform.machine() not in seccomp_filter.ARCHITECTURES:
+        here = f"{sys.platform} on {platform.machine()}"
+        return dict.fromkeys(LAYERS, f"needs Linux on x86_64 or aarch64, this is {here}")
+    if "landlock" not in out and (abi := landlock_abi()) < 6:
+        if abi < 1:
+            out["landlock"] = "this kernel has no Landlock (Linux 5.13, among its security modules)"
+        out["landlock_scopes"] = f"needs Landlock ABI 6 (Linux 6.12), this kernel has {max(abi, 0)}"
+    if "landlock" in out:
+        out.setdefault("landlock_scopes", "needs Landlock")
+    action = struct.pack("I", 0x00050000)  # SECCOMP_RET_ERRNO
+    if _LIBC.syscall(_SYSCALLS[platform.machine()]["seccomp"], 2, 0, action) != 0:
+        out.setdefault("seccomp", f"the kernel refuses it: {os.strerror(ctypes.get_errno())}")
+    if "namespaces" not in out:
+        probe = [sys.executable, "-I", "-S", "-c", _PROBE, package_root()]
+        done = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=60)
+        if done.returncode != 0:
+            reason = (done.stderr.strip().splitlines() or ["?"])[-1]
+            out["namespaces"] = f"this user may not make them here: {reason[-200:]}"
+    return out
+
+
+def unenforced() -> list[str]:
+    """A sentence for each layer that is missing here; empty where all are there."""
+    return [f"{name} ({why}): {LAYERS[name]}" for name, why in missing().items()]
+
+
+def refusal() -> str | None:
+    """Why text of a model may not be executed here, or None: seccomp, and one of the layers about files, must be there."""
+    out = missing()
+    lacking = [name for name in ("seccomp",) if name in out]
+    if "landlock" in out and "namespaces" in out:
+        lacking += ["landlock", "namespaces"]
+    if not lacking:
+        return None
+    return "the sandbox cannot be set up here: " + "; ".join(
+        f"{name}: {out[name]}" for name in lacking
+    )
+
+
+def landlock_abi() -> int:
+    return int(_LIBC.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1))
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the parent ends, whatever this process is doing. Entering a namespace resets it."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def readable_paths(packages: bool) -> list[str]:
+    """What confined code may read: libraries of the system, the standard library, and perhaps installed packages."""
+    import sysconfig
+
+    paths = [*_SYSTEM, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+    paths.append(os.path.join(sys.base_exec_prefix, "lib"))
+    if packages:
+        paths += [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]
+        paths.append(os.path.join(package_root(), "slime_like"))
+    there = {p for path in paths for p in (path, os.path.realpath(path)) if os.path.exists(p)}
+    return sorted(p for p in there if not any(_holds(other, p) for other in there))
+
+
+def _holds(folder: str, path: str) -> bool:
+    """Whether `path` lies in `folder`, and not behind a link there."""
+    inside = path.startswith(folder + "/")
+    return inside and os.path.realpath(path) == os.path.realpath(folder) + path[len(folder) :]
+
+
+def own_namespaces(paths: Iterable[str]) -> None:
+    """Enter namespaces of users, network, IPC, host name and files; the last has nothing but `paths`, read-only.
+
+    Before any thread is started. Raises OSError where this user may not do it.
+    """
+    user, group = os.geteuid(), os.getegid()
+    if user == 0:  # limits on processes do not hold for the real user root
+        os.setresuid(_NOBODY, 0, 0)
+    _call("unshare", _NAMESPACES)
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    _mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE)
+    # opened here: some may lie in /tmp, and another namespace's cannot be bound
+    kept = [(p, os.open(p, os.O_PATH | os.O_CLOEXEC)) for p in paths]
+    _mount(b"tmpfs", b"/tmp", b"tmpfs", _MS_NOSUID | _MS_NODEV)
+    for path, file_descriptor in kept:
+        _bind(path, file_descriptor)
+    os.mkdir("/tmp/tmp")
+    # libraries want to write while they are imported; `lock` ends that
+    _mount(b"tmpfs", b"/tmp/tmp", b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=64m")
+    _mount(b"tmpfs", b"/tmp", None, _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+    os.chdir("/tmp")
+    if _LIBC.syscall(_SYSCALLS[platform.machine()]["pivot_root"], b".", b".") != 0:
+        raise OSError(ctypes.get_errno(), "pivot_root")
+    _call("umount2", b".", _MNT_DETACH)
+    os.chdir("/")
+
+
+def _bind(path: str, file_descriptor: int) -> None:
+    target = "/tmp" + path
+    os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
+    source = f"/proc/self/fd/{file_descriptor}"
+    if not os.path.isdir(source):
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
+    _mount(source.encode(), target.encode(), None, _MS_BIND | _MS_REC)
+    flags = _MS_BIND | _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID
+    # flags that the mount has already are locked in a user namespace
+    for extra in (0, _MS_NODEV, _MS_NODEV | 8, _MS_NODEV | 1024, _MS_NODEV | 8 | 1024):
+        if _LIBC.mount(None, target.encode(), None, ctypes.c_ulong(flags | extra), None) == 0:
+            break
+    os.close(file_descriptor)
+
+
+def lock(paths: Iterable[str], *, seccomp: bool = True, fork: bool = False) -> None:
+    """Landlock over `paths`, no capabilities, and the filter. Nothing gives these rights back. Raises OSError.
+
+    Args:
+        seccomp: With the filter; without it nothing of a model may run here, but in children after `lock_child`.
+        fork: The filter lets this process fork; children then call `lock_child`.
+    """
+    out = missing()
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if "landlock" not in out:
+        _landlock(paths, scopes="landlock_scopes" not in out)
+    _drop_capabilities()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _prctl(_PR_SET_DUMPABLE, 0)
+    if seccomp and "seccomp" not in out:
+        seccomp_filter.install(fork=fork)
+
+
+def lock_child() -> None:
+    """In a child of a locked process: the filter, without processes. Raises OSError."""
+    if "seccomp" not in missing():
+        seccomp_filter.install(fork=False)
+
+
+def limit(
+    *, memory: int, open_files: int | None = None, cpu_s: int | None = None, threads: int = 64
+) -> None:
+    """Resource limits of this process. Threads are counted where the user is alone in a namespace of users.
+
+    Args:
+        memory: Bytes of address space.
+        open_files: File descriptors; None: as they are.
+        cpu_s: Seconds of processor time; None: unlimited.
+        threads: Of this sandbox.
+    """
+    wanted = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NOFILE: open_files,
+        resource.RLIMIT_CORE: 0,
+    }
+    if sys.platform == "linux":
+        wanted |= {resource.RLIMIT_MSGQUEUE: 0, resource.RLIMIT_MEMLOCK: 0}
+        if "namespaces" not in missing():
+            wanted[resource.RLIMIT_NPROC] = threads
+    for name, value in wanted.items():
+        if value is not None:
+            resource.setrlimit(name, (value, value))
+
+
+def _landlock(paths: Iterable[str], *, scopes: bool) -> None:
+    abi = landlock_abi()
+    attributes = [(1 << _FILE_RIGHTS.get(abi, 16)) - 1]
+    if abi >= 4:
+        attributes.append(3)  # bind and connect of TCP
+    if scopes:
+        attributes.append(3)  # abstract sockets, signals
+    packed = struct.pack(f"{len(attributes)}Q", *attributes)
+    rules = _LIBC.syscall(_LANDLOCK_CREATE, packed, ctypes.c_size_t(len(packed)), 0)
+    if rules < 0:
+        raise OSError(ctypes.get_errno(), "landlock_create_ruleset")
+    for path in paths:
+        file = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", _READ_FILE | (_READ_DIR if os.path.isdir(path) else 0), file)
+        if _LIBC.syscall(_LANDLOCK_ADD, rules, 1, rule, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"landlock_add_rule {path}")
+        os.close(file)
+    if _LIBC.syscall(_LANDLOCK_RESTRICT, rules, 0) != 0:
+        raise OSError(ctypes.get_errno(), "landlock_restrict_self")
+    os.close(rules)
+
+
+def _drop_capabilities() -> None:
+    header = struct.pack("Ii", 0x20080522, 0)  # version 3, this thread
+    if _LIBC.syscall(_SYSCALLS[platform.machine()]["capset"], header, bytes(24)) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def _mount(
+    source: bytes, target: bytes, kind: bytes | None, flags: int, options: bytes | None = None
+) -> None:
+    _call("mount", source, target, kind, ctypes.c_ulong(flags), options)
+
+
+def _prctl(option: int, value: int) -> None:
+    zero = ctypes.c_ulong(0)
+    _call("prctl", option, ctypes.c_ulong(value), zero, zero, zero)
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(_LIBC, name)(*arguments) != 0:
+        number = ctypes.get_errno() or errno.EPERM
+        raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -1,0 +1,80 @@
+"""Ends everything that a user's reward function has started, daemons too, when its worker ends or the run does.
+
+The process that the pool starts becomes the keeper: it forks, the child is the worker, and whatever descendants lose
+their parents become the keeper's children (PR_SET_CHILD_SUBREAPER), so that none escapes by a double fork or a session
+of its own. Elsewhere than on Linux only the process group is ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+END = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM  # asks a keeper to end
+SIGNALLED = 128  # exit codes above are signals
+
+
+def split() -> None:
+    """Returns in the worker; the caller's process keeps it. Before any thread is started."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {END, signal.SIGCHLD})
+    above, keeper = os.getppid(), os.getpid()
+    worker = os.fork()
+    if worker == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {END, signal.SIGCHLD})
+        libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if os.getppid() != keeper:
+            os._exit(0)
+        return
+    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(END))
+    if os.getppid() != above:
+        os.kill(keeper, END)
+    _keep(worker)
+
+
+def _keep(worker: int) -> NoReturn:
+    """Wait for the worker's end or for END, kill what is left, and exit as the worker did."""
+    for file in (0, 1):  # the worker's pipes
+        os.close(file)
+    os.closerange(3, 256)
+    code: int | None = None
+    while code is None:
+        number = signal.sigwait({END, signal.SIGCHLD})
+        ended = _reap()
+        code = ended.get(worker, SIGNALLED + signal.SIGKILL if number == END else None)
+    end = time.monotonic() + 5.0
+    while _children() and time.monotonic() < end:
+        for pid in _children():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        _reap()
+        time.sleep(0.002)
+    os._exit(code)
+
+
+def _reap() -> dict[int, int]:
+    """Exit codes of the children that have ended, by process."""
+    ended = {}
+    with suppress(ChildProcessError):
+        while (pair := os.waitpid(-1, os.WNOHANG))[0]:
+            code = os.waitstatus_to_exitcode(pair[1])
+            ended[pair[0]] = SIGNALLED - code if code < 0 else code
+    return ended
+
+
+def _children() -> list[int]:
+    """All processes below this one; they become its children as their parents die."""
+    me = os.getpid()
+    with suppress(OSError):
+        return list(map(int, Path(f"/proc/{me}/task/{me}/children").read_text().split()))
+    return []

@@ -1,0 +1,60 @@
+"""Text from outside (rewards, engines, models), made fit for a log, a recording or a terminal."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+LONGEST = 500  # characters of a failure's reason
+_UNFIT = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_USERINFO = re.compile(r"(?<=://)[^/?#\s'\"]*@")
+
+
+def clean(text: object, longest: int = LONGEST) -> str:
+    """One line without control characters, escape sequences, lone surrogates or credentials of URLs.
+
+    Args:
+        text: Anything; its ``str`` is taken.
+        longest: Characters that are kept.
+    """
+    words = printable(" ".join(str(text)[: 4 * longest].split()))
+    words = mask_credentials(words)
+    return words if len(words) <= longest else words[: longest - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """The text with its lines, control characters and lone surrogates shown as escapes (``\\x1b``, ``\\ud800``)."""
+    return _UNFIT.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def mask_credentials(text: str) -> str:
+    """``https://user:secret@host`` becomes ``https://***@host``, for every URL in the text."""
+    return _USERINFO.sub("***@", text)
+
+
+def mask_url(url: str) -> str:
+    """A URL as configuration is written: without user, password and the values of its query.
+
+    >>> mask_url("https://user:secret@host/score?key=1")
+    'https://***@host/score?key=***'
+    """
+    try:
+        parts = urlsplit(mask_credentials(url))
+    except ValueError:
+        return "***"
+    query = re.sub(r"=[^&]*", "=***", parts.query)
+    return urlunsplit(parts._replace(query=query))
+
+
+def mask_settings(value: Any) -> Any:
+    """Plain data (as of JSON) with credentials masked in every text."""
+    if isinstance(value, str):
+        return mask_credentials(value) if "://" in value else value
+    if isinstance(value, dict):
+        return {key: mask_settings(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(mask_settings(item) for item in value)
+    return value

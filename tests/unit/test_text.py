@@ -1,0 +1,45 @@
+"""Text from outside, made fit for logs."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime_like.text import LONGEST, clean, mask_settings, mask_url, printable
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\nfake line: ok\r\n\tb", "a fake line: ok b"),
+        ("\x1b[2J\x1b]0;title\x07red", r"\x1b[2J\x1b]0;title\x07red"),
+        ("half \ud800 of a pair", r"half \ud800 of a pair"),
+        ("turned\u202e round", r"turned\u202e round"),
+        ("at https://me:secret@host:1/x?k=1 and http://token@h", "at https://***@host:1/x?k=1 and http://***@h"),
+        ("mail me@example.org, åß 漢字", "mail me@example.org, åß 漢字"),
+        (KeyError("x"), "'x'"),
+    ],
+)  # fmt: skip
+def test_clean(text: object, expected: str) -> None:
+    assert clean(text) == expected
+    clean(text).encode()
+
+
+def test_clean_is_bounded() -> None:
+    assert len(clean("x" * 10**6)) == LONGEST and clean("x" * 10**6).endswith("...")
+
+
+def test_lines_stay_in_what_is_printed() -> None:
+    assert printable("a\n\tb\x1b[0m\r") == "a\n\tb\\x1b[0m\\r"
+
+
+def test_credentials() -> None:
+    assert mask_url("https://me:secret@host:80/score?key=abc&b=1") == (
+        "https://***@host:80/score?key=***&b=***"
+    )
+    assert mask_url("http://[broken") == "***"
+    settings = {"argv": ["--rm-url", "http://a:b@h/x"], "n": 1, "pair": ("x", None)}
+    assert mask_settings(settings) == {
+        "argv": ["--rm-url", "http://***@h/x"],
+        "n": 1,
+        "pair": ("x", None),
+    }
