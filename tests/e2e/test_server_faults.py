@@ -49,7 +49,7 @@ def test_processes_and_folder(work: Any, tmp_path: Path) -> None:
             [*server.process.args, "--server-dir", str(tmp_path / "server"), "--port", "1"],  # type: ignore[misc,index]
             capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2],
         )  # fmt: skip
-        assert second.returncode == 1 and "another server uses this folder" in second.stderr
+        assert second.returncode == 1 and "in use by process" in second.stderr
 
         other = sqlite3.connect(tmp_path / "server" / "journal.sqlite", isolation_level=None)
         other.execute("begin immediate")

@@ -89,6 +89,7 @@ def test_a_required_write_that_failed_is_not_made_later(tmp_path: Path) -> None:
     journal.full = True
     with pytest.raises(JournalError, match="No space left"):
         journal.put("request", "a", {}, required=True)
+    assert not journal.flush() and journal.problem, "with nothing left to write"
     journal.put("model", "m", {"x": 1})
     journal.remove("model", "gone")
     journal.full = False
