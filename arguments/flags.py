@@ -42,6 +42,9 @@ class Flag:
     legal: Range | None = None
     metavar: str | None = None
     refused: str = ""
+    needs: tuple[str, ...] = ()  # see `slime_like.config.arg`
+    only_with: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -130,6 +133,9 @@ def flags_of(
                 choices=tuple(legal) if legal else None,
                 legal=meta.get("legal"),
                 metavar=meta.get("metavar"),
+                needs=meta.get("needs", ()),
+                only_with=meta.get("only_with", ()),
+                excludes=meta.get("excludes", ()),
             )
         )
     return flags

@@ -109,6 +109,13 @@ UNIONS: Mapping[str, Shape] = {
     "moe_aux_loss_coeff": Shape("list", float),
     **{name: Shape("value", str, words) for name, words in OPTIMIZER_DTYPES.items()},
 }
+# As in `slime_like.config.arg`
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "overlap_cpu_optimizer_d2h_h2d": ("optimizer_cpu_offload",),
+    "optimizer_offload_fraction": ("optimizer_cpu_offload",),
+    "pin_cpu_grads": ("optimizer_cpu_offload",),
+    "pin_cpu_params": ("optimizer_cpu_offload",),
+}
 DEFAULT_WORDS = {
     "num_layers": "from --hf-checkpoint",
     "hidden_size": "from --hf-checkpoint",
@@ -239,6 +246,7 @@ def _flag(name: str, group: str, source: SourceField, supported: bool) -> Flag:
         default=source.default,
         default_words=DEFAULT_WORDS.get(name, "auto" if name == "attention_backend" else ""),
         choices=CHOICES.get(name) or (shape.choices if shape is not None else None),
+        needs=NEEDS.get(name, ()),
         refused=""
         if supported
         else next(

@@ -79,8 +79,16 @@ def arg(
     metavar: str | None = None,
     nargs: str | None = None,
     type: Callable[[str], Any] | None = None,
+    needs: str | Sequence[str] = (),
+    only_with: str | Sequence[str] = (),
+    excludes: str | Sequence[str] = (),
 ) -> Any:
     """Declare a setting. `aliases` are further spellings, e.g. ``("--dual-clip",)``; the first flag is the field's name.
+
+    needs: settings without which this one has no effect; only_with: the same, where the remedy is to
+    leave it out; excludes: settings that it does not go with. Each is a condition or several that must
+    all hold: ``"save"``, ``"lr_decay_style=WSD"``, ``"use_kl_loss|kl_coef"``; see
+    `arguments/rules/declared.py`, which makes the messages.
 
     A field annotated `bool` with default False becomes a switch, with default True a `--no-` switch.
     """
@@ -92,10 +100,17 @@ def arg(
         metavar=metavar,
         nargs=nargs,
         type=type,
+        needs=_conditions(needs),
+        only_with=_conditions(only_with),
+        excludes=_conditions(excludes),
     )
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _conditions(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def flag_name(field_name: str) -> str:

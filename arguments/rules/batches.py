@@ -39,8 +39,6 @@ def default_micro_batches(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_length(s: Settings) -> list[Problem]:
-    if s.rollout.num_rollout is not None and s.rollout.num_epoch is not None:
-        return problem("num_epoch", s.rollout.num_epoch, "excludes --num-rollout; give one of them")
     if s.rollout.num_rollout is None and s.rollout.num_epoch is None:
         return problem(
             "num_rollout",
@@ -167,14 +165,7 @@ def sequences_fit(s: Settings) -> list[Problem]:
 def token_budgets(s: Settings) -> list[Problem]:
     """Micro-batches are cut in one of two ways, and the settings of the other have no effect."""
     if not s.algorithm.use_dynamic_batch_size:
-        given = {name: getattr(s.algorithm, name) for name in BY_TOKENS}
-        message = "has no effect without --use-dynamic-batch-size; add the switch"
-        return [
-            p
-            for name, value in given.items()
-            if value is not None
-            for p in problem(name, value, message)
-        ]
+        return []
     found = []
     if s.algorithm.max_tokens_per_gpu is None:
         found += problem(

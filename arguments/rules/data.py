@@ -108,7 +108,7 @@ def reward_is_usable(s: Settings) -> list[Problem]:
 def evaluation(s: Settings) -> list[Problem]:
     words, interval, file = s.eval.eval_prompt_data, s.eval.eval_interval, s.eval.eval_config
     if words is not None and file is not None:
-        return problem("eval_config", file, "excludes --eval-prompt-data; give one of them")
+        return []  # exclude each other
     if words is None and file is None:
         return (
             []

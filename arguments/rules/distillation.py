@@ -13,13 +13,6 @@ from arguments.rules.parallel import virtual_stages_of
 from arguments.schema import DistillationConfig
 from slime_like.config import ConfigError, Problem, flag_name
 
-OF_SERVERS = (
-    "opd_teacher_url",
-    "opd_teacher_timeout_s",
-    "opd_teacher_attempts",
-    "opd_teacher_concurrency",
-)
-SETTINGS = ("opd_type", "opd_kl_coef", "opd_teacher_load", *OF_SERVERS)
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[\w.\-]+)(:\d{1,5})?(/[\w\-./]*)?")
 # slime asks the teacher in a reward function
 SLIME_REWARD = "slime.rollout.on_policy_distillation."
@@ -28,14 +21,7 @@ SLIME_REWARD = "slime.rollout.on_policy_distillation."
 def distillation_is_complete(s: Settings) -> list[Problem]:
     opd = s.distillation
     if not opd.use_opd:
-        idle = [name for name in SETTINGS if name in s.given]
-        return [
-            p
-            for name in idle
-            for p in problem(
-                name, getattr(opd, name), "has no effect without --use-opd; add the switch"
-            )
-        ]
+        return []
     if s.algorithm.loss_type == "sft_loss":
         return problem(
             "use_opd",
@@ -63,12 +49,7 @@ def teacher_is_of_its_type(s: Settings) -> list[Problem]:
     if not opd.use_opd or opd.opd_type is None:
         return []
     if opd.opd_type == "megatron":
-        idle = [name for name in OF_SERVERS if name in s.given]
-        return [
-            p
-            for name in idle
-            for p in problem(name, getattr(opd, name), "is for --opd-type sglang; leave it out")
-        ]
+        return []
     if opd.opd_teacher_load is not None:
         return problem(
             "opd_teacher_load",

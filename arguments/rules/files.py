@@ -47,12 +47,6 @@ def checkpoint_step(s: Settings) -> list[Problem]:
             found += problem(
                 name, step, f"no such checkpoint in {flag} {root}; complete steps there: {there}"
             )
-    if s.model.ref_load is None and s.model.ref_ckpt_step is not None:
-        found += problem(
-            "ref_ckpt_step",
-            s.model.ref_ckpt_step,
-            "has no effect without --ref-load; give the folder",
-        )
     return found
 
 
@@ -61,28 +55,6 @@ def checkpoint_step(s: Settings) -> list[Problem]:
 
 def saving(s: Settings) -> list[Problem]:
     found = []
-    if s.checkpoint.save is None:
-        for name in (
-            "save_interval",
-            "save_retain_last",
-            "save_retain_interval",
-            "async_save",
-            "no_save_optim",
-            "no_save_rng",
-        ):
-            if getattr(s.checkpoint, name):
-                found += problem(name, None, "has no effect without --save; give the folder")
-    if s.checkpoint.load is None:
-        for name in (
-            "ckpt_step",
-            "exit_on_missing_checkpoint",
-            "no_verify_checkpoint",
-            "finetune",
-            "no_load_optim",
-            "no_load_rng",
-        ):
-            if getattr(s.checkpoint, name) not in (None, False):
-                found += problem(name, None, "has no effect without --load; give the folder")
     if s.checkpoint.save_hf is not None and s.model.hf_checkpoint is None:
         found += problem(
             "save_hf",
@@ -154,16 +126,6 @@ def nearest_existing(path: Path) -> Path:
 def debugging(s: Settings) -> list[Problem]:
     debug = s.debug
     found = []
-    if debug.debug_rollout_only and debug.debug_train_only:
-        found += problem(
-            "debug_rollout_only", None, "contradicts --debug-train-only; give one of them"
-        )
-    if debug.debug_rollout_only and debug.load_debug_rollout_data is not None:
-        found += problem(
-            "load_debug_rollout_data",
-            debug.load_debug_rollout_data,
-            "contradicts --debug-rollout-only, which generates",
-        )
     if debug.debug_rollout_only and s.checkpoint.save is not None:
         found += problem(
             "save",

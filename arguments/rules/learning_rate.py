@@ -31,15 +31,7 @@ def optimizer_numbers(s: Settings) -> list[Problem]:
 
 
 def warmup(s: Settings) -> list[Problem]:
-    iters, fraction, decay = (
-        s.schedule.lr_warmup_iters,
-        s.schedule.lr_warmup_fraction,
-        s.schedule.lr_decay_iters,
-    )
-    if iters and fraction is not None:
-        return problem(
-            "lr_warmup_fraction", fraction, "excludes --lr-warmup-iters; give one of them"
-        )
+    iters, decay = s.schedule.lr_warmup_iters, s.schedule.lr_decay_iters
     if decay is not None and iters >= decay:
         return problem("lr_warmup_iters", iters, f"must be below --lr-decay-iters {decay}")
     lr = s.core.get("lr")
@@ -54,12 +46,6 @@ def wsd(s: Settings) -> list[Problem]:
             "lr_wsd_decay_iters",
             None,
             "is missing; --lr-decay-style WSD needs the length of its annealing",
-        )
-    if s.schedule.lr_decay_style != "WSD" and s.schedule.lr_wsd_decay_iters is not None:
-        return problem(
-            "lr_wsd_decay_iters",
-            s.schedule.lr_wsd_decay_iters,
-            "goes with --lr-decay-style WSD only; leave it out",
         )
     return []
 

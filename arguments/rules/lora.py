@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from arguments.critic_layout import critic_parallel, layout_flags
@@ -11,24 +10,8 @@ from arguments.hf.peft_adapter import read_adapter_config
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.critic import has_critic
-from arguments.schema import LoraConfig
 from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING
 from slime_like.config import ConfigError, Problem, flag_name
-
-
-def settings_have_adapters(s: Settings) -> list[Problem]:
-    if s.lora.lora_rank:
-        return []
-    names = [
-        f.name
-        for f in dataclasses.fields(LoraConfig)
-        if f.name != "lora_rank" and f.name in s.given
-    ]
-    return [
-        p
-        for name in names
-        for p in problem(name, None, "has no effect without --lora-rank; give the adapters' rank")
-    ]
 
 
 def adapters_have_a_base(s: Settings) -> list[Problem]:
@@ -206,5 +189,5 @@ def nothing_to_overlap(s: Settings) -> str | None:
 
 
 LORA_RULES: tuple[Rule, ...] = (
-    settings_have_adapters, adapters_have_a_base, adapters_are_supported, targets_are_there, adapter_to_start_from, critics_adapters,
+    adapters_have_a_base, adapters_are_supported, targets_are_there, adapter_to_start_from, critics_adapters,
 )  # fmt: skip

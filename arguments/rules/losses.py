@@ -27,30 +27,12 @@ def dro_needs_beta(s: Settings) -> list[Problem]:
 
 def sequence_mask(s: Settings) -> list[Problem]:
     if not s.algorithm.use_opsm:
-        return (
-            problem(
-                "opsm_delta",
-                s.algorithm.opsm_delta,
-                "has no effect without --use-opsm; add the switch",
-            )
-            if "opsm_delta" in s.given
-            else []
-        )
+        return []
     if s.algorithm.loss_type == "sft_loss" or s.loss.correction == "forbidden":
         return problem(
             "use_opsm",
             None,
             f"does not go with the loss {s.loss.name}, which has no old policy; leave it out",
-        )
-    return []
-
-
-def positive_nll(s: Settings) -> list[Problem]:
-    if s.algorithm.positive_nll_coef and s.algorithm.loss_type == "sft_loss":
-        return problem(
-            "positive_nll_coef",
-            s.algorithm.positive_nll_coef,
-            "needs rewards, which --loss-type sft_loss has not; leave it out",
         )
     return []
 
@@ -88,7 +70,6 @@ LOSS_RULES: tuple[Rule, ...] = (
     entropy_bounds,
     dro_needs_beta,
     sequence_mask,
-    positive_nll,
     legacy_needs_even_micro_batches,
 )
 

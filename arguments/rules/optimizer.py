@@ -9,12 +9,6 @@ from arguments.rules.base import Rule, Settings, problem
 from slime_like.config import Problem, flag_name
 
 PRECISE, OFFLOAD = "use_precision_aware_optimizer", "optimizer_cpu_offload"
-OF_OFFLOADING = (
-    "optimizer_offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "pin_cpu_grads",
-    "pin_cpu_params",
-)
 IN_PLAIN_TORCH = ("fp32", "bf16")  # of the moments
 # Above it a second moment in bf16 cannot shrink: 1 - beta2 of it is less than half of its last bit (2^-9 to 2^-8 of its value).
 LARGEST_BETA2_OF_BF16 = 1 - 2**-8
@@ -79,12 +73,7 @@ def offloading_is_possible(s: Settings) -> list[Problem]:
     """megatron-core's HybridDeviceOptimizer."""
     core, found = s.core, []
     if not core.get(OFFLOAD):
-        return [
-            p
-            for n in OF_OFFLOADING
-            if n in s.given
-            for p in problem(n, core.get(n), f"has no effect without {flag_name(OFFLOAD)}")
-        ]
+        return []
     if not core.get(PRECISE):  # Megatron-LM's condition too
         found += problem(
             OFFLOAD,

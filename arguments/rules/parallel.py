@@ -115,12 +115,6 @@ def interleaved_flags(s: Settings) -> list[Problem]:
         if stages is None
         else "num_virtual_stages_per_pipeline_rank"
     )
-    if stages is not None and layers is not None:
-        return problem(
-            "num_layers_per_virtual_pipeline_stage",
-            layers,
-            "excludes --num-virtual-stages-per-pipeline-rank; give one of them",
-        )
     if parallel.pipeline_model_parallel_size == 1:
         return problem(
             name, getattr(parallel, name), "needs --pipeline-model-parallel-size above 1"

@@ -17,6 +17,7 @@ from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.batches import BATCH_RULES, MICRO_BATCH_RULES, global_batch_of
 from arguments.rules.critic import CRITIC_RULES
 from arguments.rules.data import DATA_RULES, truncates
+from arguments.rules.declared import declared_rules
 from arguments.rules.distillation import DISTILLATION_RULES, nothing_to_learn
 from arguments.rules.files import FILE_RULES
 from arguments.rules.learning_rate import LEARNING_RATE_RULES, STEP_RULES
@@ -50,29 +51,6 @@ def kl_in_one_place(s: Settings) -> list[Problem]:
     return []
 
 
-def kl_loss_needs_its_switch(s: Settings) -> list[Problem]:
-    if s.algorithm.use_kl_loss or s.algorithm.loss_type == "sft_loss":
-        return []
-    found = []
-    if s.algorithm.kl_loss_coef:
-        found += problem(
-            "kl_loss_coef",
-            s.algorithm.kl_loss_coef,
-            "has no effect without --use-kl-loss; add the switch",
-        )
-    if s.algorithm.use_unbiased_kl:
-        found += problem(
-            "use_unbiased_kl", None, "has no effect without --use-kl-loss; add the switch"
-        )
-    if s.algorithm.kl_loss_type is not None and not s.algorithm.kl_coef:
-        found += problem(
-            "kl_loss_type",
-            s.algorithm.kl_loss_type,
-            "has no effect without --use-kl-loss or --kl-coef; leave it out",
-        )
-    return found
-
-
 def kl_needs_a_reference(s: Settings) -> list[Problem]:
     needs = (
         "--use-kl-loss" if s.algorithm.use_kl_loss else "--kl-coef" if s.algorithm.kl_coef else None
@@ -90,16 +68,6 @@ def kl_needs_a_reference(s: Settings) -> list[Problem]:
         None,
         f"is missing; {needs} needs a reference model, usually the same folder as --hf-checkpoint",
     )
-
-
-def offloading_needs_a_reference(s: Settings) -> list[Problem]:
-    if s.model.ref_offload and s.model.ref_load is None:
-        return problem(
-            "ref_offload",
-            None,
-            "has no effect without --ref-load; give the reference model's folder",
-        )
-    return []
 
 
 def reduction_fits_the_loss(s: Settings) -> list[Problem]:
@@ -121,18 +89,13 @@ def norm_length(s: Settings) -> list[Problem]:
             None,
             "is missing; --loss-reduction seq_mean_token_sum_norm divides by it",
         )
-    if not wanted and s.algorithm.loss_norm_length is not None:
-        return problem(
-            "loss_norm_length",
-            s.algorithm.loss_norm_length,
-            "goes with --loss-reduction seq_mean_token_sum_norm only",
-        )
     return []
 
 
 RULES: tuple[Rule, ...] = (
+    declared_rules,
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
-    kl_in_one_place, kl_loss_needs_its_switch, kl_needs_a_reference, offloading_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
+    kl_in_one_place, kl_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
     *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *LORA_RULES, *DISTILLATION_RULES,
     *STEP_RULES, *OPTIMIZER_RULES, *LEARNING_RATE_RULES, *DATA_RULES, *SCHEDULING_RULES, *SGLANG_RULES, *FILE_RULES, only_the_server_has_these,
 )  # fmt: skip

@@ -65,13 +65,6 @@ def over_sampling(s: Settings) -> list[Problem]:
 def idle_scheduling(s: Settings) -> list[Problem]:
     """Settings that need another one."""
     config, found = s.scheduling, []
-    if not config.partial_rollout:
-        gives_back = config.rollout_function_path is not None  # a function may keep groups itself
-        for name in ("mask_offpolicy_in_partial_rollout", "buffer_filter_path"):
-            if getattr(config, name) and not (gives_back and name == "buffer_filter_path"):
-                found += problem(
-                    name, None, "has no effect without --partial-rollout; add the switch"
-                )
     if config.rollout_slice_len is not None and not (
         config.partial_rollout
         or config.dynamic_sampling_filter_path
@@ -79,12 +72,6 @@ def idle_scheduling(s: Settings) -> list[Problem]:
     ):
         words = "has no effect without --partial-rollout, --over-sampling-batch-size above --rollout-batch-size or a dynamic filter; leave it out"
         found += problem("rollout_slice_len", config.rollout_slice_len, words)
-    if config.dynamic_sampling_filter_path is None and "max_num_gen_batches" in s.given:
-        found += problem(
-            "max_num_gen_batches",
-            config.max_num_gen_batches,
-            "has no effect without --dynamic-sampling-filter-path; leave it out",
-        )
     return found
 
 
@@ -223,28 +210,12 @@ def time_limit(s: Settings) -> list[Problem]:
 def asynchronous(s: Settings) -> list[Problem]:
     config = s.scheduling
     if not config.async_rollout:
-        return (
-            []
-            if config.max_staleness is None
-            else problem(
-                "max_staleness", config.max_staleness, "has no effect without --async-rollout"
-            )
-        )
+        return []
     if config.partial_rollout:  # a group that waits grows older than any bound
         return problem(
             "async_rollout",
             None,
             "does not go with --partial-rollout, whose groups have no bound on their age; leave one out",
-        )
-    return []
-
-
-def group_rewards(s: Settings) -> list[Problem]:
-    if s.reward.group_rm and s.reward.custom_rm_path is None:
-        return problem(
-            "group_rm",
-            None,
-            "needs --custom-rm-path, whose function gets whole groups; other rewards are of single samples",
         )
     return []
 
@@ -297,7 +268,6 @@ SCHEDULING_RULES: tuple[Rule, ...] = (
     rollout_functions,
     time_limit,
     asynchronous,
-    group_rewards,
     reward_post_process,
     reward_server,
 )

@@ -106,10 +106,6 @@ def engines_are_named(s: Settings) -> list[Problem]:
             " ".join(g.rollout_external_engine_addrs or []),
             "names a server twice",
         )
-    if g.sglang_router_ip is not None and g.no_sglang_router:
-        found += problem(
-            "no_sglang_router", None, "contradicts --sglang-router-ip; give one of them"
-        )
     return found
 
 
@@ -223,23 +219,11 @@ def weight_transport_fits(s: Settings) -> list[Problem]:
             "needs --colocate: handles of GPU memory are of use on the same GPU only",
         )
     disk = g.update_weight_transport == "disk"
-    if g.update_weight_disk_dir is not None and not disk:
-        found += problem(
-            "update_weight_disk_dir",
-            g.update_weight_disk_dir,
-            "needs --update-weight-transport disk",
-        )
     if g.no_update_weight_copy and (disk or g.colocate):
         found += problem(
             "no_update_weight_copy",
             None,
             "is for --update-weight-transport broadcast, which alone keeps a copy; leave it out",
-        )
-    if g.update_weight_disk_keep_files and g.update_weight_disk_dir is None:
-        found += problem(
-            "update_weight_disk_keep_files",
-            None,
-            "needs --update-weight-disk-dir; a temporary folder goes with the run",
         )
     far = [
         a

@@ -5,12 +5,6 @@ from __future__ import annotations
 from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
 from slime_like.config import Problem
 
-# The answers are the responses and all have the same weight: there is no advantage, no old policy and no reference.
-OF_THE_POLICY_LOSS = (
-    "advantage_estimator", "disable_grpo_std_normalization", "singleton_advantage", "normalize_advantages", "gamma", "lambd",
-    "use_kl_loss", "kl_loss_coef", "kl_loss_type", "use_unbiased_kl", "kl_coef", "kl_ctrl_type", "kl_target", "kl_horizon",
-    "entropy_coef", "entropy_ctrl_type", "entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max", "use_rollout_logprobs",
-)  # fmt: skip
 # Only evaluation samples and grades.
 OF_SAMPLING = (
     "rollout_temperature",
@@ -44,25 +38,20 @@ def supervised_loss(s: Settings) -> list[Problem]:
 
 
 def idle_in_supervised_training(s: Settings) -> list[Problem]:
-    """Given, and neither off nor 0."""
-    if s.algorithm.loss_type != "sft_loss":
+    """Given, and neither off nor 0: settings of sampling and grading, where nothing samples."""
+    if s.algorithm.loss_type != "sft_loss" or s.evaluates:
         return []
-    values = {name: getattr(s.algorithm, name) for name in OF_THE_POLICY_LOSS}
-    words = dict.fromkeys(values, "has no effect with --loss-type sft_loss; leave it out")
-    if not s.evaluates:
-        idle = {name: getattr(s.rollout, name) for name in OF_SAMPLING} | {
-            name: getattr(s.reward, name) for name in OF_REWARDS
-        }
-        words |= dict.fromkeys(
-            idle,
-            "has no effect with --loss-type sft_loss without evaluation (--eval-interval); leave it out",
-        )
-        values |= idle
-    given = {name: value for name, value in values.items() if name in s.given and value}
+    idle = {name: getattr(s.rollout, name) for name in OF_SAMPLING} | {
+        name: getattr(s.reward, name) for name in OF_REWARDS
+    }
+    words = (
+        "has no effect with --loss-type sft_loss without evaluation (--eval-interval); leave it out"
+    )
     return [
         p
-        for name, value in given.items()
-        for p in problem(name, None if value is True else value, words[name])
+        for name, value in idle.items()
+        if name in s.given and value
+        for p in problem(name, None if value is True else value, words)
     ]
 
 

@@ -30,10 +30,15 @@ class AlgorithmConfig:
         None,
         "Tokens by which --loss-reduction seq_mean_token_sum_norm divides each sequence's sum.",
         legal=AT_LEAST_ONE,
+        only_with="loss_reduction=seq_mean_token_sum_norm",
     )
-    advantage_estimator: str = arg("grpo", "How rewards become advantages.")
+    advantage_estimator: str = arg(
+        "grpo", "How rewards become advantages.", excludes="loss_type=sft_loss"
+    )
     disable_grpo_std_normalization: bool = arg(
-        False, "Dr. GRPO: do not divide by the group's standard deviation."
+        False,
+        "Dr. GRPO: do not divide by the group's standard deviation.",
+        excludes="loss_type=sft_loss",
     )
     custom_reward_post_process_path: str | None = arg(
         None,
@@ -44,67 +49,103 @@ class AlgorithmConfig:
         "zero",
         "Advantage in a group of one: zero, or the reward itself.",
         choices=("zero", "reward"),
+        excludes="loss_type=sft_loss",
     )
     normalize_advantages: bool = arg(
         False,
         "Whiten advantages over all active tokens of a rollout and all ranks.",
         aliases=("--advantage-batch-normalize",),
+        excludes="loss_type=sft_loss",
     )
     gamma: float = arg(
         1.0,
         "Discount of the rewards of later tokens (reinforce_plus_plus, remax, ppo).",
         legal=UNIT,
+        excludes="loss_type=sft_loss",
     )
     lambd: float = arg(
         1.0,
         "Lambda of generalised advantage estimation (ppo): 1 trusts rewards alone, 0 the critic's next value.",
         legal=UNIT,
+        excludes="loss_type=sft_loss",
     )
-    use_kl_loss: bool = arg(False, "Add kl_loss_coef times the KL to the reference to the loss.")
-    kl_loss_coef: float = arg(0.0, "Weight of the KL in the loss.", legal=NON_NEGATIVE)
+    use_kl_loss: bool = arg(
+        False,
+        "Add kl_loss_coef times the KL to the reference to the loss.",
+        excludes="loss_type=sft_loss",
+    )
+    kl_loss_coef: float = arg(
+        0.0,
+        "Weight of the KL in the loss.",
+        legal=NON_NEGATIVE,
+        excludes="loss_type=sft_loss",
+        needs="use_kl_loss",
+    )
     kl_loss_type: str | None = arg(
-        None, "KL estimator; default low_var_kl in the loss, k1 in the reward."
+        None,
+        "KL estimator; default low_var_kl in the loss, k1 in the reward.",
+        excludes="loss_type=sft_loss",
+        needs="use_kl_loss|kl_coef",
     )
     use_unbiased_kl: bool = arg(
         False,
         "Weight the KL of the loss by the ratio of current to old policy, so that its gradient is right.",
+        excludes="loss_type=sft_loss",
+        needs="use_kl_loss",
     )
-    kl_coef: float = arg(0.0, "Weight of the KL taken off the reward.", legal=NON_NEGATIVE)
+    kl_coef: float = arg(
+        0.0,
+        "Weight of the KL taken off the reward.",
+        legal=NON_NEGATIVE,
+        excludes="loss_type=sft_loss",
+    )
     kl_ctrl_type: str = arg(
         "fixed",
         "How --kl-coef changes: not at all, or towards --kl-target as the KL is above or below it.",
         choices=("fixed", "adaptive"),
+        excludes="loss_type=sft_loss",
     )
     kl_target: float = arg(
         0.1,
         "KL for each token that --kl-ctrl-type adaptive aims at.",
         legal=POSITIVE,
         aliases=("--kl-ctrl-kl-target",),
+        excludes="loss_type=sft_loss",
     )
     kl_horizon: float = arg(
         10000.0,
         "Samples over which --kl-ctrl-type adaptive changes the coefficient.",
         legal=POSITIVE,
         aliases=("--kl-ctrl-horizon",),
+        excludes="loss_type=sft_loss",
     )
-    entropy_coef: float = arg(0.0, "Weight of the entropy bonus.", legal=NON_NEGATIVE)
+    entropy_coef: float = arg(
+        0.0, "Weight of the entropy bonus.", legal=NON_NEGATIVE, excludes="loss_type=sft_loss"
+    )
     entropy_ctrl_type: str = arg(
         "fixed",
         "How the entropy bonus changes: not at all, or as --entropy-target needs, starting from --entropy-coef.",
         choices=("fixed", "adaptive"),
+        excludes="loss_type=sft_loss",
     )
     entropy_target: float = arg(
         0.2,
         "Entropy by token, in nats, that --entropy-ctrl-type adaptive keeps: no bonus above it.",
         legal=POSITIVE,
+        excludes="loss_type=sft_loss",
     )
     entropy_coef_delta: float = arg(
         1e-4,
         "Change of the coefficient at each optimizer step with --entropy-ctrl-type adaptive.",
         legal=POSITIVE,
+        excludes="loss_type=sft_loss",
     )
-    entropy_coef_min: float = arg(0.0, "Least adaptive coefficient.", legal=NON_NEGATIVE)
-    entropy_coef_max: float = arg(0.005, "Largest adaptive coefficient.", legal=POSITIVE)
+    entropy_coef_min: float = arg(
+        0.0, "Least adaptive coefficient.", legal=NON_NEGATIVE, excludes="loss_type=sft_loss"
+    )
+    entropy_coef_max: float = arg(
+        0.005, "Largest adaptive coefficient.", legal=POSITIVE, excludes="loss_type=sft_loss"
+    )
     use_opsm: bool = arg(
         False,
         "Off-policy sequence mask: no policy loss for negative advantages in sequences that the policy has moved away from.",
@@ -113,14 +154,18 @@ class AlgorithmConfig:
         1e-4,
         "Mean of old minus current log-prob in a sequence above which --use-opsm masks.",
         legal=NON_NEGATIVE,
+        needs="use_opsm",
     )
     positive_nll_coef: float = arg(
         0.0,
         "VAPO: weight of the mean negative log-prob of samples with a reward above 0, added to the loss.",
         legal=NON_NEGATIVE,
+        excludes="loss_type=sft_loss",
     )
     use_rollout_logprobs: bool = arg(
-        False, "Take the sampler's log-probs as the old ones, without recomputing them."
+        False,
+        "Take the sampler's log-probs as the old ones, without recomputing them.",
+        excludes="loss_type=sft_loss",
     )
     use_routing_replay: bool = arg(
         False,
@@ -153,11 +198,13 @@ class AlgorithmConfig:
         None,
         "Tokens of a micro-batch with --use-dynamic-batch-size, times --context-parallel-size; a longer sequence gets a micro-batch of its own.",
         legal=AT_LEAST_ONE,
+        needs="use_dynamic_batch_size",
     )
     log_probs_max_tokens_per_gpu: int | None = arg(
         None,
         "As --max-tokens-per-gpu, for forward-only passes; default: the same.",
         legal=AT_LEAST_ONE,
+        needs="use_dynamic_batch_size",
     )
     balance_data: bool | None = arg(
         None,

@@ -16,18 +16,20 @@ class CheckpointConfig:
         None,
         "Save every this many rollouts; with --save the last one is always saved.",
         legal=POSITIVE,
+        needs="save",
     )
     save_retain_last: int | None = arg(
         None, "Keep this many of the newest checkpoints and remove older ones; default all.",
-        legal=AT_LEAST_ONE, aliases=("--save-retain-count", "--max-checkpoint-count", "--max-actor-ckpt-to-keep"),
+        legal=AT_LEAST_ONE, aliases=("--save-retain-count", "--max-checkpoint-count", "--max-actor-ckpt-to-keep"), needs="save",
     )  # fmt: skip
     save_retain_interval: int | None = arg(
         None, "Keep the checkpoints of every this many rollouts, and the newest (see --save-retain-last); remove the others.",
-        legal=AT_LEAST_ONE,
+        legal=AT_LEAST_ONE, needs="save",
     )  # fmt: skip
     async_save: bool = arg(
         False,
         "Write checkpoints behind the training, which stops only while their content is copied.",
+        needs="save",
     )
     on_save_failure: str = arg(
         "stop", "When a checkpoint cannot be written, as on a full disk: stop the run, or warn and continue to the next save.",
@@ -37,18 +39,22 @@ class CheckpointConfig:
         None,
         "Folder of checkpoints to resume from. A Hugging Face folder starts a fresh run from its weights.",
     )
-    ckpt_step: int | None = arg(None, "Resume from this step in place of the newest.")
+    ckpt_step: int | None = arg(None, "Resume from this step in place of the newest.", needs="load")
     exit_on_missing_checkpoint: bool = arg(
-        False, "With --load: an error, not a fresh run, when the folder holds no checkpoint yet."
+        False,
+        "With --load: an error, not a fresh run, when the folder holds no checkpoint yet.",
+        needs="load",
     )
     no_verify_checkpoint: bool = arg(
-        False, "With --load: do not compare the files with their checksums first."
+        False, "With --load: do not compare the files with their checksums first.", needs="load"
     )
-    finetune: bool = arg(False, "With --load: take the weights only and start at step 0.")
-    no_load_optim: bool = arg(False, "With --load: do not load the optimizer.")
-    no_load_rng: bool = arg(False, "With --load: do not load the random state.")
-    no_save_optim: bool = arg(False, "Do not save the optimizer.")
-    no_save_rng: bool = arg(False, "Do not save the random state.")
+    finetune: bool = arg(
+        False, "With --load: take the weights only and start at step 0.", needs="load"
+    )
+    no_load_optim: bool = arg(False, "With --load: do not load the optimizer.", needs="load")
+    no_load_rng: bool = arg(False, "With --load: do not load the random state.", needs="load")
+    no_save_optim: bool = arg(False, "Do not save the optimizer.", needs="save")
+    no_save_rng: bool = arg(False, "Do not save the random state.", needs="save")
     save_hf: str | None = arg(
         None,
         "Folder for a Hugging Face copy of the final weights; {rollout_id} becomes the number of the last rollout.",

@@ -52,6 +52,7 @@ class EvalConfig:
         None,
         "Evaluation sets in a YAML file, each with its own sampling and reward, in place of --eval-prompt-data.",
         metavar="FILE",
+        excludes="eval_prompt_data",
     )
     skip_eval_before_train: bool = arg(False, "Do not evaluate before the first rollout.")
     eval_input_key: str | None = arg(None, "As --input-key; default: the same.")

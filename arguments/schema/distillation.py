@@ -18,27 +18,41 @@ class DistillationConfig:
         "Who computes the teacher's log-probs. megatron: a frozen model beside the policy, from --opd-teacher-load. sglang: servers, at "
         "--opd-teacher-url.",
         choices=("megatron", "sglang"),
+        needs="use_opd",
     )
-    opd_kl_coef: float = arg(1.0, "Weight of the gap.", legal=POSITIVE)
+    opd_kl_coef: float = arg(1.0, "Weight of the gap.", legal=POSITIVE, needs="use_opd")
     opd_teacher_load: str | None = arg(
         None,
         "Folder of the teacher (Hugging Face), of any supported shape; it has the policy's tokenizer and parallel layout.",
+        needs="use_opd",
     )
     opd_teacher_url: list[str] | None = arg(
         None,
         "SGLang servers of the teacher, http://host:port each, with the policy's tokenizer. Default: --rm-url, as slime spells it.",
         nargs="+",
+        needs="use_opd",
+        excludes="opd_type=megatron",
     )
     opd_teacher_timeout_s: float = arg(
-        300.0, "Seconds for a teacher's server to answer about one sample.", legal=POSITIVE
+        300.0,
+        "Seconds for a teacher's server to answer about one sample.",
+        legal=POSITIVE,
+        needs="use_opd",
+        excludes="opd_type=megatron",
     )
     opd_teacher_attempts: int = arg(
         4,
         "Times that a teacher's servers are asked about a sample before it is dropped.",
         legal=AT_LEAST_ONE,
+        needs="use_opd",
+        excludes="opd_type=megatron",
     )
     opd_teacher_concurrency: int = arg(
-        64, "Requests that wait for the teacher's servers at a time.", legal=AT_LEAST_ONE
+        64,
+        "Requests that wait for the teacher's servers at a time.",
+        legal=AT_LEAST_ONE,
+        needs="use_opd",
+        excludes="opd_type=megatron",
     )
 
     @property

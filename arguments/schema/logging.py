@@ -34,8 +34,11 @@ class DebugConfig:
     load_debug_rollout_data: str | None = arg(
         None,
         "Read rollouts from this path in place of generating them; {rollout_id} becomes their number, from 1.",
+        excludes="debug_rollout_only",
     )
-    debug_rollout_only: bool = arg(False, "Generate and grade only; no training.")
+    debug_rollout_only: bool = arg(
+        False, "Generate and grade only; no training.", excludes="debug_train_only"
+    )
     debug_train_only: bool = arg(
         False, "Train only, from --load-debug-rollout-data; no engine is made."
     )

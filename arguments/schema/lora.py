@@ -32,7 +32,10 @@ class LoraConfig:
         legal=NON_NEGATIVE,
     )
     lora_alpha: float = arg(
-        32.0, "An adapter's product counts times this over --lora-rank.", legal=POSITIVE
+        32.0,
+        "An adapter's product counts times this over --lora-rank.",
+        legal=POSITIVE,
+        needs="lora_rank",
     )
     lora_target_modules: list[str] = arg(
         ["all-linear"],
@@ -40,12 +43,15 @@ class LoraConfig:
         choices=tuple(TARGETS),
         nargs="+",
         aliases=("--target-modules",),
+        needs="lora_rank",
     )
     lora_adapter_path: str | None = arg(
         None,
         "Start from this adapter: a folder in PEFT's format, of the same rank, alpha and modules. Default: a new one, from --seed.",
+        needs="lora_rank",
     )
     lora_save_path: str | None = arg(
         None,
         "Write the adapter here at the end of the run, in PEFT's format; {rollout_id} becomes the number of the last rollout.",
+        needs="lora_rank",
     )

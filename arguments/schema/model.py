@@ -19,12 +19,15 @@ class ModelConfig:
         "--kl-coef; usually the same as --hf-checkpoint.",
     )
     ref_ckpt_step: int | None = arg(
-        None, "With --ref-load of a folder of checkpoints: this step in place of the newest."
+        None,
+        "With --ref-load of a folder of checkpoints: this step in place of the newest.",
+        needs="ref_load",
     )
     ref_offload: bool = arg(
         False,
         "Keep the reference model's weights in host memory (a mapped file on a machine without a GPU); they take the policy's place for a "
         "forward pass, so that no second model is resident.",
+        needs="ref_load",
     )
     transformer_impl: str = arg(
         "auto",

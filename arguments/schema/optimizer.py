@@ -20,7 +20,10 @@ class ScheduleConfig:
         legal=POSITIVE,
     )
     lr_wsd_decay_iters: int | None = arg(
-        None, "Length of the annealing phase of WSD, in optimizer steps.", legal=POSITIVE
+        None,
+        "Length of the annealing phase of WSD, in optimizer steps.",
+        legal=POSITIVE,
+        only_with="lr_decay_style=WSD",
     )
     lr_wsd_decay_style: str = arg(
         "exponential",
@@ -29,7 +32,10 @@ class ScheduleConfig:
     )
     lr_warmup_iters: int = arg(0, "Optimizer steps of linear warm-up.", legal=NON_NEGATIVE)
     lr_warmup_fraction: float | None = arg(
-        None, "Share of the decay used for warm-up; excludes --lr-warmup-iters.", legal=UNIT
+        None,
+        "Share of the decay used for warm-up; excludes --lr-warmup-iters.",
+        legal=UNIT,
+        excludes="lr_warmup_iters",
     )
     lr_warmup_init: float = arg(0.0, "Learning rate at which warm-up starts.", legal=NON_NEGATIVE)
     start_weight_decay: float | None = arg(

@@ -22,6 +22,7 @@ class ParallelConfig:
         None,
         "Interleaved schedule, told by layers per chunk; excludes --num-virtual-stages-per-pipeline-rank.",
         legal=AT_LEAST_ONE,
+        excludes="num_virtual_stages_per_pipeline_rank",
     )
     context_parallel_size: int = arg(
         1,

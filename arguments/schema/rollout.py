@@ -15,7 +15,10 @@ class RolloutConfig:
         None, "Rollouts (generate, then train) in the whole run.", legal=POSITIVE
     )
     num_epoch: int | None = arg(
-        None, "Passes over the prompts, in place of --num-rollout.", legal=POSITIVE
+        None,
+        "Passes over the prompts, in place of --num-rollout.",
+        legal=POSITIVE,
+        excludes="num_rollout",
     )
     rollout_batch_size: int = arg(32, "Prompts in each rollout.", legal=AT_LEAST_ONE)
     n_samples_per_prompt: int = arg(
@@ -84,6 +87,7 @@ class RewardConfig:
     group_rm: bool = arg(
         False,
         "--custom-rm-path is called with all samples of a group, as function(args, samples), and returns a list.",
+        needs="custom_rm_path",
     )
     rm_url: str | None = arg(
         None,

@@ -24,6 +24,7 @@ class SchedulingConfig:
         20,
         "Draws of prompts for one rollout after which the run stops, because the dynamic filter keeps too few groups.",
         legal=AT_LEAST_ONE,
+        needs="dynamic_sampling_filter_path",
     )
     partial_rollout: bool = arg(
         False,
@@ -32,6 +33,7 @@ class SchedulingConfig:
     mask_offpolicy_in_partial_rollout: bool = arg(
         False,
         "Do not train on the tokens that a partial rollout wrote before this rollout, under older weights.",
+        needs="partial_rollout",
     )
     rollout_slice_len: int | None = arg(
         None,
@@ -49,6 +51,7 @@ class SchedulingConfig:
         None,
         "module.function or file.py:function that takes groups out of the buffer of unfinished ones, called as "
         "function(args, rollout_id, buffer, num_samples); default: the oldest first.",
+        needs="partial_rollout|rollout_function_path",
     )
     rollout_sample_filter_path: str | None = arg(
         None,
@@ -89,4 +92,5 @@ class SchedulingConfig:
         "With --async-rollout: weight versions that a token may be behind the policy that trains on it, and rollouts that are sampled ahead; "
         "0 samples as without the switch. Default: 1.",
         legal=NON_NEGATIVE,
+        needs="async_rollout",
     )

@@ -38,6 +38,7 @@ class SglangConfig:
     no_sglang_router: bool = arg(
         False,
         "Send each request to the server that has the fewest of ours, in place of starting an sglang_router.",
+        excludes="sglang_router_ip",
     )
     sglang_server_concurrency: int = arg(
         512, "Requests that wait for one server at a time.", legal=AT_LEAST_ONE
@@ -83,9 +84,10 @@ class SglangConfig:
     update_weight_disk_dir: str | None = arg(
         None,
         "With --update-weight-transport disk: a folder that trainer and servers see under one name. Default: a temporary one of this host.",
+        only_with="update_weight_transport=disk",
     )
     update_weight_disk_keep_files: bool = arg(
-        False, "Keep what is written to --update-weight-disk-dir."
+        False, "Keep what is written to --update-weight-disk-dir.", needs="update_weight_disk_dir"
     )
     no_update_weight_copy: bool = arg(
         False,

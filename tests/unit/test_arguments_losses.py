@@ -171,7 +171,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("dro_needs_beta", "--policy-loss-type dro", "--dro-beta", "is missing"),
     ("sequence_mask", "--opsm-delta 0.1", "--opsm-delta", "without --use-opsm"),
     ("sequence_mask", "--use-opsm --loss-type sft_loss", "--use-opsm", "no old policy"),
-    ("positive_nll", "--positive-nll-coef 0.1 --loss-type sft_loss", "--positive-nll-coef", "needs rewards"),
+    ("", "--positive-nll-coef 0.1 --loss-type sft_loss", "--positive-nll-coef", "--loss-type sft_loss"),
     ("", "--positive-nll-coef -0.1", "--positive-nll-coef", "must be >= 0"),
     ("entropy_bounds", "--entropy-ctrl-type adaptive --entropy-coef-min 0.01", "--entropy-coef-min", "must not be above"),
     ("entropy_bounds", "--entropy-ctrl-type adaptive --entropy-coef 0.01", "--entropy-coef", "it must be from 0 to 0.005"),

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from arguments.flag_registry import flag_table
+from arguments.flags import Flag
 from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
 from arguments.rules.algorithm import ADVANTAGE_RULES, CORRECTION_RULES
 from arguments.rules.critic import CRITIC_RULES
+from arguments.rules.declared import unknown_names
 from arguments.rules.distillation import DISTILLATION_RULES
 from arguments.rules.lora import LORA_RULES
 from arguments.rules.losses import LOSS_RULES
@@ -19,6 +22,7 @@ from arguments.rules.optimizer import OPTIMIZER_RULES, OPTIMIZER_WARNINGS
 from arguments.rules.run import RULES, WARNINGS
 from arguments.rules.scheduling import SCHEDULING_RULES
 from arguments.rules.sglang import SGLANG_RULES
+from slime_like.config import flag_name
 from slime_like.rewards.registry import reward_of
 from tests.unit.command_lines import complete, problems_of
 
@@ -62,7 +66,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("recompute_is_complete", "--recompute-modules mlp", (), 1, "--recompute-modules", "needs --recompute-granularity"),
     ("network_numbers", "--attention-dropout 1", (), 1, "--attention-dropout", "0 <= x < 1"),
     ("run_length", "", ("--num-rollout",), 1, "--num-rollout", "is missing"),
-    ("run_length", "--num-epoch 1", (), 1, "--num-epoch", "excludes --num-rollout"),
+    ("declared_rules", "--num-epoch 1", (), 1, "--num-epoch", "excludes --num-rollout"),
     ("supervised_samples", "--loss-type sft_loss --n-samples-per-prompt 4", (), 1, "--n-samples-per-prompt", "must be 1"),
     ("rollout_is_divisible", "--num-steps-per-rollout 3", (), 1, "--num-steps-per-rollout", "does not divide"),
     ("rollout_is_divisible", "--global-batch-size 5", (), 1, "--global-batch-size", "does not divide"),
@@ -80,8 +84,8 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
         (), 2, "--log-probs-micro-batch-size", "divisible by",
     ),
     ("token_budgets", "--use-dynamic-batch-size", (), 1, "--max-tokens-per-gpu", "is missing"),
-    ("token_budgets", "--max-tokens-per-gpu 64", (), 1, "--max-tokens-per-gpu", "without --use-dynamic-batch-size"),
-    ("token_budgets", "--log-probs-max-tokens-per-gpu 64", (), 1, "--log-probs-max-tokens-per-gpu", "without --use-dynamic-batch-size"),
+    ("declared_rules", "--max-tokens-per-gpu 64", (), 1, "--max-tokens-per-gpu", "without --use-dynamic-batch-size"),
+    ("declared_rules", "--log-probs-max-tokens-per-gpu 64", (), 1, "--log-probs-max-tokens-per-gpu", "without --use-dynamic-batch-size"),
     ("token_budgets", f"{DYNAMIC} --micro-batch-size 1", (), 1, "--micro-batch-size", "contradicts --use-dynamic-batch-size"),
     ("token_budgets", f"{DYNAMIC} --log-probs-micro-batch-size 2", (), 1, "--log-probs-micro-batch-size", "fills by tokens"),
     ("token_budgets", f"{DYNAMIC} --loss-reduction token_mean_legacy", (), 1, "--loss-reduction", "use token_mean"),
@@ -96,16 +100,16 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
         "samples nothing",
     ),
     ("kl_in_one_place", "--kl-coef 0.1 --kl-loss-coef 0.1 --use-kl-loss --ref-load {folder}/hf", (), 1, "--kl-coef", "choose one"),
-    ("kl_loss_needs_its_switch", "--kl-loss-coef 0.1", (), 1, "--kl-loss-coef", "without --use-kl-loss"),
-    ("kl_loss_needs_its_switch", "--use-unbiased-kl", (), 1, "--use-unbiased-kl", "without --use-kl-loss"),
-    ("kl_loss_needs_its_switch", "--kl-coef 0.1 --ref-load {folder}/hf --use-unbiased-kl", (), 1, "--use-unbiased-kl", "without --use-kl-loss"),
-    ("kl_loss_needs_its_switch", "--kl-loss-type k3", (), 1, "--kl-loss-type", "without --use-kl-loss or --kl-coef"),
+    ("declared_rules", "--kl-loss-coef 0.1", (), 1, "--kl-loss-coef", "without --use-kl-loss"),
+    ("declared_rules", "--use-unbiased-kl", (), 1, "--use-unbiased-kl", "without --use-kl-loss"),
+    ("declared_rules", "--kl-coef 0.1 --ref-load {folder}/hf --use-unbiased-kl", (), 1, "--use-unbiased-kl", "without --use-kl-loss"),
+    ("declared_rules", "--kl-loss-type k3", (), 1, "--kl-loss-type", "without --use-kl-loss or --kl-coef"),
     ("kl_needs_a_reference", "--use-kl-loss", (), 1, "--ref-load", "--use-kl-loss needs a reference"),
     ("kl_needs_a_reference", "--kl-coef 0.1", (), 1, "--ref-load", "--kl-coef needs a reference"),
-    ("offloading_needs_a_reference", "--ref-offload", (), 1, "--ref-offload", "without --ref-load"),
+    ("declared_rules", "--ref-offload", (), 1, "--ref-offload", "without --ref-load"),
     ("reduction_fits_the_loss", "--policy-loss-type gmpo --loss-reduction token_mean", (), 1, "--loss-reduction", "needs rollout_mean or"),
     ("norm_length", "--loss-reduction seq_mean_token_sum_norm", (), 1, "--loss-norm-length", "is missing"),
-    ("norm_length", "--loss-norm-length 8", (), 1, "--loss-norm-length", "goes with"),
+    ("declared_rules", "--loss-norm-length 8", (), 1, "--loss-norm-length", "goes with"),
     ("supervised_loss", "--loss-type sft_loss", ("--label-key",), 1, "--label-key", "is missing"),
     ("supervised_loss", "--loss-type sft_loss --policy-loss-type sapo", (), 1, "--policy-loss-type", "leave it out"),
     *[("idle_in_supervised_training", f"--loss-type sft_loss {flag}", (), 1, flag.split()[0], "has no effect with") for flag in IDLE],
@@ -116,7 +120,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("learning_rate", "--min-lr 1", (), 1, "--min-lr", "between 0 and --lr"),
     ("optimizer_numbers", "--adam-beta1 1", (), 1, "--adam-beta1", "0 <= x < 1"),
     ("optimizer_numbers", "--weight-decay -0.1", (), 1, "--weight-decay", ">= 0"),
-    ("warmup", "--lr-warmup-iters 1 --lr-warmup-fraction 0.1", (), 1, "--lr-warmup-fraction", "excludes"),
+    ("declared_rules", "--lr-warmup-iters 1 --lr-warmup-fraction 0.1", (), 1, "--lr-warmup-fraction", "excludes"),
     ("warmup", "--lr-warmup-iters 5 --lr-decay-iters 5", (), 1, "--lr-warmup-iters", "below --lr-decay-iters 5"),
     ("wsd", "--lr-decay-style WSD", (), 1, "--lr-wsd-decay-iters", "is missing"),
     ("weight_decay_schedule", "--weight-decay-incr-style linear", (), 1, "--weight-decay-incr-style", "--start-weight-decay"),
@@ -140,9 +144,9 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("folders", "--ref-load {folder}/none", (), 1, "--ref-load", "no such folder"),
     ("folders", "--load {folder}/none", (), 1, "--load", "no such folder"),
     ("folders", "--ref-load {folder}", (), 1, "--ref-load", "neither a Hugging Face model"),
-    ("checkpoint_step", "--ref-ckpt-step 2", (), 1, "--ref-ckpt-step", "without --ref-load"),
-    ("saving", "--save-interval 2", (), 1, "--save-interval", "without --save"),
-    ("saving", "--finetune", (), 1, "--finetune", "without --load"),
+    ("declared_rules", "--ref-ckpt-step 2", (), 1, "--ref-ckpt-step", "without --ref-load"),
+    ("declared_rules", "--save-interval 2", (), 1, "--save-interval", "without --save"),
+    ("declared_rules", "--finetune", (), 1, "--finetune", "without --load"),
     ("saving", "--save-hf {folder}/out --debug-train-only --load-debug-rollout-data {folder}/{rollout_id} --num-layers 2 --hidden-size 8 "
      "--num-attention-heads 2 --position-embedding-type rope --vocab-size 9", ("--hf-checkpoint",), 1, "--save-hf", "needs --hf-checkpoint"),
     ("checkpoint_step", "--load {folder}/hf --ckpt-step 3", (), 1, "--ckpt-step", "complete steps there: none"),
@@ -157,8 +161,8 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("each_rollout_has_its_file", "--save-debug-rollout-data {folder}/rollout --num-epoch 1", ("--num-rollout",), 1,
      "--save-debug-rollout-data", "needs {rollout_id}"),
     ("debugging", "--debug-train-only", (), 1, "--load-debug-rollout-data", "is missing"),
-    ("debugging", "--debug-rollout-only --load-debug-rollout-data {folder}/{rollout_id}", (), 1, "--load-debug-rollout-data", "contradicts"),
-    ("debugging", "--debug-rollout-only --debug-train-only --load-debug-rollout-data {folder}/{rollout_id}", (), 1, "--debug-rollout-only", "contradicts"),
+    ("debugging", "--debug-rollout-only --load-debug-rollout-data {folder}/{rollout_id}", (), 1, "--load-debug-rollout-data", "--debug-rollout-only"),
+    ("debugging", "--debug-rollout-only --debug-train-only --load-debug-rollout-data {folder}/{rollout_id}", (), 1, "--debug-rollout-only", "--debug-train-only"),
     ("only_the_server_has_these", "--port 8000", (), 1, "--port", "python -m slime_like.tinker"),
     ("debug_files", "--load-debug-rollout-data {folder}/none", (), 1, "--load-debug-rollout-data", "no such file"),
 ]  # fmt: skip
@@ -210,6 +214,56 @@ def test_a_broken_rule(
     assert named, "\n".join(map(str, found))
     others = {p.flag for p in found} - {flag}
     assert not others or "debugging" in rule, "one mistake is told once"
+
+
+def test_declarations_name_settings_that_exist() -> None:
+    assert unknown_names() == []
+
+
+DECLARED = [
+    (flag, kind, condition)
+    for flag in flag_table().flags
+    for kind in ("needs", "only_with", "excludes")
+    for condition in getattr(flag, kind)
+]
+
+
+def value_for(flag: Flag) -> str | None:
+    """A legal word other than the default; None for a switch."""
+    if flag.kind == "switch":
+        return None
+    if flag.dest == "lora_target_modules":
+        return "q_proj"
+    if flag.choices:
+        return str(next(c for c in flag.choices if c != flag.default))
+    if flag.item is str:
+        return "{folder}/hf"
+    numbers = (1, 2, 0.5, 3)
+    return str(next(n for n in numbers if n != flag.default and isinstance(n, flag.item)
+                    and (flag.legal is None or flag.legal.holds(n))))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flag", "kind", "condition"), DECLARED, ids=[f"{f.name} {k} {c}" for f, k, c in DECLARED]
+)
+def test_every_declaration_is_checked(
+    tmp_path: Path, flag: Flag, kind: str, condition: str
+) -> None:
+    """Broken on a command line, it names both flags."""
+    name, _, wanted = condition.split("|")[0].partition("=")
+    words = [flag.name] + ([value_for(flag)] if flag.kind != "switch" else [])
+    if kind == "excludes":
+        other = flag_table().by_dest[name]
+        words += [other.on[0]]
+        if other.kind != "switch":
+            words.append(wanted or value_for(other))
+        if flag.dest.startswith("opd_"):
+            words.append("--use-opd")
+    words = [word.replace("{folder}", str(tmp_path)) for word in words]
+    given = [] if name != "num_rollout" else ["--num-rollout"]
+    found = problems_of(complete(tmp_path, *words, without=tuple(given)), 1)
+    told = [p for p in found if p.flag in (flag.name, flag_name(flag.dest))]
+    assert any(flag_name(name) in p.message for p in told), "\n".join(map(str, found))
 
 
 def test_every_rule_is_broken_somewhere() -> None:

@@ -47,7 +47,7 @@ REFUSED = [
     ("engines_are_named", HERE + "--rollout-num-gpus 2", "--rollout-num-gpus", "excludes"),
     ("engines_are_named", SGLANG + "--rollout-external-engine-addrs 30000", "--rollout-external-engine-addrs", "host:port"),
     ("engines_are_named", SGLANG + "--rollout-external-engine-addrs a:1 a:1", "--rollout-external-engine-addrs", "twice"),
-    ("engines_are_named", SGLANG + "--sglang-router-ip h --sglang-router-port 1 --no-sglang-router", "--no-sglang-router", "contradicts"),
+    ("engines_are_named", SGLANG + "--sglang-router-ip h --sglang-router-port 1 --no-sglang-router", "--no-sglang-router", "--sglang-router-ip"),
     ("engines_that_are_started", STARTED + "--rollout-num-gpus-per-engine 3", "--rollout-num-gpus", "no multiple"),
     ("engines_that_are_started", HERE + "--rollout-num-gpus-per-engine 2", "--rollout-num-gpus-per-engine", "add --rollout-num-gpus"),
     ("sglang_is_installed", STARTED + "--sglang-mem-fraction-statik 0.7", "--sglang-mem-fraction-statik", "did you mean --sglang-mem-fraction-static?"),

@@ -194,7 +194,7 @@ REFUSED = [
         "teacher_is_of_its_type",
         "--use-opd --opd-type megatron --opd-teacher-load {folder}/hf --opd-teacher-timeout-s 5",
         "--opd-teacher-timeout-s",
-        "--opd-type sglang",
+        "--opd-type megatron",
     ),
     (
         "served_teacher_fits",
