@@ -43,7 +43,7 @@ FUZZ_SEED ?= 0
 fuzz: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --timeout 7200 --hypothesis-profile long --hypothesis-seed $(FUZZ_SEED) tests/fuzz
 
-# seeds of make test-learning; LEARNING_SEEDS="1 2 3 4 5" is the table of docs/en/algorithms/results.md
+# seeds of make test-learning, as LEARNING_SEEDS="1 2 3"
 LEARNING_SEEDS ?= 1
 
 # Runs from random weights that must reach a reward; minutes each.

@@ -17,10 +17,6 @@ REWARD = f"{ROOT / 'tests/learning/rewards.py'}:right_prefix"
 LAST = 10  # rollouts: the mean reward at the end is over so many
 COMMON = "--lr-warmup-iters 10 --clip-grad 1.0 --no-tensorboard --no-progress --log-interval 20"
 GRPO = "--advantage-estimator grpo --rollout-batch-size 16 --n-samples-per-prompt 8"
-CRITIC = (
-    "--advantage-estimator ppo --normalize-advantages --critic-lr 2e-3 "
-    "--rollout-batch-size 128 --n-samples-per-prompt 1"
-)
 
 
 @dataclass(frozen=True)
@@ -40,16 +36,10 @@ class Recipe:
     end_at_least: float
 
 
-DIGITS = (
-    "--rollout-max-response-len 20 --micro-batch-size 32 --num-steps-per-rollout 4 --lr 1e-3 "
-    "--use-rollout-logprobs"
-)
 COPY = "--rollout-max-response-len 5 --micro-batch-size 32 --num-steps-per-rollout 4 --lr 1e-3"
 LARGEST = "--rollout-max-response-len 2 --micro-batch-size 32 --num-steps-per-rollout 4 --lr 1e-3"
 
 RECIPES = (
-    Recipe("digits, GRPO", "digits", 4, f"{GRPO} {DIGITS} --num-rollout 100", 0.1, 0.2),
-    Recipe("digits, PPO with a critic", "digits", 4, f"{CRITIC} {DIGITS} --num-rollout 100", 0.1, 0.2),
     Recipe("copy, GRPO", "copy", 2, f"{GRPO} {COPY} --num-rollout 100", 0.1, 0.2),
     Recipe("largest, GRPO", "largest", 2, f"{GRPO} {LARGEST} --num-rollout 100", 0.1, 0.5),
 )  # fmt: skip

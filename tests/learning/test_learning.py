@@ -1,6 +1,6 @@
 """Runs that must learn: a model of random weights, a task, a band for the reward at the end (`make test-learning`).
 
-Seeds are those of LEARNING_SEEDS, `1` unless it is set. `python benchmarks/learning_table.py` makes the table of five seeds in
+Seeds are those of LEARNING_SEEDS, `1` unless it is set. `python benchmarks/learning_table.py` makes the table in
 docs/en/algorithms/results.md with the same recipes.
 """
 
