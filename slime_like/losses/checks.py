@@ -50,13 +50,29 @@ def require_finite(name: str, value: Tensor, where: Tensor) -> None:
         raise ValueError(f"{name}{place} is {what:g}; it must be finite at every active token")
 
 
-def require_ids(name: str, value: Any, count: int, *, below: int | None = None) -> Tensor:
-    """`value` as it is: [count] integers, and in [0, below) where that is given. Raises ValueError otherwise."""
+def require_ids(
+    name: str, value: Any, count: int, *, below: int | None = None, index: bool = False
+) -> Tensor:
+    """`value` as it is: [count] whole numbers, in [0, below) where that is given.
+
+    Args:
+        index: of an integer type, as indices must be.
+
+    Raises:
+        ValueError: for anything else.
+    """
     tensor = require_tensor(name, value)
     if tensor.shape != (count,):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be [{count}]")
-    if tensor.dtype.is_floating_point or tensor.dtype in (torch.bool, torch.complex64):
-        raise ValueError(f"{name} is of {tensor.dtype}; it must hold integers")
+    inexact = tensor.is_floating_point() and index
+    if tensor.dtype == torch.bool or tensor.is_complex() or inexact:
+        raise ValueError(f"{name} is of {tensor.dtype}; it must hold whole numbers")
+    if (
+        tensor.is_floating_point()
+        and (broken := (tensor != tensor.trunc()) | ~torch.isfinite(tensor)).any()
+    ):
+        place, what = _first(tensor, broken)
+        raise ValueError(f"{name}{place} is {what:g}; it must be a whole number")
     if count and below is not None and not 0 <= int(tensor.min()) <= int(tensor.max()) < below:
         bounds = f"{int(tensor.min())} to {int(tensor.max())}"
         raise ValueError(f"{name} runs from {bounds}; it must be in [0, {below})")

@@ -232,7 +232,7 @@ def from_packed(
 
 def count_sequences(seq_ids: Any, tokens: int) -> int:
     """S of seq_ids [tokens], the largest id plus 1. Raises ValueError for another shape, floats and negative ids."""
-    require_ids("seq_ids", seq_ids, tokens)
+    require_ids("seq_ids", seq_ids, tokens, index=True)
     if tokens == 0:
         return 0
     if int(seq_ids.min()) < 0:

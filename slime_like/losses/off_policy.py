@@ -229,7 +229,7 @@ def off_policy_correction(
         raise SettingsError(problems, type(config).__name__)
     require_shape("old_log_probs", old_log_probs, loss_mask, "loss_mask")
     require_shape("rollout_log_probs", rollout_log_probs, loss_mask, "loss_mask")
-    require_ids("seq_ids", seq_ids, loss_mask.numel(), below=num_seqs)
+    require_ids("seq_ids", seq_ids, loss_mask.numel(), below=num_seqs, index=True)
     with torch.no_grad():
         difference = _wide(old_log_probs) - _wide(rollout_log_probs)
         finite = torch.isfinite(difference) | ~loss_mask

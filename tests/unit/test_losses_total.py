@@ -336,6 +336,7 @@ def test_correction_of_cross_entropy_is_refused() -> None:
         )
 
 
+@pytest.mark.filterwarnings("ignore:dppo. the batch has no rollout_log_probs")
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_loss_needs_is_what_it_asks_for(name: str) -> None:
     step = random_step()
