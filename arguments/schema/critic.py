@@ -56,6 +56,7 @@ class CriticConfig:
         None,
         "Of the critic's layout; excludes --critic-num-virtual-stages-per-pipeline-rank.",
         legal=AT_LEAST_ONE,
+        excludes="critic_num_virtual_stages_per_pipeline_rank",
     )
     critic_context_parallel_size: int | None = arg(
         None, "Of the critic's layout; default: --context-parallel-size.", legal=AT_LEAST_ONE
