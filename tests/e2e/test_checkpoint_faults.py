@@ -459,6 +459,9 @@ def test_a_payload_where_tensors_lie_runs_nothing(
         metadata.storage_data = {i: s for i, s in metadata.storage_data.items() if i.fqn != key}
         metadata.storage_data[MetadataIndex(key)] = _StorageInfo("evil.distcp", 0, size)
     (folder / "policy" / ".metadata").write_bytes(pickle.dumps(metadata))
+    written = ("policy/.metadata", "policy/evil.distcp")  # the manifest is made to agree
+    agreed = {name: hash_file(folder / name) for name in written}
+    write_manifest(folder, {**read_manifest(folder), **agreed})
     argv = flags(work, tmp_path, num_rollout=5, load=root, no_verify_checkpoint="")
     words = (
         "does not fit this model"
