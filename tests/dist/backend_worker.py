@@ -123,7 +123,7 @@ def make_trainer(folder: str, layout: ParallelLayout, out: str, flags: str) -> I
 
 def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     """A log-prob pass that computes another model than the update: the run stops before any step."""
-    with make_trainer(folder, layout, out, "") as trainer:
+    with make_trainer(folder, layout, out, "--micro-batch-size 1") as trainer:
         before = optimizer_state(trainer.backend)
         real = trainer.backend.compute_log_probs
 
