@@ -99,7 +99,7 @@ def measure(
 
 
 def load(backend: Any, folder: Path, verify: bool) -> None:
-    backend.load(folder, with_optimizer=True, with_rng=True, verify=verify, tell=lambda text: None)
+    backend.load(folder, with_optimizer=True, with_rng=True, verify=verify)
 
 
 def copy_synced(source: Path, target: Path) -> None:

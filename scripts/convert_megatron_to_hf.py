@@ -11,6 +11,7 @@ are kept, by their SHA-256.
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import sys
 import time
@@ -30,6 +31,9 @@ from scripts.convert_common import (
     rank_and_world,
     verify,
 )
+from slime_like.logs import set_up_logging, warn_rank_0
+
+logger = logging.getLogger("slime_like.convert")  # below the package, whose handler prints
 
 UNITS = {
     "": 1,
@@ -93,25 +97,22 @@ def convert(chosen: argparse.Namespace) -> int:
 
     quiet_dependencies()
     rank, world = rank_and_world()
+    set_up_logging(rank)
     size = shard_bytes(chosen.max_shard_size)
     value_head = chosen.network == "critic"
     check_workers(chosen.workers)
     hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
-    folder = checkpoint_folder(chosen.load, step_of(chosen, tell=rank == 0))
+    folder = checkpoint_folder(chosen.load, step_of(chosen))
     megatron_patches.apply()
     from slime_like.megatron.checkpoint.load import open_checkpoint
     from slime_like.megatron.init import process_groups
     from slime_like.weights.meta_model import conversion_layout, make_blueprint
     from slime_like.weights.to_hf import NetworkSource, convert_to_hf
 
-    def tell(text: str) -> None:
-        if rank == 0:
-            print(text, flush=True)
-
     started = time.perf_counter()
     parallel = conversion_layout(hf)
     with process_groups(parallel, virtual_stages=None, seed=1) as layout:
-        state = open_checkpoint(folder, verify=not chosen.no_verify_checkpoint, tell=tell)
+        state = open_checkpoint(folder, verify=not chosen.no_verify_checkpoint)
         if chosen.network not in state["networks"]:
             there = ", ".join(state["networks"]) or "no network"
             raise UsageError(
@@ -138,13 +139,13 @@ def convert(chosen: argparse.Namespace) -> int:
                 advance=bar,
             )
         kept = f", {done.kept} of them kept from an interrupted conversion" if done.kept else ""
-        tell(
+        logger.info(
             f"{chosen.output}: {done.bytes / 1e9:.3f} GB in {done.files} file(s){kept}, {time.perf_counter() - started:.1f} s"
         )
         for line in verify(
             chosen.verify, source, chosen.output, share=-(-total // world), show=show
         ):
-            tell(line)
+            logger.info(line)
     return 0
 
 
@@ -160,7 +161,7 @@ def check_template(
         raise UsageError(f"--hf-checkpoint {template}: {words}")
 
 
-def step_of(chosen: argparse.Namespace, *, tell: bool) -> int:
+def step_of(chosen: argparse.Namespace) -> int:
     """The step to convert. Raises UsageError when there is none."""
     from slime_like.checkpoints.folders import complete_steps, newest_step
 
@@ -175,8 +176,7 @@ def step_of(chosen: argparse.Namespace, *, tell: bool) -> int:
         step, warning = newest_step(chosen.load)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if warning is not None and tell:
-        print(f"warning: {warning}", flush=True)
+    warn_rank_0(logger, warning)
     return step
 
 

@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -18,6 +19,8 @@ from slime_like.text import mask_credentials, printable
 OURS = ("slime_like", "arguments", "megatron_patches")
 LOG_FILE = "run.log"  # in the output folder, where neither stdout nor stderr can be written
 _log_file: Path | None = None
+_display: Callable[[str], None] | None = None
+_RANK_0_ONLY = "rank_0_only"  # attribute of a record
 
 
 class RankHandler(logging.Handler):
@@ -31,12 +34,14 @@ class RankHandler(logging.Handler):
         text = visible(record.getMessage())
         if record.levelno >= logging.ERROR:
             print(f"error: {text}", file=sys.stderr, flush=True)
-        elif record.levelno >= logging.WARNING:
-            where = "" if self.rank == 0 else f"rank {self.rank}: "
-            stream = sys.stdout if self.rank == 0 else sys.stderr
-            print(f"warning: {where}{text}", file=stream, flush=True)
         elif self.rank == 0:
-            print(text, flush=True)
+            line = f"warning: {text}" if record.levelno >= logging.WARNING else text
+            if _display is None:
+                print(line, flush=True)
+            else:
+                _display(line)
+        elif record.levelno >= logging.WARNING and not getattr(record, _RANK_0_ONLY, False):
+            print(f"warning: rank {self.rank}: {text}", file=sys.stderr, flush=True)
 
 
 def set_up_logging(rank: int) -> None:
@@ -50,6 +55,18 @@ def set_up_logging(rank: int) -> None:
         sys.stderr = cast(TextIO, SurvivingStream(sys.stderr, 2, "stderr"))
     if not isinstance(sys.stdout, SurvivingStream):
         sys.stdout = cast(TextIO, SurvivingStream(sys.stdout, 1, "stdout"))
+
+
+def warn_rank_0(logger: logging.Logger, text: str | None) -> None:
+    """Warn of what every rank finds alike, once: other ranks show nothing. None is no warning."""
+    if text is not None:
+        logger.warning("%s", text, extra={_RANK_0_ONLY: True}, stacklevel=2)
+
+
+def show_through(display: Callable[[str], None] | None) -> None:
+    """Print rank 0's lines above a live display while it is drawn; None prints to stdout again."""
+    global _display
+    _display = display
 
 
 def log_into(folder: Path) -> None:

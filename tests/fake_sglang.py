@@ -404,7 +404,6 @@ def engine_of(
     joined_by_router: bool = False,
 ) -> Iterator[SglangEngine]:
     """An engine that asks `servers`; synced: they have the model's weights, as version 1."""
-    messages: list[str] = []
     health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, strikes=2)
     fleet = Fleet(
         [s.url for s in servers],
@@ -412,7 +411,6 @@ def engine_of(
         router,
         health,
         1.0,
-        messages.append,
         joined_by_router=joined_by_router,
     )
     fleet.start()

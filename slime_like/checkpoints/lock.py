@@ -8,18 +8,21 @@ machines need not agree. An owner on this machine is judged by whether its proce
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from slime_like.errors import RunError
+
+logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
 HEARTBEAT_S = 10.0
@@ -59,13 +62,10 @@ class FolderLock:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def acquire(self, tell: Callable[[str], None] = lambda text: None) -> None:
+    def acquire(self) -> None:
         """Take the folder, from a run that has ended without releasing it too.
 
         Waits up to stale_s where an owner on another machine has not been seen dead yet.
-
-        Args:
-            tell: shows a line to the user: who had the folder, and why this waits.
 
         Raises:
             FolderInUse: another run is alive.
@@ -77,9 +77,9 @@ class FolderLock:
             if found is None:  # released meanwhile
                 continue
             owner, text = found
-            reason = self._wait_until_dead(owner, text, tell)
+            reason = self._wait_until_dead(owner, text)
             if self._set_aside(text):
-                tell(f"{self.flag} {self.folder}: {reason}; its lock is taken over")
+                logger.warning(f"{self.flag} {self.folder}: {reason}; its lock is taken over")
         _held[self.folder.resolve()] = self
         self._thread = threading.Thread(target=self._beat, name="folder-lock", daemon=True)
         self._thread.start()
@@ -148,9 +148,7 @@ class FolderLock:
             owner = None
         return (owner if isinstance(owner, dict) else {}), text
 
-    def _wait_until_dead(
-        self, owner: dict[str, Any], text: str, tell: Callable[[str], None]
-    ) -> str:
+    def _wait_until_dead(self, owner: dict[str, Any], text: str) -> str:
         """Why the owner is dead, in words. Raises FolderInUse as soon as it shows a sign of life."""
         alive = is_alive(owner)
         if alive is False:
@@ -159,7 +157,7 @@ class FolderLock:
             raise self._in_use(owner)
         first, age = _age(self.path)
         if age <= self._stale_s:
-            tell(
+            logger.warning(
                 f"{self.flag} {self.folder}: locked by {_words(owner)}; waiting up to "
                 f"{self._stale_s - age:.0f} s for a sign of life"
             )
@@ -212,14 +210,11 @@ class FolderLock:
 
 
 @contextmanager
-def hold_folders(
-    folders: Sequence[tuple[str, str | Path]], tell: Callable[[str], None]
-) -> Iterator[None]:
+def hold_folders(folders: Sequence[tuple[str, str | Path]]) -> Iterator[None]:
     """Hold the locks of all folders for the block.
 
     Args:
         folders: (flag, folder); two names of one folder are one lock.
-        tell: shows a line to the user.
 
     Raises:
         FolderInUse: another run holds one of them.
@@ -227,7 +222,7 @@ def hold_folders(
     with ExitStack() as locks:
         for flag, folder in {Path(f).resolve(): (flag, f) for flag, f in folders}.values():
             lock = FolderLock(folder, flag)
-            lock.acquire(tell)
+            lock.acquire()
             locks.callback(lock.release)
         yield
 

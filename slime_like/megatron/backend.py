@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,10 +90,9 @@ class MegatronBackend:
         layout: ParallelLayout,
         *,
         total_steps: int,
-        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         """total_steps: optimizer steps of the whole run, for the learning-rate schedules; in the first rollouts they may be the critic's
-        alone. tell: shows a line to the user."""
+        alone."""
         self.layout = layout
         self.algorithm = run.algorithm
         self.gpt = run.gpt
@@ -109,7 +108,7 @@ class MegatronBackend:
 
         self.policy = make_policy(run, layout, self.hf, total_steps=total_steps)
         self._adapter_shape = self._start_adapter(run.lora.lora_adapter_path)
-        self.reference = make_reference(run, self.policy, tell)
+        self.reference = make_reference(run, self.policy)
         self.teacher = make_teacher(run, layout)
         self.critic: TrainedNetwork | None = None
         if run.trains_critic:
@@ -320,7 +319,6 @@ class MegatronBackend:
         with_optimizer: bool,
         with_rng: bool,
         verify: bool,
-        tell: Callable[[str], None],
         with_critic: bool = True,
     ) -> tuple[dict[str, Any], list[str]]:
         """Restore a checkpoint; returns the trainer's state and words about each setting of a schedule that the checkpoint has otherwise.
@@ -348,7 +346,6 @@ class MegatronBackend:
                 verify=verify,
                 seed=self._seed,
                 model=self._model_shape(networks),
-                tell=tell,
             )
         changed = []
         for name, network in trained.items():
@@ -359,9 +356,7 @@ class MegatronBackend:
                 network.weights_changed()
         return state, changed
 
-    def start_critic(
-        self, source: str | None, *, verify: bool, tell: Callable[[str], None]
-    ) -> None:
+    def start_critic(self, source: str | None, *, verify: bool) -> None:
         """The critic of a run that does not go on with one. source: as --critic-load; None: see `start_from_policy`."""
         assert self.critic is not None
         if source is None:
@@ -373,7 +368,6 @@ class MegatronBackend:
                 flag="--critic-load",
                 step=None,
                 verify=verify,
-                tell=tell,
                 name="critic",
             )
             self.critic.weights_changed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from arguments.hf.model import HfModel
 from arguments.run_config import RunConfig
 from arguments.schema import AlgorithmConfig
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
+from slime_like.logs import warn_rank_0
 from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
@@ -19,6 +21,8 @@ from slime_like.megatron.lora import LoraBase, LoraNetwork, lora_spec
 from slime_like.megatron.network import Network, TrainedNetwork
 from slime_like.megatron.offload import OffloadedWeights
 from slime_like.megatron.parallel_layout import ParallelLayout
+
+logger = logging.getLogger(__name__)
 
 FrozenModel = Network | OffloadedWeights  # what computes log-probs
 
@@ -55,9 +59,7 @@ def make_policy(
     return policy
 
 
-def make_reference(
-    run: RunConfig, policy: Network, tell: Callable[[str], None]
-) -> FrozenModel | None:
+def make_reference(run: RunConfig, policy: Network) -> FrozenModel | None:
     """Where a KL term uses it: the base of the policy's adapter, or a network of its own, in the policy's layout."""
     if not needs_reference(run.algorithm):
         return None
@@ -71,7 +73,6 @@ def make_reference(
         flag="--ref-load",
         step=run.model.ref_ckpt_step,
         verify=verify,
-        tell=tell,
     )
     if run.model.ref_offload:
         return OffloadedWeights(policy.base if isinstance(policy, LoraNetwork) else policy, load)
@@ -96,7 +97,6 @@ def load_network(
     flag: str,
     step: int | None,
     verify: bool,
-    tell: Callable[[str], None],
     name: str = "policy",
 ) -> None:
     """Weights for a network, from a Hugging Face model or from the network `name` in a folder of checkpoints (step: None is the newest). Raises
@@ -105,15 +105,13 @@ def load_network(
         network.load_hf(root)
         return
     found, warning = (step, None) if step is not None else newest_step(root, flag)
-    if warning is not None:
-        tell(f"warning: {warning}")
+    warn_rank_0(logger, warning)
     there = checkpoint_folder(root, found)
     load_weights(
         there,
         name,
         SavedNetwork(network.chunks, None, None, network.layout),
         verify=verify,
-        tell=tell,
     )
 
 

@@ -16,7 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from slime_like.logs import visible
+from slime_like.logs import show_through
 from slime_like.metrics.timers import STEP_SECONDS, PhaseTimer, phase_seconds
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -91,6 +91,7 @@ class Progress:
         self._started = self._step_started = time.monotonic()
         if self._live is not None:
             self._live.start()
+            show_through(self._print_above)
         return self
 
     def __exit__(
@@ -100,6 +101,7 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self._live is not None:
+            show_through(None)
             self._live.stop()
 
     @contextmanager
@@ -129,10 +131,9 @@ class Progress:
                 self._plain_line(metrics), soft_wrap=True, highlight=False, markup=False
             )
 
-    def message(self, text: str) -> None:
-        """A line above the live display; control characters of text from outside are shown as escapes."""
-        if self._show:
-            self._console.print(visible(text), soft_wrap=True, highlight=False, markup=False)
+    def _print_above(self, line: str) -> None:
+        """A line of the log above the live display, as it is: not wrapped, and without markup."""
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     def _remaining_s(self) -> float | None:
         if not self._durations:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,8 @@ from slime_like.rollout.engines.sglang.protocol import (
 )
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
+logger = logging.getLogger(__name__)
+
 PROBE_TOKENS = 96  # of the vocabulary, evenly spread, for the comparison of tokenizers
 PROBE_TEXT = 'Straße 東京 αβγ: def f(x): return x**2  # 3.14159\n\t{"a": [1, 2]}'
 CONNECT_S = 10.0
@@ -56,15 +59,12 @@ class TeacherSettings:
 
 
 class ServedTeacher:
-    """Every method is a collective. tokenizer: the policy's. tell: shows a message, on rank 0."""
+    """Every method is a collective. tokenizer: the policy's."""
 
-    def __init__(
-        self, settings: TeacherSettings, tokenizer: Any, tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, settings: TeacherSettings, tokenizer: Any) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
         self._last = max(tokenizer.get_vocab().values())
-        self._tell = tell
         self._deadlines = Deadlines(CONNECT_S, settings.timeout_s, settings.timeout_s)
         self._run = f"teacher-{os.getpid():x}-{time.time_ns():x}"
         self._numbers = itertools.count()
@@ -179,8 +179,8 @@ class ServedTeacher:
         except RequestFailed as failure:
             if failure.kind != "status_400":
                 raise
-            self._tell(
-                f"warning: the tokenizer of the teacher {url} could not be compared with the policy's: {failure}"
+            logger.warning(
+                f"the tokenizer of the teacher {url} could not be compared with the policy's: {failure}"
             )
             return
         different = [

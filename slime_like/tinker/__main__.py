@@ -5,23 +5,28 @@ Exit status: 0 stopped, 1 an error, 2 an error in the command line (every proble
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
 
 from arguments.parse import SERVER, parse_or_exit
 from slime_like.checkpoints.lock import FolderInUse, FolderLock
+from slime_like.logs import set_up_logging
+
+logger = logging.getLogger(__name__)
 
 
 def main() -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    set_up_logging(rank)
     config = parse_or_exit(sys.argv[1:], world_size, rank, SERVER)
     lock = FolderLock(Path(config.server.server_dir).resolve(), "--server-dir")
     if rank == 0:
         try:
             lock.acquire()
         except (FolderInUse, OSError) as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            logger.error("%s", error)
             return 1
     # torch and megatron-core are imported only when the command line is right
     from slime_like.tinker.launch import run

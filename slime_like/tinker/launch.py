@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import signal
-import sys
 from typing import Any
 
 from arguments.run_config import RunConfig
 from slime_like.distributed.failure_report import leave_address
 from slime_like.errors import RunError
 from slime_like.trainer.launch import FAILED, INTERRUPTED, fail, prepare
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, rank: int) -> int:
@@ -29,12 +31,12 @@ def run(config: RunConfig, rank: int) -> int:
         ) as layout:
             leave_address(layout.rank)
             try:
-                serve(config, layout, lambda text: print(text, flush=True) if rank == 0 else None)
+                serve(config, layout)
             except KeyboardInterrupt:
                 return INTERRUPTED
             except Exception as error:
                 return fail(error, layout)
     except RunError as error:  # the ranks could not meet: each tells what it saw
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        logger.error("%s", error)
         return FAILED
     return 0

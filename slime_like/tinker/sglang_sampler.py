@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,15 +188,13 @@ class SglangSampler:
         return scores
 
 
-def make_sglang_sampler(
-    run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]
-) -> SglangSampler:
+def make_sglang_sampler(run: RunConfig, layout: ParallelLayout) -> SglangSampler:
     """A collective. Rank 0 starts what is to be started and waits until it answers. Raises RunError on every rank when it does not."""
     assert run.model.hf_checkpoint is not None
     model, root = run.model.hf_checkpoint, Path(run.server.server_dir).resolve()
 
     def start() -> tuple[Fleet, SnapshotUpdater]:
-        fleet = start_fleet(run, device=device_of_this_process(), logs=root / "engines", tell=tell)
+        fleet = start_fleet(run, device=device_of_this_process(), logs=root / "engines")
         return fleet, SnapshotUpdater(fleet, model, root, run.sglang.update_weight_timeout_s)
 
     fleet, updater = on_rank_zero(start) or (None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from slime_like.tinker.errors import Failed, Refused
 from slime_like.tinker.fingerprint import fingerprint_of
 from slime_like.tinker.worker_backend import WEIGHTS, ModelHost
 from slime_like.tinker.worker_rpc import LINK_FILE
+
+logger = logging.getLogger(__name__)
 
 IDLE_S = 30.0  # between two signs of life of rank 0: a collective does not wait for ever
 START_S = 120.0  # for the API process to come up
@@ -337,10 +340,9 @@ class CommandSource:
             opened.close()
             return None
         if not ours:  # it reads the same in our first message, and ends
-            print(
+            logger.info(
                 "slime_like.tinker: the API process that is there has another command line; "
-                "a new one takes its place",
-                flush=True,
+                "a new one takes its place"
             )
             opened.close()
             return None
@@ -352,9 +354,9 @@ def facts_of(host: ModelHost) -> dict[str, Any]:
     return {"layout": host.layout.describe(), "models": sorted(host.models)}
 
 
-def serve(run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]) -> None:
+def serve(run: RunConfig, layout: ParallelLayout) -> None:
     """The life of a rank."""
-    host = ModelHost(run, layout, tell)
+    host = ModelHost(run, layout)
     worker = Worker(host, layout)
     source = CommandSource(run, lambda: facts_of(host)) if layout.rank == 0 else None
     reason, goodbye = "they were stopped", True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,15 +66,14 @@ class ModelHost:
         self,
         run: RunConfig,
         layout: ParallelLayout,
-        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         assert run.model.hf_checkpoint is not None
-        self.run, self.layout, self.tell = run, layout, tell
+        self.run, self.layout = run, layout
         self.base = run.model.hf_checkpoint
         self.hf = read_hf_model(self.base)
         self.residents = ModelPool(run, layout, self.hf)
         self.stage = UNCHANGED
-        self.sampler = make_sampler(run, layout, tell)
+        self.sampler = make_sampler(run, layout)
         self._head = LogProbHead(
             run.gpt.vocab_size or 0,
             1.0,
@@ -267,7 +266,6 @@ class ModelHost:
             verify=not self.run.checkpoint.no_verify_checkpoint,
             seed=self.run.model.seed,
             model=self._shape(model),
-            tell=self.tell,
         )
         self.models[model].incomplete = ""
         if optimizer:
@@ -306,15 +304,13 @@ class ModelHost:
         self.sampler.close()
 
 
-def make_sampler(
-    run: RunConfig, layout: ParallelLayout, tell: Callable[[str], None]
-) -> SnapshotSampler | SglangSampler:
+def make_sampler(run: RunConfig, layout: ParallelLayout) -> SnapshotSampler | SglangSampler:
     """Of --rollout-engine. A collective."""
     if run.rollout.rollout_engine == "local":
         return SnapshotSampler(run, layout)
     from slime_like.tinker.sglang_sampler import make_sglang_sampler
 
-    return make_sglang_sampler(run, layout, tell)
+    return make_sglang_sampler(run, layout)
 
 
 def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -> list[TrainSample]:

@@ -4,7 +4,8 @@ where there is a critic, what that is trained on (critic_batches.py)."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from slime_like.advantages import (
 )
 from slime_like.advantages.values import value_metrics
 from slime_like.compat.slime.samples import slime_args
+from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import LogProbOutput, MegatronBackend
 from slime_like.megatron.guards import TrainRolloutGate, check_finite
 from slime_like.megatron.micro_batching import work_per_token
@@ -48,6 +50,8 @@ from slime_like.rollout.step_plan import (
 from slime_like.trainer.value_exchange import ValueExchange, plan_of_critic
 from slime_like.types import Sample, TrainBatch, TrainSample
 
+logger = logging.getLogger(__name__)
+
 # Mean log-prob difference of tokens that older weights sampled, in nats: a policy that has moved this
 # far within the bounds of staleness trains on noise, and one that has not points to a broken engine.
 STALE_LIMIT = 1.0
@@ -62,10 +66,7 @@ class Batches:
 
 
 class BatchMaker:
-    """Makes the train batches of this data-parallel rank. All ranks hold all samples of a rollout and call it together.
-
-    warn: shows a warning, where it is given one.
-    """
+    """Makes the train batches of this data-parallel rank. All ranks hold all samples of a rollout and call it together."""
 
     def __init__(
         self,
@@ -73,13 +74,11 @@ class BatchMaker:
         layout: ParallelLayout,
         backend: MegatronBackend,
         progress: Progress,
-        warn: Callable[[str | None], None],
     ) -> None:
         self.run = run
         self.layout = layout
         self.backend = backend
         self.progress = progress
-        self.warn = warn
         self.is_sft = run.algorithm.loss_type == "sft_loss"
         self.plan = step_plan(run, layout)
         self.rollout_gate = TrainRolloutGate(
@@ -213,9 +212,10 @@ class BatchMaker:
         longest = max(sample.total_length for sample in samples)
         if longest > budget:
             self._warned_of_long_sequences = True
-            self.warn(
+            warn_rank_0(
+                logger,
                 f"a sequence of {longest} tokens is longer than --max-tokens-per-gpu times --context-parallel-size, {budget}: such a "
-                "sequence gets a micro-batch of its own"
+                "sequence gets a micro-batch of its own",
             )
 
     def _old_log_probs(
@@ -258,7 +258,9 @@ class BatchMaker:
                 not run.debug.load_debug_rollout_data
             ):  # recorded rollouts may come from other weights
                 ratio_error = metrics.get("rollout/token_ratio_error", 1.0)
-                self.warn(self.rollout_gate.check(average, p99, ratio_error, weight_version))
+                warn_rank_0(
+                    logger, self.rollout_gate.check(average, p99, ratio_error, weight_version)
+                )
         return old
 
     def _check_stale(
@@ -283,7 +285,7 @@ class BatchMaker:
             self.layout.dp_group,
         )
         average = difference.get("rollout/train_rollout_log_prob_diff_mean", 0.0)
-        self.warn(self.stale_gate.check(average, average, 1.0, weight_version))
+        warn_rank_0(logger, self.stale_gate.check(average, average, 1.0, weight_version))
         return {"rollout/stale_log_prob_diff_mean": average}
 
     def _teacher_log_probs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from slime_like.checkpoints.lock import confirm_held
 from slime_like.checkpoints.manifest import MANIFEST, identity_differences
 from slime_like.data.tokenizer import CHAT_TEMPLATE, tokenizer_identity
 from slime_like.distributed.collectives import from_rank_zero
+from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.checkpoint import (
     CheckpointSaver,
@@ -31,6 +33,8 @@ from slime_like.text import mask_settings
 from slime_like.trainer.saved_settings import changes, settings_of
 from slime_like.weights.safetensors_reader import weights_digest
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -43,14 +47,13 @@ class Start:
 
 
 class RunCheckpoints:
-    """Every method is collective. tell: shows a line to the user. tokenizer: the run's; None in one that reads recorded tokens."""
+    """Every method is collective. tokenizer: the run's; None in one that reads recorded tokens."""
 
     def __init__(
         self,
         run: RunConfig,
         layout: ParallelLayout,
         backend: MegatronBackend,
-        tell: Callable[[str], None],
         tokenizer: Any = None,
     ) -> None:
         self.run = run
@@ -59,7 +62,6 @@ class RunCheckpoints:
         self.config = run.checkpoint
         self.layout = layout
         self.backend = backend
-        self.tell = tell
         self.failed = 0
         self._metrics: dict[str, float] = {}
         self.reference: str | None = None
@@ -70,9 +72,9 @@ class RunCheckpoints:
                 self.config.save_retain_interval,
                 self.config.async_save,
             )
-            self.saver = CheckpointSaver(self.config.save, policy, tell)
+            self.saver = CheckpointSaver(self.config.save, policy)
             for note in self.saver.notes:
-                tell(f"--save {self.config.save}: {note}, left by a save that was cut short")
+                logger.info(f"--save {self.config.save}: {note}, left by a save that was cut short")
 
     def load(self) -> Start:
         """What --load and --critic-load mean."""
@@ -80,14 +82,14 @@ class RunCheckpoints:
         self.reference = from_rank_zero(lambda: reference_digest(self.run))
         before = None if start.state is None else start.state.get("reference")
         if None not in (before, self.reference) and before != self.reference:
-            self.tell(
-                "warning: the reference model is not the one that the checkpoint's run had: the KL is to another model from here on"
+            warn_rank_0(
+                logger,
+                "the reference model is not the one that the checkpoint's run had: the KL is to another model from here on",
             )
         if self.backend.critic is not None and not start.has_critic:
             self.backend.start_critic(
                 self.run.critic.critic_load,
                 verify=not self.config.no_verify_checkpoint,
-                tell=self.tell,
             )
         return start
 
@@ -111,7 +113,7 @@ class RunCheckpoints:
             raise ValueError(
                 f"--load {root}: no checkpoint, and --exit-on-missing-checkpoint asks for one"
             )
-        self.tell(f"no checkpoint in {root} yet: starting at rollout 1")
+        logger.info(f"no checkpoint in {root} yet: starting at rollout 1")
         return Start(None, initial)
 
     def _resume(self, root: str) -> Start:
@@ -119,14 +121,13 @@ class RunCheckpoints:
         step, warning = (
             (config.ckpt_step, None) if config.ckpt_step is not None else newest_step(root)
         )
-        if warning is not None:
-            self.tell(f"warning: {warning}")
+        warn_rank_0(logger, warning)
         folder = checkpoint_folder(root, step)
         from_rank_zero(lambda: self._check_tokenizer(folder))
         with_critic = self._takes_critic_of(folder)
         weights_only = config.finetune or is_converted(folder)
         if weights_only and not config.finetune:
-            self.tell(
+            logger.info(
                 f"checkpoint {folder} was converted and holds weights only: starting at rollout 1"
             )
         state, changed = self.backend.load(
@@ -135,15 +136,15 @@ class RunCheckpoints:
             with_optimizer=not (config.no_load_optim or weights_only),
             with_rng=not (config.no_load_rng or weights_only),
             verify=not config.no_verify_checkpoint,
-            tell=self.tell,
         )
         if changed:
-            self.tell(
-                f"warning: --load {root}: this run's schedule is not the checkpoint's: {'; '.join(changed)}"
+            warn_rank_0(
+                logger,
+                f"--load {root}: this run's schedule is not the checkpoint's: {'; '.join(changed)}",
             )
         if weights_only:
             return Start(None, None, with_critic)
-        self._tell_changes(folder, state)
+        self._warn_of_changes(folder, state)
         if int(state["step"]) != step:
             raise ValueError(
                 f"checkpoint {checkpoint_folder(root, step)} says that it is of step {state['step']}: it was renamed"
@@ -160,27 +161,28 @@ class RunCheckpoints:
                 f"{self.run.model.hf_checkpoint}: {', '.join(different)}; give the model of that run"
             )
 
-    def _tell_changes(self, folder: Path, state: Mapping[str, Any]) -> None:
+    def _warn_of_changes(self, folder: Path, state: Mapping[str, Any]) -> None:
         saved, ours = state.get("settings", {}), self.settings
         template = (state.get("tokenizer", {}), self.tokenizer or {})
         different = changes(saved, ours)
         different += changes(*({k: t[k] for k in t if k == CHAT_TEMPLATE} for t in template))
         if different:
-            self.tell(
-                f"warning: changed since checkpoint {folder} was saved: {'; '.join(different)}"
+            warn_rank_0(
+                logger, f"changed since checkpoint {folder} was saved: {'; '.join(different)}"
             )
 
     def _takes_critic_of(self, folder: Path) -> bool:
         """A run goes on with the critic that was saved with the policy. --finetune prefers --critic-load."""
         wanted, there = self.backend.critic is not None, "critic" in saved_networks(folder)
         if there and not wanted:
-            self.tell(
-                f"warning: checkpoint {folder} has a critic, which this run has no use for (--advantage-estimator): it is left"
+            warn_rank_0(
+                logger,
+                f"checkpoint {folder} has a critic, which this run has no use for (--advantage-estimator): it is left",
             )
         if wanted and not there:
             start = "new adapters" if self.run.critic.critic_lora_rank else "the policy's weights"
             source = "--critic-load" if self.run.critic.critic_load is not None else start
-            self.tell(f"warning: checkpoint {folder} has no critic: it starts from {source}")
+            warn_rank_0(logger, f"checkpoint {folder} has no critic: it starts from {source}")
         return (
             wanted
             and there
@@ -243,13 +245,13 @@ class RunCheckpoints:
             if last or self.config.on_save_failure == "stop":
                 raise
             self.failed += 1
-            self.tell(f"warning: {error}; going on without it (--on-save-failure continue)")
+            warn_rank_0(logger, f"{error}; going on without it (--on-save-failure continue)")
             return
         if report is not None:
             assert self.saver is not None
-            self.tell(words_of(report, self.saver.root))
+            logger.info(words_of(report, self.saver.root))
             for note in report.notes:
-                self.tell(f"warning: {note}")
+                warn_rank_0(logger, note)
             self._metrics["perf/save_gb"] = report.bytes / 1e9
             self._metrics["perf/save_gb_per_s"] = report.bytes / 1e9 / report.seconds
             self._metrics["perf/save_free_gb"] = report.free_bytes / 1e9

@@ -104,7 +104,7 @@ def locked_folders(config: RunConfig, rank: int) -> AbstractContextManager[None]
     ]
     if rank != 0:
         return nullcontext()
-    return hold_folders(folders, lambda text: logger.warning("%s", text))
+    return hold_folders(folders)
 
 
 def prepare(config: RunConfig, rank: int, cautions: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from slime_like.compat.slime.samples import slime_args
 from slime_like.data.prompts import PromptSource, Room
 from slime_like.data.sft import answer_problem, sft_samples
 from slime_like.megatron.backend import MegatronBackend
-from slime_like.metrics.progress import Progress
 from slime_like.rewards import confinement
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
@@ -35,6 +35,8 @@ from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
 from slime_like.trainer.weight_sync import make_engine
 from slime_like.types import SampleGroup
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutManager:
@@ -300,7 +302,6 @@ def make_rollouter(
     run: RunConfig,
     backend: MegatronBackend,
     tokenizer: Any,
-    progress: Progress,
     *,
     output_dir: Path,
 ) -> Rollouter | None:
@@ -309,10 +310,10 @@ def make_rollouter(
         run.algorithm.loss_type == "sft_loss" and run.eval.eval_interval is None
     ):
         return None
-    engine = make_engine(run, backend.device, tokenizer, output_dir, progress.message)
+    engine = make_engine(run, backend.device, tokenizer, output_dir)
     if run.reward.custom_rm_path is None and dist.get_rank() == 0:
         for words in confinement.unenforced():
-            progress.message(f"warning: graders are not confined by {words}")
+            logger.warning(f"graders are not confined by {words}")
     config = run.scheduling
     path = config.custom_generate_function_path
     custom = (
@@ -329,7 +330,7 @@ def make_rollouter(
     )
 
 
-def make_teacher(run: RunConfig, tokenizer: Any, progress: Progress) -> ServedTeacher | None:
+def make_teacher(run: RunConfig, tokenizer: Any) -> ServedTeacher | None:
     """The teacher behind servers, where the run has one; it answers, and has the policy's tokenizer. A collective; raises RunError."""
     config = run.distillation
     if not config.served:
@@ -342,6 +343,6 @@ def make_teacher(run: RunConfig, tokenizer: Any, progress: Progress) -> ServedTe
         config.opd_teacher_attempts,
         config.opd_teacher_concurrency,
     )
-    teacher = ServedTeacher(settings, tokenizer, progress.message)
+    teacher = ServedTeacher(settings, tokenizer)
     teacher.probe()
     return teacher

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from arguments.run_config import RunConfig
+from slime_like.logs import warn_rank_0
 from slime_like.losses.entropy_control import EntropyController
 from slime_like.megatron.backend import MegatronBackend, PendingStep
 from slime_like.megatron.guards import (
@@ -24,6 +26,8 @@ from slime_like.megatron.guards import (
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
 from slime_like.types import StepResult, TrainBatch
+
+logger = logging.getLogger(__name__)
 
 _LOSS_INPUTS = {
     "advantages": "advantage",
@@ -51,7 +55,6 @@ class TrainStep:
         *,
         rollout_gate: TrainRolloutGate,
         stale_gate: TrainRolloutGate,
-        warn: Callable[[str | None], None],
         initial_policy: Any,
     ) -> None:
         self.run_config = run
@@ -59,7 +62,6 @@ class TrainStep:
         self.progress = progress
         self.rollout_gate = rollout_gate
         self.stale_gate = stale_gate
-        self.warn = warn
         self.initial_policy = initial_policy
         self.entropy = entropy_controller(run)
         patience = run.gates.max_consecutive_skipped_steps
@@ -103,7 +105,7 @@ class TrainStep:
                         step, pending.metrics, weight_version=weight_version, on_policy=on_policy
                     )
                 result = self.backend.optim_step(pending)
-                self.warn(gate.check(result.skipped, result.grad_norm))
+                warn_rank_0(logger, gate.check(result.skipped, result.grad_norm))
                 results.append(result)
         return averages(results, gate)
 
@@ -125,7 +127,7 @@ class TrainStep:
                         half_precision=self._half_precision,
                     )
                 result = self.backend.optim_step(pending)
-                self.warn(gate.check(result.skipped, result.grad_norm))
+                warn_rank_0(logger, gate.check(result.skipped, result.grad_norm))
                 results.append(result)
         return averages(results, gate, prefix="critic_")
 
@@ -173,7 +175,7 @@ class TrainStep:
             if not run.debug.load_debug_rollout_data:  # these may come from other weights
                 # the old log-probs are the sampler's: this is the difference to it
                 gate = self.rollout_gate if on_policy else self.stale_gate
-                self.warn(gate.check(gap, gap, 1.0, weight_version))
+                warn_rank_0(logger, gate.check(gap, gap, 1.0, weight_version))
             return
         check_old_log_probs(
             gap,

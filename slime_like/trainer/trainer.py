@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.distributed.signals import ExitRequest, StopConditions
 from slime_like.errors import RunError
+from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.health import HealthMonitor
@@ -49,6 +51,8 @@ from slime_like.trainer.train_step import TrainStep
 from slime_like.trainer.weight_sync import WeightSync
 from slime_like.types import Sample
 
+logger = logging.getLogger(__name__)
+
 
 class Trainer:
     """Owns the run: every part is built here and used by `run`. All ranks execute the same calls."""
@@ -79,15 +83,11 @@ class Trainer:
             on_phase=on_phase,
         )
         total_steps = self.num_rollouts * steps_per_rollout(run)
-        self.backend = MegatronBackend(
-            run, layout, total_steps=total_steps, tell=self.progress.message
-        )
+        self.backend = MegatronBackend(run, layout, total_steps=total_steps)
         if self.backend.critic is not None and self.backend.critic.layout is not layout:
-            self.progress.message(f"critic: {self.backend.critic.layout.describe()}")
-        self.rollouter = make_rollouter(
-            run, self.backend, tokenizer, self.progress, output_dir=output_dir
-        )
-        teacher = make_teacher(run, tokenizer, self.progress)
+            logger.info(f"critic: {self.backend.critic.layout.describe()}")
+        self.rollouter = make_rollouter(run, self.backend, tokenizer, output_dir=output_dir)
+        teacher = make_teacher(run, tokenizer)
         self.weight_sync = (
             None
             if self.rollouter is None
@@ -109,21 +109,19 @@ class Trainer:
         )
         self.start = 0
         self._evaluation_due = False  # of rollout `start`, which another run trained
-        self._told_of_cut_answers = False
+        self._warned_of_truncated_answers = False
         self.health = (
             None if self.is_sft else HealthMonitor(reward_trains=run.reward.rm_type != "zero")
         )
         for note in [*([] if source is None else source.notes), *eval_notes]:
-            self._warn(note)
-        self.batches = BatchMaker(run, layout, self.backend, self.progress, self._warn)
+            warn_rank_0(logger, note)
+        self.batches = BatchMaker(run, layout, self.backend, self.progress)
         self.stop = StopConditions(
             every=run.checkpoint.exit_interval,
             minutes=run.checkpoint.exit_duration_in_mins,
             announce=layout.rank == 0,
         )
-        self.checkpoints = RunCheckpoints(
-            run, layout, self.backend, self.progress.message, tokenizer
-        )
+        self.checkpoints = RunCheckpoints(run, layout, self.backend, tokenizer)
         start = self.checkpoints.load()
         self.updates = TrainStep(
             run,
@@ -131,7 +129,6 @@ class Trainer:
             self.progress,
             rollout_gate=self.batches.rollout_gate,
             stale_gate=self.batches.stale_gate,
-            warn=self._warn,
             initial_policy=start.initial_policy,
         )
         if start.state is not None:
@@ -156,26 +153,26 @@ class Trainer:
             self.stop.catch(signal.SIGTERM, signal.SIGHUP)
         self.progress.start_at(self.start)
         if self.start:
-            self.progress.message(
+            logger.info(
                 f"continuing at rollout {self.start + 1} of {self.num_rollouts}, from {run.checkpoint.load}"
             )
         with self.progress:
             if self._evaluation_due:
                 self._make_up_evaluation()
             if self.start >= self.num_rollouts:
-                self.progress.message(
+                logger.info(
                     f"nothing to do: the checkpoint has {self.start} rollouts and the run asks for {self.num_rollouts}"
                 )
                 return 0
             if self.start == 0 and self.evaluator and not run.eval.skip_eval_before_train:
                 scores = self._evaluate(self.start)
-                self.progress.message("before training: " + mean_scores(scores))
+                logger.info("before training: " + mean_scores(scores))
                 self._log(-1, scores | self.progress.take_seconds())
             for step in range(self.start, self.num_rollouts):
                 stop = self._rollout(step)
                 if stop is not None and step + 1 < self.num_rollouts:
                     saved = f", saved in {run.checkpoint.save}" if run.checkpoint.save else ""
-                    self.progress.message(
+                    logger.info(
                         f"stopped by {stop.words} after rollout {step + 1} of {self.num_rollouts}{saved}"
                     )
                     return stop.status
@@ -203,9 +200,7 @@ class Trainer:
         if later and is_final:  # nobody may start this run again
             metrics |= self._evaluate(step)
         elif later:
-            self.progress.message(
-                f"the evaluation of rollout {step + 1} is left to the run that resumes"
-            )
+            logger.info(f"the evaluation of rollout {step + 1} is left to the run that resumes")
         metrics |= self.progress.take_seconds()
         metrics |= speed_and_memory(metrics)
         self._log(step, metrics)
@@ -214,20 +209,20 @@ class Trainer:
 
     def _make_up_evaluation(self) -> None:
         """The evaluation that a run left when it had to stop, under the weights that it had; in the metrics of its last rollout."""
-        logger = self.logger
+        metrics_logger = self.logger
         done = from_rank_zero(
             lambda: (
-                logger is not None
-                and any(name.startswith("eval/") for name in logger.row(self.start))
+                metrics_logger is not None
+                and any(name.startswith("eval/") for name in metrics_logger.row(self.start))
             )
         )
         if self.evaluator is None or done:
             return
         scores = self._evaluate(self.start - 1)
-        self.progress.message(f"evaluation of rollout {self.start}: {mean_scores(scores)}")
+        logger.info(f"evaluation of rollout {self.start}: {mean_scores(scores)}")
         self.progress.take_seconds()
-        if logger is not None:
-            logger.amend(self.start, scores)
+        if metrics_logger is not None:
+            metrics_logger.amend(self.start, scores)
 
     def _export(self) -> None:
         """What --lora-save-path and --save-hf ask for at the end."""
@@ -240,7 +235,7 @@ class Trainer:
             if path:
                 with writes_to(flag, path):
                     folder = save(path.replace("{rollout_id}", str(self.num_rollouts)))
-                self.progress.message(f"{name}: {folder}")
+                logger.info(f"{name}: {folder}")
 
     def close(self) -> None:
         """End what this process started: graders, files. Closing twice is fine."""
@@ -275,7 +270,7 @@ class Trainer:
             )
         )
         if self.is_sft:
-            self._tell_of_cut_answers(metrics[TRUNCATED_FRACTION])
+            self._warn_of_truncated_answers(metrics[TRUNCATED_FRACTION])
         if not self.is_sft and not recorded:
             self._check_staleness(step, samples)
         if self.rollouter is not None and not self.is_sft:
@@ -295,8 +290,9 @@ class Trainer:
                 f"{run.gates.max_failed_samples:g}; the first: {first_failure(samples)}{troubles}"
             )
         if failed:
-            self._warn(
-                f"rollout {step + 1}: {failed:.1%} of the samples have no usable response or reward; the first: {first_failure(samples)}"
+            warn_rank_0(
+                logger,
+                f"rollout {step + 1}: {failed:.1%} of the samples have no usable response or reward; the first: {first_failure(samples)}",
             )
         if run.debug.debug_rollout_only:
             return metrics
@@ -316,14 +312,15 @@ class Trainer:
             self.weight_version += 1
         return metrics
 
-    def _tell_of_cut_answers(self, share: float) -> None:
+    def _warn_of_truncated_answers(self, share: float) -> None:
         """Once in a run: the model would not learn how such answers end."""
-        if share and not self._told_of_cut_answers:
-            self._told_of_cut_answers = True
+        if share and not self._warned_of_truncated_answers:
+            self._warned_of_truncated_answers = True
             limit = self.run_config.rollout.rollout_max_response_len
-            self._warn(
+            warn_rank_0(
+                logger,
                 f"{share:.1%} of the answers of this step are longer than --rollout-max-response-len {limit} and are cut there, without an end; "
-                f"{TRUNCATED_FRACTION} has the share of every step"
+                f"{TRUNCATED_FRACTION} has the share of every step",
             )
 
     def _check_health(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -332,7 +329,7 @@ class Trainer:
             return {}
         counted, fresh = self.health.check(metrics)
         for text in fresh:
-            self._warn(text)
+            warn_rank_0(logger, text)
         return counted
 
     def _check_staleness(self, step: int, samples: Sequence[Sample]) -> None:
@@ -375,7 +372,7 @@ class Trainer:
             self.batches.load_state_dict(state["batches"])
             if self.health is not None and state.get("health"):  # checkpoints of before have none
                 self.health.load_state_dict(state["health"])
-            self._warn(self.supply.load_state_dict(state))
+            warn_rank_0(logger, self.supply.load_state_dict(state))
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(
                 f"--load {self.run_config.checkpoint.load}: trainer.json of step {self.start} is damaged ({error!r})"
@@ -384,10 +381,6 @@ class Trainer:
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.logger is not None:
             self.logger.log(step + 1, metrics)
-
-    def _warn(self, text: str | None) -> None:
-        if text is not None:
-            self.progress.message(f"warning: {text}")
 
 
 def run_tokenizer(run: RunConfig) -> Any:

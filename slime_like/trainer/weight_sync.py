@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +61,13 @@ def make_engine(
     device: torch.device,
     tokenizer: Any,
     output_dir: Path,
-    tell: Callable[[str], None],
 ) -> RolloutEngine:
     """The engine of --rollout-engine; a collective."""
     assert run.model.hf_checkpoint is not None
     if run.rollout.rollout_engine == "sglang":
         from slime_like.rollout.engines.sglang.factory import make_sglang_engine
 
-        return make_sglang_engine(run, device=device, output_dir=output_dir, tell=tell)
+        return make_sglang_engine(run, device=device, output_dir=output_dir)
     return LocalEngine(
         run.model.hf_checkpoint,
         tokenizer,

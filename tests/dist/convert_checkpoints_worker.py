@@ -52,7 +52,6 @@ def round_trips(rank: int, world_size: int, arguments: dict[str, Any]) -> list[s
                 network,
                 SavedNetwork(chunks, None, None, layout),
                 verify=True,
-                tell=lambda text: None,
             )
             exported = dict(
                 export_hf_weights(chunks, hf=hf, gpt=gpt, layout=layout, value_head=critic)

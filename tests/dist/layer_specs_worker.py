@@ -69,7 +69,6 @@ def load(backend: MegatronBackend, root: Path) -> None:
         with_optimizer=True,
         with_rng=True,
         verify=True,
-        tell=lambda text: None,
     )
 
 

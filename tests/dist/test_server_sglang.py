@@ -52,7 +52,6 @@ def sampler_of(base: str, servers: list[FakeServer]) -> SglangSampler:
         None,
         HealthSettings(0.05, 5.0, 10.0, 2),
         1.0,
-        lambda text: None,
     )
     fleet.start()
     updater = SnapshotUpdater(fleet, base, Path(base), 5.0)

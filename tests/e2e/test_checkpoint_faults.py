@@ -534,7 +534,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(
 ) -> None:
     """Before the ranks meet: nothing is read, written or removed."""
     root = tmp_path / "mine"
-    with hold_folders([("--save", root)], print):
+    with hold_folders([("--save", root)]):
         argv = flags(work, tmp_path / "out", **{flag: root})
         done = server.train(argv, tmp_path / "log")
     name = "--" + flag.replace("_", "-")

@@ -38,9 +38,9 @@ def engine_of(
     model: str, urls: Sequence[str], transport: Transport, *, router: str | None = None, **more: Any
 ) -> Iterator[SglangEngine]:
     """router: host:port. more: of the engine."""
-    behind = None if router is None else Router(f"http://{router}", None, 5.0, print)
+    behind = None if router is None else Router(f"http://{router}", None, 5.0)
     with engine_with(
-        Fleet(urls, [], behind, HealthSettings(interval_s=0.3), 5.0, print),
+        Fleet(urls, [], behind, HealthSettings(interval_s=0.3), 5.0),
         model,
         transport,
         **more,

@@ -100,12 +100,10 @@ def test_one_that_comes_back(demo: Path, servers: Servers) -> None:
 def test_one_that_is_added_to_the_router(demo: Path, servers: Servers) -> None:
     model, first, late = str(demo / "model"), *servers.urls
     give_own_weights(servers, demo / "model")
-    router = Router(f"http://{servers.router}", None, 5.0, print)
+    router = Router(f"http://{servers.router}", None, 5.0)
     router.remove(late)
     router.add(first)
-    fleet = Fleet(
-        [first], [], router, HealthSettings(interval_s=0.3), 5.0, print, joined_by_router=True
-    )
+    fleet = Fleet([first], [], router, HealthSettings(interval_s=0.3), 5.0, joined_by_router=True)
     with engine_with(fleet, model, "broadcast") as engine:
         for version in (1, 2):
             engine.update_weights(weights(model, FACTORS[version]), version)
@@ -125,7 +123,7 @@ def test_one_that_is_added_to_the_router(demo: Path, servers: Servers) -> None:
 def test_one_that_is_none_of_the_runs_gets_nothing(demo: Path, servers: Servers) -> None:
     """The run names its servers; the router has another one, with other weights."""
     model, first, other = str(demo / "model"), *servers.urls
-    router = Router(f"http://{servers.router}", None, 5.0, print)
+    router = Router(f"http://{servers.router}", None, 5.0)
     router.add(other)
     with engine_of(model, [first], "broadcast", router=servers.router) as engine:
         assert other not in router.workers()
@@ -139,9 +137,7 @@ def test_the_only_one_is_killed_and_started_again(demo: Path, tmp_path: Path) ->
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     launch = server_launch(demo / "model", port, tmp_path / "server.log")
-    fleet = Fleet(
-        [], [(url, launch)], None, HealthSettings(interval_s=0.5, start_s=START_S), 5.0, print
-    )
+    fleet = Fleet([], [(url, launch)], None, HealthSettings(interval_s=0.5, start_s=START_S), 5.0)
     with engine_with(fleet, model, "broadcast") as engine:
         for version in (1, 2):
             engine.update_weights(weights(model, FACTORS[version]), version)

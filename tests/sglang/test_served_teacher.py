@@ -20,7 +20,7 @@ def test_log_probs_of_a_real_teacher(demo: Path, servers: Servers) -> None:
     """The last token of the vocabulary among them, which SGLang names 0."""
     give_own_weights(servers, demo / "model")
     tokenizer = AutoTokenizer.from_pretrained(demo / "model")
-    teacher = ServedTeacher(TeacherSettings(tuple(servers.urls)), tokenizer, print)
+    teacher = ServedTeacher(TeacherSettings(tuple(servers.urls)), tokenizer)
     teacher.probe()
     generator = torch.Generator().manual_seed(0)
     lengths = (1, 2, 30)
@@ -53,7 +53,7 @@ def test_log_probs_of_a_real_teacher(demo: Path, servers: Servers) -> None:
             return {**tokenizer.get_vocab(), "<|more|>": 101}
 
     with pytest.raises(RunError, match="does not know the policy's token 101"):
-        ServedTeacher(TeacherSettings((servers.urls[0],)), More(), print).probe()
+        ServedTeacher(TeacherSettings((servers.urls[0],)), More()).probe()
 
 
 def test_a_run_learns_from_it_as_from_one_on_megatron(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 
 import pytest
 from rich.console import Console
 
+from slime_like.logs import RankHandler
 from slime_like.metrics import timers
 from slime_like.metrics.progress import Progress, sparkline
 from slime_like.metrics.timers import PhaseTimer, phase_seconds
@@ -119,11 +121,22 @@ def test_live_display_on_a_terminal(clock: Clock) -> None:
     assert "\x1b[" not in _run(clock, 3, show=True, terminal=True, plain=True)
 
 
-def test_messages_are_not_read_as_markup(clock: Clock) -> None:
-    stream = io.StringIO()
-    with Progress(1, show=True, console=Console(file=stream)) as progress:
-        progress.message("gate [bold] at [red]rank 0")
-    assert stream.getvalue() == "gate [bold] at [red]rank 0\n"
+def test_the_log_is_printed_above_the_live_display_as_it_is(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not wrapped at the terminal's width, not read as markup; on stdout before and after."""
+    stream, long = io.StringIO(), "gate [bold] at [red]rank 0 " + 40 * "word "
+    record = logging.LogRecord("slime_like", logging.WARNING, "", 0, long, None, None)
+    handler = RankHandler(0)
+    with Progress(1, show=True, console=Console(file=stream, force_terminal=True, width=60)):
+        handler.handle(record)
+    assert capsys.readouterr().out == ""
+    assert f"warning: {long}\n" in stream.getvalue()
+    handler.handle(record)
+    assert capsys.readouterr().out == f"warning: {long}\n"
+    with Progress(1, show=True, plain=True, console=Console(file=stream)):
+        handler.handle(record)
+    assert capsys.readouterr().out == f"warning: {long}\n"
 
 
 def test_sparkline() -> None:

@@ -58,7 +58,7 @@ def test_quoted_messages_are_those_of_the_code(page: Path, code: str) -> None:
         text for text in page.read_text(encoding="utf-8").split("\n## ") if text.startswith(TITLES)
     ]
     messages = [
-        message
+        message.removeprefix("warning: ")  # the log handler writes the level
         for text in sections
         for message in MESSAGE.findall(text)
         if not METRIC.fullmatch(message)

@@ -274,7 +274,7 @@ def test_a_server_that_keeps_answering_under_other_weights_stays_out(model: str)
 def test_a_server_behind_a_router_that_has_other_weights_is_found(model: str) -> None:
     """The router does not tell who answered: the servers are asked directly, and the one is out."""
     with fake_servers(model, 2) as (server, fake):
-        router = Router(fake.url, None, 1.0, print)
+        router = Router(fake.url, None, 1.0)
         with engine_of(model, [server], router=router, synced=False) as engine:
             fake.workers = [server.url]
             engine.update_weights(weights_of(model), 1)
@@ -330,7 +330,7 @@ GARBAGE = (
 def test_garbage_of_control_calls_is_a_sentence_and_kills_no_thread(model: str) -> None:
     """Of /model_info, /server_info and /workers, with status 200."""
     with fake_servers(model, 3) as (server, late, fake):
-        router = Router(fake.url, None, 1.0, print)
+        router = Router(fake.url, None, 1.0)
         with engine_of(model, [server, late], router=router) as engine:
             assert engine.fleet is not None and engine._updater is not None
             watcher, version = engine.fleet._watcher, 1
@@ -447,9 +447,7 @@ def test_a_router_that_sees_no_server_costs_time_only(model: str) -> None:
     """It takes healthy servers for dead ones (its circuits are open), and requests go to them directly."""
     with (
         fake_servers(model, 2) as (server, fake),
-        engine_of(
-            model, [server], router=Router(fake.url, None, 1.0, print), synced=False
-        ) as engine,
+        engine_of(model, [server], router=Router(fake.url, None, 1.0), synced=False) as engine,
     ):
         fake.workers = [server.url]
         fake.faults = [status(503, "No available workers (all circuits open or unhealthy)")] * 100
@@ -470,7 +468,7 @@ def test_a_server_that_is_added_to_the_router_gets_weights_or_no_requests(
     """One is there before the run, and another is added later. Where the run names its servers, neither is its own."""
     with fake_servers(model, 4) as (server, early, late, fake):
         fake.workers = [early.url, server.url]
-        router = Router(fake.url, None, 1.0, print)
+        router = Router(fake.url, None, 1.0)
         with engine_of(model, [server], router=router, joined_by_router=joins) as engine:
             fake.workers.append(late.url)
             expected = {server.url, early.url, late.url} if joins else {server.url}

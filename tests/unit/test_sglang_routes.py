@@ -85,7 +85,7 @@ def test_a_router_is_passed_by(
     server, engine = one
     assert engine.fleet is not None
     with FakeServer(server.model) as router:  # of a version that was never given weights
-        monkeypatch.setattr(engine.fleet, "router", Router(router.url, None, 1.0, print))
+        monkeypatch.setattr(engine.fleet, "router", Router(router.url, None, 1.0))
         (output,) = engine.generate(REQUESTS[:1], SAMPLING)
         assert output.routes is not None and router.count("/generate") == 0
         engine.generate(REQUESTS[:1], SamplingParams(max_new_tokens=2))

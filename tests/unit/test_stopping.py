@@ -140,17 +140,20 @@ def test_a_run_goes_on_without_any_reader(tmp_path: Path, unbuffered: bool) -> N
 def test_messages_by_rank_and_level() -> None:
     program = """
 import logging, sys
-from slime_like.logs import set_up_logging
+from slime_like.logs import set_up_logging, warn_rank_0
 set_up_logging(int(sys.argv[1]))
 logger = logging.getLogger("slime_like.trainer.launch")
 logger.debug("debug")
 logger.info("progress %d", 3)
 logger.warning("an odd \x1b[31mcolour\x1b[0m \\u202e and \x07")
+warn_rank_0(logger, "all ranks found 100% of it")
+warn_rank_0(logger, None)
 logger.error("gone")
 """
     odd = r"an odd \x1b[31mcolour\x1b[0m \u202e and \x07"
     first = run(program, "0")
-    assert first.stdout == f"progress 3\nwarning: {odd}\n" and first.stderr == "error: gone\n"
+    assert first.stdout == (f"progress 3\nwarning: {odd}\nwarning: all ranks found 100% of it\n")
+    assert first.stderr == "error: gone\n"
     third = run(program, "3")
     assert third.stdout == "" and third.stderr == f"warning: rank 3: {odd}\nerror: gone\n"
 

@@ -3,8 +3,9 @@ raises the same error on all ranks."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from slime_like.checkpoints.manifest import (
 from slime_like.checkpoints.state import TRAINER_FILE, read_trainer_state
 from slime_like.distributed.collectives import gather, together
 from slime_like.errors import RunError
+from slime_like.logs import warn_rank_0
 from slime_like.megatron.checkpoint.fingerprint import differences, fingerprint
 from slime_like.megatron.checkpoint.networks import (
     EXTRA_STATE,
@@ -53,8 +55,9 @@ from slime_like.megatron.checkpoint.rng_state import (
 from slime_like.megatron.checkpoint.write import METADATA_FILE, common_file
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 
+logger = logging.getLogger(__name__)
+
 READERS = 4  # threads of one rank
-Tell = Callable[[str], None]
 
 
 def load_checkpoint(
@@ -65,16 +68,15 @@ def load_checkpoint(
     verify: bool,
     seed: int,
     model: Mapping[str, Any],
-    tell: Tell,
 ) -> dict[str, Any]:
     """Restore networks, and with load_rng the random states. Returns the trainer's state as it was saved.
 
-    model: this run's, by setting, to name what differs. tell: gets lines for the user. Raises ValueError naming the file, setting or tensor
+    model: this run's, by setting, to name what differs. Raises ValueError naming the file, setting or tensor
     at fault; RunError when what was loaded is not what was saved.
     """
     identity = together(lambda: saved_identity(folder))  # before gigabytes are verified
     _check_model(folder, identity.get("model", {}), model)
-    state = open_checkpoint(folder, verify=verify, tell=tell)
+    state = open_checkpoint(folder, verify=verify)
     _check_model(folder, state.get("model", {}), model)
     unchanged = {}  # networks in the layout that they were saved in
     for name, network in networks.items():
@@ -103,16 +105,14 @@ def load_checkpoint(
                 f"checkpoint {folder} was saved with --no-save-rng; --no-load-rng starts the random states afresh"
             )
         for owner, layout in layouts_of(networks).items():
-            _load_random_states(folder, state, owner, layout, seed=seed, tell=tell)
+            _load_random_states(folder, state, owner, layout, seed=seed)
     dist.barrier()
     return state
 
 
-def load_weights(
-    folder: Path, name: str, network: SavedNetwork, *, verify: bool, tell: Tell
-) -> None:
+def load_weights(folder: Path, name: str, network: SavedNetwork, *, verify: bool) -> None:
     """The weights of the network that is called `name` there, into `network`. Raises ValueError."""
-    there = open_checkpoint(folder, verify=verify, tell=tell)["networks"]
+    there = open_checkpoint(folder, verify=verify)["networks"]
     if name not in there:
         raise ValueError(
             f"checkpoint {folder} has no network {name!r}; it has: {', '.join(there) or 'none'}"
@@ -121,7 +121,7 @@ def load_weights(
     dist.barrier()
 
 
-def open_checkpoint(folder: Path, *, verify: bool, tell: Tell) -> dict[str, Any]:
+def open_checkpoint(folder: Path, *, verify: bool) -> dict[str, Any]:
     """The trainer's state of a checkpoint whose files are those of its manifest. Raises ValueError naming the file."""
 
     def look() -> dict[str, Any]:
@@ -148,7 +148,7 @@ def open_checkpoint(folder: Path, *, verify: bool, tell: Tell) -> dict[str, Any]
         if damaged:
             raise ValueError(damage(folder, damaged))
         seconds, size = time.perf_counter() - started, total_bytes(records) / 1e9
-        tell(
+        logger.info(
             f"checkpoint {folder} verified: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s"
         )
     return state
@@ -287,7 +287,6 @@ def _load_random_states(
     layout: ParallelLayout,
     *,
     seed: int,
-    tell: Tell,
 ) -> None:
     """owner: the network whose layout it is, see `layouts_of`."""
     saved = state.get("random_states", {"policy": state["layout"]}).get(owner)
@@ -297,9 +296,10 @@ def _load_random_states(
         )
         return
     of = "" if owner == "policy" else f" for the {owner}"
-    tell(
-        f"warning: the checkpoint's random states are for {saved or state['layout']}, this run is {layout.describe()}{of}: dropout draws new "
-        "numbers, from --seed and the step (--no-load-rng says so without a warning)"
+    warn_rank_0(
+        logger,
+        f"the checkpoint's random states are for {saved or state['layout']}, this run is {layout.describe()}{of}: dropout draws new "
+        "numbers, from --seed and the step (--no-load-rng says so without a warning)",
     )
     new_random_states(seed, int(state["step"]), layout)
 

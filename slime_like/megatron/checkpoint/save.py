@@ -6,6 +6,7 @@ Every method is collective. Nothing of an earlier checkpoint is touched before i
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -49,6 +50,8 @@ from slime_like.megatron.checkpoint.write import (
     write_file_plan,
     write_network_metadata,
 )
+
+logger = logging.getLogger(__name__)
 
 IDENTITY = ("model", "tokenizer")  # of the trainer's state: what the manifest has as well
 WRITERS = 4  # threads of one rank
@@ -105,13 +108,10 @@ class _Pending:
 class CheckpointSaver:
     """Writes checkpoints of one run to one folder."""
 
-    def __init__(
-        self, root: str | Path, policy: SavePolicy, tell: Callable[[str], None] = lambda text: None
-    ) -> None:
-        """Removes what a killed process has left in `root`; `notes` says what. tell: shows a line to the user, on whichever rank."""
+    def __init__(self, root: str | Path, policy: SavePolicy) -> None:
+        """Removes what a killed process has left in `root`; `notes` says what."""
         self.root = Path(root)
         self.policy = policy
-        self.tell = tell
         self._pending: _Pending | None = None
         self.notes: list[str] = from_rank_zero(lambda: clean_up(self.root))
 
@@ -145,7 +145,7 @@ class CheckpointSaver:
         }
         needed = sum(gather(sum(plan.estimated_bytes() for plan in plans.values()))) + TRAINER_BYTES
         free = self._or_fail(step, lambda: _check_space(self.root, needed))
-        self.tell(
+        logger.info(
             f"saving {checkpoint_folder(self.root, step)}: {needed / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free"
         )
         prints = gather({name: fingerprint(network) for name, network in networks.items()})

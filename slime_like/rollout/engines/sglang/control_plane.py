@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,10 @@ from slime_like.rollout.engines.sglang.http import RequestFailed
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_update import CONTROL_S
 
+logger = logging.getLogger(__name__)
 
-def tell_servers(fleet: Fleet, workers: Sequence[Worker], path: str, body: dict[str, Any]) -> None:
+
+def call_servers(fleet: Fleet, workers: Sequence[Worker], path: str, body: dict[str, Any]) -> None:
     """One that does not answer is evicted."""
     for worker in workers:
         try:
@@ -51,9 +54,7 @@ def check_alike(fleet: Fleet, workers: Sequence[Worker]) -> None:
                 worker, "/weights_checker", checksums, timeout_s=10 * CONTROL_S, body=body
             )
         except RequestFailed as failure:
-            fleet.tell(
-                f"warning: the engine {worker.url} gives no checksums of its weights: {failure}"
-            )
+            logger.warning(f"the engine {worker.url} gives no checksums of its weights: {failure}")
             continue
         other = found.setdefault(tuple(sorted(sums)), sums)
         different = [name for name in sums if sums[name] != other[name]]
@@ -77,7 +78,7 @@ class ColocatedMemory:
         if self._lent is None:
             self._lent = []
             if self._fleet is not None:
-                tell_servers(self._fleet, self._fleet.alive(), "/release_memory_occupation", {})
+                call_servers(self._fleet, self._fleet.alive(), "/release_memory_occupation", {})
                 self._lent = [(worker, worker.evictions) for worker in self._fleet.alive()]
 
     def resume(self) -> None:
@@ -89,4 +90,4 @@ class ColocatedMemory:
                 for worker, evictions in lent
                 if worker.alive and worker.evictions == evictions
             ]
-            tell_servers(self._fleet, workers, "/resume_memory_occupation", {})
+            call_servers(self._fleet, workers, "/resume_memory_occupation", {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 from collections import Counter
@@ -20,9 +21,9 @@ from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, Sam
 from slime_like.rollout.engines.checked_json import BadAnswer, WrongVersion
 from slime_like.rollout.engines.sglang.control_plane import (
     ColocatedMemory,
+    call_servers,
     check_alike,
     check_versions,
-    tell_servers,
 )
 from slime_like.rollout.engines.sglang.http import (
     Deadlines,
@@ -48,6 +49,8 @@ from slime_like.rollout.engines.sglang.weight_update import (
     UpdateIncomplete,
     WeightUpdater,
 )
+
+logger = logging.getLogger(__name__)
 
 PAUSE = {"mode": "retract"}
 ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
@@ -310,11 +313,11 @@ class SglangEngine:
     def pause(self) -> None:
         """Requests stay at the servers, retracted: what they computed with the old weights is computed again after `resume`."""
         self._paused = True
-        self._tell_all("/pause_generation", PAUSE)
+        self._call_all("/pause_generation", PAUSE)
 
     def resume(self) -> None:
         self._paused = False
-        self._tell_all("/continue_generation", {})
+        self._call_all("/continue_generation", {})
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """See `RolloutEngine`. When a server fails in the middle, it is evicted and `weight_version` is -1 afterwards: call again for the others.
@@ -345,23 +348,21 @@ class SglangEngine:
         with self.fleet.lock:
             for worker in self.fleet.workers:
                 worker.version = None
-        self._tell_all("/pause_generation", PAUSE)
+        self._call_all("/pause_generation", PAUSE)
         first = not self._metrics
         if first and self._check_updates:
-            self._tell_all("/weights_checker", {"action": "reset_tensors"})
+            self._call_all("/weights_checker", {"action": "reset_tensors"})
         try:
             sent = self._updater.update(weights, version)
         except UpdateIncomplete as incomplete:
-            self.fleet.tell(
-                f"warning: weights of version {version} did not reach every engine: {incomplete}"
-            )
+            logger.warning(f"weights of version {version} did not reach every engine: {incomplete}")
             return False  # the servers stay paused until the update that follows: nobody may go on with half of the weights
         compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
         workers = check_versions(self.fleet, sent.workers, version)
         if first or self._check_updates:
             check_alike(self.fleet, workers)
         if not self._paused:  # by the caller
-            self._tell_all("/continue_generation", {})
+            self._call_all("/continue_generation", {})
         self.fleet.version = version
         for worker in workers:
             self.fleet.has_weights(worker, version)
@@ -372,9 +373,9 @@ class SglangEngine:
         self._metrics["engine/weight_update_s"] = sent.seconds
         return True
 
-    def _tell_all(self, path: str, body: dict[str, Any]) -> None:
+    def _call_all(self, path: str, body: dict[str, Any]) -> None:
         if self.fleet is not None:
-            tell_servers(self.fleet, self.fleet.alive(), path, body)
+            call_servers(self.fleet, self.fleet.alive(), path, body)
 
     def probe(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams

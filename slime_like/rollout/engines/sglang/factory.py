@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +31,20 @@ from slime_like.rollout.engines.sglang.router import Router
 from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
 from slime_like.rollout.engines.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater
 
+logger = logging.getLogger(__name__)
+
 LOOPBACK = "127.0.0.1"
 ROUTES_SETTING = "enable_return_routed_experts"  # of a server
-Tell = Callable[[str], None]
 
 
-def make_sglang_engine(
-    run: RunConfig, *, device: torch.device, output_dir: Path, tell: Tell
-) -> SglangEngine:
+def make_sglang_engine(run: RunConfig, *, device: torch.device, output_dir: Path) -> SglangEngine:
     """A collective. Rank 0 starts what is to be started and waits until it answers; what these processes print is in `output_dir`/engines.
     Raises RunError on every rank when it does not."""
     assert run.model.hf_checkpoint is not None
     model, settings = run.model.hf_checkpoint, update_settings(run.sglang)
 
     def start() -> tuple[Fleet, WeightUpdater]:
-        fleet = start_fleet(run, device=device, logs=output_dir / "engines", tell=tell)
+        fleet = start_fleet(run, device=device, logs=output_dir / "engines")
         return fleet, WeightUpdater(fleet, settings, model, device)
 
     fleet, updater = on_rank_zero(start) or (None, None)
@@ -55,10 +54,10 @@ def make_sglang_engine(
     )  # fmt: skip
 
 
-def start_fleet(run: RunConfig, *, device: torch.device, logs: Path, tell: Tell) -> Fleet:
+def start_fleet(run: RunConfig, *, device: torch.device, logs: Path) -> Fleet:
     """All servers answer when it returns; none got weights yet."""
     config = run.sglang
-    router = make_router(config, logs, tell)
+    router = make_router(config, logs)
     fleet = None
     try:
         addresses = [engine_url(address) for address in config.rollout_external_engine_addrs or []]
@@ -83,7 +82,6 @@ def start_fleet(run: RunConfig, *, device: torch.device, logs: Path, tell: Tell)
             router,
             health,
             config.rollout_connect_timeout_s,
-            tell,
             joined_by_router=by_router,
         )
         if router is not None and config.sglang_router_ip is None:
@@ -115,7 +113,7 @@ def routes_format(run: RunConfig) -> RoutesFormat | None:
 def require_routes(fleet: Fleet) -> None:
     """Raises RunError naming a server that says that it does not tell its routes."""
     if fleet.router is not None:
-        fleet.tell(
+        logger.info(
             "requests of rollouts go to the engines directly: sglang_router does not pass on that they ask for routes"
         )
     for worker in fleet.alive():
@@ -142,7 +140,7 @@ def workers_of(router: Router) -> list[str]:
     return workers
 
 
-def make_router(config: SglangConfig, logs: Path, tell: Tell) -> Router | None:
+def make_router(config: SglangConfig, logs: Path) -> Router | None:
     if config.no_sglang_router:
         return None
     if config.sglang_router_ip is not None:
@@ -150,7 +148,6 @@ def make_router(config: SglangConfig, logs: Path, tell: Tell) -> Router | None:
             f"http://{config.sglang_router_ip}:{config.sglang_router_port}",
             None,
             config.rollout_connect_timeout_s,
-            tell,
         )
     python = (
         interpreter(config.sglang_python)
@@ -167,7 +164,6 @@ def make_router(config: SglangConfig, logs: Path, tell: Tell) -> Router | None:
         f"http://{LOOPBACK}:{port}",
         Launch(command, logs / "router.log"),
         config.rollout_connect_timeout_s,
-        tell,
     )
 
 

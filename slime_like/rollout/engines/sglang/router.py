@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from urllib.parse import quote
@@ -12,6 +13,8 @@ from slime_like.rollout.engines.sglang.control_answers import router_workers
 from slime_like.rollout.engines.sglang.http import ControlClient, RequestFailed
 from slime_like.rollout.engines.sglang.processes import Launch, ServerProcess
 
+logger = logging.getLogger(__name__)
+
 CALL_S = 10.0
 ADD_S = 60.0  # the router probes a server before it takes it
 
@@ -19,11 +22,8 @@ ADD_S = 60.0  # the router probes a server before it takes it
 class Router:
     """A router that runs already, or one that is started here and ended with the run."""
 
-    def __init__(
-        self, url: str, launch: Launch | None, connect_s: float, tell: Callable[[str], None]
-    ) -> None:
+    def __init__(self, url: str, launch: Launch | None, connect_s: float) -> None:
         self.url = url
-        self._tell = tell
         self._control = ControlClient(connect_s)
         self._process = None if launch is None else ServerProcess(launch)
 
@@ -83,7 +83,7 @@ class Router:
                 )
             self._wait(lambda: not any(url == worker for url, _, _ in self._entries()))
         except RequestFailed as failure:
-            self._tell(f"warning: the router did not let go of the engine {worker}: {failure}")
+            logger.warning(f"the router did not let go of the engine {worker}: {failure}")
 
     def close(self) -> None:
         if self._process is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from slime_like.rollout.engines.sglang.http import ANSWER_BYTES, ControlClient, 
 from slime_like.rollout.engines.sglang.processes import Launch, ServerProcess
 from slime_like.rollout.engines.sglang.router import Router
 
-Tell = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 MAX_RESTARTS = 3  # of one server in a run
 MAX_WRONG_VERSIONS = 3  # evictions for answers under other weights, after which a server stays out
@@ -59,12 +61,11 @@ class Fleet:
 
     def __init__(
         self, addresses: Sequence[str], launches: Sequence[tuple[str, Launch]], router: Router | None, health: HealthSettings,
-        connect_s: float, tell: Tell, *, joined_by_router: bool = False,
+        connect_s: float, *, joined_by_router: bool = False,
     ) -> None:  # fmt: skip
         self.router = router
         self.joined_by_router = joined_by_router
         self.health = health
-        self.tell = tell
         self.lock = threading.RLock()
         self.version = -1  # of the weights that requests are answered with
         # Gives one server the weights of the latest update and tells their version, or None when it could not; None: only an update of all can
@@ -195,7 +196,7 @@ class Fleet:
             for task in worker.in_flight:
                 with contextlib.suppress(RuntimeError):  # its event loop has ended
                     task.get_loop().call_soon_threadsafe(task.cancel, "evicted")
-        self.tell(f"warning: the engine {worker.url} is out: {why}")
+        logger.warning(f"the engine {worker.url} is out: {why}")
         if self.router is not None:
             self.router.remove(worker.url)
 
@@ -245,7 +246,7 @@ class Fleet:
         try:
             action()
         except Exception as error:
-            self.tell(f"warning: watching {what}: {type(error).__name__}: {error}")
+            logger.warning(f"watching {what}: {type(error).__name__}: {error}")
 
     def take_added(self) -> None:
         """A server that somebody added to their router gets no requests through it until it has the current weights, or where it is none of this
@@ -261,19 +262,19 @@ class Fleet:
         except RequestFailed as failure:  # a router that is gone adds none
             if failure.kind == "bad_answer" and self._router_trouble != str(failure):
                 self._router_trouble = str(failure)
-                self.tell(f"warning: the router does not tell its engines: {failure}")
+                logger.warning(f"the router does not tell its engines: {failure}")
             return
         for url in added:
             self.router.remove(url)
             if self.joined_by_router:
                 with self.lock:
                     self.workers.append(Worker(url))
-                self.tell(
+                logger.info(
                     f"the engine {url} was added to the router {self.router.url} and belongs to this run now"
                 )
             else:
-                self.tell(
-                    f"warning: the engine {url} is none of this run's: the router {self.router.url} was told to send it nothing"
+                logger.warning(
+                    f"the engine {url} is none of this run's: the router {self.router.url} was told to send it nothing"
                 )
 
     def _look_after(self, worker: Worker, *, probe: bool) -> None:
@@ -304,8 +305,8 @@ class Fleet:
         if worker.restarts >= MAX_RESTARTS or self._stop.is_set():
             return
         worker.restarts += 1
-        self.tell(
-            f"warning: the engine {worker.url} is started again ({worker.restarts} of {MAX_RESTARTS})"
+        logger.warning(
+            f"the engine {worker.url} is started again ({worker.restarts} of {MAX_RESTARTS})"
         )
         worker.process = ServerProcess(worker.process.launch)
 
@@ -315,10 +316,10 @@ class Fleet:
             worker.alive = True
         version = None if self.restore is None else self.restore(worker)
         if version is not None:
-            self.tell(f"the engine {worker.url} is back, with weights of version {version}")
+            logger.info(f"the engine {worker.url} is back, with weights of version {version}")
             self.has_weights(worker, version)
         else:
-            self.tell(
+            logger.info(
                 f"the engine {worker.url} answers, and gets requests after the next weight update"
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
@@ -25,6 +26,8 @@ from slime_like.rollout.engines.sglang.processes import ServerProcess
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.tensor_update import tensor_update
 from slime_like.weights.hf_save import write_hf
+
+logger = logging.getLogger(__name__)
 
 Transport = Literal["broadcast", "disk", "cuda_ipc", "tensor"]
 CONTROL_S = 30.0  # of calls that move no weights
@@ -145,13 +148,13 @@ class WeightUpdater:
                     worker, "/continue_generation", {}, timeout_s=CONTROL_S
                 )  # it may have been lost while it was paused
             except (RequestFailed, BroadcastFailed, UpdateIncomplete, RunError) as failure:
-                self._fleet.tell(
-                    f"warning: the engine {worker.url} did not get the current weights: {failure}"
+                logger.warning(
+                    f"the engine {worker.url} did not get the current weights: {failure}"
                 )
                 return None
             if has != str(version):
-                self._fleet.tell(
-                    f"warning: the engine {worker.url} has weights of version {shown(has)} after it got {version}"
+                logger.warning(
+                    f"the engine {worker.url} has weights of version {shown(has)} after it got {version}"
                 )
                 return None
             self._holders.append((worker, evictions))
