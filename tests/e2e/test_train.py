@@ -183,7 +183,7 @@ def test_recorded_rollouts_train_alike(
     error = server.train(
         argv, tmp_path / "log"
     ).error()  # resumed after three, and there is no fourth
-    assert "rollout_3.json: no such file; --load-debug-rollout-data needs it for rollout 3" in error
+    assert "rollout_4.json: no such file; --load-debug-rollout-data needs it for rollout 4" in error
 
 
 def test_rollout_only(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
