@@ -99,7 +99,7 @@ def test_errors_by_their_class(server: Server) -> None:
     assert busy.reward == broken.reward == 0.5
     assert forbidden.status == html.status == SampleStatus.FAILED
     assert f"127.0.0.1:{server.server_port}/reward answered 403" in forbidden.metadata["failure"]
-    assert "answered no JSON: b'<html>'" in html.metadata["failure"]
+    assert "answered no JSON: <html>" in html.metadata["failure"]
     assert null.reward != null.reward, "null is no reward"
     tries = [sum(r["response"] == name for r in server.requests) for name in answers]
     assert tries == [3, 3, 1, 1, 1]
