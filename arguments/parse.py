@@ -22,7 +22,7 @@ from arguments.hf.model import HfModel, read_hf_model
 from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
 from arguments.megatron_configs import Machine, build_megatron_configs, resolve_transformer_impl
 from arguments.parser import CUSTOM_ARGUMENTS, HelpRequested, LauncherParser
-from arguments.resolve_loss import choose_loss, settle_loss
+from arguments.resolve_loss import choose_loss, resolve_aliases
 from arguments.rules.base import Rule, Settings
 from arguments.rules.batches import default_micro_batches, global_batch_of
 from arguments.rules.critic import completed_critic, has_critic
@@ -167,7 +167,7 @@ def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]
             custom = parser.custom_values(run_file, argv)
             both = merge(run_file, given)
             both.custom = custom
-    settle_loss(both)
+    resolve_aliases(both)
     _own_icepop(both)
     _kl_in_the_reward(both)
     return both, parser.table

@@ -17,7 +17,7 @@ from slime_like.losses.registry import PolicyLoss, policy_losses
 CUSTOM = "custom_loss_function_path"
 
 
-def settle_loss(given: ParsedArgs) -> None:
+def resolve_aliases(given: ParsedArgs) -> None:
     """Turns what stands for another choice into that choice, and notes contradictions."""
     _estimator_picks_loss(given)
     _skyrls_gmpo_bounds(given)

@@ -40,7 +40,7 @@ from slime_like.megatron.forward_step import gradient_scale, log_prob_step, trai
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.lora import LoraNetwork, load_adapter, save_adapter
 from slime_like.megatron.micro_batching import (
-    cut,
+    make_micro_batches,
     micro_batch_size,
     pack_groups,
     packing_metrics,
@@ -144,7 +144,7 @@ class MegatronBackend:
             samples = [
                 dataclasses.replace(sample, routes=None) for sample in samples
             ]  # another network's routers choose themselves
-        parts = cut(
+        parts = make_micro_batches(
             samples,
             micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True),
             self.layout,
@@ -186,7 +186,7 @@ class MegatronBackend:
         The metrics are those of the whole step, reduced over the data-parallel ranks and equal on all ranks.
         """
         size = micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=False)
-        parts = cut(batch.samples, size, self.layout)
+        parts = make_micro_batches(batch.samples, size, self.layout)
         batches = self._pack(parts.groups)
         batches = with_selection_seeds(
             batches, self._seed, self.trained.scheduler.num_steps, self.layout.dp_rank
@@ -216,7 +216,7 @@ class MegatronBackend:
         the critic's layout. All its pipeline stages get the result."""
         assert self.critic is not None
         layout = self.critic.layout
-        parts = cut(
+        parts = make_micro_batches(
             not_of_the_policy(samples),
             micro_batch_size(self.algorithm, layout.cp_size, forward_only=True),
             layout,
@@ -232,7 +232,7 @@ class MegatronBackend:
         layout = self.critic.layout
         size = micro_batch_size(self.algorithm, layout.cp_size, forward_only=False)
         own = not_of_the_policy(batch.samples)
-        batches = self._pack(cut(own, size, layout).groups, self.critic)
+        batches = self._pack(make_micro_batches(own, size, layout).groups, self.critic)
         step = value_training_step(layout, self._value_loss, gradient_scale(layout, len(batches)))
         return PendingStep(
             self._reduced(self.critic.forward_backward(step, batches), layout), self.critic

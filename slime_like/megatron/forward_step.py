@@ -63,9 +63,21 @@ def schedule_context_parallel_factor() -> float:
 
 
 def gradient_scale(layout: ParallelLayout, num_microbatches: int) -> float:
-    """The factor that makes the accumulated, averaged gradient exactly the gradient of the loss (algorithms.md, section 4)."""
-    q = layout.cp_size if schedule_context_parallel_factor() > 1 else 1
-    return num_microbatches * layout.dp_size * layout.cp_size / q
+    """The factor on each micro-batch's loss that undoes Megatron's averaging.
+
+    Our token weights already hold the denominators over the global batch, so the gradient has to be
+    the plain sum over micro-batches and ranks.
+
+    Args:
+        num_microbatches: of this optimizer step on this rank; the same on all data-parallel ranks.
+
+    Returns:
+        num_microbatches * dp * cp, or without cp where the schedule multiplies by it itself.
+    """
+    # The schedule divides a loss by the number of micro-batches, and DDP averages gradients over
+    # dp * cp ranks. Some versions of the schedule multiply by cp first, which cancels its part.
+    schedule_factor = layout.cp_size if schedule_context_parallel_factor() > 1 else 1
+    return num_microbatches * layout.dp_size * layout.cp_size / schedule_factor
 
 
 @dataclass(frozen=True, slots=True)

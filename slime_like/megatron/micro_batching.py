@@ -79,7 +79,7 @@ class MicroBatches:
         return [value for _, value in sorted(zip(places, values), key=lambda pair: pair[0])]
 
 
-def cut(
+def make_micro_batches(
     samples: Sequence[TrainSample], size: MicroBatchSize, layout: ParallelLayout
 ) -> MicroBatches:
     """The micro-batches of one pass over this rank's samples; at least one sample. Data-parallel ranks call it together.
@@ -92,6 +92,9 @@ def cut(
     else:
         lengths = padded_lengths(samples, layout.cp_size)
         needed = _most_of_any_rank(len(pack_by_budget(lengths, size.tokens)), layout)
+        # The interleaved schedule runs micro-batches in groups of pp_size through one model chunk
+        # before the next chunk, so their number must be a multiple of it; the ones that are added
+        # take tokens from the others, or hold padding only.
         if layout.vp_size > 1:
             needed += -needed % layout.pp_size
         rows = [row.tolist() for row in even_rows(lengths, needed, size.tokens)]

@@ -63,7 +63,7 @@ class Network:
         self.gpt = gpt
         self.layout = layout
         self.device = device_of_this_process()
-        with layout.in_force():
+        with layout.activate():
             self.chunks = build_chunks(
                 self.config, gpt, transformer_impl, layout, value_head=value_head
             )
@@ -227,7 +227,7 @@ class TrainedNetwork(Network):
         total_steps: int,
     ) -> list[Any]:
         """Give these modules' parameters gradient buffers and an optimizer; returns the modules wrapped."""
-        with self.layout.in_force():
+        with self.layout.activate():
             self.trained_modules: list[Any] = list(wrap_for_training(modules, self.config, ddp))
             self.optimizer = build_optimizer(optimizer, self.trained_modules)
             self.scheduler = build_scheduler(
@@ -285,8 +285,10 @@ class TrainedNetwork(Network):
 
     @in_own_layout
     def finish_updates(self) -> None:
-        """With --overlap-param-gather a rank's parameters are stale between a step and the next forward pass; whoever reads them
-        otherwise must ask for them first."""
+        """Make every parameter current: call this before parameters are read outside a forward pass."""
+        # With --overlap-param-gather the distributed optimizer updates only this rank's shard, and
+        # the hooks of the next forward pass all-gather the rest. Until then an export or a
+        # checkpoint would read the values of before the step.
         if self._gathers_late:
             for module in self.trained_modules:
                 module.start_param_sync(force_sync=True)

@@ -2,7 +2,7 @@
 
 megatron-core keeps groups, sizes and ranks in the globals of one module, and half of what we call reads them there: tensor-parallel layers,
 the optimizer's factory, schedules, random states, names in checkpoints. Networks of different layouts in one process therefore take turns:
-each layout has a set of these globals, and `ParallelLayout.in_force` puts it in their place for as long as its network is at work.
+each layout has a set of these globals, and `ParallelLayout.activate` puts it in their place for as long as its network is at work.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class MegatronState:
         self.globals = parallel_globals()
         self.random = RandomStates.now()
 
-    def put_in_force(self) -> None:
+    def activate(self) -> None:
         from megatron.core import parallel_state
 
         vars(parallel_state).update(self.globals)
         self.random.restore()
 
     @property
-    def is_in_force(self) -> bool:
+    def is_active(self) -> bool:
         from megatron.core import parallel_state
 
         return parallel_state._MODEL_PARALLEL_GROUP is self.globals["_MODEL_PARALLEL_GROUP"]
@@ -91,20 +91,20 @@ class ParallelLayout:
     state: MegatronState = field(repr=False, compare=False)
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """For the block this is megatron-core's layout. Such blocks nest only where the layout is the same."""
         global _taking_turns
-        if self.state.is_in_force:
+        if self.state.is_active:
             yield
             return
         assert not _taking_turns, "a network of one layout is called from within one of another"
         others, _taking_turns = MegatronState(), True
-        self.state.put_in_force()
+        self.state.activate()
         try:
             yield
         finally:
             self.state.keep()
-            others.put_in_force()
+            others.activate()
             _taking_turns = False
 
     @property
@@ -140,7 +140,7 @@ def in_own_layout(method: Callable[Concatenate[Self, P], R]) -> Callable[Concate
 
     @wraps(method)
     def call(self: Self, *positional: P.args, **named: P.kwargs) -> R:
-        with self.layout.in_force():
+        with self.layout.activate():
             return method(self, *positional, **named)
 
     return call
@@ -158,7 +158,7 @@ def without_layout() -> Iterator[None]:
     try:
         yield
     finally:
-        others.put_in_force()
+        others.activate()
 
 
 def read_layout() -> ParallelLayout:

@@ -162,7 +162,7 @@ class Collector:
     def _set_aside(self, group: PendingGroup, tally: _Tally) -> None:
         """A good group that ended when there were enough: it is the next rollout's, as it would be trained on there whole."""
         if self.config.partial_rollout and not self.config.mask_offpolicy_in_partial_rollout:
-            self.buffer.give_back([group])
+            self.buffer.requeue([group])
             return
         tally.surplus += 1
         tally.wasted_tokens += group.response_tokens
@@ -178,9 +178,7 @@ class Collector:
             metadata: dict[str, Any] = {"start_rollout_id": rollout_id, **sample.metadata}
             return replace(sample, metadata=metadata) if sample.response_length else sample
 
-        self.buffer.give_back(
-            [PendingGroup(g.prompt, tuple(map(marked, g.samples))) for g in groups]
-        )
+        self.buffer.requeue([PendingGroup(g.prompt, tuple(map(marked, g.samples))) for g in groups])
 
     def _without_removed(self, groups: list[SampleGroup]) -> list[SampleGroup]:
         """With an empty mask where --rollout-sample-filter-path removes a sample."""

@@ -91,7 +91,7 @@ class GroupBuffer:
             ),
         )
 
-    def give_back(self, groups: Sequence[PendingGroup]) -> None:
+    def requeue(self, groups: Sequence[PendingGroup]) -> None:
         self.waiting += groups
 
     def state_dict(self) -> list[dict[str, Any]]:

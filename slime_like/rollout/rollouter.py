@@ -199,7 +199,7 @@ class Rollouter:
         sets = (
             None
             if output.token_sets is None
-            else side_by_side([*rows_of(sample.token_sets), *output.token_sets])
+            else pad_token_sets([*rows_of(sample.token_sets), *output.token_sets])
         )
         return replace(
             sample,
@@ -264,11 +264,11 @@ def joined_routes(before: Tensor | None, now: Tensor | None, length: int) -> Ten
 
 
 def rows_of(token_sets: Tensor | None) -> list[Tensor]:
-    """The sets of `side_by_side`, without what fills them up."""
+    """The sets of `pad_token_sets`, without what fills them up."""
     return [] if token_sets is None else [row[row >= 0] for row in token_sets]
 
 
-def side_by_side(sets: Sequence[Tensor]) -> Tensor:
+def pad_token_sets(sets: Sequence[Tensor]) -> Tensor:
     """[R, K] int32 of R sets of at most K tokens, filled up with -1."""
     return (
         pad_sequence(list(sets), batch_first=True, padding_value=-1)

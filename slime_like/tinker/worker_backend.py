@@ -27,7 +27,7 @@ from slime_like.megatron.checkpoint import (
 from slime_like.megatron.forward_step import LogProbHead, gradient_scale
 from slime_like.megatron.micro_batching import (
     MicroBatchSize,
-    cut,
+    make_micro_batches,
     pack_groups,
     without_tokens,
 )
@@ -143,7 +143,7 @@ class ModelHost:
         size = MicroBatchSize(
             1, (self.run.algorithm.max_tokens_per_gpu or PASS_TOKENS) * self.layout.cp_size
         )
-        parts = cut(own, size, self.layout)
+        parts = make_micro_batches(own, size, self.layout)
         batches = pack_groups(
             parts.groups, transformer=self.run.megatron.transformer, layout=self.layout
         )

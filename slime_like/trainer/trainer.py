@@ -342,7 +342,7 @@ class Trainer:
     def _sync_weights(self) -> None:
         """Hand the policy's weights to the engine, unless it has them."""
         if self.weight_sync is not None:
-            self.weight_sync.hand_over(self.weight_version)
+            self.weight_sync.sync(self.weight_version)
 
     def _evaluate(self, step: int) -> dict[str, float]:
         assert self.evaluator is not None

@@ -35,7 +35,7 @@ class WeightSync:
         self._checked_once = False
         self.metrics: dict[str, float] = {}  # of the latest check
 
-    def hand_over(self, version: int) -> None:
+    def sync(self, version: int) -> None:
         """Unless the engine has them. Raises RunError when it cannot get them, or has others after it."""
         self._engine.check_health()
         if self._engine.weight_version == version:

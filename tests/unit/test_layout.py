@@ -41,7 +41,7 @@ def test_every_global_is_exchanged(two: tuple[ParallelLayout, ParallelLayout]) -
 
     first, second = two
     before, known = everything(), parallel_globals()
-    with second.in_force():
+    with second.activate():
         there = everything()
         assert (
             parallel_state.get_tensor_model_parallel_group()
@@ -75,16 +75,16 @@ def test_random_states_go_on_where_they_were(two: tuple[ParallelLayout, Parallel
     def six(*turns: ParallelLayout) -> list[list[float]]:
         drawn = []
         for layout in turns:
-            with layout.in_force():
+            with layout.activate():
                 drawn.append(draw())
         return drawn
 
     start = RandomStates.now()
-    with second.in_force():
+    with second.activate():
         other_start = RandomStates.now()
     mixed = six(first, second, first, second, second, first)
     start.restore()
-    with second.in_force():
+    with second.activate():
         other_start.restore()
     alone, others = six(first, first, first), six(second, second, second)
     assert [mixed[i] for i in (0, 2, 5)] == alone and [mixed[i] for i in (1, 3, 4)] == others
@@ -93,12 +93,12 @@ def test_random_states_go_on_where_they_were(two: tuple[ParallelLayout, Parallel
 
 def test_layouts_do_not_nest(two: tuple[ParallelLayout, ParallelLayout]) -> None:
     first, second = two
-    with second.in_force():
-        with second.in_force():
+    with second.activate():
+        with second.activate():
             pass
-        with pytest.raises(AssertionError, match="from within one of another"), first.in_force():
+        with pytest.raises(AssertionError, match="from within one of another"), first.activate():
             pass
         assert parallel_state.get_tensor_model_parallel_group() is second.tp_group
-    with pytest.raises(ZeroDivisionError), second.in_force():
+    with pytest.raises(ZeroDivisionError), second.activate():
         1 / 0  # noqa: B018
     assert parallel_state.get_tensor_model_parallel_group() is first.tp_group

@@ -13,7 +13,7 @@ from arguments.schema import AlgorithmConfig
 from slime_like.distributed.seqlen_balancing import linear_cost
 from slime_like.megatron.micro_batching import (
     MicroBatchSize,
-    cut,
+    make_micro_batches,
     micro_batch_size,
     packing_metrics,
     without_tokens,
@@ -45,7 +45,7 @@ def lengths(groups: list[list[TrainSample]]) -> list[list[int]]:
 
 
 def test_by_number_samples_stay_in_order() -> None:
-    parts = cut(SAMPLES, MicroBatchSize(2, None), layout())
+    parts = make_micro_batches(SAMPLES, MicroBatchSize(2, None), layout())
     assert parts.rows == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [s.tokens[0].item() for group in parts.groups for s in group] == [
         100 * i for i in range(8)
@@ -53,7 +53,7 @@ def test_by_number_samples_stay_in_order() -> None:
 
 
 def test_by_tokens_every_sample_is_in_one_row_within_the_budget() -> None:
-    parts = cut(SAMPLES, MicroBatchSize(1, 20), layout())
+    parts = make_micro_batches(SAMPLES, MicroBatchSize(1, 20), layout())
     assert sorted(i for row in parts.rows for i in row) == list(range(8))
     for row, group in zip(parts.rows, lengths(parts.groups), strict=True):
         assert sum(group) <= 20 or row == [0], "only a sequence beyond the budget exceeds it, alone"
@@ -63,7 +63,7 @@ def test_by_tokens_every_sample_is_in_one_row_within_the_budget() -> None:
 @pytest.mark.parametrize("budget", [1, 20, 40, 1000])
 def test_values_come_back_in_the_order_of_the_samples(budget: int) -> None:
     """Through packing and unpacking, as log-probs do."""
-    parts = cut(SAMPLES, MicroBatchSize(1, budget), layout(pp_size=3, vp_size=2))
+    parts = make_micro_batches(SAMPLES, MicroBatchSize(1, budget), layout(pp_size=3, vp_size=2))
     assert len(parts.rows) % 3 == 0, "the interleaved schedule's multiple"
     values = []
     for group in parts.groups:
@@ -75,7 +75,7 @@ def test_values_come_back_in_the_order_of_the_samples(budget: int) -> None:
 
 
 def test_a_micro_batch_of_padding_weighs_nothing_and_has_the_fields_of_the_others() -> None:
-    parts = cut(SAMPLES[:2], MicroBatchSize(1, 100), layout(pp_size=4, vp_size=2))
+    parts = make_micro_batches(SAMPLES[:2], MicroBatchSize(1, 100), layout(pp_size=4, vp_size=2))
     assert lengths(parts.groups) == [[62], [4], [0], [0]]
     real, padding = (pack(parts.groups[i], multiple=4, device=CPU) for i in (1, 2))
     assert (
@@ -118,7 +118,7 @@ def test_sizes_of_the_two_passes() -> None:
 
 def test_packing_metrics() -> None:
     size = MicroBatchSize(1, 50)
-    parts = cut(SAMPLES[1:5], size, layout())
+    parts = make_micro_batches(SAMPLES[1:5], size, layout())
     batches = [pack(group, multiple=8, device=CPU) for group in parts.groups]
     found = {
         name: float(m.value / m.count)

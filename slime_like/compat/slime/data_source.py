@@ -48,7 +48,7 @@ class DataSource:
                         f"{self._flag}: data_source.add_samples: group {group_id} was not handed out by get_samples in this rollout, or came "
                         "back already"
                     )
-                self._buffer.give_back([PendingGroup(prompt, self._read_group(group, prompt))])
+                self._buffer.requeue([PendingGroup(prompt, self._read_group(group, prompt))])
 
     def get_buffer_length(self) -> int:
         """Groups that wait."""

@@ -23,7 +23,7 @@ def random_state_file(rank: int, owner: str = "policy") -> str:
 
 
 def random_states(layout: ParallelLayout) -> bytes:
-    with layout.in_force():
+    with layout.activate():
         states = RandomStates.now()
     plain = {"torch": states.host} | ({} if states.cuda is None else {"cuda": states.cuda})
     return save(plain | {TRACKED + name: state for name, state in states.tracked.items()})
@@ -38,7 +38,7 @@ def restore_random_states(path: Path, layout: ParallelLayout) -> None:
             for name, state in states.items()
             if name.startswith(TRACKED)
         }
-        with layout.in_force():
+        with layout.activate():
             RandomStates(states["torch"], states.get("cuda"), tracked).restore()
     except (OSError, SafetensorError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(
@@ -48,5 +48,5 @@ def restore_random_states(path: Path, layout: ParallelLayout) -> None:
 
 def new_random_states(seed: int, step: int, layout: ParallelLayout) -> None:
     """In a layout that the checkpoint has no states for: fresh ones that no earlier step has used."""
-    with layout.in_force():
+    with layout.activate():
         seed_stage(seed + 1_000_003 * step, layout.pp_rank)

@@ -25,9 +25,13 @@ Attend = Callable[
 
 
 def places_over_ranks(cu_seqlens: Tensor, cp_size: int) -> Tensor:
-    """[T] int64: where each natural row lies when the rows of ranks 0 .. cp - 1 stand one after another.
+    """Map natural rows to their places in the concatenation of the rows of ranks 0 .. cp - 1.
 
-    cu_seqlens: [S + 1]; every sequence is a multiple of 2 * cp long.
+    Args:
+        cu_seqlens: [S + 1]; every sequence is a multiple of 2 * cp long.
+
+    Returns:
+        [T] int64.
     """
     bounds = cu_seqlens.long()
     lengths = bounds.diff()
@@ -38,6 +42,9 @@ def places_over_ranks(cu_seqlens: Tensor, cp_size: int) -> Tensor:
     start = bounds[:-1].repeat_interleave(lengths)
     chunk_length = (lengths // (2 * cp_size)).repeat_interleave(lengths)
     chunk, offset = (rows - start) // chunk_length, (rows - start) % chunk_length
+    # Zig-zag: chunk c < cp belongs to rank c, and chunk 2 * cp - 1 - c to the same rank. Under a
+    # causal mask an early chunk attends to few keys and its mirror image to many, so that each
+    # pair costs the same; contiguous shares would leave rank 0 idle while the last rank computes.
     second = chunk >= cp_size
     rank = torch.where(second, 2 * cp_size - 1 - chunk, chunk)
     return (
@@ -49,7 +56,7 @@ def places_over_ranks(cu_seqlens: Tensor, cp_size: int) -> Tensor:
 
 
 def rows_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """[T / cp] int64: the natural rows that a rank holds, ascending."""
+    """The natural rows that rank `cp_rank` holds, ascending: [T / cp] int64."""
     share = int(cu_seqlens[-1]) // cp_size
     return places_over_ranks(cu_seqlens, cp_size).argsort()[cp_rank * share : (cp_rank + 1) * share]
 

@@ -1,0 +1,83 @@
+"""Keep home-made words out of the code: python scripts/lint_words.py.
+
+Each word has a budget, the number of its uses when it was last counted. A budget may only be lowered: new text says
+it in the words of Megatron, SGLang and slime instead.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("slime_like", "arguments", "megatron_patches", "scripts")
+# word: (uses that are left, what to say)
+BUDGETS = {
+    "tell": (34, "report, return, log"),
+    "tells": (32, "reports, says which"),
+    "told": (109, "given, passed, warned"),
+    "beside": (41, "with, next to"),
+    "whose": (161, "with, where the"),
+    "goes on": (25, "continues"),
+    "go on": (28, "continue"),
+    "of its own": (65, "its own, a separate"),
+    "said": (30, "reported, given"),
+    "stands": (23, "is"),
+    "kin": (0, "variants"),
+    "unwritten": (9, "empty"),
+    "in force": (8, "active"),
+}
+
+
+def uses(word: str, text: str) -> list[int]:
+    """Numbers of the lines of `text` with `word`, once for each use.
+
+    A part of a longer name does not count, nor does a method of that name, as of a file.
+    """
+    found = re.finditer(rf"(?<![\w.]){re.escape(word)}(?!\w)", text, re.IGNORECASE)
+    return [text.count("\n", 0, match.start()) + 1 for match in found]
+
+
+def sources(root: Path) -> Iterator[Path]:
+    """The Python files that are checked, but for this one, which names every word."""
+    for folder in FOLDERS:
+        yield from (
+            p for p in sorted((root / folder).rglob("*.py")) if p.name != Path(__file__).name
+        )
+
+
+def problems(paths: Iterable[Path], budgets: dict[str, tuple[int, str]], root: Path) -> list[str]:
+    """A message for each word that is used more often than its budget allows.
+
+    Args:
+        paths: files below `root`.
+        budgets: by word, how many uses are allowed, and the replacement to suggest.
+    """
+    texts = {path: path.read_text(encoding="utf-8") for path in paths}
+    messages = []
+    for word, (budget, instead) in budgets.items():
+        places = [
+            f"{path.relative_to(root)}:{line}"
+            for path, text in texts.items()
+            for line in uses(word, text)
+        ]
+        if len(places) > budget:
+            messages.append(
+                f"{word!r}: {len(places)} uses, the budget is {budget}; say: {instead}. In: "
+                + " ".join(places)
+            )
+    return messages
+
+
+def main() -> int:
+    """Print every problem; returns 1 where there is one."""
+    found = problems(sources(ROOT), BUDGETS, ROOT)
+    for message in found:
+        print(message, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
