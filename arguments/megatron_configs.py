@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from arguments.cuda import cuda_available
 from arguments.megatron import OPTIMIZER_DTYPES, megatron_fields
 from arguments.schema import ModelConfig, ParallelConfig
 from slime_like.config import Problem, flag_name
@@ -43,15 +44,13 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        import torch
-
         from megatron_patches.patch import has_apex
 
         def installed(name: str) -> bool:
             return importlib.util.find_spec(name) is not None
 
         return cls(
-            torch.cuda.is_available(),
+            cuda_available(),
             installed("transformer_engine"),
             installed("fused_weight_gradient_mlp_cuda"),
             has_apex(),

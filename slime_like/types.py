@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from torch import Tensor
+from slime_like.lazy import Tensor
 
 NOT_SAMPLED = -1  # in place of the weight version of a token that the model did not write
 

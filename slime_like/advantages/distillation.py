@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.checks import require_samples
 
 

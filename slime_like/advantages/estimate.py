@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from slime_like.advantages.kl_reward import sample_kl
 from slime_like.advantages.outcome import (
     SINGLETONS,
@@ -25,6 +21,7 @@ from slime_like.advantages.registry import (
 )
 from slime_like.advantages.whitening import whiten
 from slime_like.config import NON_NEGATIVE, UNIT, CheckedSettings, arg
+from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.checks import require_ids, require_samples, require_shape
 
 

@@ -7,9 +7,8 @@ This is our reading of the paper's valid samples; verl counts rewards that are n
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.lazy import Tensor
 
 
 def gpg(group: GroupRewards) -> Tensor:

@@ -7,11 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, arg
+from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.checks import require_samples
 from slime_like.losses.kl import kl_estimate
 

@@ -5,10 +5,8 @@ A_i = (R_i - mean) / mean,    0 in a group whose mean is not positive
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.lazy import Tensor, torch
 
 
 def maxrl(group: GroupRewards) -> Tensor:

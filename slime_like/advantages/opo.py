@@ -5,9 +5,8 @@ A_i = R_i - sum_j L_j R_j / sum_j L_j        L: active tokens
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.lazy import Tensor
 
 
 def opo(group: GroupRewards) -> Tensor:

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.checks import require_choice, require_ids, require_shape, require_tensor
 
 Singleton = Literal["zero", "reward"]

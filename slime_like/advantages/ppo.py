@@ -7,10 +7,9 @@ Only active tokens count; see `returns.gae`. The critic learns the returns A_t +
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from slime_like.advantages.registry import TokenEstimator, TokenRewards, advantage_estimators
 from slime_like.advantages.returns import gae, token_rewards
+from slime_like.lazy import Tensor
 
 
 def ppo(batch: TokenRewards) -> list[Tensor]:

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from slime_like.lazy import Tensor
 from slime_like.registry import Registry
 
 

@@ -8,9 +8,6 @@ Distances s - t count active tokens. Both are whitened afterwards (`whitening.py
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from slime_like.advantages.registry import (
     GroupRewards,
     TokenEstimator,
@@ -18,6 +15,7 @@ from slime_like.advantages.registry import (
     advantage_estimators,
 )
 from slime_like.advantages.returns import discounted_returns, token_rewards
+from slime_like.lazy import Tensor, torch
 
 
 def reinforce_plus_plus(batch: TokenRewards) -> list[Tensor]:

@@ -5,11 +5,9 @@ A_t = sum_{s >= t} gamma^(s-t) R_s - R_greedy,    R_s = -penalty_s + R at the la
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from slime_like.advantages.registry import TokenEstimator, TokenRewards, advantage_estimators
 from slime_like.advantages.returns import discounted_returns, token_rewards
+from slime_like.lazy import Tensor, torch
 
 
 def remax(batch: TokenRewards) -> list[Tensor]:

@@ -5,9 +5,8 @@ A_i = (R_i - mean) n / (n - 1)
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.lazy import Tensor
 
 
 def rloo(group: GroupRewards) -> Tensor:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
+from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.checks import require_samples
 from slime_like.metrics.typed import Metric, MetricAccumulator, masked_mean, masked_std
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from slime_like.lazy import Tensor, torch
 
 
 def require_tensor(name: str, value: Any) -> Tensor:
     """`value` as it is. Raises ValueError when it is None or no tensor."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name} is {type(value).__name__}; it must be a torch.Tensor")
     return value
 
@@ -99,7 +98,7 @@ def require_samples(masks: Sequence[Tensor], **lists: Sequence[Any] | None) -> N
         if len(values) != len(masks):
             raise ValueError(f"{name} has {len(values)} samples, masks {len(masks)}")
         for i, (value, mask) in enumerate(zip(values, masks)):
-            if isinstance(value, Tensor) and value.dim():
+            if isinstance(value, torch.Tensor) and value.dim():
                 require_shape(f"{name}[{i}]", value, mask, f"masks[{i}]")
 
 

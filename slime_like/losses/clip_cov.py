@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from slime_like.config import UNIT, arg
+from slime_like.lazy import torch
 from slime_like.losses.clipping import ClipConfig, clipped_surrogate
 from slime_like.losses.covariance import covariances, pick, random_order
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics

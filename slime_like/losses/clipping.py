@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from slime_like.config import ABOVE_ONE, NON_NEGATIVE, CheckedSettings, arg
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.inputs import LossInputs
 from slime_like.metrics.typed import Metric, masked_mean
 

@@ -7,9 +7,7 @@ one process would.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.inputs import LossInputs
 from slime_like.losses.ranks import gather_over_ranks, sum_over_ranks
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from slime_like.import_utils import load_function
+from slime_like.lazy import torch
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput
 from slime_like.losses.registry import PolicyLoss
 

@@ -10,9 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.off_policy import Correction, OffPolicyConfig, off_policy_correction
 from slime_like.metrics.typed import Metric, masked_mean
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_mean

@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.checks import require_mask, require_shape
 from slime_like.losses.inputs import count_sequences, from_packed, from_padded
 from slime_like.losses.off_policy import OffPolicyConfig, off_policy_correction

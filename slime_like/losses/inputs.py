@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
+from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.checks import (
     require_choice,
     require_finite,

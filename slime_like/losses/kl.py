@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.checks import require_choice, require_shape, require_tensor
 
 EXPONENT_CLAMP = 20.0
@@ -33,7 +31,7 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda d: d * d / 2,
     "k3": _k3,
     "low_var_kl": lambda d: _k3(d).clamp(-LOW_VAR_CLAMP, LOW_VAR_CLAMP),
-    "abs": torch.abs,
+    "abs": lambda d: d.abs(),
 }
 KL_ESTIMATORS: tuple[str, ...] = (*_VALUES, "k1+", "k3+", "low_var_kl+", "abs+")
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from slime_like.config import NON_NEGATIVE, UNIT, CheckedSettings, arg
+from slime_like.lazy import torch
 from slime_like.losses.covariance import covariances, pick
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses

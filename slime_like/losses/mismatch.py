@@ -18,9 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.inputs import LOG_RATIO_CLAMP
 from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min, masked_std
 

@@ -22,10 +22,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from slime_like.config import (
     NON_NEGATIVE,
     POSITIVE,
@@ -35,6 +31,7 @@ from slime_like.config import (
     arg,
     flag_name,
 )
+from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.checks import require_ids, require_shape
 from slime_like.losses.mismatch import (
     StepTokens,

@@ -5,8 +5,7 @@ Tokens with a negative advantage lose their policy term in sequences with mean(o
 
 from __future__ import annotations
 
-from torch import Tensor
-
+from slime_like.lazy import Tensor
 from slime_like.losses.inputs import LossInputs, sequence_mean_metric
 from slime_like.metrics.typed import Metric
 

@@ -7,33 +7,36 @@ take part in every sum, and in its backward pass, tokens or not.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from slime_like.lazy import Tensor, dist, torch
 
 
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
+@cache
+def _autograd_sum() -> type[torch.autograd.Function]:
+    class SumOverRanks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+            ctx.group = group
+            total = x.clone()
+            dist.all_reduce(total, group=group)
+            return total
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            total = grad.clone()
+            dist.all_reduce(total, group=ctx.group)
+            return total, None
+
+    return SumOverRanks
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of x over the ranks of `group` (None: this process alone), differentiable. Without a gradient one collective, with one two."""
     if group is None or group.size() == 1:
         return x
-    total: Tensor = _SumOverRanks.apply(x, group)
+    total: Tensor = _autograd_sum().apply(x, group)
     return total
 
 

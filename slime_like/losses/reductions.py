@@ -15,9 +15,7 @@ divide within a micro-batch. It depends on how the step is cut, and is here to r
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.checks import require_choice, require_ids, require_tensor
 
 LOSS_REDUCTIONS: tuple[str, ...] = (

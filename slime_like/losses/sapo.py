@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from slime_like.config import POSITIVE, CheckedSettings, arg
+from slime_like.lazy import torch
 from slime_like.losses.inputs import LOG_RATIO_CLAMP, LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_mean

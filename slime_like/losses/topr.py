@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
+from slime_like.lazy import torch
 from slime_like.losses.inputs import (
     LossInputs,
     PolicyLossOutput,

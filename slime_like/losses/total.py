@@ -15,10 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.inputs import LossInputs
 from slime_like.losses.kl import KL_ESTIMATORS, kl_estimate
 from slime_like.losses.opsm import opsm_keep

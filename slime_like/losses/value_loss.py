@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from slime_like.config import POSITIVE, CheckedSettings, arg
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.checks import require_mask, require_shape
 from slime_like.losses.total import LossOutput
 from slime_like.metrics.typed import Metric, masked_mean

@@ -14,9 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from slime_like.config import POSITIVE, CheckedSettings, arg
+from slime_like.lazy import torch
 from slime_like.losses.inputs import (
     LossInputs,
     PolicyLossOutput,

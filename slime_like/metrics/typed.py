@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from slime_like.lazy import Tensor, dist, torch
 
 Kind = Literal["mean", "std", "sum", "min", "max"]
 
@@ -53,12 +51,12 @@ def masked_mean(x: Tensor, mask: Tensor) -> Metric:
     """Mean of x over active tokens, or the share of them where x is True. x [T], mask [T] bool; masked values never enter, NaN included."""
     if x.dtype == torch.bool:
         return Metric("mean", (x & mask).sum(dtype=torch.float32), _count(mask))
-    x = torch.where(mask, x.detach().float(), zero(mask.device))
+    x = torch.where(mask, x.detach().float(), zero(mask.device, torch.float32))
     return Metric("mean", x.sum(), _count(mask))
 
 
 @cache
-def zero(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def zero(device: torch.device, dtype: torch.dtype) -> Tensor:
     """0-d, to select against: torch makes one for each call with a plain 0."""
     with torch.inference_mode(False):
         return torch.zeros((), device=device, dtype=dtype)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.unit.command_lines import complete
 
 ROOT = Path(__file__).resolve().parents[2]
 # From the bottom to the top. A module belongs to the longest name that it starts with.
@@ -19,6 +24,7 @@ LAYERS = (
         "slime_like.registry",
         "slime_like.metrics",
         "slime_like.import_utils",
+        "slime_like.lazy",
         "slime_like.errors",
         "slime_like.logs",
         "slime_like.text",
@@ -66,6 +72,7 @@ MAY_IMPORT_MEGATRON = (
 )
 # Importing these costs seconds or needs a device; what is imported below `arguments` is imported by every wrong command line.
 HEAVY = (
+    "torch",
     "transformers",
     "megatron",
     "reasoning_gym",
@@ -83,6 +90,8 @@ LIGHT = (
     "slime_like.checkpoints",
     "slime_like.types",
     "slime_like.registry",
+    "slime_like.lazy",
+    "slime_like.metrics.typed",
     "arguments",
 )
 
@@ -191,6 +200,38 @@ def test_a_wrong_command_line_imports_nothing_heavy() -> None:
         )
     }
     assert not heavy
+
+
+RUN_AND_LIST = """
+import json, runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    print(json.dumps([end.code, sorted(sys.modules)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [(["--help"], 0), (["--version"], 0), (["--tensor-model-parallel-size", "3"], 2)],
+)
+def test_what_a_command_line_without_a_run_imports(
+    words: list[str], status: int, tmp_path: Path
+) -> None:
+    """The rules look at a line that is whole but for one flag; --help and --version end before."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_AND_LIST, str(ROOT / "train.py"), *complete(tmp_path), *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert code == status, done.stderr
+    roots = {"megatron.core" if name == "megatron" else name for name in HEAVY}  # a namespace
+    assert not roots & set(modules)
+    assert "slime_like.losses" in modules
 
 
 def test_the_walk_over_imports_sees_what_it_should(tmp_path: Path) -> None:

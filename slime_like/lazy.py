@@ -1,0 +1,40 @@
+"""`torch`, imported at its first use: for modules that the parser of the command line reads, and whose functions only a run calls.
+
+Importing torch takes seconds, which --help and a wrong command line must not. In place of `import torch`,
+`import torch.distributed as dist` and `from torch import Tensor`:
+
+>>> from slime_like.lazy import Tensor, dist, torch
+
+`Tensor` is for annotations; elsewhere it is `torch.Tensor`. What needs torch when its module is imported (a base class, a decorator, a
+default value) has to be made at the first call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch as torch
+    import torch.distributed as dist
+    from torch import Tensor as Tensor
+else:
+
+    class _Lazy:
+        """Looks each attribute up anew in the module, so that a patch of the module is seen here too."""
+
+        __slots__ = ("_module", "_name")
+
+        def __init__(self, name: str) -> None:
+            self._name, self._module = name, None
+
+        def __getattr__(self, attribute: str) -> Any:
+            if self._module is None:
+                self._module = importlib.import_module(self._name)
+            return getattr(self._module, attribute)
+
+    torch = _Lazy("torch")
+    dist = _Lazy("torch.distributed")
+    Tensor = Any
+
+__all__ = ["Tensor", "dist", "torch"]
