@@ -124,7 +124,7 @@ def test_two_ranks_tell_it_once(server: TrainServer, work: Workspace, tmp_path: 
     data.write_text(BAD_FILES["missing key"][0])
     done = server.train(flags(work, tmp_path, data), tmp_path / "log", ranks=2)
     assert f"{data}:2: missing key 'answer'" in done.error()
-    status, output = torchrun_once(flags(work, tmp_path, data), ranks=2, timeout_s=90)
+    status, output = torchrun_once(flags(work, tmp_path, data), ranks=2, timeout_s=300)
     assert status != 0
     assert output.count("missing key 'answer'") == 1, output
 
