@@ -91,6 +91,7 @@ class ServerOperations:
         )
         model.state = "ready"
         self.registry.keep(model)
+        log.info("model %s of %s: created", model.id, model.owner)
         return json_result({"model_id": model.id, "type": "create_model"})
 
     async def _load_new(self, request: Request) -> Result:
@@ -265,7 +266,7 @@ class ServerOperations:
             return first is other
         return all(
             first.body[name] == other.body[name]
-            for name in ("sampling", "prompt_log_probs", "seeded")
+            for name in ("sampling", "prompt_log_probs", "seeded", "top_k_prompt", "top_k_sample")
         )
 
     async def _sample(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
@@ -285,9 +286,14 @@ class ServerOperations:
             "counts": [request.body["count"] for request in requests],
             "seeds": [request.body["seed"] for request in requests],
             "seeded": first["seeded"],
+            "top_k_prompt": first["top_k_prompt"],
+            "top_k_sample": first["top_k_sample"],
         }
         value = await self.call(requests[0].id, command)
-        return [sample_output(answer["sequences"], answer["prompt_log_probs"]) for answer in value]
+        return [
+            sample_output(answer["sequences"], answer["prompt_log_probs"], answer.get("top_prompt"))
+            for answer in value
+        ]
 
 
 def snapshot_is_gone(id: str) -> str:

@@ -11,10 +11,9 @@ from slime_like.tinker.data import Limits, check_tokens
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.schemas import Sample, SamplingParams
 
+MAX_TOP_K = 1024
 # fields that SDK 0.38 has and that are not offered here, with the value that means "not wanted"
 NOT_OFFERED: dict[str, Any] = {
-    "topk_prompt_logprobs": 0,
-    "topk_sample_logprobs": 0,
     "target_prompt_logprobs": None,
     "prompt_alt_tokens_k": 0,
     "prompt_logprobs_last_n": None,
@@ -61,7 +60,25 @@ def sample_body(request: Sample, limits: Limits) -> dict[str, Any]:
             **_stops(params, limits),
         },
         "prompt_log_probs": bool(request.prompt_logprobs),
+        **_top_k(request, prompt.size, longest, limits),
     }
+
+
+def _top_k(request: Sample, length: int, longest: int, limits: Limits) -> dict[str, int]:
+    """How many of the likeliest tokens are wanted at each position. Raises Refused."""
+    wanted = {
+        "top_k_prompt": request.topk_prompt_logprobs,
+        "top_k_sample": request.topk_sample_logprobs,
+    }
+    places = (length, longest * request.num_samples)
+    for (name, k), count in zip(wanted.items(), places, strict=True):
+        if not 0 <= k <= min(MAX_TOP_K, limits.vocab_size) or k * count > limits.max_tokens:
+            field = "topk_prompt_logprobs" if name == "top_k_prompt" else "topk_sample_logprobs"
+            raise Refused(
+                f"{field} is {k}: 0 to {min(MAX_TOP_K, limits.vocab_size)} are offered, and at most "
+                f"{limits.max_tokens} log-probs in one request (--max-request-tokens)"
+            )
+    return wanted
 
 
 def _stops(params: SamplingParams, limits: Limits) -> dict[str, Any]:

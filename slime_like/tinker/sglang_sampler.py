@@ -91,9 +91,16 @@ class SglangSampler:
         seeds: list[int],
         prompt_log_probs: bool,
         seeded: bool = False,
+        top_k_prompt: int = 0,
+        top_k_sample: int = 0,
     ) -> list[dict[str, Any]]:
         """For each prompt its samples, as plain values, on rank 0. Raises Refused for seeds that would not count, RunError where the servers
         do not answer as they should; both on all ranks."""
+        if top_k_prompt or top_k_sample:
+            raise Refused(
+                "top-k log-probs are not offered with --rollout-engine sglang; leave them out, or "
+                "serve with --rollout-engine local"
+            )
         if seeded and not self.honours_seeds:
             raise Refused(NO_SEED)
         self._give(folder)
