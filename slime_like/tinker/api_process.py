@@ -115,8 +115,8 @@ class ApiProcess:
         self.run = run
         root = Path(run.server.server_dir).resolve()
         make_folders(root)
-        write_log(root / LOG_FILE)
         self.lock = take_over(root / API_FOLDER)
+        write_log(root / LOG_FILE)  # two processes may not rotate one file
         self.journal = Journal(root / JOURNAL_FILE)
         self.link = WorkerLink(
             root,
@@ -244,7 +244,7 @@ def take_over(folder: Path) -> FolderLock:
 
 
 def write_log(path: Path) -> None:
-    """A line for each request, session and model, into a file; warnings are shown too."""
+    """Log each request, session and model to a rotating file; only warnings reach the terminal."""
     for shown in logging.getLogger().handlers:
         shown.setLevel(logging.WARNING)
     handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8")

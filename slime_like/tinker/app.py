@@ -51,6 +51,7 @@ def make_app(service: Service) -> FastAPI:
     _list_routes(app, service)
     _operator_routes(app, service)
     _download_routes(app, service)
+    _metrics_route(app, service)
     return app
 
 
@@ -252,7 +253,8 @@ def _list_routes(app: FastAPI, service: Service) -> None:
 
 
 def _download_routes(app: FastAPI, service: Service) -> None:
-    downloads, metrics = Downloads(service.registry), make_metrics(service)
+    """Links need a key, the files behind them do not: the signature in the path is the key."""
+    downloads = Downloads(service.registry)
 
     @app.get(
         f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}/external_weights_urls"
@@ -264,6 +266,10 @@ def _download_routes(app: FastAPI, service: Service) -> None:
     @app.get(f"{DOWNLOADS}{{expires:int}}/{{signature}}/{{path:path}}")
     async def file(expires: int, signature: str, path: str) -> Response:
         return FileResponse(downloads.file(expires, signature, path))
+
+
+def _metrics_route(app: FastAPI, service: Service) -> None:
+    metrics = make_metrics(service)
 
     @app.get("/metrics")
     async def prometheus() -> Response:

@@ -1,4 +1,4 @@
-"""Files of external checkpoints for HTTP clients, under links that are signed and expire."""
+"""Download of external checkpoints over HTTP, through signed links that expire."""
 
 from __future__ import annotations
 
@@ -18,20 +18,25 @@ LINKS_S = 3600
 
 
 class Downloads:
-    """Links are valid for LINKS_S seconds, at most until this process ends."""
+    """Makes links and resolves them. A link is valid for LINKS_S seconds, and no longer than this
+    process: the secret of the signatures is drawn when it starts."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._secret = secrets.token_bytes(32)
 
     def links(self, checkpoint: Checkpoint, base_url: str) -> dict[str, Any]:
-        """Of every file, as `get_external_weights_urls` of the SDK reads them.
+        """A link for every file, in the form that `get_external_weights_urls` of the SDK reads.
 
         Args:
-            base_url: Of /api/v1/downloads/, as the client knows this server.
+            checkpoint: An external one.
+            base_url: Of /api/v1/downloads/, at the address that the client used.
+
+        Returns:
+            `urls`, by file name, and `expires`, a time in ISO 8601.
 
         Raises:
-            HttpError: 422 for a checkpoint of another kind.
+            HttpError: 422 for a checkpoint that is not external.
         """
         if checkpoint.kind != "external":
             words = "only those of save_weights_external can be downloaded"
@@ -46,8 +51,20 @@ class Downloads:
         return {"urls": urls, "expires": moment(expires)}
 
     def file(self, expires: int, signature: str, path: str) -> Path:
-        """The file of a link. Raises HttpError 403 for a link that is not ours or has expired, 404
-        for a file that is gone."""
+        """The file behind a link.
+
+        Args:
+            expires: Unix time, in seconds, from the link.
+            signature: Of `expires` and `path`, in hexadecimal digits.
+            path: run/kind/name/file.
+
+        Returns:
+            A file inside a checkpoint's folder.
+
+        Raises:
+            HttpError: 403 for a link that this process did not sign or that has expired, 404 for a
+                checkpoint or file that is gone.
+        """
         if not hmac.compare_digest(self._sign(expires, path).encode(), signature.encode()):
             raise HttpError(403, "this link was not made by this server")
         if expires < time.time():
@@ -64,7 +81,7 @@ class Downloads:
 
 
 def files_of(checkpoint: Checkpoint) -> dict[str, Path]:
-    """By their names relative to the checkpoint; links are left out."""
+    """Regular files by their names relative to the checkpoint; symbolic links are left out."""
     root = Path(checkpoint.folder)
     return {
         str(path.relative_to(root)): path

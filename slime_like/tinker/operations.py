@@ -16,6 +16,7 @@ from slime_like.tinker.request_queue import Result
 from slime_like.tinker.results import pass_output, sample_output
 
 log = logging.getLogger(__name__)
+SHARED = ("sampling", "prompt_log_probs", "seeded", "top_k_prompt", "top_k_sample")  # of a batch
 Call = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
@@ -264,10 +265,7 @@ class ServerOperations:
     def alike(self, first: Request, other: Request) -> bool:
         if first.op != "sample" or "refusal" in first.body or "refusal" in other.body:
             return first is other
-        return all(
-            first.body[name] == other.body[name]
-            for name in ("sampling", "prompt_log_probs", "seeded", "top_k_prompt", "top_k_sample")
-        )
+        return all(first.body.get(name) == other.body.get(name) for name in SHARED)
 
     async def _sample(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
         if "refusal" in requests[0].body:
@@ -280,14 +278,10 @@ class ServerOperations:
         command = {
             "op": "sample",
             "folder": sampler.folder,
-            "sampling": first["sampling"],
-            "prompt_log_probs": first["prompt_log_probs"],
+            **{name: first[name] for name in SHARED if name in first},
             "prompts": [request.body["prompt"] for request in requests],
             "counts": [request.body["count"] for request in requests],
             "seeds": [request.body["seed"] for request in requests],
-            "seeded": first["seeded"],
-            "top_k_prompt": first["top_k_prompt"],
-            "top_k_sample": first["top_k_sample"],
         }
         value = await self.call(requests[0].id, command)
         return [

@@ -12,7 +12,7 @@ SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0)  # bounds of
 
 
 class ServerMetrics:
-    """Counts what is executed; what is there is read from the service when it is asked for."""
+    """Counts requests as they end; gauges are read from the service when Prometheus asks."""
 
     def __init__(self, service: Service) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -20,20 +20,20 @@ class ServerMetrics:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             f"{PREFIX}_requests",
-            "Requests that are done.",
+            "Requests that have ended. outcome: ok, user or server (who caused the failure).",
             ["op", "outcome"],
             registry=self.registry,
         )
         self._waited = Histogram(
             f"{PREFIX}_waiting_seconds",
-            "From the acceptance of a request to its execution.",
+            "Seconds from the acceptance of a request to its execution.",
             ["op"],
             buckets=SECONDS,
             registry=self.registry,
         )
         self._took = Histogram(
             f"{PREFIX}_execution_seconds",
-            "Execution of a request.",
+            "Seconds of the execution of a request.",
             ["op"],
             buckets=SECONDS,
             registry=self.registry,
@@ -41,7 +41,7 @@ class ServerMetrics:
         registry, dispatcher = service.registry, service.dispatcher
         for name, words, count in (
             ("healthy", "1 while requests are executed.", lambda: service.problem() is None),
-            ("waiting_requests", "Requests that wait.", lambda: dispatcher.waiting),
+            ("waiting_requests", "Requests in the queues.", lambda: dispatcher.waiting),
             (
                 "sessions",
                 "Open sessions.",
@@ -51,20 +51,21 @@ class ServerMetrics:
             ("samplers", "Sampling sessions.", lambda: len(registry.samplers)),
             (
                 "checkpoint_bytes",
-                "Size of all checkpoints.",
+                "Bytes of all checkpoints.",
                 lambda: sum(c.size for c in registry.checkpoints.values()),
             ),
         ):
             Gauge(f"{PREFIX}_{name}", words, registry=self.registry).set_function(count)
 
     def done(self, request: Request) -> None:
-        """A request was answered."""
+        """Count a request that has ended."""
         self._requests.labels(request.op, request.category or "ok").inc()
         if request.started:
             self._waited.labels(request.op).observe(request.started - request.created)
             self._took.labels(request.op).observe(request.finished - request.started)
 
     def text(self) -> bytes:
+        """In Prometheus's text format."""
         from prometheus_client import generate_latest
 
         return bytes(generate_latest(self.registry))

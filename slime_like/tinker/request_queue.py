@@ -65,7 +65,7 @@ class Dispatcher:
         self.requests: dict[str, Request] = {}
         self._most_waiting, self._gap_s, self._batch = most_waiting, gap_s, batch
         self._workers = workers
-        self.on_done: Callable[[Request], None] = lambda request: None
+        self.on_done: Callable[[Request], None] = lambda request: None  # for metrics
         self._wake = asyncio.Event()
         self._last = ""
         self._bytes: dict[str, int] = {}  # of the bodies that wait or are executed, by queue
@@ -234,12 +234,13 @@ class Dispatcher:
             self._bytes[request.queue] = left
         self.journal.put("request", request.id, request.record(), result=request.result)
         try:
-            self._report(request)
             self.operations.executed(request)
+            self._report(request)
         except Exception:  # of one request; the others go on
             log.exception("after executing %s", request.id)
 
     def _report(self, request: Request) -> None:
+        """One line for the log, and the numbers for the metrics."""
         started = request.started or request.finished
         log.info(
             "request %s (%s) of %s: %s, waited %.3f s, took %.3f s",

@@ -95,7 +95,7 @@ def sample_output(
     top_prompt: dict[str, Any] | None = None,
 ) -> tuple[bytes, str]:
     """Of asample. sequences: tokens as int32 and log_probs as float32 bytes, stopped: by a stop token or text. prompt_log_probs: float32, NaN
-    for the first token. top_prompt, and `top` of a sequence: its likeliest tokens, as `TopLogProbs.plain` has them."""
+    for the first token. top_prompt, and `top` of a sequence: its likeliest tokens, see `sampler.top_of`."""
     response = proto.SampleResponse()
     for sequence in sequences:
         added = response.sequences.add(tokens=sequence["tokens"], logprobs=sequence["log_probs"])

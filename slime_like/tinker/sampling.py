@@ -65,19 +65,19 @@ def sample_body(request: Sample, limits: Limits) -> dict[str, Any]:
 
 
 def _top_k(request: Sample, length: int, longest: int, limits: Limits) -> dict[str, int]:
-    """How many of the likeliest tokens are wanted at each position. Raises Refused."""
-    wanted = {
-        "top_k_prompt": request.topk_prompt_logprobs,
-        "top_k_sample": request.topk_sample_logprobs,
-    }
-    places = (length, longest * request.num_samples)
-    for (name, k), count in zip(wanted.items(), places, strict=True):
-        if not 0 <= k <= min(MAX_TOP_K, limits.vocab_size) or k * count > limits.max_tokens:
-            field = "topk_prompt_logprobs" if name == "top_k_prompt" else "topk_sample_logprobs"
+    """How many of the likeliest tokens are wanted at each position. length: of the prompt. longest:
+    tokens of a sample. Raises Refused."""
+    most = min(MAX_TOP_K, limits.vocab_size)
+    wanted = {}
+    for part, positions in (("prompt", length), ("sample", longest * request.num_samples)):
+        k = getattr(request, f"topk_{part}_logprobs")
+        if not 0 <= k <= most or k * positions > limits.max_tokens:
             raise Refused(
-                f"{field} is {k}: 0 to {min(MAX_TOP_K, limits.vocab_size)} are offered, and at most "
-                f"{limits.max_tokens} log-probs in one request (--max-request-tokens)"
+                f"topk_{part}_logprobs is {k}, at up to {positions} positions: 0 to {most} are "
+                f"offered, and at most {limits.max_tokens} log-probs in one request "
+                "(--max-request-tokens)"
             )
+        wanted[f"top_k_{part}"] = k
     return wanted
 
 

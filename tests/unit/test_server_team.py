@@ -104,9 +104,5 @@ def test_an_operator_sees_who_holds_what_and_others_do_not(tmp_path: Path) -> No
 def test_a_web_page_of_another_site_is_refused(api: Api) -> None:
     for header in ({"Host": "rebound.example"}, {"Origin": "https://site.example"}):
         assert api.send("create_session", b"{}", header).status_code == 403
-    assert (
-        "is not offered here"
-        in api.loop.run_until_complete(
-            api.http.delete("training_runs/r/checkpoints/weights/a/publish")
-        ).text
-    )
+    path = "training_runs/r/checkpoints/weights/a/publish"
+    assert "is not offered here" in api.loop.run_until_complete(api.http.delete(path)).text
