@@ -50,10 +50,12 @@ class ServerOperations:
             return [await run(request)]
         except Failed as error:
             model = self.registry.models.get(request.body.get("model", ""))
-            if error.broken and model is not None and model.state != "ended":
-                reason = self.registry.lost(model, str(error))
-                self.end_model(model, reason, corrupted=True)
-                raise Failed(reason) from error
+            if model is None:
+                raise
+            if error.broken and model.state != "ended":
+                self.end_model(model, self.registry.lost(model, str(error)), corrupted=True)
+            if model.corrupted:  # now, or meanwhile: its workers ended
+                raise Failed(model.reason) from error
             raise
 
     def executed(self, request: Request) -> None:

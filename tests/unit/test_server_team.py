@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from arguments.rules.server import valid_keys
 from slime_like.tinker.access import KeyRing
+from slime_like.tinker.errors import Failed
 from tests.api_in_process import Api
 
 FIRST, SECOND, OPERATOR = "tml-first-key-000", "tml-second-key-00", "tml-operator-key"
@@ -55,6 +57,22 @@ def test_unload_frees_a_model_and_a_session_that_ended_is_not_corrupted(api: Api
     )
     assert api.get(f"training_runs/{api.model}").json()["corrupted"] is False
     api.still_executes()
+
+
+def test_a_request_that_the_workers_die_with_names_the_newest_checkpoint(api: Api) -> None:
+    """Which the API process answers at once, without a restart."""
+    body = {"model_id": api.bystander, "seq_id": 1, "path": "good"}
+    path = api.post("retrieve_future", api.post("save_weights", body))["path"]
+
+    async def die(id: str, command: dict[str, Any]) -> Any:
+        api.service.lifetimes.workers_ended("the connection was closed")
+        raise Failed("the workers have ended (the connection was closed)")
+
+    api.service.operations.call = die
+    step = {"model_id": api.bystander, "seq_id": 2, "adam_params": {}}
+    answer = api.post("retrieve_future", api.post("optim_step", step))
+    assert answer["category"] == "server" and path in answer["error"], answer
+    assert f"model {api.bystander} is lost" in answer["error"]
 
 
 def test_an_external_checkpoint_is_downloaded(api: Api) -> None:
