@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from slime_like.tinker.worker_rpc import WorkerLink
 log = logging.getLogger("slime_like.tinker")
 API_FOLDER = "api"  # whose lock the API process has; the folder's own is of the workers
 JOURNAL_FILE = "journal.sqlite"
+LOG_FILE = "server.log"
+LOG_BYTES, LOG_FILES = 50_000_000, 5
 HOUSEKEEPING_S = 5.0
 OLD_API_S = 30.0  # for the API process of another command line to end
 CONTEXT_WITHOUT_POSITIONS = 2**17  # of a model whose config tells none
@@ -113,6 +116,7 @@ class ApiProcess:
         root = Path(run.server.server_dir).resolve()
         make_folders(root)
         self.lock = take_over(root / API_FOLDER)
+        write_log(root / LOG_FILE)  # two processes may not rotate one file
         self.journal = Journal(root / JOURNAL_FILE)
         self.link = WorkerLink(
             root,
@@ -237,6 +241,16 @@ def take_over(folder: Path) -> FolderLock:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
+
+
+def write_log(path: Path) -> None:
+    """Log each request, session and model to a rotating file; only warnings reach the terminal."""
+    for shown in logging.getLogger().handlers:
+        shown.setLevel(logging.WARNING)
+    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
 
 
 async def listen(host: str, port: int) -> socket.socket:

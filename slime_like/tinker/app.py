@@ -8,14 +8,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from arguments.rules.server import is_loopback
 from slime_like.tinker import schemas
+from slime_like.tinker.downloads import Downloads
 from slime_like.tinker.errors import HttpError
 from slime_like.tinker.futures import PROTOBUF
-from slime_like.tinker.middleware import IS_OPERATOR, OWNER, unpacks
+from slime_like.tinker.middleware import DOWNLOADS, IS_OPERATOR, OWNER, unpacks
+from slime_like.tinker.prometheus import make_metrics
 from slime_like.tinker.serializers import (
     checkpoint_record,
     holdings,
@@ -47,6 +50,8 @@ def make_app(service: Service) -> FastAPI:
     _session_routes(app, service)
     _list_routes(app, service)
     _operator_routes(app, service)
+    _download_routes(app, service)
+    _metrics_route(app, service)
     return app
 
 
@@ -245,6 +250,32 @@ def _list_routes(app: FastAPI, service: Service) -> None:
         checkpoint.expires = None if seconds is None else time.time() + seconds
         registry.keep(checkpoint)
         return answer({})
+
+
+def _download_routes(app: FastAPI, service: Service) -> None:
+    """Links need a key, the files behind them do not: the signature in the path is the key."""
+    downloads = Downloads(service.registry)
+
+    @app.get(
+        f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}/external_weights_urls"
+    )
+    async def links(request: Request, run_id: str, checkpoint_id: str) -> Response:
+        found = service.checkpoint(f"tinker://{run_id}/{checkpoint_id}", owner_of(request))
+        return answer(downloads.links(found, f"{request.base_url}{DOWNLOADS.lstrip('/')}"))
+
+    @app.get(f"{DOWNLOADS}{{expires:int}}/{{signature}}/{{path:path}}")
+    async def file(expires: int, signature: str, path: str) -> Response:
+        return FileResponse(downloads.file(expires, signature, path))
+
+
+def _metrics_route(app: FastAPI, service: Service) -> None:
+    metrics = make_metrics(service)
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        if metrics is None:
+            raise HttpError(404, "metrics need prometheus_client; pip install 'slime_like[server]'")
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
 
 def _operator_routes(app: FastAPI, service: Service) -> None:

@@ -32,6 +32,7 @@ class Request:
     result: bytes = b""
     content_type: str = ""
     category: str = ""
+    started: float = 0.0
     finished: float = 0.0
     fetched: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)

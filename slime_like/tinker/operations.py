@@ -16,6 +16,7 @@ from slime_like.tinker.request_queue import Result
 from slime_like.tinker.results import pass_output, sample_output
 
 log = logging.getLogger(__name__)
+SHARED = ("sampling", "prompt_log_probs", "seeded", "top_k_prompt", "top_k_sample")  # of a batch
 Call = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
@@ -49,10 +50,12 @@ class ServerOperations:
             return [await run(request)]
         except Failed as error:
             model = self.registry.models.get(request.body.get("model", ""))
-            if error.broken and model is not None and model.state != "ended":
-                reason = self.registry.lost(model, str(error))
-                self.end_model(model, reason, corrupted=True)
-                raise Failed(reason) from error
+            if model is None:
+                raise
+            if error.broken and model.state != "ended":
+                self.end_model(model, self.registry.lost(model, str(error)), corrupted=True)
+            if model.corrupted:  # now, or meanwhile: its workers ended
+                raise Failed(model.reason) from error
             raise
 
     def executed(self, request: Request) -> None:
@@ -91,6 +94,7 @@ class ServerOperations:
         )
         model.state = "ready"
         self.registry.keep(model)
+        log.info("model %s of %s: created", model.id, model.owner)
         return json_result({"model_id": model.id, "type": "create_model"})
 
     async def _load_new(self, request: Request) -> Result:
@@ -263,10 +267,7 @@ class ServerOperations:
     def alike(self, first: Request, other: Request) -> bool:
         if first.op != "sample" or "refusal" in first.body or "refusal" in other.body:
             return first is other
-        return all(
-            first.body[name] == other.body[name]
-            for name in ("sampling", "prompt_log_probs", "seeded")
-        )
+        return all(first.body.get(name) == other.body.get(name) for name in SHARED)
 
     async def _sample(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
         if "refusal" in requests[0].body:
@@ -279,15 +280,16 @@ class ServerOperations:
         command = {
             "op": "sample",
             "folder": sampler.folder,
-            "sampling": first["sampling"],
-            "prompt_log_probs": first["prompt_log_probs"],
+            **{name: first[name] for name in SHARED if name in first},
             "prompts": [request.body["prompt"] for request in requests],
             "counts": [request.body["count"] for request in requests],
             "seeds": [request.body["seed"] for request in requests],
-            "seeded": first["seeded"],
         }
         value = await self.call(requests[0].id, command)
-        return [sample_output(answer["sequences"], answer["prompt_log_probs"]) for answer in value]
+        return [
+            sample_output(answer["sequences"], answer["prompt_log_probs"], answer.get("top_prompt"))
+            for answer in value
+        ]
 
 
 def snapshot_is_gone(id: str) -> str:

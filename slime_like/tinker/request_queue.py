@@ -65,6 +65,7 @@ class Dispatcher:
         self.requests: dict[str, Request] = {}
         self._most_waiting, self._gap_s, self._batch = most_waiting, gap_s, batch
         self._workers = workers
+        self.on_done: Callable[[Request], None] = lambda request: None  # for metrics
         self._wake = asyncio.Event()
         self._last = ""
         self._bytes: dict[str, int] = {}  # of the bodies that wait or are executed, by queue
@@ -199,7 +200,7 @@ class Dispatcher:
 
     async def _execute(self, batch: list[Request]) -> None:
         for request in batch:
-            request.state = "running"
+            request.state, request.started = "running", time.time()
         try:
             results = await self.operations.execute(batch)
         except Exception as error:
@@ -234,8 +235,23 @@ class Dispatcher:
         self.journal.put("request", request.id, request.record(), result=request.result)
         try:
             self.operations.executed(request)
+            self._report(request)
         except Exception:  # of one request; the others go on
             log.exception("after executing %s", request.id)
+
+    def _report(self, request: Request) -> None:
+        """One line for the log, and the numbers for the metrics."""
+        started = request.started or request.finished
+        log.info(
+            "request %s (%s) of %s: %s, waited %.3f s, took %.3f s",
+            request.id,
+            request.op,
+            request.owner or "the server",
+            f"failed ({request.category})" if request.failed else "done",
+            started - request.created,
+            request.finished - started,
+        )
+        self.on_done(request)
 
     def fail_all(self, key: str, error: Exception, *, forget: bool = False) -> None:
         """Fail what waits in a queue; forget: the queue too."""

@@ -90,16 +90,27 @@ def _metric_name(name: str, *, critic: bool) -> str:
 
 
 def sample_output(
-    sequences: Sequence[dict[str, Any]], prompt_log_probs: bytes | None
+    sequences: Sequence[dict[str, Any]],
+    prompt_log_probs: bytes | None,
+    top_prompt: dict[str, Any] | None = None,
 ) -> tuple[bytes, str]:
     """Of asample. sequences: tokens as int32 and log_probs as float32 bytes, stopped: by a stop token or text. prompt_log_probs: float32, NaN
-    for the first token."""
+    for the first token. top_prompt, and `top` of a sequence: its likeliest tokens, see `sampler.top_of`."""
     response = proto.SampleResponse()
     for sequence in sequences:
         added = response.sequences.add(tokens=sequence["tokens"], logprobs=sequence["log_probs"])
         added.stop_reason = (
             proto.STOP_REASON_STOP if sequence["stopped"] else proto.STOP_REASON_LENGTH
         )
+        if sequence.get("top") is not None:
+            _add_top(added.topk_sampled_logprobs, sequence["top"])
+    if top_prompt is not None:
+        _add_top(response.topk_prompt_logprobs, top_prompt)
     if prompt_log_probs is not None:
         response.prompt_logprobs = prompt_log_probs
     return response.SerializeToString(), PROTOBUF
+
+
+def _add_top(message: Any, top: dict[str, Any]) -> None:
+    message.token_ids, message.logprobs = top["tokens"], top["log_probs"]
+    message.k, message.length = top["k"], top["length"]

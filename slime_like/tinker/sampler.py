@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.engines.local.engine import LocalEngine
+
+MISSING_LOG_PROB = -99999.0  # of the SDK (tinker.types.topk_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,11 @@ class SnapshotSampler:
         seeds: list[int],
         prompt_log_probs: bool,
         seeded: bool = False,
+        top_k_prompt: int = 0,
+        top_k_sample: int = 0,
     ) -> list[dict[str, Any]]:
-        """For each prompt its samples, as plain values, on every rank. seeded: whether the client gave the seeds; here they always count."""
+        """For each prompt its samples, as plain values, on every rank. seeded: whether the client gave the seeds; here they always count.
+        top_k_prompt, top_k_sample: likeliest tokens wanted at each position; 0 for none."""
         together(lambda: self._engine(folder))
         engine = self._engine(folder)
         asked = SampleCommand.of(sampling, prompts, counts)
@@ -84,19 +90,26 @@ class SnapshotSampler:
         outputs = together(lambda: engine.generate(requests, asked.params) if requests else [])
         scored = list(range(rank, len(prompts), world)) if prompt_log_probs else []
         scores = together(lambda: engine.prompt_log_probs([asked.prompts[i] for i in scored]))
-        told = (
-            [(where, plain(output)) for where, output in zip(mine, outputs)],
-            [(i, with_nan(s)) for i, s in zip(scored, scores)],
+        samples = {where: plain(output) for where, output in zip(mine, outputs, strict=True)}
+        if top_k_sample:
+            together(lambda: add_top(engine, asked, samples, top_k_sample))
+        own = range(rank, len(prompts), world) if top_k_prompt else []
+        tops = together(
+            lambda: {i: top_of(engine, asked.prompts[i], 0, top_k_prompt, 1.0) for i in own}
         )
+        local = (samples, {i: with_nan(s) for i, s in zip(scored, scores)}, tops)
         sequences: dict[tuple[int, int], dict[str, Any]] = {}
         prompt_scores: dict[int, bytes] = {}
-        for samples, part in gather(told):
-            sequences |= dict(samples)
-            prompt_scores |= dict(part)
+        top_prompts: dict[int, dict[str, Any]] = {}
+        for of_samples, of_prompts, of_tops in gather(local):
+            sequences |= of_samples
+            prompt_scores |= of_prompts
+            top_prompts |= of_tops
         return [
             {
                 "sequences": [sequences[i, j] for j in range(count)],
                 "prompt_log_probs": prompt_scores.get(i),
+                "top_prompt": top_prompts.get(i),
             }
             for i, count in enumerate(counts)
         ]
@@ -181,3 +194,33 @@ def plain(output: GenerateOutput) -> dict[str, Any]:
 def with_nan(scores: tuple[float, ...]) -> bytes:
     """Of a prompt, whose first token has no log-prob."""
     return np.array([float("nan"), *scores], dtype="<f4").tobytes()
+
+
+def add_top(
+    engine: LocalEngine,
+    asked: SampleCommand,
+    samples: Mapping[tuple[int, int], dict[str, Any]],
+    k: int,
+) -> None:
+    """Give each sample, by (prompt, number), its likeliest tokens at the sampling temperature."""
+    for (i, _), sample in samples.items():
+        prompt = asked.prompts[i]
+        row = (*prompt, *np.frombuffer(sample["tokens"], dtype="<i4").tolist())
+        sample["top"] = top_of(engine, row, len(prompt), k, asked.params.temperature)
+
+
+def top_of(
+    engine: LocalEngine, tokens: Sequence[int], first: int, k: int, temperature: float
+) -> dict[str, Any]:
+    """The k likeliest tokens at positions `first` to N - 1, as plain values. Position 0 has no
+    log-probs and gets what the SDK reads as missing: token 0, MISSING_LOG_PROB."""
+    ids, scores = engine.top_log_probs(tokens, max(first, 1), k, temperature)
+    if first == 0:
+        ids = torch.nn.functional.pad(ids, (0, 0, 1, 0))
+        scores = torch.nn.functional.pad(scores, (0, 0, 1, 0), value=MISSING_LOG_PROB)
+    return {
+        "tokens": ids.numpy().astype("<i4").tobytes(),
+        "log_probs": scores.numpy().astype("<f4").tobytes(),
+        "k": k,
+        "length": len(ids),
+    }

@@ -11,10 +11,9 @@ from slime_like.tinker.data import Limits, check_tokens
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.schemas import Sample, SamplingParams
 
+MAX_TOP_K = 1024
 # fields that SDK 0.38 has and that are not offered here, with the value that means "not wanted"
 NOT_OFFERED: dict[str, Any] = {
-    "topk_prompt_logprobs": 0,
-    "topk_sample_logprobs": 0,
     "target_prompt_logprobs": None,
     "prompt_alt_tokens_k": 0,
     "prompt_logprobs_last_n": None,
@@ -61,7 +60,25 @@ def sample_body(request: Sample, limits: Limits) -> dict[str, Any]:
             **_stops(params, limits),
         },
         "prompt_log_probs": bool(request.prompt_logprobs),
+        **_top_k(request, prompt.size, longest, limits),
     }
+
+
+def _top_k(request: Sample, length: int, longest: int, limits: Limits) -> dict[str, int]:
+    """How many of the likeliest tokens are wanted at each position. length: of the prompt. longest:
+    tokens of a sample. Raises Refused."""
+    most = min(MAX_TOP_K, limits.vocab_size)
+    wanted = {}
+    for part, positions in (("prompt", length), ("sample", longest * request.num_samples)):
+        k = getattr(request, f"topk_{part}_logprobs")
+        if not 0 <= k <= most or k * positions > limits.max_tokens:
+            raise Refused(
+                f"topk_{part}_logprobs is {k}, at up to {positions} positions: 0 to {most} are "
+                f"offered, and at most {limits.max_tokens} log-probs in one request "
+                "(--max-request-tokens)"
+            )
+        wanted[f"top_k_{part}"] = k
+    return wanted
 
 
 def _stops(params: SamplingParams, limits: Limits) -> dict[str, Any]:

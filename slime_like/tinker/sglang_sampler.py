@@ -40,6 +40,10 @@ from slime_like.tinker.sampler import SampleCommand, is_tied, plain, with_nan
 
 ATTEMPTS = 3  # to give the servers a snapshot; each one less costs a server
 NO_SEED = "seed is not honoured by the SGLang servers of this server; start them with --sglang-enable-deterministic-inference, or leave it out"
+NO_TOP_K = (
+    "top-k log-probs (topk_prompt_logprobs, topk_sample_logprobs) are not offered by this server, which samples with --rollout-engine sglang: leave "
+    "them out, or start the server with --rollout-engine local"
+)
 UNTIED = (
     "this snapshot has an output layer of its own (train_unembed), and the SGLang servers were started with one that is the embedding: sample it with "
     "--rollout-engine local, or train with train_unembed=False"
@@ -91,9 +95,13 @@ class SglangSampler:
         seeds: list[int],
         prompt_log_probs: bool,
         seeded: bool = False,
+        top_k_prompt: int = 0,
+        top_k_sample: int = 0,
     ) -> list[dict[str, Any]]:
-        """For each prompt its samples, as plain values, on rank 0. Raises Refused for seeds that would not count, RunError where the servers
+        """For each prompt its samples, as plain values, on rank 0. Raises Refused for top-k log-probs and seeds that would not count, RunError where the servers
         do not answer as they should; both on all ranks."""
+        if top_k_prompt or top_k_sample:
+            raise Refused(NO_TOP_K)
         if seeded and not self.honours_seeds:
             raise Refused(NO_SEED)
         self._give(folder)

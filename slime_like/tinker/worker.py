@@ -26,7 +26,7 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.tinker import codec
 from slime_like.tinker.errors import Failed, Refused
 from slime_like.tinker.fingerprint import fingerprint_of
-from slime_like.tinker.worker_backend import WEIGHTS, ModelHost
+from slime_like.tinker.worker_backend import ModelHost
 from slime_like.tinker.worker_rpc import LINK_FILE
 
 logger = logging.getLogger(__name__)
@@ -72,20 +72,19 @@ class Worker:
         broken = self._recover(command, outcome)
         return {
             "ok": False,
-            "category": outcome["category"],
+            "category": "server" if broken else outcome["category"],
             "error": outcome["error"],
             "broken": broken,
         }
 
     def _recover(self, command: dict[str, Any], outcome: dict[str, Any]) -> bool:
         """Whether the model of a failed command is lost."""
-        stage = outcome["stage"]
-        user = outcome["category"] == "user"
-        if "model" not in command or (stage == WEIGHTS and user and command["op"] != "step"):
-            return False  # files that cannot be loaded are found out before they are
+        never_made = command["op"] == "create" and outcome["category"] == "user"
+        if "model" not in command or never_made:
+            return False
         # a step that failed has been answered; a pass is missing for the next step
         missing = outcome["error"] if command["op"] == "pass" else ""
-        lost = self.host.recover(command["model"], stage, missing)
+        lost = self.host.recover(command["model"], outcome["stage"], missing)
         return lost or command["model"] not in self.host.models
 
     def _agree(self, error: Exception | None) -> dict[str, Any] | None:

@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     from slime_like.tinker.sglang_sampler import SglangSampler
 
 PASS_TOKENS = 8192  # of a micro-batch, where --max-tokens-per-gpu is not given
+SPACE_REMEDY = (
+    "delete checkpoints of the server that are not needed (delete_checkpoint, or a ttl_seconds when "
+    "they are saved), or start it with a --server-dir on a larger disk"
+)
 CHECKPOINT_STEP = 1  # every saved state is a checkpoint folder of its own
 WHOLE_NUMBERS = ("tokens", "labels", "label_sets")
 SETS = ("label_sets", "label_weights")  # several numbers at each token
@@ -226,20 +230,20 @@ class ModelHost:
                 "before: send these batches again"
             )
         self.stage = GRADIENTS
-
-        def before_change() -> None:
-            self.stage = WEIGHTS
-
-        stepped, grad_norm = network.take_step(settings, before_change)
+        stepped, grad_norm = network.take_step(settings, self._before_change)
         told = grad_norm if math.isfinite(grad_norm) else str(grad_norm)
         return {"stepped": stepped, "grad_norm": told}
+
+    def _before_change(self) -> None:
+        """From here on an error loses the model: its weights may be partly old and partly new."""
+        self.stage = WEIGHTS
 
     # --- files ------------------------------------------------------------------------------------------------------
 
     def do_save(self, model: str, folder: str) -> None:
         """A checkpoint of weights and optimizer. Gradients that no step has taken yet are not in it."""
         network = self._network_to_keep(model)
-        saver = CheckpointSaver(folder, SavePolicy())
+        saver = CheckpointSaver(folder, SavePolicy(space_remedy=SPACE_REMEDY))
         state = {"model": self._shape(model)}
         saver.save(
             CHECKPOINT_STEP,
@@ -253,12 +257,12 @@ class ModelHost:
         )
 
     def do_load(self, model: str, folder: str, optimizer: bool) -> None:
-        """Weights of a checkpoint, and its optimizer or a fresh one."""
+        """Weights of a checkpoint, and its optimizer or a fresh one. A checkpoint that is refused before anything was read into the model leaves
+        it as it was."""
         network = self.residents.network(model)
         saved = SavedNetwork(
             network.saved_chunks, network.optimizer if optimizer else None, None, self.layout
         )
-        self.stage = WEIGHTS
         load_checkpoint(
             checkpoint_folder(folder, CHECKPOINT_STEP),
             {self.models[model].role: saved},
@@ -266,7 +270,9 @@ class ModelHost:
             verify=not self.run.checkpoint.no_verify_checkpoint,
             seed=self.run.model.seed,
             model=self._shape(model),
+            before_change=self._before_change,
         )
+        self._before_change()
         self.models[model].incomplete = ""
         if optimizer:
             network.clear_gradients()

@@ -159,7 +159,6 @@ class WorkerLink:
                         "ok": False,
                         "category": "server",
                         "error": f"the workers have ended ({reason})",
-                        "lost": True,
                     }
                 )
             self._on_loss(reason)

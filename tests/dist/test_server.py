@@ -30,6 +30,9 @@ def test_ranks_agree_on_errors_and_go_on(tmp_path: Path) -> None:
             "broken": True,
         },
         ANY,
+        # a load that is refused once a rank has read into the model loses it, before it does not
+        {"id": "3d", "ok": False, "category": "server", "error": "it is bad", "broken": True},
+        {"id": "3e", "ok": False, "category": "user", "error": "it is bad", "broken": False},
         {"id": "5", "ok": True, "total": 3, "data": 0},
     ]
     exhausted = first["answers"][4]
@@ -40,6 +43,8 @@ def test_ranks_agree_on_errors_and_go_on(tmp_path: Path) -> None:
         ["m", 1, "rank 1: RuntimeError: it broke"],
         ["m", 2, ""],
         ["m", 0, exhausted["error"]],
+        ["m", 2, ""],
+        ["m", 0, ""],
     ]
 
 

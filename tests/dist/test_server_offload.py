@@ -15,8 +15,10 @@ megatron_patches.apply()
 from arguments.parse import SERVER, parse_args  # noqa: E402
 from benchmarks.bench_server import ADAM, command_of, message_of  # noqa: E402
 from scripts.make_demo import save_model  # noqa: E402
+from slime_like.megatron.checkpoint import save  # noqa: E402
 from slime_like.megatron.init import process_groups  # noqa: E402
 from slime_like.megatron.served import storages_of  # noqa: E402
+from slime_like.tinker.worker import Worker  # noqa: E402
 from slime_like.tinker.worker_backend import ModelHost  # noqa: E402
 from tests.dist.lora_critic_worker import critic_command  # noqa: E402
 
@@ -165,3 +167,54 @@ def test_models_that_were_saved_and_loaded_wait_too(
         ]
     assert norms[0] == norms[1] and norms[0][1] > 0
     assert [i for i, (a, b) in enumerate(zip(*ends, strict=True)) if not torch.equal(a, b)] == []
+
+
+def damage(folder: Path) -> None:
+    """The last bytes of the largest file: its size is right, and what is read first too."""
+    file = max(folder.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-verify-checkpoint",)], ids=["verified", "unverified"])
+def test_a_model_is_lost_by_a_load_only_if_something_was_read_into_it(
+    model: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """A damaged checkpoint that is found out before is refused, and the model trains on."""
+    run = parse_args(["--hf-checkpoint", str(model), *flags], 1, SERVER)
+    with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
+        host = ModelHost(run, layout)
+        loop = Worker(host, layout)
+        made = {"model": "m", "role": "policy", "policy": None, "lora": None}
+        assert loop.execute({"op": "create", **made})["ok"]
+        assert loop.execute({"op": "save", "model": "m", "folder": str(tmp_path)})["ok"]
+        damage(tmp_path)
+        before = [t.clone() for t in host.residents.network("m").tensors()]
+        load = {"op": "load", "model": "m", "folder": str(tmp_path), "optimizer": True}
+        answer = loop.execute(load)
+        assert not answer["ok"] and "is damaged" in answer["error"], answer
+        lost = bool(flags)
+        assert (answer["broken"], answer["category"]) == (lost, "server" if lost else "user")
+        assert ("m" not in host.models) == lost
+        if not lost:
+            after = host.residents.network("m").tensors()
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            assert loop.execute({"op": "pass", "model": "m", **command_of(message_of(3, 9))})["ok"]
+
+
+def test_a_full_disk_is_reported_in_the_words_of_the_server(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has no --save; the model stays."""
+    monkeypatch.setattr(save, "TRAINER_BYTES", 2**62)  # more than any disk has
+    run = parse_args(["--hf-checkpoint", str(model)], 1, SERVER)
+    with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
+        host = ModelHost(run, layout)
+        loop = Worker(host, layout)
+        made = {"model": "m", "role": "policy", "policy": None, "lora": None}
+        assert loop.execute({"op": "create", **made})["ok"]
+        answer = loop.execute({"op": "save", "model": "m", "folder": str(tmp_path)})
+        assert "m" in host.models
+    assert "--server-dir on a larger disk" in answer["error"] and "--save" not in answer["error"]
+    assert not answer["broken"]

@@ -124,6 +124,16 @@ def test_seeds_that_would_not_count_are_refused(snapshots: list[str], alone: Any
         sampler.close()
 
 
+@pytest.mark.parametrize("part", ["top_k_prompt", "top_k_sample"])
+def test_top_k_log_probs_are_refused(
+    pair: SimpleNamespace, snapshots: list[str], part: str
+) -> None:
+    """And the next request without them is served."""
+    with pytest.raises(Refused, match="--rollout-engine local"):
+        ask(pair.sampler, snapshots[0], **{part: 2})
+    assert_of(ask(pair.sampler, snapshots[0]), snapshots[0])
+
+
 def test_a_fault_is_an_error_and_the_next_request_is_served(
     pair: SimpleNamespace, snapshots: list[str]
 ) -> None:

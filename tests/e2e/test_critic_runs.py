@@ -233,6 +233,9 @@ def test_values_that_are_not_finite_stop_the_run(
         lr_decay_iters=100,
     )
     error = server.train(argv, tmp_path / "log", ranks=2).error()
-    assert (
-        "the value of the critic of sample" in error or "critic's optimizer step skipped" in error
+    wanted = (
+        "the value of the critic of sample",
+        "critic's optimizer step skipped",
+        "has value_loss inf",  # the first of them that overflows depends on the processor
     )
+    assert any(words in error for words in wanted)

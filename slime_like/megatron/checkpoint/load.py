@@ -68,10 +68,12 @@ def load_checkpoint(
     verify: bool,
     seed: int,
     model: Mapping[str, Any],
+    before_change: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Restore networks, and with load_rng the random states. Returns the trainer's state as it was saved.
 
-    model: this run's, by setting, to name what differs. Raises ValueError naming the file, setting or tensor
+    model: this run's, by setting, to name what differs. before_change: called before anything of a network is written; an error
+    before it leaves all as it was. Raises ValueError naming the file, setting or tensor
     at fault; RunError when what was loaded is not what was saved.
     """
     identity = together(lambda: saved_identity(folder))  # before gigabytes are verified
@@ -93,7 +95,10 @@ def load_checkpoint(
         same_optimizer = same_layout and saved["optimizer"] == optimizer_kind(network)
         step = float(saved["optimizer_step"])
         _load_network(
-            network, folder / name, step=None if same_optimizer and step else step
+            network,
+            folder / name,
+            step=None if same_optimizer and step else step,
+            before_change=before_change,
         )  # step 0 is not in megatron-core's part
         if same_layout:
             unchanged[name] = network
@@ -208,7 +213,13 @@ def _check_model(folder: Path, saved: Mapping[str, Any], model: Mapping[str, Any
 
 
 @in_own_layout
-def _load_network(network: SavedNetwork, folder: Path, *, step: float | None = None) -> None:
+def _load_network(
+    network: SavedNetwork,
+    folder: Path,
+    *,
+    step: float | None = None,
+    before_change: Callable[[], None] = lambda: None,
+) -> None:
     """In the network's own layout. step: of Adam, when the parts of the optimizer's state that are not tensors are of another layout or kind of optimizer, and this run's
     own stand in for them: its groups of parameters. Their learning rates and weight decay come from the schedule."""
     wanted = sharded_state(network, is_loading=True)
@@ -228,6 +239,7 @@ def _load_network(network: SavedNetwork, folder: Path, *, step: float | None = N
             raise ValueError(f"checkpoint {folder} does not fit this model: {describe(problems)}")
 
     together(fit)
+    before_change()  # megatron-core reads into the parameters themselves
     optimizer = {name: wanted.pop(name) for name in (OWN_OPTIMIZER,) if name in wanted}
     try:
         loaded = dist_checkpointing.load(wanted, str(folder))

@@ -65,11 +65,15 @@ class SaveError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """keep_last, keep_every: see `folders.steps_to_remove`. asynchronous: write behind the training."""
+    """keep_last, keep_every: see `folders.steps_to_remove`. asynchronous: write behind the training. space_remedy: what a user may do about a full
+    disk, in the words of the program's own flags."""
 
     keep_last: int | None = None
     keep_every: int | None = None
     asynchronous: bool = False
+    space_remedy: str = (
+        "remove something, give another --save, or let --save-retain-last remove old checkpoints"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,9 @@ class CheckpointSaver:
             for name, network in networks.items()
         }
         needed = sum(gather(sum(plan.estimated_bytes() for plan in plans.values()))) + TRAINER_BYTES
-        free = self._or_fail(step, lambda: _check_space(self.root, needed))
+        free = self._or_fail(
+            step, lambda: _check_space(self.root, needed, self.policy.space_remedy)
+        )
         logger.info(
             f"saving {checkpoint_folder(self.root, step)}: {needed / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free"
         )
@@ -274,12 +280,11 @@ def _make_folders(folder: Path, networks: Mapping[str, SavedNetwork]) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def _check_space(root: Path, needed: int) -> int:
+def _check_space(root: Path, needed: int, remedy: str) -> int:
     """The free bytes of the disk. Raises OSError when they are too few."""
     if (free := free_bytes(root)) < needed:
         raise OSError(
-            f"it needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; remove something, give another --save, or let "
-            "--save-retain-last remove old checkpoints"
+            f"it needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; {remedy}"
         )
     return free
 

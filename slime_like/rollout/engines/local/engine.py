@@ -214,6 +214,27 @@ class LocalEngine:
         return scores
 
     @torch.inference_mode()
+    def top_log_probs(
+        self, tokens: Sequence[int], first: int, k: int, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens at the positions of a sequence, before top-k and top-p.
+
+        Args:
+            tokens: A sequence of N tokens.
+            first: The first position that is wanted, at least 1: token 0 has no log-prob.
+            k: How many, at most the vocabulary.
+            temperature: Divides the logits; 0 (greedy) counts as 1.
+
+        Returns:
+            Token ids (int64) and log-probs (float32), both [N - first, k], of positions `first` to
+            N - 1, the likeliest first.
+        """
+        ids = torch.tensor([list(tokens)], device=self._device)
+        logits = self._model(input_ids=ids).logits[0, first - 1 : -1].float()
+        top = (logits / (temperature or 1.0)).log_softmax(-1).topk(k, dim=-1)
+        return top.indices.cpu(), top.values.cpu()
+
+    @torch.inference_mode()
     def _decode(
         self,
         requests: Sequence[GenerateRequest],
