@@ -1,3 +1,4 @@
+# mypy: disable-error-code="name-defined"
 """What a hostile program tries, as a script: prints a line of JSON, ``{attempt: outcome}``.
 
 Runs in a sandbox, where every outcome has to be "refused", and outside, where it shows that the attempt is a real one. Everything
