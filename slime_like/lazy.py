@@ -1,4 +1,4 @@
-"""`torch`, imported at its first use: for modules that the parser of the command line reads, and whose functions only a run calls.
+"""`torch`, imported at its first use: for modules that the parser of the command line reads without calling their functions.
 
 Importing torch takes seconds, which --help and a wrong command line must not. In place of `import torch`,
 `import torch.distributed as dist` and `from torch import Tensor`:
