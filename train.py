@@ -1,8 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Train: python train.py ... is one process, torchrun --nproc-per-node N train.py ... is N. --help lists the flags.
+"""Train: python train.py ... is one process, torchrun --nproc-per-node N train.py ... is N. --help
+lists the flags.
 
-Exit status: 0 done, 1 an error during the run, 2 an error in the command line (every problem is listed), 75 saved after SIGTERM or SIGHUP,
-130 after Ctrl-C.
+Exit status: 0 done, 1 an error during the run, 2 an error in the command line (every problem is
+listed), 75 saved after SIGTERM or SIGHUP, 130 after Ctrl-C.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""From a command line to the settings of a run. `get_parser` is what documentation and completion tools ask."""
+"""From a command line to the settings of a run. `get_parser` is what documentation and completion
+tools ask."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What users of slime, SkyRL and Megatron-LM type: spellings that are ours under another name, and flags that are known and not
-implemented here, which are refused by name."""
+"""What users of slime, SkyRL and Megatron-LM type: spellings that are ours under another name, and
+flags that are known and not implemented here, which are refused by name."""
 
 from __future__ import annotations
 
@@ -152,7 +152,8 @@ ESTIMATORS_THAT_ARE_LOSSES = ("gspo", "cispo")
 _SKYRL_PREFIX = re.compile(
     "--(?:(?:trainer-)?algorithm-(?:off-policy-correction-)?|off-policy-correction-)"
 )
-# Names of SkyRL's that it calls deprecated itself; slime's --use-tis is not: its long name tells which is meant.
+# Names of SkyRL's that it calls deprecated itself; slime's --use-tis is not: its long name tells
+# which is meant.
 DEPRECATED: Mapping[str, str] = {
     "--tis-imp-ratio-cap": "--token-tis-ratio-clip-high",
     "--trainer-algorithm-use-tis": "--tis-ratio-type token",
@@ -168,5 +169,6 @@ def not_implemented(name: str) -> str | None:
 
 
 def without_skyrl_prefix(name: str, known: Container[str]) -> str:
-    """``--trainer-algorithm-policy-loss-type`` -> ``--policy-loss-type``, unless the long name is a flag itself."""
+    """``--trainer-algorithm-policy-loss-type`` -> ``--policy-loss-type``, unless the long name is a
+    flag itself."""
     return name if name in known else _SKYRL_PREFIX.sub("--", name)

@@ -1,4 +1,5 @@
-"""The groups of settings that a run has: of a command line as its rules look at it, and of a `RunConfig`."""
+"""The groups of settings that a run has: of a command line as its rules look at it, and of a
+`RunConfig`."""
 
 from __future__ import annotations
 

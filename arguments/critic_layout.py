@@ -1,4 +1,5 @@
-"""The critic's parallel layout: what its flags and the policy's make of it, checked by the policy's own rules."""
+"""The critic's parallel layout: what its flags and the policy's make of it, checked by the policy's
+own rules."""
 
 from __future__ import annotations
 
@@ -43,8 +44,9 @@ def layout_flags(critic: CriticConfig) -> dict[str, Any]:
 
 
 def critic_parallel(critic: CriticConfig, policy: ParallelConfig) -> ParallelConfig:
-    """The policy's layout with what the critic's flags say otherwise. What belongs to a size that is another than the policy's is not taken
-    over: the interleaved schedule to its pipeline, the experts' tensor-parallel size and sequence parallelism to its tensors."""
+    """The policy's layout with what the critic's flags say otherwise. What belongs to a size that
+    is another than the policy's is not taken over: the interleaved schedule to its pipeline, the
+    experts' tensor-parallel size and sequence parallelism to its tensors."""
     said = layout_flags(critic)
     sizes = dataclasses.replace(policy, **said)
     if (
@@ -68,7 +70,8 @@ def critic_parallel(critic: CriticConfig, policy: ParallelConfig) -> ParallelCon
 
 
 def critic_layout_is_possible(s: Settings) -> list[Problem]:
-    """Every rule of the policy's layout, under the names of the critic's flags. What is wrong with the policy's as well is told of that."""
+    """Every rule of the policy's layout, under the names of the critic's flags. What is wrong with
+    the policy's as well is told of that."""
     if not has_critic(s) or not layout_flags(s.critic):
         return []
     view = as_policy(s)

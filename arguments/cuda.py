@@ -1,4 +1,5 @@
-"""Whether torch would find a CUDA device, without importing torch: that takes seconds, which a wrong command line must not."""
+"""Whether torch would find a CUDA device, without importing torch: that takes seconds, which a
+wrong command line must not."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from typing import Any
 def cuda_available() -> bool:
     """What torch.cuda.is_available() says.
 
-    It counts the devices of the driver, which must be at least of the major version that torch was built for (CUDA Compatibility Guide,
-    "minor version compatibility").
+    It counts the devices of the driver, which must be at least of the major version that torch was
+    built for (CUDA Compatibility Guide, "minor version compatibility").
     """
     build = _torch_build()
     if build.get("hip"):  # AMD's driver is asked by torch

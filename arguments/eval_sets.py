@@ -1,4 +1,5 @@
-"""The evaluation sets of a run: pairs on the command line (--eval-prompt-data), or a YAML file with settings for each set (--eval-config).
+"""The evaluation sets of a run: pairs on the command line (--eval-prompt-data), or a YAML file with
+settings for each set (--eval-config).
 
     eval:
       defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
@@ -6,7 +7,8 @@
         - {name: aime, path: aime.jsonl, rm_type: math, max_response_len: 4096}
         - {name: easy, path: easy.jsonl, n_samples_per_eval_prompt: 1, temperature: 0}
 
-As in slime, ``eval:`` may be left out, and ``datasets`` may be a mapping by name. What a set does not say is as in `defaults`, else as the flags say.
+As in slime, ``eval:`` may be left out, and ``datasets`` may be a mapping by name. What a set does
+not say is as in `defaults`, else as the flags say.
 """
 
 from __future__ import annotations

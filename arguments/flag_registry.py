@@ -65,7 +65,8 @@ def normalise(name: str) -> str:
 
 
 def loss_flags() -> list[Flag]:
-    """The fields of every registered loss's configuration. A field of several losses is one flag, whose default is each loss's own."""
+    """The fields of every registered loss's configuration. A field of several losses is one flag,
+    whose default is each loss's own."""
     holders: dict[str, list[tuple[str, Flag]]] = {}
     for name, loss in policy_losses.items():
         for flag in flags_of(loss.config_type, ""):

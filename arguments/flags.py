@@ -1,6 +1,7 @@
 """A dataclass's fields -> flags.
 
-Our own dataclasses declare their settings with `arg()`. megatron-core's say it with an annotation, a default, and sometimes
+Our own dataclasses declare their settings with `arg()`. megatron-core's say it with an annotation,
+a default, and sometimes
 `argparse_meta` metadata. They are read from the source text without importing
 megatron-core, which takes seconds: a wrong command line should end before that.
 """
@@ -25,8 +26,9 @@ Kind = Literal["value", "list", "switch", "json"]
 class Flag:
     """One setting as the user types it.
 
-    dest: the field's name. on: spellings, the first is the one that messages use. off: of a switch, spellings that turn it off.
-    item: type of the value, or of each item of a list. refused: why the flag is known and cannot be used; empty when it can.
+    dest: the field's name. on: spellings, the first is the one that messages use. off: of a switch,
+    spellings that turn it off. item: type of the value, or of each item of a list. refused: why the
+    flag is known and cannot be used; empty when it can.
     """
 
     dest: str
@@ -74,7 +76,8 @@ class Shape:
 
 
 def shape_of(annotation: Any) -> Shape | None:
-    """None where the annotation cannot be said in words: callables, dtypes, unions of different kinds."""
+    """None where the annotation cannot be said in words: callables, dtypes, unions of different
+    kinds."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is bool:
         return Shape("switch")
@@ -106,7 +109,8 @@ def switch_spellings(dest: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def flags_of(
     config_type: type, group: str, choices: Mapping[str, Sequence[str]] = types.MappingProxyType({})
 ) -> list[Flag]:
-    """The flags of a dataclass whose fields are declared with `arg()`. choices: legal values that are only known at run time."""
+    """The flags of a dataclass whose fields are declared with `arg()`. choices: legal values that
+    are only known at run time."""
     hints = typing.get_type_hints(config_type)
     flags = []
     for field in dataclasses.fields(config_type):
@@ -149,8 +153,9 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SourceField:
-    """A field of a dataclass, as its source text has it. annotation: Any where the text names types that are not plain.
-    known_default: False where the default is not made of constants; `default` is None then."""
+    """A field of a dataclass, as its source text has it. annotation: Any where the text names types
+    that are not plain. known_default: False where the default is not made of constants; `default`
+    is None then."""
 
     name: str
     annotation: Any
@@ -172,7 +177,8 @@ _ANNOTATION_NAMES = _Names(
 
 
 def read_source_fields(path: Path, class_name: str) -> list[SourceField]:
-    """The fields that a class defines in the file `path`, in order; inherited ones are in the file of the base class."""
+    """The fields that a class defines in the file `path`, in order; inherited ones are in the file
+    of the base class."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     body = next(
         node.body

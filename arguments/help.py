@@ -29,7 +29,8 @@ def default_words(flag: Flag) -> str:
 def help_text(
     table: FlagTable, about: str = "", *, usage: str = TRAIN_USAGE, hidden: Collection[str] = ()
 ) -> str:
-    """about: a part of a group's title or of a flag's name; empty shows everything. hidden: fields of settings that the program does not have."""
+    """about: a part of a group's title or of a flag's name; empty shows everything. hidden: fields
+    of settings that the program does not have."""
     word = about.lstrip("-").replace("_", "-").lower()
     groups: dict[str, list[Flag]] = {}
     for flag in table.flags:

@@ -1,6 +1,8 @@
-"""Which settings of megatron-core become flags, and what the flags and a checkpoint say about the network together.
+"""Which settings of megatron-core become flags, and what the flags and a checkpoint say about the
+network together.
 
-The flags are read from megatron-core's source text: a command line is checked in less time than importing megatron-core takes.
+The flags are read from megatron-core's source text: a command line is checked in less time than
+importing megatron-core takes.
 `megatron_configs.py` makes its objects.
 """
 
@@ -42,7 +44,8 @@ CONFIGS_OF_GROUP = {
     "optimizer (megatron-core)": "OptimizerConfig",
     "data parallelism (megatron-core)": "DistributedDataParallelConfig",
 }
-# What works here. A field that is not named is known, and refused: megatron-core's next release may bring others.
+# What works here. A field that is not named is known, and refused: megatron-core's next release may
+# bring others.
 SUPPORTED = frozenset(
     """
     num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels hidden_dropout attention_dropout
@@ -95,14 +98,16 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "moe_token_dispatcher_type": ("alltoall", "allgather"),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
 }
-# Fields that are a torch.dtype, and Megatron-LM's words for it: what Transformer Engine's Adam can do; `validate_optimizer.py` knows more.
+# Fields that are a torch.dtype, and Megatron-LM's words for it: what Transformer Engine's Adam can
+# do; `validate_optimizer.py` knows more.
 OPTIMIZER_DTYPES: Mapping[str, tuple[str, ...]] = {
     "main_grads_dtype": ("fp32", "bf16"),
     "main_params_dtype": ("fp32", "fp16"),
     "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
     "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
 }
-# Fields of several types: as what they are read. One item of a list is the plain value; see `network_of_flags`.
+# Fields of several types: as what they are read. One item of a list is the plain value; see
+# `network_of_flags`.
 UNIONS: Mapping[str, Shape] = {
     "moe_layer_freq": Shape("value", str),
     "moe_router_load_balancing_type": Shape("list", str),
@@ -257,7 +262,8 @@ def _flag(name: str, group: str, source: SourceField, supported: bool) -> Flag:
 
 
 def network_of_flags(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """What the command line says about TransformerConfig's fields, Megatron-LM's spellings translated.
+    """What the command line says about TransformerConfig's fields, Megatron-LM's spellings
+    translated.
 
     `activation_func` is a name, as in `HfModel.transformer`.
     """
@@ -345,7 +351,8 @@ def disagreements(
 def merge_network(
     explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """TransformerConfig's fields from the checkpoint and the flags. Dropout is off unless a flag says otherwise."""
+    """TransformerConfig's fields from the checkpoint and the flags. Dropout is off unless a flag
+    says otherwise."""
     network = {**checkpoint, **dict.fromkeys(NOT_COMPARED, 0.0), **explicit}
     if given.get("group_query_attention"):
         network.setdefault("num_query_groups", 1)

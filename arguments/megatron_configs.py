@@ -1,4 +1,5 @@
-"""Flags back into megatron-core's configuration objects. megatron-core is imported when they are built, and not before."""
+"""Flags back into megatron-core's configuration objects. megatron-core is imported when they are
+built, and not before."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ OF_PRECISION_AWARE = {"use_precision_aware_optimizer", "optimizer_cpu_offload", 
 
 @dataclass(frozen=True)
 class MegatronConfigs:
-    """megatron-core's own configuration objects, complete. (They are mutable by megatron-core's design; we only add hooks.)"""
+    """megatron-core's own configuration objects, complete. (They are mutable by megatron-core's
+    design; we only add hooks.)"""
 
     transformer: TransformerConfig
     optimizer: OptimizerConfig
@@ -85,9 +87,11 @@ def build_megatron_configs(
     virtual_stages: int | None,
     machine: Machine,
 ) -> tuple[MegatronConfigs | None, list[Problem]]:
-    """The three objects, or what megatron-core has against them. Needs no process group. Imports megatron-core.
+    """The three objects, or what megatron-core has against them. Needs no process group. Imports
+    megatron-core.
 
-    values: field name -> value, of any of the three configurations; what is absent takes its default.
+    values: field name -> value, of any of the three configurations; what is absent takes its
+    default.
     """
     nccl = parallel.distributed_backend == "nccl" or (
         parallel.distributed_backend == "auto" and machine.cuda
@@ -108,7 +112,8 @@ def build_megatron_configs(
 
 
 def _attempt(build: Build, make: Callable[[Build], Any]) -> Any:
-    """megatron-core checks by assertion and by several kinds of error; each becomes a problem that names a flag."""
+    """megatron-core checks by assertion and by several kinds of error; each becomes a problem that
+    names a flag."""
     try:
         return make(build)
     except (
@@ -168,8 +173,9 @@ def _transformer(build: Build) -> Any:
         "pipeline_dtype": dtype,
         # token mean is a weight of ours: in this mode megatron-core would divide once more
         "calculate_per_token_loss": False,
-        # packed rows differ in length; the schedule then sends shapes, and wants this dispatcher even without experts. The interleaved
-        # schedule gets rows of one length instead: two stages would take each other's shapes for the wrong direction.
+        # packed rows differ in length; the schedule then sends shapes, and wants this dispatcher
+        # even without experts. The interleaved schedule gets rows of one length instead: two stages
+        # would take each other's shapes for the wrong direction.
         "variable_seq_lengths": parallel.pipeline_model_parallel_size > 1
         and build.virtual_stages is None,
         "moe_token_dispatcher_type": values.get("moe_token_dispatcher_type", "alltoall"),
@@ -185,7 +191,8 @@ def _transformer(build: Build) -> Any:
 
 
 def _fusions(build: Build) -> dict[str, bool]:
-    """Fused kernels: on where a whole GPU environment is installed, for some are compiled at run time. Never on the CPU."""
+    """Fused kernels: on where a whole GPU environment is installed, for some are compiled at run
+    time. Never on the CPU."""
     values, gpu = build.values, build.machine.cuda and build.machine.transformer_engine
     gated = bool(values.get("gated_linear_unit"))
     fusable = values.get("activation_func", "gelu") in (("silu", "quick_gelu") if gated else ())
@@ -225,7 +232,8 @@ def _optimizer(build: Build) -> Any:
     fields = _of(OptimizerConfig, values)
     if build.machine.transformer_engine or not fields.get("use_precision_aware_optimizer"):
         return OptimizerConfig(**fields)
-    # megatron-core asks for Transformer Engine's Adam here; megatron_patches/precision_adam.py has another one
+    # megatron-core asks for Transformer Engine's Adam here; megatron_patches/precision_adam.py has
+    # another one
     config = OptimizerConfig(
         **{name: value for name, value in fields.items() if name not in OF_PRECISION_AWARE}
     )
@@ -259,7 +267,8 @@ def _dtype_of_word(word: str) -> Any:
 def _ddp(build: Build) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    # a non-finite gradient is counted and its step skipped, on all ranks; megatron-core's check would raise
+    # a non-finite gradient is counted and its step skipped, on all ranks; megatron-core's check
+    # would raise
     in_fp32 = bool(build.values.get("bf16")) and not _main_gradients_in_bf16(build)
     values = {"grad_reduce_in_fp32": in_fp32, **build.values, "check_for_nan_in_grad": False}
     return DistributedDataParallelConfig(**_of(DistributedDataParallelConfig, values))

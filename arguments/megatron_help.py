@@ -1,4 +1,5 @@
-"""What each of megatron-core's settings does here: a sentence for `train.py --help` and docs/flags.md, by the field's name.
+"""What each of megatron-core's settings does here: a sentence for `train.py --help` and
+docs/flags.md, by the field's name.
 
 Defaults and legal values stand beside it there; see `megatron.py`.
 """

@@ -50,7 +50,8 @@ _WAIT_FOR_RANK_0_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Whose command line it is. usage, hidden: of --help, see there. values: of settings that it does not have, where others look at them."""
+    """Whose command line it is. usage, hidden: of --help, see there. values: of settings that it
+    does not have, where others look at them."""
 
     rules: tuple[Rule, ...]
     warnings: tuple[Warn, ...]
@@ -83,8 +84,9 @@ def _shared_parser(usage: str, hidden: frozenset[str]) -> LauncherParser:
 def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -> RunConfig:
     """The settings of a run of train.py, or of the server.
 
-    argv: without the program's name. world_size: number of processes. Raises ConfigError with every problem, and `HelpRequested`. Only
-    what megatron-core itself refuses comes second, once nothing else is wrong. Needs no process group.
+    argv: without the program's name. world_size: number of processes. Raises ConfigError with every
+    problem, and `HelpRequested`. Only what megatron-core itself refuses comes second, once nothing
+    else is wrong. Needs no process group.
     """
     given, table = _read(argv, program)
     loss, policy_loss = choose_loss(given, table)
@@ -106,7 +108,8 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
 def parse_or_exit(
     argv: Sequence[str], world_size: int, rank: int, program: Program = TRAIN
 ) -> RunConfig:
-    """`parse_args` for a launcher: on a ConfigError rank 0 prints it to stderr, once for all ranks, and every rank exits with status 2.
+    """`parse_args` for a launcher: on a ConfigError rank 0 prints it to stderr, once for all ranks,
+    and every rank exits with status 2.
 
     --help and --version print to stdout and exit with 0. Raises SystemExit.
     """
@@ -234,7 +237,8 @@ def _kl_in_the_reward(given: ParsedArgs) -> None:
 
 
 def _read_checkpoint(given: ParsedArgs) -> HfModel | None:
-    """What --hf-checkpoint's config.json says; None, with its problems noted, when it cannot be used."""
+    """What --hf-checkpoint's config.json says; None, with its problems noted, when it cannot be
+    used."""
     folder = given.values.get("hf_checkpoint")
     if folder is None:
         return None
@@ -424,7 +428,8 @@ def _finish(
 def _teacher(
     s: Settings, checkpoint: HfModel | None, stages: int | None
 ) -> tuple[TeacherModel | None, list[Problem]]:
-    """The teacher of on-policy distillation: its own shape, and everything else as the policy has it."""
+    """The teacher of on-policy distillation: its own shape, and everything else as the policy has
+    it."""
     folder = s.distillation.opd_teacher_load
     if folder is None:
         return None, []

@@ -93,7 +93,8 @@ class _Setting(_Ours):
 
 
 class _Other(_Ours):
-    """What is no setting itself: presets, flags without effect, those of other programs, unknown ones."""
+    """What is no setting itself: presets, flags without effect, those of other programs, unknown
+    ones."""
 
     def take(self, parser: LauncherParser, typed: str, words: list[str]) -> None:
         own: Any = True if not words else words[0] if len(words) == 1 else words
@@ -182,7 +183,8 @@ class LauncherParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's: the values of all flags, defaults included, and the words that are unknown.
+        """As argparse's: the values of all flags, defaults included, and the words that are
+        unknown.
 
         Exits with status 2 after printing every problem.
         """

@@ -1,4 +1,5 @@
-"""Which policy loss a command line asks for, and its settings: --policy-loss-type, slime's --advantage-estimator gspo|cispo, or a custom function."""
+"""Which policy loss a command line asks for, and its settings: --policy-loss-type, slime's
+--advantage-estimator gspo|cispo, or a custom function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Everything that a run is told, checked: what `parse_args` returns and the rest of the program is built from."""
+"""Everything that a run is told, checked: what `parse_args` returns and the rest of the program is
+built from."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from slime_like.advantages.registry import advantage_estimators, needs_critic
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """The shape of --opd-teacher-load in this run's layout and precision. transformer: megatron-core's TransformerConfig."""
+    """The shape of --opd-teacher-load in this run's layout and precision. transformer:
+    megatron-core's TransformerConfig."""
 
     gpt: GPTModelConfig
     transformer: Any
@@ -32,19 +34,24 @@ class CriticModel:
 
 @dataclass(frozen=True)
 class RunConfig(ConfigGroups):
-    """Complete: `gpt` is filled from the checkpoint; `model.transformer_impl` is "local" or "transformer_engine";
-    `algorithm.num_steps_per_rollout` and `algorithm.global_batch_size` are set and agree with the rollout's size, `balance_data` is set;
-    `algorithm.policy_loss_type` and `advantage_estimator` are registered names, not aliases;
-    `parallel.num_virtual_stages_per_pipeline_rank` is set for the interleaved schedule however that was asked for.
+    """Complete: `gpt` is filled from the checkpoint; `model.transformer_impl` is "local" or
+    "transformer_engine";
+    `algorithm.num_steps_per_rollout` and `algorithm.global_batch_size` are set and agree with the
+    rollout's size, `balance_data` is set; `algorithm.policy_loss_type` and `advantage_estimator`
+    are registered names, not aliases; `parallel.num_virtual_stages_per_pipeline_rank` is set for
+    the interleaved schedule however that was asked for.
 
     with SGLang, `sglang.update_weight_transport` is set.
 
-    with a critic, `critic.critic_lr` and `critic_min_lr` are set, and critic_model tells its layout; without one that is None.
+    with a critic, `critic.critic_lr` and `critic_min_lr` are set, and critic_model tells its
+    layout; without one that is None.
 
-    teacher: of on-policy distillation on Megatron, else None. argv: the command line. warnings: to be printed once by the launcher.
+    teacher: of on-policy distillation on Megatron, else None. argv: the command line. warnings: to
+    be printed once by the launcher.
 
     notes: what differs from slime under the same flags, and defaults that follow from others; the
-    launcher prints them once. custom: values of the flags that --custom-arguments-path added, by their names.
+    launcher prints them once. custom: values of the flags that --custom-arguments-path added, by
+    their names.
     """
 
     megatron: MegatronConfigs
@@ -78,7 +85,8 @@ class RunConfig(ConfigGroups):
 
     @property
     def unties_output_layer(self) -> bool:
-        """Whether the policy's output layer and embedding, one weight in its checkpoint, are not the same any more."""
+        """Whether the policy's output layer and embedding, one weight in its checkpoint, are not
+        the same any more."""
         targets = {name for word in self.lora.lora_target_modules for name in TARGETS[word]}
         return (
             self.lora.lora_rank > 0

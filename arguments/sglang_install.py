@@ -1,4 +1,5 @@
-"""What an interpreter has of SGLang, found out without importing it: importing costs seconds, and on another machine needs a GPU."""
+"""What an interpreter has of SGLang, found out without importing it: importing costs seconds, and
+on another machine needs a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _FIND = "import importlib.util as u; print(*(s.origin if (s := u.find_spec(n)) a
 
 @cache
 def packages_of(python: str) -> tuple[Path | None, Path | None]:
-    """Folders of sglang and sglang_router as the interpreter `python` finds them. Raises OSError when it cannot be run."""
+    """Folders of sglang and sglang_router as the interpreter `python` finds them. Raises OSError
+    when it cannot be run."""
     done = subprocess.run(
         [python, "-c", _FIND], capture_output=True, text=True, timeout=60, check=False
     )

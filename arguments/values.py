@@ -1,4 +1,5 @@
-"""A word of a command line, or a value of a YAML file, as a flag's type; and what the user set, with all problems collected."""
+"""A word of a command line, or a value of a YAML file, as a flag's type; and what the user set,
+with all problems collected."""
 
 from __future__ import annotations
 

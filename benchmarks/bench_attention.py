@@ -1,9 +1,11 @@
-"""Attention over packed rows on plain torch: forward and backward of one process, and what each context-parallel rank computes of it.
+"""Attention over packed rows on plain torch: forward and backward of one process, and what each
+context-parallel rank computes of it.
 
     python benchmarks/bench_attention.py [--tokens 4096] [--json attention.json]
 
-Rows of the same number of tokens, cut into sequences of several lengths. For context parallelism the gathered keys and values are there
-already: the ratio is a rank's own seconds over the whole attention's, divided by the number of ranks (1: nothing is lost by sharing it).
+Rows of the same number of tokens, cut into sequences of several lengths. For context parallelism
+the gathered keys and values are there already: the ratio is a rank's own seconds over the whole
+attention's, divided by the number of ranks (1: nothing is lost by sharing it).
 """
 
 from __future__ import annotations

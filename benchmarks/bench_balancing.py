@@ -2,10 +2,11 @@
 
     python benchmarks/bench_balancing.py [--json balancing.json]
 
-A table of the largest load over the mean (1 is perfect) and milliseconds of one core: the ranks' runs of the order in which samples come, Karmarkar and Karp's
-largest differencing with equal counts, and `slime_like.distributed.seqlen_balancing.partition` with and without them. Loads are tokens, then the work `a*L + L^2` of an 8B
-model. Below it the time as sequences grow, at 128 for each rank.
-Exit status 1 when a target is missed.
+A table of the largest load over the mean (1 is perfect) and milliseconds of one core: the ranks'
+runs of the order in which samples come, Karmarkar and Karp's largest differencing with equal
+counts, and `slime_like.distributed.seqlen_balancing.partition` with and without them. Loads are
+tokens, then the work `a*L + L^2` of an 8B model. Below it the time as sequences grow, at 128 for
+each rank. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def contiguous(costs: Costs, ranks: int) -> Parts:
 
 
 def karmarkar_karp(costs: Costs, ranks: int) -> Parts:
-    """Largest differencing with equal counts: tuples of one item for each rank are joined, those with the largest spread first, heavy
-    ends to light ends (Karmarkar and Karp 1982, in the balanced form)."""
+    """Largest differencing with equal counts: tuples of one item for each rank are joined, those
+    with the largest spread first, heavy ends to light ends (Karmarkar and Karp 1982, in the
+    balanced form)."""
     order = np.argsort(costs, kind="stable").reshape(-1, ranks)
     heap = []
     for number, items in enumerate(order):
@@ -142,7 +144,8 @@ def growth(repeats: int) -> list[dict[str, float]]:
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """What of the targets for 16384 sequences over 128 ranks does not hold: work level to 1.001, in less than 100 ms."""
+    """What of the targets for 16384 sequences over 128 ranks does not hold: work level to 1.001, in
+    less than 100 ms."""
     words = []
     for row in rows:
         if (row["sequences"], row["load"]) == (16384, "work"):

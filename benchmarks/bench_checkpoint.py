@@ -1,7 +1,9 @@
-"""Seconds and GB/s of checkpoints on this machine, one process, one run: a synchronous save, an asynchronous one (how long training is
-blocked, and until it is published), verification, a load; and a plain copy of the same bytes, written and synced, for comparison.
+"""Seconds and GB/s of checkpoints on this machine, one process, one run: a synchronous save, an
+asynchronous one (how long training is blocked, and until it is published), verification, a load;
+and a plain copy of the same bytes, written and synced, for comparison.
 
-    python benchmarks/bench_checkpoint.py --hidden-size 512 --num-layers 8 --folder outputs/bench_checkpoint
+    python benchmarks/bench_checkpoint.py --hidden-size 512 --num-layers 8 --folder
+    outputs/bench_checkpoint
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def lognormal_lengths(
 def bimodal_lengths(
     count: int, *, short: float = 500.0, long: float = 8000.0, seed: int = 0
 ) -> NDArray[np.int64]:
-    """Nine of ten sequences near `short`, one of ten near `long`: answers, and answers with long reasoning."""
+    """Nine of ten sequences near `short`, one of ten near `long`: answers, and answers with long
+    reasoning."""
     rng = np.random.default_rng(seed)
     is_long = rng.random(count) < 0.1
     lengths = np.where(
@@ -53,8 +54,9 @@ def fastest(
     warm_up: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, T]:
-    """(seconds of the fastest of `repeats` calls, what the last one returned). clock: time.process_time counts this process's own seconds
-    only, which other work on the machine disturbs less."""
+    """(seconds of the fastest of `repeats` calls, what the last one returned). clock:
+    time.process_time counts this process's own seconds only, which other work on the machine
+    disturbs less."""
     assert repeats > 0
     for _ in range(warm_up):
         function()
@@ -67,12 +69,14 @@ def fastest(
 
 
 def growth_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """The slope of log(values) over log(sizes) by least squares: 1 where values grow linearly, 2 where they grow with the square."""
+    """The slope of log(values) over log(sizes) by least squares: 1 where values grow linearly, 2
+    where they grow with the square."""
     return float(np.polyfit(np.log(sizes), np.log(values), 1)[0])
 
 
 def machine() -> dict[str, Any]:
-    """Where the numbers come from. load: processes that wanted a core in the last minute, these among them."""
+    """Where the numbers come from. load: processes that wanted a core in the last minute, these
+    among them."""
     return {
         "cores": os.cpu_count(),
         "processor": platform.machine(),

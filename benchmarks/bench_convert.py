@@ -1,11 +1,14 @@
-"""Seconds, GB/s and peak memory of both conversions on this machine, against a plain copy of the same bytes and against transformers' own load
-and save, in one run; and the same for a model with ten times the layers, whose peaks should be no higher.
+"""Seconds, GB/s and peak memory of both conversions on this machine, against a plain copy of the
+same bytes and against transformers' own load and save, in one run; and the same for a model with
+ten times the layers, whose peaks should be no higher.
 
-    python benchmarks/bench_convert.py --layers 8 80 --folder outputs/bench_convert [--json convert.json]
+    python benchmarks/bench_convert.py --layers 8 80 --folder outputs/bench_convert [--json
+    convert.json]
 
-Every measurement is a process of its own, forked from one that has imported everything; the model's files are in the page cache. Seconds
-are those of the whole program but for its imports; whatever is written is synced. Peak: the most memory that the process had beyond what it
-started with, pages of mapped files included. Exit status 1 when a conversion's peak grows with the model.
+Every measurement is a process of its own, forked from one that has imported everything; the model's
+files are in the page cache. Seconds are those of the whole program but for its imports; whatever is
+written is synced. Peak: the most memory that the process had beyond what it started with, pages of
+mapped files included. Exit status 1 when a conversion's peak grows with the model.
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ def make_model(folder: Path, layers: int, hidden: int) -> int:
 
 
 def in_a_process(action: Callable[[], Any]) -> dict[str, float]:
-    """{"s", "peak_mib"} of `action` in a forked process. Raises RuntimeError with what it printed when it fails."""
+    """{"s", "peak_mib"} of `action` in a forked process. Raises RuntimeError with what it printed
+    when it fails."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:

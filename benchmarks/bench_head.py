@@ -1,8 +1,9 @@
-"""The vocabulary projection with log-prob and entropy, forward and backward: time and peak memory of the lean head against versions that hold
-the logits.
+"""The vocabulary projection with log-prob and entropy, forward and backward: time and peak memory
+of the lean head against versions that hold the logits.
 
     python benchmarks/bench_head.py                                  # 1024 tokens, 65536 words, hidden size 256, float32: the targets' size
-    python benchmarks/bench_head.py --tokens 32768 --vocab 151936 --hidden 4096 --dtype bfloat16 --device cuda
+    python benchmarks/bench_head.py --tokens 32768 --vocab 151936 --hidden 4096 --dtype bfloat16
+    --device cuda
 
 Versions, all with gradients for hidden states and weight:
     naive          log_softmax and autograd
@@ -10,10 +11,11 @@ Versions, all with gradients for hidden states and weight:
     in place       logits, then a function written for this comparison: as few passes and buffers of [tokens, vocabulary] as torch allows
     lean           ops/fused_linear_logprob.py; also with every second row masked, and for several block sizes
 
-Time is the minimum over repetitions, in which all versions take turns; ratios are against the fastest version that holds the logits. Peak is
-what forward and backward allocate beyond inputs and warm-up: by a counter of the tensors that are alive (on CUDA by the allocator), and, on
-CPU, by the growth of the process's largest resident size, each version in a process of its own. Exit status 1 when a target of this size
-is missed.
+Time is the minimum over repetitions, in which all versions take turns; ratios are against the
+fastest version that holds the logits. Peak is what forward and backward allocate beyond inputs and
+warm-up: by a counter of the tensors that are alive (on CUDA by the allocator), and, on CPU, by the
+growth of the process's largest resident size, each version in a process of its own. Exit status 1
+when a target of this size is missed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ from slime_like.megatron.ops.fused_linear_logprob import lean_log_probs  # noqa:
 from slime_like.megatron.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
 
 MIB = 2**20
-# "processor" counts the seconds that this process ran: for a machine that is shared, with one thread
+# "processor" counts the seconds that this process ran: for a machine that is shared, with one
+# thread
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 HOLDING_LOGITS = ("naive", "materialising", "in place")
 PEAK_LIMIT_MIB, TIME_LIMIT = 300.0, 1.1  # at 1024 x 65536 x 256 in float32 on CPU
@@ -202,7 +205,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peaks(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Peak of one version in MiB, in this process: resident growth where it is the first version that runs here, and live tensors."""
+    """Peak of one version in MiB, in this process: resident growth where it is the first version
+    that runs here, and live tensors."""
     small = argparse.Namespace(**{**vars(options), "vocab": 512})
     run(name, Problem.make(small, 64))
     p = Problem.make(options)
@@ -226,7 +230,8 @@ def half_of(p: Problem) -> Tensor:
 
 
 def peaks_apart(name: str, options: argparse.Namespace, *, half: bool) -> dict[str, float]:
-    """`peaks` in a process of its own, forked before this one has threads; on CUDA here, where the allocator counts."""
+    """`peaks` in a process of its own, forked before this one has threads; on CUDA here, where the
+    allocator counts."""
     options = argparse.Namespace(**{**vars(options), "half": half})
     if options.device == "cuda":
         return peaks(name, options)
@@ -278,7 +283,8 @@ def table(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def curve(options: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """The lean head over the number of tokens: seconds and peak, and both for each token beside the weight's gradient."""
+    """The lean head over the number of tokens: seconds and peak, and both for each token beside the
+    weight's gradient."""
     found = {}
     for tokens in options.curve:
         p = Problem.make(options, tokens)

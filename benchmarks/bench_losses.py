@@ -1,12 +1,15 @@
-"""What a policy loss costs, with all its metrics, as a share of a training step of the demo's model.
+"""What a policy loss costs, with all its metrics, as a share of a training step of the demo's
+model.
 
     python benchmarks/bench_losses.py                         # every loss; a minute or two
     python benchmarks/bench_losses.py --losses ppo sapo --json bench.json
 
-A step is `MegatronBackend.update` on the demo's sizes: forward, backward, optimizer. Its loss part is timed alone, on log-probs that are there already: the
-token losses, KL and entropy, every metric, their backward pass to the log-probs, and the one reduction of metrics, over all micro-batches of the step.
-The times are CPU seconds of this process on one thread, the least of several repetitions, so that other work on the machine does not enter. Exit status 1
-when a loss takes more than --limit of a step.
+A step is `MegatronBackend.update` on the demo's sizes: forward, backward, optimizer. Its loss part
+is timed alone, on log-probs that are there already: the token losses, KL and entropy, every metric,
+their backward pass to the log-probs, and the one reduction of metrics, over all micro-batches of
+the step. The times are CPU seconds of this process on one thread, the least of several repetitions,
+so that other work on the machine does not enter. Exit status 1 when a loss takes more than --limit
+of a step.
 """
 
 from __future__ import annotations
@@ -100,7 +103,8 @@ def demo_backend(work: Path) -> Iterator[MegatronBackend]:
 
 
 def demo_samples(backend: MegatronBackend) -> list[TrainSample]:
-    """Random tokens of the demo's lengths; old policy, sampler and reference a little off the policy."""
+    """Random tokens of the demo's lengths; old policy, sampler and reference a little off the
+    policy."""
     g = torch.Generator().manual_seed(1)
     made = []
     for i in range(SAMPLES):

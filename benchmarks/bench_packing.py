@@ -1,10 +1,13 @@
-"""Sequences into micro-batches under a token budget: how full they are, and what it costs on the host.
+"""Sequences into micro-batches under a token budget: how full they are, and what it costs on the
+host.
 
     python benchmarks/bench_packing.py [--json packing.json]
 
-For 512 sequences of one rank and budgets of 16k tokens: the rows that `slime_like.distributed.seqlen_balancing.pack_by_budget` makes, the least that could hold the tokens,
-their fullest and emptiest once `even_rows` has levelled them, and what rows of a fixed number of sequences would do: their number, the largest
-row, and the share of padding if each sequence were padded to the longest of its row. Below: the time as sequences grow.
+For 512 sequences of one rank and budgets of 16k tokens: the rows that
+`slime_like.distributed.seqlen_balancing.pack_by_budget` makes, the least that could hold the
+tokens, their fullest and emptiest once `even_rows` has levelled them, and what rows of a fixed
+number of sequences would do: their number, the largest row, and the share of padding if each
+sequence were padded to the longest of its row. Below: the time as sequences grow.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ def packed(lengths: Lengths, repeats: int) -> dict[str, float]:
 
 
 def by_number(lengths: Lengths, size: int) -> dict[str, float]:
-    """Rows of `size` sequences in the order in which they come, so many that their mean is the budget."""
+    """Rows of `size` sequences in the order in which they come, so many that their mean is the
+    budget."""
     rows = np.array_split(lengths, -(-lengths.size // size))
     padded = sum(int(row.max()) * row.size for row in rows)
     return {

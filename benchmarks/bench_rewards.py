@@ -1,7 +1,9 @@
-"""Rewards a second, by kind: ``python benchmarks/bench_rewards.py [--against CHECKOUT] [--samples N]``.
+"""Rewards a second, by kind: ``python benchmarks/bench_rewards.py [--against CHECKOUT] [--samples
+N]``.
 
-With --against the same measurement runs on another checkout, and the ratio of processor seconds (this one's children
-included, so that a loaded machine matters little) is printed; above 1.2 would be 20 % slower. Workers are warm.
+With --against the same measurement runs on another checkout, and the ratio of processor seconds
+(this one's children included, so that a loaded machine matters little) is printed; above 1.2 would
+be 20 % slower. Workers are warm.
 """
 
 from __future__ import annotations

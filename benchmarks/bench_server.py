@@ -1,11 +1,14 @@
-"""What the API costs, and whether clients get equal shares: a server on this machine against the same host of models called directly.
+"""What the API costs, and whether clients get equal shares: a server on this machine against the
+same host of models called directly.
 
     python benchmarks/bench_server.py [--json server.json] [--seconds 5]
 
-Latency: forward_backward of one token (nearly empty: what is left is the API), of a small batch and of a larger one, by the server's host of
-models in this process, over HTTP, and through the SDK where it is installed; calls take turns, medians count. Shares: clients with an adapter
-each, who all ask for one pass after another; and then again while one of them keeps many requests waiting. The model is small, so that what the
-API costs can be seen at all: read the ratios of one run, and the milliseconds that the API adds.
+Latency: forward_backward of one token (nearly empty: what is left is the API), of a small batch and
+of a larger one, by the server's host of models in this process, over HTTP, and through the SDK
+where it is installed; calls take turns, medians count. Shares: clients with an adapter each, who
+all ask for one pass after another; and then again while one of them keeps many requests waiting.
+The model is small, so that what the API costs can be seen at all: read the ratios of one run, and
+the milliseconds that the API adds.
 """
 
 from __future__ import annotations
@@ -213,8 +216,9 @@ class HttpClient:
 def measure_latency(
     model: Path, url: str, repeats: int, api_pid: int
 ) -> dict[str, dict[str, float]]:
-    """Of each batch: median milliseconds of each way, how many times the direct call the others take, and the milliseconds that the API process
-    itself computes for a call over HTTP, which other work on the machine changes least."""
+    """Of each batch: median milliseconds of each way, how many times the direct call the others
+    take, and the milliseconds that the API process itself computes for a call over HTTP, which
+    other work on the machine changes least."""
     found: dict[str, dict[str, float]] = {}
     with contextlib.ExitStack() as stack:
         host = stack.enter_context(direct_host(model))
@@ -365,7 +369,8 @@ class Served:
 def measure_shares(
     model: Path, url: str, clients: int, seconds: float, *, flood: int
 ) -> dict[str, Any]:
-    """`clients` threads ask for `seconds`, each with an adapter of its own; flood: requests that the first keeps waiting, 0 for one as the
+    """`clients` threads ask for `seconds`, each with an adapter of its own; flood: requests that the
+    first keeps waiting, 0 for one as the
     others."""
     asking = [HttpClient(model, url, rank=8) for _ in range(clients)]
     served = [Served() for _ in asking]

@@ -1,11 +1,16 @@
-"""One GRPO update on sequences of very different lengths: packed, padded, and by a plain Hugging Face and torch loop; and layout against layout.
+"""One GRPO update on sequences of very different lengths: packed, padded, and by a plain Hugging
+Face and torch loop; and layout against layout.
 
-    python benchmarks/bench_training_step.py [--json step.json] [--layouts DP2 PP2 ...] [--expert-layouts EP2 ...]
+    python benchmarks/bench_training_step.py [--json step.json] [--layouts DP2 PP2 ...]
+    [--expert-layouts EP2 ...]
 
-Nine of ten responses are short, one of ten is eleven times as long. All methods train the same model on the same samples with the PPO loss, a token
-mean, Adam and clipping, in float32; that they compute the same is checked by loss and gradient norm. Every method runs in a process of its
-own (so that peak memory is its own), in turns, and the fastest step counts. Layouts of experts train a Qwen3-MoE. `core s` are the seconds in which a process computes, of the busiest
-rank where there are several: other work on the machine disturbs them less than `s`, the seconds that pass, but they leave out what ranks wait.
+Nine of ten responses are short, one of ten is eleven times as long. All methods train the same
+model on the same samples with the PPO loss, a token mean, Adam and clipping, in float32; that they
+compute the same is checked by loss and gradient norm. Every method runs in a process of its own (so
+that peak memory is its own), in turns, and the fastest step counts. Layouts of experts train a
+Qwen3-MoE. `core s` are the seconds in which a process computes, of the busiest rank where there are
+several: other work on the machine disturbs them less than `s`, the seconds that pass, but they
+leave out what ranks wait.
 """
 
 from __future__ import annotations
@@ -40,8 +45,8 @@ SAME = 1e-3  # relative, of loss and gradient norm between methods
 
 @dataclass(frozen=True)
 class Method:
-    """ranks: processes. flags: of ours, with {size}, {budget}; None: the Hugging Face loop with `per_pass` sequences in a pass.
-    model: the folder of the model that it trains."""
+    """ranks: processes. flags: of ours, with {size}, {budget}; None: the Hugging Face loop with
+    `per_pass` sequences in a pass. model: the folder of the model that it trains."""
 
     ranks: int = 1
     flags: str | None = None
@@ -85,7 +90,8 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """sequences: of the optimizer step. budget: tokens of a packed micro-batch; per_pass: sequences of the others."""
+    """sequences: of the optimizer step. budget: tokens of a packed micro-batch; per_pass: sequences
+    of the others."""
 
     hidden: int
     layers: int
@@ -114,7 +120,8 @@ def make_samples(sizes: Sizes) -> tuple[list[Sample], list[torch.Tensor], list[t
 
 
 def make_model(folder: Path, sizes: Sizes, kind: str) -> None:
-    """ "dense", or "experts": eight in each layer, of which a token takes two, with as many active weights."""
+    """ "dense", or "experts": eight in each layer, of which a token takes two, with as many active
+    weights."""
     import transformers
 
     torch.manual_seed(1)
@@ -143,7 +150,8 @@ def make_model(folder: Path, sizes: Sizes, kind: str) -> None:
 def hugging_face_step(
     folder: Path, sizes: Sizes, per_pass: int
 ) -> Callable[[], tuple[float, float]]:
-    """The loop that one would write by hand: pad `per_pass` sequences, forward, log-probs, loss, backward; clip, step."""
+    """The loop that one would write by hand: pad `per_pass` sequences, forward, log-probs, loss,
+    backward; clip, step."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").train()
@@ -214,7 +222,8 @@ def resident_bytes() -> int:
 
 
 def measure(step: Callable[[], tuple[float, float]], steps: int) -> dict[str, float]:
-    """The fastest of `steps` after one to warm up. memory_mib: what the process grew by at its largest, over the model and the samples."""
+    """The fastest of `steps` after one to warm up. memory_mib: what the process grew by at its
+    largest, over the model and the samples."""
     before = resident_bytes()
     loss, norm = step()
     passed, core = [], []
@@ -337,7 +346,8 @@ def show(results: dict[str, dict[str, float]], base: str, tokens: int) -> None:
 
 
 def missed(one: dict[str, dict[str, float]]) -> list[str]:
-    """What of the targets for one process does not hold: packed rows at twice the speed of padded ones, and no slower than the loop by hand."""
+    """What of the targets for one process does not hold: packed rows at twice the speed of padded
+    ones, and no slower than the loop by hand."""
     packed = max(one[name]["speed"] for name in one if name.startswith("packed"))
     loop = max(one[name]["speed"] for name in one if name.startswith("Hugging Face"))
     words = (

@@ -1,9 +1,12 @@
-"""Put runs of the demo side by side: score, and seconds by phase over the whole reinforcement learning, evaluations included.
+"""Put runs of the demo side by side: score, and seconds by phase over the whole reinforcement
+learning, evaluations included.
 
     python benchmarks/engine_table.py outputs/engines/local-sync outputs/engines/sglang-async
 
-`sampling` is the time that rollouts took to be sampled and graded; `waiting` is the part of it for which the training stood still, all of it
-without async rollouts; `overlap` is the share of the other part. What is left of the whole is bookkeeping.
+`sampling` is the time that rollouts took to be sampled and graded; `waiting` is the part of it for
+which the training stood still, all of it
+without async rollouts; `overlap` is the share of the other part. What is left of the whole is
+bookkeeping.
 """
 
 from __future__ import annotations

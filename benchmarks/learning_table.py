@@ -4,8 +4,8 @@
     python benchmarks/learning_table.py --output-dir outputs/learning_table --only copy --seeds 1 2
     python benchmarks/learning_table.py --output-dir outputs/learning_table --write-docs          # what is there, into the docs
 
-A run that is there with the same flags is not repeated. --write-docs makes no run: it puts those that are there into
-docs/*/algorithms/results.md.
+A run that is there with the same flags is not repeated. --write-docs makes no run: it puts those
+that are there into docs/*/algorithms/results.md.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""Every policy loss and every advantage estimator on the demo's task, as one table of the evaluation reward before and after.
+"""Every policy loss and every advantage estimator on the demo's task, as one table of the
+evaluation reward before and after.
 
     python benchmarks/loss_table.py --output-dir outputs/loss_table             # all rows, one run of a minute after the other
     python benchmarks/loss_table.py --output-dir outputs/loss_table --only sapo rloo
     python benchmarks/loss_table.py --output-dir outputs/loss_table --write-docs
 
-All runs start from one supervised warm start and share every setting but those that the table shows. The rows are the names of the two
-registries, so a new loss or estimator is in the table without a change here; `ROWS_OF_LOSSES` and `ROWS_OF_ESTIMATORS` hold settings that
-differ from the defaults, and further rows of the same name. Supervised losses, which read no advantages, have no row. A run that is there
-with the same command line is not repeated. The result is in `table.json`; --write-docs puts it into the documents.
+All runs start from one supervised warm start and share every setting but those that the table
+shows. The rows are the names of the two registries, so a new loss or estimator is in the table
+without a change here; `ROWS_OF_LOSSES` and `ROWS_OF_ESTIMATORS` hold settings that differ from the
+defaults, and further rows of the same name. Supervised losses, which read no advantages, have no
+row. A run that is there with the same command line is not repeated. The result is in `table.json`;
+--write-docs puts it into the documents.
 """
 
 from __future__ import annotations
@@ -64,7 +67,8 @@ ROWS_OF_ESTIMATORS: Mapping[str, Sequence[tuple[str, str]]] = {
     "grpo": (("grpo", ""), ("grpo without std (Dr. GRPO)", "--disable-grpo-std-normalization")),
     "reinforce_plus_plus": (("reinforce_plus_plus", "--normalize-advantages"),),
     "reinforce_plus_plus_baseline": (("reinforce_plus_plus_baseline", "--normalize-advantages"),),
-    # the greedy response is better than the sampled ones here, so that without whitening nearly all advantages are negative
+    # the greedy response is better than the sampled ones here, so that without whitening nearly all
+    # advantages are negative
     "remax": (("remax, whitened", "--normalize-advantages"), ("remax", "")),
     "ppo": (
         ("ppo, with a critic", "--normalize-advantages --critic-lr 3e-3 --num-critic-only-steps 3"),
@@ -79,7 +83,8 @@ DAYS = {"en": "Runs of {days}.", "zh": "运行日期：{days}。"}
 
 @dataclass(frozen=True)
 class Row:
-    """One run. kind: "losses" or "estimators", the table that it belongs to. flags: what it has beside the settings that all share."""
+    """One run. kind: "losses" or "estimators", the table that it belongs to. flags: what it has
+    beside the settings that all share."""
 
     kind: str
     name: str
@@ -89,7 +94,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """before, after: evaluation reward. clipped: mean over the run of the share of tokens that the loss clipped; None where it clips nothing."""
+    """before, after: evaluation reward. clipped: mean over the run of the share of tokens that the
+    loss clipped; None where it clips nothing."""
 
     kind: str
     name: str
@@ -221,7 +227,8 @@ def one_table(results: Sequence[Result], language: str) -> str:
 
 
 def write_docs(results: Sequence[Result]) -> None:
-    """Between the two marks of the page of results, in both languages. The tables of losses and of estimators have marks of their own."""
+    """Between the two marks of the page of results, in both languages. The tables of losses and of
+    estimators have marks of their own."""
     for language in HEADINGS:
         page = ROOT / "docs" / language / "algorithms" / "results.md"
         text = page.read_text(encoding="utf-8")

@@ -1,12 +1,15 @@
-"""Promise 2, as a table: from the same recorded rollouts, three optimizer steps in every layout give the numbers of one process.
+"""Promise 2, as a table: from the same recorded rollouts, three optimizer steps in every layout
+give the numbers of one process.
 
     python benchmarks/parity_table.py                      # all layouts, a few minutes on 2 cores
     python benchmarks/parity_table.py --layouts TP2 DP2    # some
 
-Every row is a run of `train.py --debug-train-only` (under torchrun where it has more than one rank) on synthetic rollouts of uneven lengths
-with holes in their masks and one sample without any active token. Compared with one process: loss and gradient norm of every step, and
-each tensor of the exported weights (difference over norm). Adam's epsilon is 1e-6: at 1e-8 an element whose gradient is rounding noise moves
-by a whole learning rate, and the table would measure Adam. Exit status 1 when anything exceeds 1e-5.
+Every row is a run of `train.py --debug-train-only` (under torchrun where it has more than one rank)
+on synthetic rollouts of uneven lengths with holes in their masks and one sample without any active
+token. Compared with one process: loss and gradient norm of every step, and each tensor of the
+exported weights (difference over norm). Adam's epsilon is 1e-6: at 1e-8 an element whose gradient
+is rounding noise moves by a whole learning rate, and the table would measure Adam. Exit status 1
+when anything exceeds 1e-5.
 """
 
 from __future__ import annotations

@@ -3,10 +3,12 @@
     python benchmarks/bench_head.py --curve 256 512 1024 2048 4096 --json head.json
     python benchmarks/bench_packing.py --json packing.json
     python benchmarks/bench_balancing.py --json balancing.json
-    python benchmarks/plot_costs.py --head head.json --packing packing.json --balancing balancing.json [--output FILE] [--docs]
+    python benchmarks/plot_costs.py --head head.json --packing packing.json --balancing
+    balancing.json [--output FILE] [--docs]
 
-Both axes are logarithmic. The dashed line is proportional to the horizontal axis and goes through the middle point; the number is the slope of the
-measured curve, 1 where a cost is proportional. --docs puts the same numbers as a table into docs/*/performance.md.
+Both axes are logarithmic. The dashed line is proportional to the horizontal axis and goes through
+the middle point; the number is the slope of the measured curve, 1 where a cost is proportional.
+--docs puts the same numbers as a table into docs/*/performance.md.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """How large a loss is reported under each reduction: python benchmarks/reduction_table.py
 
-The same recorded rollout (of parity_table.py: 8 responses of uneven lengths, with holes in their masks and one without any active token), the
-same weights and one optimizer step under every --loss-reduction, each a run of `train.py --debug-train-only`. Printed are the parts of the
-loss, the gradient's norm, and the change of the weights under Adam, all as the run reports or leaves them.
+The same recorded rollout (of parity_table.py: 8 responses of uneven lengths, with holes in their
+masks and one without any active token), the same weights and one optimizer step under every
+--loss-reduction, each a run of `train.py --debug-train-only`. Printed are the parts of the loss,
+the gradient's norm, and the change of the weights under Adam, all as the run reports or leaves
+them.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
     report = megatron_patches.apply()      # once per process, before any model is built; a second call changes nothing
     print(report)
 
-megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch lifts one such assumption, lives in a
-file of its own that says what it changes and why, and applies only where its condition holds: on a machine with CUDA and
-Transformer Engine only `mla_tp_grads`, `offload_ckpt` and `safe_checkpoints` are left. Before anything is changed, every patch checks that what it is about to change is
-still there. Importing this package imports neither torch nor megatron-core.
+megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch lifts one such
+assumption, lives in a file of its own that says what it changes and why, and applies only where its
+condition holds: on a machine with CUDA and Transformer Engine only `mla_tp_grads`, `offload_ckpt`
+and `safe_checkpoints` are left. Before anything is changed, every patch checks that what it is
+about to change is still there. Importing this package imports neither torch nor megatron-core.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def load_patch(name: str) -> Patch:
 def apply() -> Report:
     """Install every patch whose condition holds, in order.
 
-    Returns what is installed (also by an earlier call) and what was skipped, with reasons. Raises RuntimeError, before
-    anything is changed, when megatron-core no longer has what a patch would change.
+    Returns what is installed (also by an earlier call) and what was skipped, with reasons. Raises
+    RuntimeError, before anything is changed, when megatron-core no longer has what a patch would
+    change.
     """
     patches = {name: load_patch(name) for name in ORDER}
     due = [name for name in ORDER if name not in _installed and patches[name].condition.holds()]

@@ -2,8 +2,9 @@
 
 Target    _gather_along_first_dim and _reduce_scatter_along_first_dim in tensor_parallel.mappings, when they are given sizes.
 Why       Experts that are both expert- and tensor-parallel gather the tokens that each rank got, which are not equally many, and
-          scatter their sums back. NCCL takes lists of tensors of different lengths for that; gloo refuses them. Padded to the
-          longest part, both are the collectives of equal parts that gloo has. Calls without sizes are left alone.
+          scatter their sums back. NCCL takes lists of tensors of different lengths for that; gloo
+          refuses them. Padded to the longest part, both are the collectives of equal parts that
+          gloo has. Calls without sizes are left alone.
 When      No CUDA device: the process groups are gloo's.
 Versions  megatron-core 0.16.1.
 """
@@ -30,7 +31,8 @@ TARGETS = {
 
 
 def uneven_gather(part: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
-    """The parts of all ranks one after the other, [sum(sizes), ...]. part: this rank's, [sizes[rank], ...]."""
+    """The parts of all ranks one after the other, [sum(sizes), ...]. part: this rank's,
+    [sizes[rank], ...]."""
     longest = max(sizes)
     padded = part.new_zeros(longest, *part.shape[1:])
     padded[: part.size(0)] = part
@@ -47,7 +49,8 @@ def uneven_gather(part: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
 
 
 def uneven_reduce_scatter(whole: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
-    """The sum over ranks of this rank's part, [sizes[rank], ...]. whole: the parts one after the other, [sum(sizes), ...]."""
+    """The sum over ranks of this rank's part, [sizes[rank], ...]. whole: the parts one after the
+    other, [sum(sizes), ...]."""
     longest = max(sizes)
     own = whole.new_empty(longest, *whole.shape[1:])
     if longest:

@@ -1,14 +1,17 @@
-"""Latent attention under tensor parallelism: the gradient of the rotated keys, which all heads share.
+"""Latent attention under tensor parallelism: the gradient of the rotated keys, which all heads
+share.
 
 Target    transformer.multi_latent_attention: MLASelfAttention.__init__, after which the down-projection of keys and values of the
           local layers (a ColumnParallelLinear) gives its whole output.
 Why       Each rank holds a part of the columns of that projection. `get_query_key_value_tensors` gathers them, and the backward pass of
-          that gather takes the rank's slice of a gradient that it takes to be whole. Of the compressed part it is: the up-projection sums
-          it over the ranks. The rotated part goes to the heads as it is, and a rank has the gradient of its own heads only. The
-          weights' gradient, and that of the hidden states, miss those of the other ranks' heads.
+          that gather takes the rank's slice of a gradient that it takes to be whole. Of the
+          compressed part it is: the up-projection sums it over the ranks. The rotated part goes to
+          the heads as it is, and a rank has the gradient of its own heads only. The weights'
+          gradient, and that of the hidden states, miss those of the other ranks' heads.
 How       A forward hook hands out what `get_query_key_value_tensors` expects of a projection that is not cut (as Transformer Engine's):
-          all columns, under sequence parallelism of the rank's rows. It then gathers the rotated part over the rows itself, whose
-          backward pass sums. Without sequence parallelism the hook makes that sum.
+          all columns, under sequence parallelism of the rank's rows. It then gathers the rotated
+          part over the rows itself, whose backward pass sums. Without sequence parallelism the hook
+          makes that sum.
 When      Always; it acts on megatron-core's local layers only. Transformer Engine's are not cut.
 Versions  megatron-core 0.16.1.
 """
@@ -61,8 +64,8 @@ def install() -> None:
 def _whole(
     config: Any, group: Any, module: Any, inputs: Any, output: tuple[torch.Tensor, Any]
 ) -> tuple[torch.Tensor, Any]:
-    """output: [s, b, (kv_lora_rank + qk_pos_emb_head_dim) / tp] -> all columns, [s, b, ...], or [s / tp, b, ...] under sequence
-    parallelism."""
+    """output: [s, b, (kv_lora_rank + qk_pos_emb_head_dim) / tp] -> all columns, [s, b, ...], or [s
+    / tp, b, ...] under sequence parallelism."""
     from megatron.core.tensor_parallel import mappings
 
     columns, bias = output

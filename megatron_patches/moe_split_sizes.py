@@ -2,7 +2,8 @@
 
 Target    maybe_move_tensor_to_cpu in transformer.moe.moe_utils, and token_dispatcher's own name for it.
 Why       The dispatcher hands `as_numpy=True` to get plain sizes for the all-to-all, but the function converts only what
-          it moves away from a GPU; a tensor that was on the CPU from the start stays one, which the collective refuses.
+          it moves away from a GPU; a tensor that was on the CPU from the start stays one, which the
+          collective refuses.
 When      No CUDA device.
 Versions  megatron-core 0.16.1.
 """

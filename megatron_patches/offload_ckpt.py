@@ -3,9 +3,12 @@
 Target    optimizer.distrib_optimizer: DistributedOptimizer.{sharded_state_dict, state_dict, _set_main_param_and_optimizer_states}.
 Why       1. Before its first step it has no state, and cannot be saved; to load into a fresh one megatron-core takes a step with random
              gradients first. Here the state of step 0 is made in its place.
-          2. Its groups of parameters hold the classes of its two optimizers, which would be pickled into the checkpoint: reading it could
-             run a program, and ours are read without. Here they are left out; the optimizer that loads has them.
-          3. What is loaded becomes the state as it is: views into tensors of all data-parallel ranks' parameters, which stay in memory
+          2. Its groups of parameters hold the classes of its two optimizers, which would be pickled
+            into the checkpoint: reading it could
+             run a program, and ours are read without. Here they are left out; the optimizer that
+             loads has them.
+          3. What is loaded becomes the state as it is: views into tensors of all data-parallel
+            ranks' parameters, which stay in memory
              as long as the optimizer. Here each rank keeps a copy of its own part.
 When      Always; it acts on HybridDeviceOptimizer only.
 Versions  megatron-core 0.16.1.
@@ -35,7 +38,8 @@ def check() -> None:
 
 
 def init_offloaded_state(hybrid: Any) -> None:
-    """Give a fresh HybridDeviceOptimizer the state it has before its first step, where its optimizers are torch's."""
+    """Give a fresh HybridDeviceOptimizer the state it has before its first step, where its
+    optimizers are torch's."""
     for part in hybrid.sub_optimizers:
         if isinstance(part, torch.optim.Adam | torch.optim.AdamW):
             init_adam_state(part)

@@ -4,8 +4,8 @@ Target    optimizer.cpu_offloading.hybrid_optimizer: HybridDeviceOptimizer._get_
 Why       It offloads parameters that are on a GPU, pins their copies, and its step looks up the copy of every parameter that the CPU's
           optimizer has: KeyError for one that was never on a GPU.
 How       The same division without a GPU: as large a part of the parameters as `--optimizer-offload-fraction` says is copied, and the
-          CPU's optimizer steps on the copies, whose values come back after the step. It is the code of a GPU run, checkpoints included, and
-          saves nothing: both copies are in host memory.
+          CPU's optimizer steps on the copies, whose values come back after the step. It is the code
+          of a GPU run, checkpoints included, and saves nothing: both copies are in host memory.
 When      No CUDA device.
 Versions  megatron-core 0.16.1.
 """
@@ -34,7 +34,8 @@ def install() -> None:
 def sub_optimizer_groups(
     self: Any, offload_fraction: float
 ) -> tuple[list[Any], list[Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
-    """(groups of the CPU's optimizers, groups of the device's, parameter -> offloaded copy, the reverse, parameter -> fp32 copy)."""
+    """(groups of the CPU's optimizers, groups of the device's, parameter -> offloaded copy, the
+    reverse, parameter -> fp32 copy)."""
     left = offload_fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
     host_groups, device_groups = [], []
     copies: dict[Tensor, Tensor] = {}

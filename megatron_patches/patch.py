@@ -1,4 +1,5 @@
-"""What a patch is: a condition, a check of its targets, an installation; and the report of which ones were applied."""
+"""What a patch is: a condition, a check of its targets, an installation; and the report of which
+ones were applied."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def has_transformer_engine() -> bool:
 
 
 def has_apex() -> bool:
-    """NVIDIA's Apex. What package indexes have under this name is another project, without optimizers."""
+    """NVIDIA's Apex. What package indexes have under this name is another project, without
+    optimizers."""
     spec = importlib.util.find_spec("apex")
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     return any(Path(folder, "optimizers").is_dir() for folder in folders)
@@ -56,7 +58,8 @@ TORCH_ADAM = Condition(
 class Patch:
     """One change to megatron-core.
 
-    check: raises RuntimeError when a target is gone; changes nothing. install: makes the change; called once.
+    check: raises RuntimeError when a target is gone; changes nothing. install: makes the change;
+    called once.
     """
 
     name: str
@@ -105,7 +108,8 @@ def missing(patch: str, what: str) -> RuntimeError:
 
 
 def find(patch: str, target: str) -> Any:
-    """The object that ``"module:attribute.path"`` names inside megatron.core; RuntimeError when it is gone.
+    """The object that ``"module:attribute.path"`` names inside megatron.core; RuntimeError when it
+    is gone.
 
     Class attributes come as they are stored (a classmethod object, not a bound method).
     """

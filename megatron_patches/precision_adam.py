@@ -1,15 +1,18 @@
-"""Adam whose state may be in bf16, in plain torch: `--use-precision-aware-optimizer` without Transformer Engine.
+"""Adam whose state may be in bf16, in plain torch: `--use-precision-aware-optimizer` without
+Transformer Engine.
 
 Target    optimizer: _get_megatron_optimizer_based_on_param_groups, and the name is_te_min_version that it asks; optimizer.clip_grads: the
           name l2_norm_impl; DistributedOptimizer._copy_model_params_to_main_params.
 Why       megatron-core hands this optimizer the model's bf16 parameters themselves, their gradients apart (`decoupled_grad`), and leaves
-          moments and fp32 main parameters to it: Transformer Engine's FusedAdam, the only class that it knows for it. torch's Adam
-          takes none of these arguments. Without Transformer Engine the question for its version raises TypeError. torch's norm of a bf16
-          gradient is rounded to bf16. And where weights are written from outside, main parameters kept by the optimizer would stay the
-          old ones, and the next step would bring these back.
+          moments and fp32 main parameters to it: Transformer Engine's FusedAdam, the only class
+          that it knows for it. torch's Adam takes none of these arguments. Without Transformer
+          Engine the question for its version raises TypeError. torch's norm of a bf16 gradient is
+          rounded to bf16. And where weights are written from outside, main parameters kept by the
+          optimizer would stay the old ones, and the next step would bring these back.
 How       `PrecisionAwareAdam` has FusedAdam's interface; everything else, checkpoints too, is megatron-core's own code for it.
 When      Neither Transformer Engine nor Apex.
-Versions  megatron-core 0.16.1. (OptimizerConfig's own check for Transformer Engine: see arguments/megatron_configs.py.)
+Versions  megatron-core 0.16.1. (OptimizerConfig's own check for Transformer Engine: see
+arguments/megatron_configs.py.)
 """
 
 from __future__ import annotations
@@ -38,11 +41,13 @@ CHUNK = (
 
 
 class PrecisionAwareAdam(torch.optim.AdamW):
-    """Adam on fp32 main parameters of its own, with moments of any floating-point type, computed in fp32. With fp32 moments a step has
-    the bits of torch's AdamW (adam_w_mode) or Adam on the main parameters.
+    """Adam on fp32 main parameters of its own, with moments of any floating-point type, computed in
+    fp32. With fp32 moments a step has the bits of torch's AdamW (adam_w_mode) or Adam on the main
+    parameters.
 
-    State of a parameter: step, exp_avg, exp_avg_sq, master_param (of an fp32 parameter: the parameter itself). The arguments, and the
-    names of the methods that checkpoints use, are those of Transformer Engine's FusedAdam.
+    State of a parameter: step, exp_avg, exp_avg_sq, master_param (of an fp32 parameter: the
+    parameter itself). The arguments, and the names of the methods that checkpoints use, are those
+    of Transformer Engine's FusedAdam.
     """
 
     def __init__(
@@ -87,8 +92,8 @@ class PrecisionAwareAdam(torch.optim.AdamW):
             state["master_param"].copy_(parameter.detach())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but tensors keep their types, where torch gives them the parameter's. Main parameters of fp32 parameters are these
-        themselves, and are not written."""
+        """As torch's, but tensors keep their types, where torch gives them the parameter's. Main
+        parameters of fp32 parameters are these themselves, and are not written."""
         super().load_state_dict(state_dict)
         given = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -143,7 +148,8 @@ def _adam(
     step: float,
     decoupled_decay: bool,
 ) -> None:
-    """Adam (arXiv 1412.6980), with the weight decay of AdamW (1711.05101) or in the gradient; in torch's order of operations. In place."""
+    """Adam (arXiv 1412.6980), with the weight decay of AdamW (1711.05101) or in the gradient; in
+    torch's order of operations. In place."""
     (beta1, beta2), rate, decay = group["betas"], group["lr"], group["weight_decay"]
     gradient, first, second = gradient.float(), exp_avg.float(), exp_avg_sq.float()
     if decoupled_decay:
@@ -201,7 +207,8 @@ def install() -> None:
 
 
 def _norm_in_fp32(gradient: Tensor) -> Tensor:
-    """What has the same norm: a bf16 gradient's is computed in fp32, and stands for it as one number."""
+    """What has the same norm: a bf16 gradient's is computed in fp32, and stands for it as one
+    number."""
     if gradient.dtype == torch.bfloat16:
         return torch.linalg.vector_norm(gradient, dtype=torch.float32)
     return gradient

@@ -2,7 +2,8 @@
 
 Target    tensor_parallel.random: CheckpointWithoutOutput.__init__.
 Why       It takes `fp8=False` for true (`fp8 is not None`) and then asks Transformer Engine for the fp8 state: NameError
-          where that is not installed (--recompute-modules layernorm, among others). Without it there is no fp8.
+          where that is not installed (--recompute-modules layernorm, among others). Without it
+          there is no fp8.
 When      No Transformer Engine.
 Versions  megatron-core 0.16.1.
 """

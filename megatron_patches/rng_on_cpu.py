@@ -2,7 +2,8 @@
 
 Target    tensor_parallel.random: _get_cuda_rng_state, _set_cuda_rng_state, CudaRNGStatesTracker.fork.
 Why       The first two reach into torch.cuda. `fork` warns on every use that the CPU's generator has moved, which is here
-          what it is for. Recomputation saves and restores both generators, which are then the same one.
+          what it is for. Recomputation saves and restores both generators, which are then the same
+          one.
 When      No CUDA device.
 Versions  megatron-core 0.16.1.
 """
@@ -24,9 +25,8 @@ TARGETS = (
     "tensor_parallel.random:CudaRNGStatesTracker.fork",
     "tensor_parallel.random:_MODEL_PARALLEL_RNG_TRACKER_NAME",
 )
-DEFAULT_STATE = (
-    "default-rng"  # the tracker's name for the generator outside every fork; it is not in states_
-)
+# the tracker's name for the generator outside every fork; it is not in states_
+DEFAULT_STATE = "default-rng"
 
 
 def _get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -47,7 +47,8 @@ def install() -> None:
 
     @contextlib.contextmanager
     def fork(self: Any, name: str = module._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        """Draw from the state called `name` inside the block; forks nest, each state goes on where it was left."""
+        """Draw from the state called `name` inside the block; forks nest, each state goes on where
+        it was left."""
         if name not in self.states_:
             raise ValueError(f"random state {name!r} is unknown; known: {', '.join(self.states_)}")
         outer_name, outer_state = self._current_state_name, torch.get_rng_state()

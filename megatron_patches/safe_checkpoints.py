@@ -3,12 +3,13 @@
 Target    dist_checkpointing.strategies.torch: _get_filesystem_reader, MCoreLoadPlanner.load_bytes;
           dist_checkpointing.strategies.common: TorchCommonLoadStrategy.load_common.
 Why       A checkpoint has three kinds of pickles. torch 2.13 reads `.metadata` with plain `pickle.load`, and the objects in
-          the `.distcp` files with `torch.load(weights_only=False)`: whoever can write one of these files can run a program
-          in the process that loads it. (Tensors it reads with weights_only=True.) Which entries are objects is told by
-          `.metadata`, so that a tensor's name is enough to get there. `common.pt` is read by torch.load's default, which an
-          environment variable of torch turns off.
-          Here `.metadata` goes through an unpickler that knows the dozen types of such a file and no others, the files it
-          names must lie beside it, and the rest is read with weights_only=True, whatever the environment says.
+          the `.distcp` files with `torch.load(weights_only=False)`: whoever can write one of these
+          files can run a program in the process that loads it. (Tensors it reads with
+          weights_only=True.) Which entries are objects is told by `.metadata`, so that a tensor's
+          name is enough to get there. `common.pt` is read by torch.load's default, which an
+          environment variable of torch turns off. Here `.metadata` goes through an unpickler that
+          knows the dozen types of such a file and no others, the files it names must lie beside it,
+          and the rest is read with weights_only=True, whatever the environment says.
 When      Always.
 Versions  megatron-core 0.16.1; torch 2.11 to 2.13.
 """
@@ -61,9 +62,11 @@ _PythonUnpickler: Any = pickle._Unpickler  # whose steps can be looked at
 
 
 class MetadataUnpickler(_PythonUnpickler):
-    """Loads the metadata of a distributed checkpoint; anything else in the file raises pickle.UnpicklingError before it is called.
+    """Loads the metadata of a distributed checkpoint; anything else in the file raises
+    pickle.UnpicklingError before it is called.
 
-    Keys of dictionaries are plain: that of a tuple which holds itself twice, sixty times over, takes for ever to hash."""
+    Keys of dictionaries are plain: that of a tuple which holds itself twice, sixty times over,
+    takes for ever to hash."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(_PythonUnpickler.dispatch)
 

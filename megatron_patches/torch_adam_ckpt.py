@@ -4,12 +4,16 @@ Target    optimizer.distrib_optimizer: DistributedOptimizer.{sharded_state_dict,
           load_state_dict}.
 Why       torch's Adam, unlike Transformer Engine's and Apex's, has a tensor `step` in the state of each parameter, and no
           state at all before its first step. megatron-core's code for it has three faults:
-          1. `sharded_state_dict` reads `step` from the state: a fresh optimizer can be neither saved nor loaded into.
+          1. `sharded_state_dict` reads `step` from the state: a fresh optimizer can be neither
+            saved nor loaded into.
              Here the state of step 0 is made first: zero moments, as Adam itself would.
-          2. The `fully_reshardable` format leaves `step` out of each parameter's record (it travels with the parameter
+          2. The `fully_reshardable` format leaves `step` out of each parameter's record (it travels
+            with the parameter
              groups), yet it is looked up there on loading: KeyError. Here the record is completed.
-          3. Silent: `load_state_dict` gives all parameters one shared `step` tensor, to which Adam adds one for every
-             parameter. The first loss after a resume is right, the later ones are not. Here each gets its own.
+          3. Silent: `load_state_dict` gives all parameters one shared `step` tensor, to which Adam
+            adds one for every
+             parameter. The first loss after a resume is right, the later ones are not. Here each
+             gets its own.
 When      Neither Transformer Engine nor Apex.
 Versions  megatron-core 0.16.1.
 """

@@ -2,8 +2,8 @@
 
 Target    transformer.torch_norm: WrappedTorchNorm.__new__, the norm of layer specs without Transformer Engine.
 Why       It refuses `sequence_parallel`. All that such a norm lacks is the mark `sequence_parallel` on its parameters, by
-          which the gradients, each computed from a part of the sequence, are summed over the tensor-parallel ranks. It
-          also leaves the parameters in float32 when the model's are bf16.
+          which the gradients, each computed from a part of the sequence, are summed over the
+          tensor-parallel ranks. It also leaves the parameters in float32 when the model's are bf16.
 When      No Transformer Engine.
 Versions  megatron-core 0.16.1.
 """
@@ -33,7 +33,8 @@ def _new(
     zero_centered_gamma: bool = False,
     normalization: str = "LayerNorm",
 ) -> torch.nn.Module:
-    """The norm that `config.normalization` names over the last dimension [hidden_size], in the parameters' dtype."""
+    """The norm that `config.normalization` names over the last dimension [hidden_size], in the
+    parameters' dtype."""
     if config.normalization not in NORMS:
         raise ValueError(
             f"--normalization {config.normalization}: without Transformer Engine the legal values are {', '.join(NORMS)}"

@@ -4,9 +4,10 @@ Target    the global name `torch` of the megatron.core modules in MODULES, and S
 Why       They create tensors with device="cuda" or torch.cuda.current_device(), pin memory, and use CUDA streams, events
           and synchronisation unconditionally.
 How       Each of these modules gets a stand-in for `torch` that forwards every attribute to the real one, except the tensor
-          factories, `device`, `autocast` and `torch.cuda`. The real torch, and every other module's, is left alone, and
-          tensor operations cost nothing extra. (A global TorchFunctionMode would do too, but it taxes every torch call.)
-          init_data has the real torch.empty as a default argument, hence a wrapper of its own.
+          factories, `device`, `autocast` and `torch.cuda`. The real torch, and every other
+          module's, is left alone, and tensor operations cost nothing extra. (A global
+          TorchFunctionMode would do too, but it taxes every torch call.) init_data has the real
+          torch.empty as a default argument, hence a wrapper of its own.
 When      No CUDA device.
 Versions  megatron-core 0.16.1.
 """

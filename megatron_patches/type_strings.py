@@ -1,7 +1,8 @@
 """Type strings: `param.type() == 'torch.cuda.FloatTensor'` also has to hold on CPU.
 
 Target    the functions in TARGETS: the optimizers sort parameters into groups, and gradient clipping checks its input, by
-          comparing `Tensor.type()` with 'torch.cuda.FloatTensor', '...HalfTensor' and '...BFloat16Tensor'.
+          comparing `Tensor.type()` with 'torch.cuda.FloatTensor', '...HalfTensor' and
+          '...BFloat16Tensor'.
 Why       A CPU tensor's type is 'torch.FloatTensor': the optimizers raise TypeError, or leave bf16 parameters without a
           main parameter.
 How       The string constants in the compiled functions lose their "cuda.". Copying three functions of up to 150 lines to

@@ -1,6 +1,7 @@
 """Say how a metric moved over a run, and fail (exit status 1) when it did not move as asked.
 
-python scripts/check_curve.py outputs/demo/rl/metrics.jsonl --metric eval/heldout/mean --start-at-most 0.4 --end-at-least 0.8
+python scripts/check_curve.py outputs/demo/rl/metrics.jsonl --metric eval/heldout/mean
+--start-at-most 0.4 --end-at-least 0.8
 """
 
 from __future__ import annotations

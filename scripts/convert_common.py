@@ -50,8 +50,9 @@ def check_workers(workers: int) -> None:
 
 
 def exit_status(body: Callable[[], int]) -> int:
-    """What `body` returns; 2 when a flag is wrong, 1 when something is damaged or cannot be read or written, each told by rank 0 in one
-    sentence. SLIME_LIKE_TRACEBACK=1 in the environment shows the traceback as well."""
+    """What `body` returns; 2 when a flag is wrong, 1 when something is damaged or cannot be read or
+    written, each told by rank 0 in one sentence. SLIME_LIKE_TRACEBACK=1 in the environment shows
+    the traceback as well."""
     try:
         return body()
     except (ConfigError, ValueError, OSError, RunError) as error:
@@ -73,8 +74,9 @@ def exit_status(body: Callable[[], int]) -> int:
 
 
 def on_the_cpu() -> None:
-    """To be called before torch is imported: conversion needs no accelerator, and takes no memory on one. And large pieces of memory go back
-    to the system when they are freed: glibc would keep them for others, which do not fit, so that memory grows with the model."""
+    """To be called before torch is imported: conversion needs no accelerator, and takes no memory
+    on one. And large pieces of memory go back to the system when they are freed: glibc would keep
+    them for others, which do not fit, so that memory grows with the model."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, MIB)
@@ -83,7 +85,8 @@ def on_the_cpu() -> None:
 def verify(
     kinds: list[str], source: NetworkSource, folder: str, *, share: int, show: bool
 ) -> list[str]:
-    """Collective. What was found to be right, as lines for the user. share: bytes that this rank compares. Raises ValueError."""
+    """Collective. What was found to be right, as lines for the user. share: bytes that this rank
+    compares. Raises ValueError."""
     from slime_like.weights.verify import TOKENS, compare_bits, compare_logits
 
     lines = []

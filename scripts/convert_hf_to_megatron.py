@@ -1,12 +1,16 @@
-"""A Hugging Face model -> a checkpoint that `train.py --load`, `--ref-load` and `--critic-load` read, in any layout.
+"""A Hugging Face model -> a checkpoint that `train.py --load`, `--ref-load` and `--critic-load`
+read, in any layout.
 
     python scripts/convert_hf_to_megatron.py --hf-checkpoint Qwen3-0.6B --save checkpoints/qwen3
-    torchrun --nproc-per-node 4 scripts/convert_hf_to_megatron.py --hf-checkpoint Qwen3-0.6B --save checkpoints/qwen3 \\
+    torchrun --nproc-per-node 4 scripts/convert_hf_to_megatron.py --hf-checkpoint Qwen3-0.6B --save
+    checkpoints/qwen3 \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
-The checkpoint has step 0 and weights only: a run with `--load` starts at its first rollout. `train.py` reads Hugging Face models itself, so
-this is for models that are loaded often, or by many ranks. Several processes write their own part each; the layout need not be the run's.
-Each process holds a few parameters at a time. An interrupted conversion goes on when the same command is given again.
+The checkpoint has step 0 and weights only: a run with `--load` starts at its first rollout.
+`train.py` reads Hugging Face models itself, so this is for models that are loaded often, or by many
+ranks. Several processes write their own part each; the layout need not be the run's. Each process
+holds a few parameters at a time. An interrupted conversion goes on when the same command is given
+again.
 """
 
 from __future__ import annotations
@@ -141,7 +145,8 @@ def convert(chosen: argparse.Namespace) -> int:
 def verified(
     chosen: argparse.Namespace, hf: HfModel, folder: Path, size: int, dtype: torch.dtype
 ) -> list[str]:
-    """What --verify found to be right, as lines. size: bytes of the checkpoint `folder`. Raises ValueError."""
+    """What --verify found to be right, as lines. size: bytes of the checkpoint `folder`. Raises
+    ValueError."""
     from slime_like.megatron.init import model_parallel_groups
     from slime_like.weights.meta_model import conversion_layout, make_blueprint
     from slime_like.weights.to_hf import NetworkSource

@@ -1,11 +1,14 @@
-"""A checkpoint of `train.py --save`, in any layout -> a Hugging Face folder that transformers loads.
+"""A checkpoint of `train.py --save`, in any layout -> a Hugging Face folder that transformers
+loads.
 
-    python scripts/convert_megatron_to_hf.py --load outputs/ck --hf-checkpoint Qwen3-0.6B --output outputs/hf
-    torchrun --nproc-per-node 4 scripts/convert_megatron_to_hf.py --load outputs/ck --hf-checkpoint Qwen3-0.6B --output outputs/hf
+    python scripts/convert_megatron_to_hf.py --load outputs/ck --hf-checkpoint Qwen3-0.6B --output
+    outputs/hf torchrun --nproc-per-node 4 scripts/convert_megatron_to_hf.py --load outputs/ck
+    --hf-checkpoint Qwen3-0.6B --output outputs/hf
 
-Several processes write the files of the output side by side; the layout of the checkpoint plays no part. Each process holds one parameter at a
-time. The output folder appears when it is whole. An interrupted conversion goes on when the same command is given again: files that are whole
-are kept, by their SHA-256.
+Several processes write the files of the output side by side; the layout of the checkpoint plays no
+part. Each process holds one parameter at a time. The output folder appears when it is whole. An
+interrupted conversion goes on when the same command is given again: files that are whole are kept,
+by their SHA-256.
 """
 
 from __future__ import annotations

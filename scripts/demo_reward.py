@@ -1,7 +1,9 @@
-"""The demo's reward (`--custom-rm-path scripts/demo_reward.py:score`), and an example of one of your own.
+"""The demo's reward (`--custom-rm-path scripts/demo_reward.py:score`), and an example of one of
+your own.
 
-reasoning-gym's own scorer for `spell_backward` gives credit for every letter in its place, whatever follows the word, so a policy learns
-to write on and never to stop. Here letters beyond the word count as wrong.
+reasoning-gym's own scorer for `spell_backward` gives credit for every letter in its place, whatever
+follows the word, so a policy learns to write on and never to stop. Here letters beyond the word
+count as wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Write docs/flags.md from the declarations of the flags: python scripts/generate_flags_doc.py [--check].
+"""Write docs/flags.md from the declarations of the flags: python scripts/generate_flags_doc.py
+[--check].
 
 The list does not depend on the machine.
 """

@@ -1,9 +1,11 @@
-"""What is in a folder of checkpoints: steps, sizes, networks, layout, health. Nothing of a checkpoint is executed: JSON is parsed, `.metadata`
-goes through an unpickler that knows the types of such a file and no others, and no tensor is loaded.
+"""What is in a folder of checkpoints: steps, sizes, networks, layout, health. Nothing of a
+checkpoint is executed: JSON is parsed, `.metadata` goes through an unpickler that knows the types
+of such a file and no others, and no tensor is loaded.
 
     python scripts/inspect_checkpoint.py outputs/ck [--json] [--no-verify-checkpoint]
 
-Exit status: 0 when all is well, 1 when something is damaged or left over, 2 when the folder holds no checkpoints.
+Exit status: 0 when all is well, 1 when something is damaged or left over, 2 when the folder holds
+no checkpoints.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keep home-made words out of the code: python scripts/lint_words.py.
 
-Each word has a budget, the number of its uses when it was last counted. A budget may only be lowered: new text says
-it in the words of Megatron, SGLang and slime instead.
+Each word has a budget, the number of its uses when it was last counted. A budget may only be
+lowered: new text says it in the words of Megatron, SGLang and slime instead.
 """
 
 from __future__ import annotations

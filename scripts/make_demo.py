@@ -1,9 +1,10 @@
-"""Make what the demo needs: a tiny Qwen3 model with random weights, a character tokenizer, and prompts.
+"""Make what the demo needs: a tiny Qwen3 model with random weights, a character tokenizer, and
+prompts.
 
     python scripts/make_demo.py --output-dir outputs/demo
 
-writes `model/` (a Hugging Face folder), `train.jsonl` and `heldout.jsonl`: the reasoning-gym task `spell_backward`, whose words are
-disjoint between the two files. Nothing is downloaded.
+writes `model/` (a Hugging Face folder), `train.jsonl` and `heldout.jsonl`: the reasoning-gym task
+`spell_backward`, whose words are disjoint between the two files. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def make_model(tokenizer: Any, *, hidden_size: int, num_layers: int, seed: int) 
         eos_token_id=tokenizer.eos_token_id,
     )
     model = Qwen3ForCausalLM(config)
-    # only now: told before, transformers makes the padding token's embedding zero, where RMSNorm's gradient explodes if it is ever sampled
+    # only now: told before, transformers makes the padding token's embedding zero, where RMSNorm's
+    # gradient explodes if it is ever sampled
     model.config.pad_token_id = tokenizer.pad_token_id
     return model
 

@@ -1,7 +1,9 @@
-"""The demo's data and its supervised warm start, which the loss table and the example scripts begin with: python scripts/warm_start.py --output-dir DIR.
+"""The demo's data and its supervised warm start, which the loss table and the example scripts begin
+with: python scripts/warm_start.py --output-dir DIR.
 
-Writes `data/model`, `data/train.jsonl`, `data/heldout.jsonl` (see make_demo.py), `sft/hf`, the model after a minute of supervised fine-tuning
-with a score of about 0.37 on the held-out words, and `logs/`. What is there already is not made again.
+Writes `data/model`, `data/train.jsonl`, `data/heldout.jsonl` (see make_demo.py), `sft/hf`, the
+model after a minute of supervised fine-tuning with a score of about 0.37 on the held-out words, and
+`logs/`. What is there already is not made again.
 """
 
 from __future__ import annotations

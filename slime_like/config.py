@@ -1,8 +1,9 @@
 """How a setting is declared, checked and refused: the bottom of the house, imported by every layer.
 
-A setting is a field of a frozen dataclass, made with `arg(default, help, ...)`. The parser in `arguments/` turns
-the field into a flag; nothing else in the project knows argparse. A field's legal values are data, so that the
-same words appear in `--help`, in `docs/flags.md` and in the error message.
+A setting is a field of a frozen dataclass, made with `arg(default, help, ...)`. The parser in
+`arguments/` turns the field into a flag; nothing else in the project knows argparse. A field's
+legal values are data, so that the same words appear in `--help`, in `docs/flags.md` and in the
+error message.
 """
 
 from __future__ import annotations
@@ -83,14 +84,16 @@ def arg(
     only_with: str | Sequence[str] = (),
     excludes: str | Sequence[str] = (),
 ) -> Any:
-    """Declare a setting. `aliases` are further spellings, e.g. ``("--dual-clip",)``; the first flag is the field's name.
+    """Declare a setting. `aliases` are further spellings, e.g. ``("--dual-clip",)``; the first flag
+    is the field's name.
 
-    needs: settings without which this one has no effect; only_with: the same, where the remedy is to
-    leave it out; excludes: settings that it does not go with. Each is a condition or several that must
-    all hold: ``"save"``, ``"lr_decay_style=WSD"``, ``"use_kl_loss|kl_coef"``; see
+    needs: settings without which this one has no effect; only_with: the same, where the remedy is
+    to leave it out; excludes: settings that it does not go with. Each is a condition or several
+    that must all hold: ``"save"``, ``"lr_decay_style=WSD"``, ``"use_kl_loss|kl_coef"``; see
     `arguments/rules/declared.py`, which makes the messages.
 
-    A field annotated `bool` with default False becomes a switch, with default True a `--no-` switch.
+    A field annotated `bool` with default False becomes a switch, with default True a `--no-`
+    switch.
     """
     metadata = dict(
         help=help,
@@ -119,7 +122,8 @@ def flag_name(field_name: str) -> str:
 
 
 def value_problem(value: Any, choices: Sequence[Any] | None, legal: Range | None) -> str | None:
-    """What is wrong with one value, in words that follow its flag; None where it is right. Both the command line and `check_fields` ask here."""
+    """What is wrong with one value, in words that follow its flag; None where it is right. Both the
+    command line and `check_fields` ask here."""
     if choices is not None and value not in choices:
         return f"unknown value; legal values: {', '.join(map(str, choices))}"
     if isinstance(value, float) and not math.isfinite(value):
@@ -139,7 +143,8 @@ _KINDS: Mapping[type, tuple[str, Callable[[Any], bool]]] = {
 
 @cache
 def _scalar_fields(config_type: type) -> Mapping[str, tuple[type | None, bool]]:
-    """Field -> (bool, int, float or str where it is annotated as one of them; whether None is legal)."""
+    """Field -> (bool, int, float or str where it is annotated as one of them; whether None is
+    legal)."""
     hints = typing.get_type_hints(config_type)
     found: dict[str, tuple[type | None, bool]] = {}
     for field in dataclasses.fields(config_type):
@@ -161,13 +166,15 @@ def _field_problem(value: Any, field: dataclasses.Field[Any], kind: type | None)
 
 
 def check_fields(config: Any) -> list[Problem]:
-    """Problems of the fields of `config` on their own: types, legal values, ranges, NaN and infinity.
+    """Problems of the fields of `config` on their own: types, legal values, ranges, NaN and
+    infinity.
 
     Args:
         config: a dataclass with fields declared by `arg`.
 
     Returns:
-        A `Problem` for each illegal value, in the order of the fields. Rules between fields live in arguments/rules.
+        A `Problem` for each illegal value, in the order of the fields. Rules between fields live in
+        arguments/rules.
     """
     problems = []
     scalars = _scalar_fields(type(config))  # type: ignore[arg-type]
@@ -186,7 +193,8 @@ def check_fields(config: Any) -> list[Problem]:
 
 
 class SettingsError(ConfigError):
-    """A settings object that was constructed with illegal values, in the words of a caller of the library."""
+    """A settings object that was constructed with illegal values, in the words of a caller of the
+    library."""
 
     def __init__(self, problems: Sequence[Problem], owner: str = "settings") -> None:
         super().__init__(problems)

@@ -1,6 +1,8 @@
-"""python -m slime_like.doctor: what this environment has, what it lacks, and what that is for. Status 1 when every run lacks something.
+"""python -m slime_like.doctor: what this environment has, what it lacks, and what that is for.
+Status 1 when every run lacks something.
 
-Packages are asked for their versions, not imported: that would take seconds, and some fail without a GPU. Only torch is, for CUDA."""
+Packages are asked for their versions, not imported: that would take seconds, and some fail without
+a GPU. Only torch is, for CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from importlib import metadata
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """module: what Python imports, or "" for a program. package: of its version, or the program's name."""
+    """module: what Python imports, or "" for a program. package: of its version, or the program's
+    name."""
 
     module: str
     package: str

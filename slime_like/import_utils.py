@@ -1,4 +1,5 @@
-"""Functions of the user's own, named on the command line: ``module.function`` or ``path/to/file.py:function``."""
+"""Functions of the user's own, named on the command line: ``module.function`` or
+``path/to/file.py:function``."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def load_function(path: str, flag: str, *, limit_s: float = IMPORT_LIMIT_S) -> C
         limit_s: Seconds that the import may take, where this is the main thread.
 
     Raises:
-        ValueError: The path cannot be imported (also where the module calls sys.exit), or names no callable.
+        ValueError: The path cannot be imported (also where the module calls sys.exit), or names no
+        callable.
     """
     file, colon, name = path.rpartition(":")
     if not colon:
@@ -65,7 +67,8 @@ def load_function(path: str, flag: str, *, limit_s: float = IMPORT_LIMIT_S) -> C
 
 @contextlib.contextmanager
 def _deadline(limit_s: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after `limit_s`; a signal, so only in the main thread, and not within native code."""
+    """Raises TimeoutError in the block after `limit_s`; a signal, so only in the main thread, and
+    not within native code."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -94,7 +97,8 @@ def _place(error: BaseException) -> str:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """A file as a module of its own name, once in a process. Its folder comes last in sys.path, for its neighbours."""
+    """A file as a module of its own name, once in a process. Its folder comes last in sys.path, for
+    its neighbours."""
     path = path.resolve()
     name = f"custom_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:

@@ -1,11 +1,14 @@
-"""`torch`, imported at its first use: for modules that the parser of the command line reads without calling their functions.
+"""`torch`, imported at its first use: for modules that the parser of the command line reads without
+calling their functions.
 
-Importing torch takes seconds, which --help and a wrong command line must not. In place of `import torch`,
+Importing torch takes seconds, which --help and a wrong command line must not. In place of `import
+torch`,
 `import torch.distributed as dist` and `from torch import Tensor`:
 
 >>> from slime_like.lazy import Tensor, dist, torch
 
-`Tensor` is for annotations; elsewhere it is `torch.Tensor`. What needs torch when its module is imported (a base class, a decorator, a
+`Tensor` is for annotations; elsewhere it is `torch.Tensor`. What needs torch when its module is
+imported (a base class, a decorator, a
 default value) has to be made at the first call.
 """
 
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
 else:
 
     class _Lazy:
-        """Looks each attribute up anew in the module, so that a patch of the module is seen here too."""
+        """Looks each attribute up anew in the module, so that a patch of the module is seen here
+        too."""
 
         __slots__ = ("_module", "_name")
 

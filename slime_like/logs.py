@@ -1,6 +1,8 @@
-"""Where a run's messages go: rank 0's to stdout, as a user reads them; warnings of other ranks, with their rank, and all errors to stderr.
+"""Where a run's messages go: rank 0's to stdout, as a user reads them; warnings of other ranks,
+with their rank, and all errors to stderr.
 
-A reader of stdout that ends (`| head`, a closed terminal, a full disk) does not end the run: see `SurvivingStream`.
+A reader of stdout that ends (`| head`, a closed terminal, a full disk) does not end the run: see
+`SurvivingStream`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _RANK_0_ONLY = "rank_0_only"  # attribute of a record
 
 
 class RankHandler(logging.Handler):
-    """INFO is plain text on rank 0 and nothing elsewhere; a warning begins with "warning: ", an error with "error: "."""
+    """INFO is plain text on rank 0 and nothing elsewhere; a warning begins with "warning: ", an
+    error with "error: "."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -45,7 +48,8 @@ class RankHandler(logging.Handler):
 
 
 def set_up_logging(rank: int) -> None:
-    """Handlers for the loggers of our packages, and streams that survive their readers. Calling it again replaces the rank."""
+    """Handlers for the loggers of our packages, and streams that survive their readers. Calling it
+    again replaces the rank."""
     for name in OURS:
         logger = logging.getLogger(name)
         logger.handlers = [RankHandler(rank)]
@@ -76,14 +80,16 @@ def log_into(folder: Path) -> None:
 
 
 def visible(text: str) -> str:
-    """Control characters but newline and tab, marks of text direction and lone surrogates as escapes: text from outside cannot move the
-    cursor, colour a terminal, hide a line, be impossible to write, or show the credentials of a URL."""
+    """Control characters but newline and tab, marks of text direction and lone surrogates as
+    escapes: text from outside cannot move the cursor, colour a terminal, hide a line, be impossible
+    to write, or show the credentials of a URL."""
     return printable(mask_credentials(text))
 
 
 class SurvivingStream:
-    """A text stream whose reader may end. From then on its descriptor leads to stderr, or, where that is gone too, to run.log in the output
-    folder, or nowhere; nothing is raised. Says once where its lines are.
+    """A text stream whose reader may end. From then on its descriptor leads to stderr, or, where
+    that is gone too, to run.log in the output folder, or nowhere; nothing is raised. Says once
+    where its lines are.
 
     Args:
         stream: None where the process was started without it.

@@ -9,7 +9,8 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Maps names, and aliases of names, to entries. `kind` is the word used in errors, e.g. "policy loss"."""
+    """Maps names, and aliases of names, to entries. `kind` is the word used in errors, e.g. "policy
+    loss"."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

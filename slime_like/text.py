@@ -14,7 +14,8 @@ _USERINFO = re.compile(r"(?<=://)[^/?#\s'\"]*@")
 
 
 def clean(text: object, longest: int = LONGEST) -> str:
-    """One line without control characters, escape sequences, lone surrogates or credentials of URLs.
+    """One line without control characters, escape sequences, lone surrogates or credentials of
+    URLs.
 
     Args:
         text: Anything; its ``str`` is taken.
@@ -26,7 +27,8 @@ def clean(text: object, longest: int = LONGEST) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with its lines, control characters and lone surrogates shown as escapes (``\\x1b``, ``\\ud800``)."""
+    """The text with its lines, control characters and lone surrogates shown as escapes (``\\x1b``,
+    ``\\ud800``)."""
     return _UNFIT.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 

@@ -2,8 +2,9 @@
 
     python -m slime_like.torchrun --nproc-per-node 2 train.py ...
 
-The status is that of rank 0 (0 done, 75 saved after SIGTERM, 130 Ctrl-C, 1 failed, 2 a wrong command line) where it left one; torchrun has 1
-for all of them, and a traceback for each. After Ctrl-C or SIGTERM its ranks have SHUTDOWN_S to finish their rollout and save, torchrun's have 30.
+The status is that of rank 0 (0 done, 75 saved after SIGTERM, 130 Ctrl-C, 1 failed, 2 a wrong
+command line) where it left one; torchrun has 1 for all of them, and a traceback for each. After
+Ctrl-C or SIGTERM its ranks have SHUTDOWN_S to finish their rollout and save, torchrun's have 30.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""Core records. Frozen; shapes in the field comments: T packed tokens, S sequences, L sample length, R response length.
+"""Core records. Frozen; shapes in the field comments: T packed tokens, S sequences, L sample
+length, R response length.
 
-One alignment rule: row t of every per-token tensor of a `MicroBatch` speaks about `labels[t]`, the token that follows
-`tokens[t]` in the same sequence. The shift happens once, in `megatron_backend/packing.py`. Tensors of a `Sample` or a
-`TrainSample` are over the response only: entry j speaks about the j-th response token.
+One alignment rule: row t of every per-token tensor of a `MicroBatch` speaks about `labels[t]`, the
+token that follows
+`tokens[t]` in the same sequence. The shift happens once, in `megatron_backend/packing.py`. Tensors
+of a `Sample` or a `TrainSample` are over the response only: entry j speaks about the j-th response
+token.
 """
 
 from __future__ import annotations
@@ -51,25 +54,22 @@ class Sample:
     tokens: Tensor  # [L] int64, prompt then response
     response_length: int  # R <= L
     loss_mask: Tensor  # [R] bool, True where the model wrote the token and it is trained on
-    rollout_log_probs: Tensor | None = (
-        None  # [R] float32, by the sampler, at the sampling temperature
-    )
+    # [R] float32, by the sampler, at the sampling temperature
+    rollout_log_probs: Tensor | None = None
     reward: float | None = None
     status: SampleStatus = SampleStatus.COMPLETED
-    weight_versions: tuple[
-        int, ...
-    ] = ()  # of the weights that wrote each response token (NOT_SAMPLED: none); () when not generated here
+    # of the weights that wrote each response token (NOT_SAMPLED: none); () when not generated here
+    weight_versions: tuple[int, ...] = ()
     text: str = ""  # prompt text
     response: str = ""  # response text
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    token_sets: Tensor | None = (
-        None  # [R, K] int32, what the sampler chose from, filled up with -1; None: the whole vocabulary
-    )
+    # [R, K] int32, what the sampler chose from, filled up with -1; None: the whole vocabulary
+    token_sets: Tensor | None = None
     teacher_log_probs: Tensor | None = None  # [R] float32, of a served teacher
-    routes: Tensor | None = (
-        None  # [L, expert layers, topk] int16, where the sampler sent each token, -1 where it did not compute one
-    )
+    # [L, expert layers, topk] int16, where the sampler sent each token, -1 where it did not compute
+    # one
+    routes: Tensor | None = None
 
     @property
     def total_length(self) -> int:
@@ -94,8 +94,9 @@ class SampleGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """A sample with all that the loss needs. `loss_weights` is `u` of the specification (1/denominator over the whole
-    optimizer step); `policy_weights` is `w`, None where it equals `u`."""
+    """A sample with all that the loss needs. `loss_weights` is `u` of the specification
+    (1/denominator over the whole optimizer step); `policy_weights` is `w`, None where it equals
+    `u`."""
 
     tokens: Tensor  # [L] int64
     response_length: int
@@ -111,21 +112,18 @@ class TrainSample:
     rewards: Tensor | None = None  # [R] float32, the sample's raw reward on every token
     nll_weights: Tensor | None = None  # [R] float32, see `LossInputs`
     values: Tensor | None = None  # [R] float32, the critic's, before the update
-    returns: Tensor | None = (
-        None  # [R] float32, what the critic learns; NaN where there is no target
-    )
-    routes: Tensor | None = (
-        None  # [L, expert layers of this pipeline stage, topk] int16: the experts that are to be chosen
-    )
-    token_sets: Tensor | None = (
-        None  # [R, K] int32, as in `Sample`: all log-probs are over these tokens alone
-    )
-    label_sets: Tensor | None = (
-        None  # [R, K] int64: tokens that a row is scored on in place of one; what K is, all samples of a pass agree on
-    )
+    # [R] float32, what the critic learns; NaN where there is no target
+    returns: Tensor | None = None
+    # [L, expert layers of this pipeline stage, topk] int16: the experts that are to be chosen
+    routes: Tensor | None = None
+    # [R, K] int32, as in `Sample`: all log-probs are over these tokens alone
+    token_sets: Tensor | None = None
+    # [R, K] int64: tokens that a row is scored on in place of one; what K is, all samples of a pass
+    # agree on
+    label_sets: Tensor | None = None
     label_weights: Tensor | None = None  # [R, K] float32, of each of them
-    # [R] int64: what the last R rows are scored on, where that need not be the token that follows; None: the response itself, whose first
-    # token stands after the row that is scored on it
+    # [R] int64: what the last R rows are scored on, where that need not be the token that follows;
+    # None: the response itself, whose first token stands after the row that is scored on it
     labels: Tensor | None = None
 
     @property
@@ -144,8 +142,9 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed rows. Padding at the end is a sequence of its own with an all-False mask. Under context parallelism each rank has T of the rows
-    of all S sequences (ops/context_parallel.py), whose ends are padded too; cu_seqlens and max_seqlen are those of the whole sequences."""
+    """Packed rows. Padding at the end is a sequence of its own with an all-False mask. Under
+    context parallelism each rank has T of the rows of all S sequences (ops/context_parallel.py),
+    whose ends are padded too; cu_seqlens and max_seqlen are those of the whole sequences."""
 
     tokens: Tensor  # [1, T] int64
     labels: Tensor  # [1, T] int64
@@ -168,14 +167,14 @@ class MicroBatch:
     returns: Tensor | None = None  # [T] float32
     is_padding: Tensor | None = None  # [T] bool, rows that hold no token of a sample
     active_rows: Tensor | None = None  # [A] int64, where loss_mask is True; None: not looked up yet
-    selection_seed: int = 0  # of losses that choose tokens at random; equal on ranks that hold the same tokens, or sequences
+    # of losses that choose tokens at random; equal on ranks that hold the same tokens, or sequences
+    selection_seed: int = 0
     places: Tensor | None = None  # [T] int64: row where one process packs it; None: the row itself
-    routes: Tensor | None = (
-        None  # [T, expert layers of this pipeline stage, topk] int16, negative where the router chooses itself
-    )
-    token_sets: Tensor | None = (
-        None  # [T, K] int32, tokens that log-probs are over, filled up with -1; None: the whole vocabulary
-    )
+    # [T, expert layers of this pipeline stage, topk] int16, negative where the router chooses
+    # itself
+    routes: Tensor | None = None
+    # [T, K] int32, tokens that log-probs are over, filled up with -1; None: the whole vocabulary
+    token_sets: Tensor | None = None
     label_sets: Tensor | None = None  # [T, K] int64, of soft targets
     label_weights: Tensor | None = None  # [T, K] float32
 
@@ -186,8 +185,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step tells. grad_norm: global L2 norm before clipping. skipped: a non-finite gradient on any
-    rank left weights and optimizer state unchanged."""
+    """What one optimizer step tells. grad_norm: global L2 norm before clipping. skipped: a
+    non-finite gradient on any rank left weights and optimizer state unchanged."""
 
     metrics: Mapping[str, float]
     grad_norm: float

@@ -1,5 +1,5 @@
-"""A small server with SGLang's interface, for tests of the engine: what it generates comes from a local engine, so that log-probs and weights
-are real, and what goes wrong is told by the test.
+"""A small server with SGLang's interface, for tests of the engine: what it generates comes from a
+local engine, so that log-probs and weights are real, and what goes wrong is told by the test.
 
     with FakeServer(model_folder) as server:
         server.faults = [status(500), None]     # the first /generate fails, the second is answered; behind the last one all are answered
@@ -126,10 +126,12 @@ class Server(ThreadingHTTPServer):
 
 
 class FakeServer:
-    """pace_s: seconds that each token of a rollout's /generate call takes, told by its body; an abort then gives what there is, one token at
-    least. seen: (path, body) of every POST, in order. faults: of the next /generate calls of rollouts, one each; None: a right answer. hung: no
-    call is answered, not even probes. spoil: applied to weights that are loaded. workers: addresses that it names as a router would. info: what
-    /server_info tells. tokenizer: of texts; without one they are refused."""
+    """pace_s: seconds that each token of a rollout's /generate call takes, told by its body; an
+    abort then gives what there is, one token at least. seen: (path, body) of every POST, in order.
+    faults: of the next /generate calls of rollouts, one each; None: a right answer. hung: no call
+    is answered, not even probes. spoil: applied to weights that are loaded. workers: addresses that
+    it names as a router would. info: what /server_info tells. tokenizer: of texts; without one they
+    are refused."""
 
     def __init__(self, model: str, port: int = 0) -> None:
         self.model = model
@@ -374,7 +376,8 @@ class FakeServer:
         return "no tokenizer" if "text" in body and self.tokenizer is None else None
 
     def _gone(self, handler: Handler) -> bool:
-        """Whether it was stopped, perhaps while it hung; then a connection that was open is cut without an answer."""
+        """Whether it was stopped, perhaps while it hung; then a connection that was open is cut
+        without an answer."""
         while self.hung and not self.ended.wait(0.02):
             pass
         handler.close_connection = handler.close_connection or self.ended.is_set()

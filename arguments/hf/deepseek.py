@@ -1,7 +1,9 @@
-"""DeepSeek-V3's multi-latent attention, rotary embedding and experts, as settings of megatron-core; a part of `hf_model.py`.
+"""DeepSeek-V3's multi-latent attention, rotary embedding and experts, as settings of megatron-core;
+a part of `hf_model.py`.
 
-What megatron-core 0.16 has no counterpart for is refused by key: multi-token prediction, other group scores than the sum of each group's two
-best, weights that are not renormalised, rotary embeddings that are not interleaved.
+What megatron-core 0.16 has no counterpart for is refused by key: multi-token prediction, other
+group scores than the sum of each group's two best, weights that are not renormalised, rotary
+embeddings that are not interleaved.
 """
 
 from __future__ import annotations
@@ -169,7 +171,8 @@ def _experts(reader: Reader) -> dict[str, Any]:
         "moe_router_topk": topk,
         "moe_ffn_hidden_size": ffn,
         "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
-        "moe_router_pre_softmax": True,  # megatron-core's condition on group-limited routing; a sigmoid has no softmax
+        # megatron-core's condition on group-limited routing; a sigmoid has no softmax
+        "moe_router_pre_softmax": True,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": groups if limited else None,

@@ -1,11 +1,13 @@
-"""The shape of a Hugging Face model, as settings of megatron-core: reads config.json and nothing else.
+"""The shape of a Hugging Face model, as settings of megatron-core: reads config.json and nothing
+else.
 
-Every key of the file is either mapped, known not to change the network's function, or refused by name: a key that is
-overlooked would train another network than the one in the checkpoint. Formats of transformers 4 (`rope_theta`,
+Every key of the file is either mapped, known not to change the network's function, or refused by
+name: a key that is overlooked would train another network than the one in the checkpoint. Formats
+of transformers 4 (`rope_theta`,
 `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`) are both read.
 
-Not supported here, hence refused: projection biases other than Qwen2's, sliding windows, partial rotation, quantised
-weights, and the rotary types dynamic, yarn and longrope.
+Not supported here, hence refused: projection biases other than Qwen2's, sliding windows, partial
+rotation, quantised weights, and the rotary types dynamic, yarn and longrope.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from slime_like.config import ConfigError, Problem
 class HfModel:
     """What config.json says.
 
-    architecture: e.g. "LlamaForCausalLM". model_type: e.g. "llama". dtype: the name of the stored weights' dtype, e.g.
-    "bfloat16", or None where the file does not say.
-    transformer: TransformerConfig field -> value; `activation_func` is a name ("silu"), not a callable.
-    gpt: GPTModelConfig field -> value.
+    architecture: e.g. "LlamaForCausalLM". model_type: e.g. "llama". dtype: the name of the stored
+    weights' dtype, e.g. "bfloat16", or None where the file does not say. transformer:
+    TransformerConfig field -> value; `activation_func` is a name ("silu"), not a callable. gpt:
+    GPTModelConfig field -> value.
     """
 
     architecture: str
@@ -41,8 +43,9 @@ class HfModel:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What distinguishes one architecture from another. required: keys beyond REQUIRED that the file must have. moe: its experts.
-    windows_by_size: `sliding_window` alone switches sliding windows on. deepseek: latent attention, and experts chosen by sigmoids: hf_deepseek.py."""
+    """What distinguishes one architecture from another. required: keys beyond REQUIRED that the
+    file must have. moe: its experts. windows_by_size: `sliding_window` alone switches sliding
+    windows on. deepseek: latent attention, and experts chosen by sigmoids: hf_deepseek.py."""
 
     model_type: str
     qkv_bias: bool = False
@@ -105,7 +108,8 @@ MAPPED = frozenset(REQUIRED) | {
     "max_window_layers",
     "layer_types",
 }
-# Tokens, generation, initialisation and bookkeeping: the network's function does not depend on them.
+# Tokens, generation, initialisation and bookkeeping: the network's function does not depend on
+# them.
 WITHOUT_EFFECT = frozenset(
     """_name_or_path transformers_version transformers.js_config unsloth_version unsloth_fixed is_llama_config auto_map
     bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id initializer_range use_cache
@@ -129,7 +133,8 @@ REFUSED_WHEN_SET = {
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 DTYPES = ("float32", "bfloat16", "float16")
-# megatron-core's rotary embedding has these numbers of Llama 3.1 built in; only the factor is an argument.
+# megatron-core's rotary embedding has these numbers of Llama 3.1 built in; only the factor is an
+# argument.
 LLAMA3_FIXED = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -180,7 +185,8 @@ COUNT = (
     lambda value: type(value) is int and 0 <= value <= MOST_LAYERS,
 )
 ROPE = ("an object with numbers and a rope_type", _is_rope)
-# What keys of the file must be where they are looked at other than as a positive number: (legal values, test)
+# What keys of the file must be where they are looked at other than as a positive number: (legal
+# values, test)
 KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "architectures": ("a list of names", _list_of(str)),
     "layer_types": ("a list of names", _list_of(str)),
@@ -207,7 +213,8 @@ class _Reader:
         self.problems.append(Problem("--hf-checkpoint", self.folder, f"config.json: {message}"))
 
     def number(self, key: str, default: float | None = None, *, whole: bool = True) -> Any:
-        """A positive number; `default` where the key is absent or null. 1, and a problem, when there is none."""
+        """A positive number; `default` where the key is absent or null. 1, and a problem, when
+        there is none."""
         value = self.config.get(key)
         value = default if value is None else value
         kind = int if whole else (int, float)
@@ -220,8 +227,9 @@ class _Reader:
 def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
     """The model that `folder`/config.json describes.
 
-    value_head: the file may also be that of a model with a head that scores tokens (VALUE_MODELS), which is read as the language model with
-    the same transformer. Raises ConfigError (a ValueError) with everything that is unsupported, by key and value, in one go.
+    value_head: the file may also be that of a model with a head that scores tokens (VALUE_MODELS),
+    which is read as the language model with the same transformer. Raises ConfigError (a ValueError)
+    with everything that is unsupported, by key and value, in one go.
     """
     reader = _Reader(folder, _read_config(folder))
     architecture, family = _family(reader, value_head)
@@ -323,7 +331,8 @@ def _check_keys(reader: _Reader, family: Family) -> None:
 
 
 def _check_windows(reader: _Reader, family: Family) -> None:
-    """Sliding windows are refused where some layer would use one; the keys alone, as in Qwen's files, are harmless."""
+    """Sliding windows are refused where some layer would use one; the keys alone, as in Qwen's
+    files, are harmless."""
     config = reader.config
     used = (family.windows_by_size or config.get("use_sliding_window")) and config.get(
         "sliding_window"
@@ -403,7 +412,8 @@ def _gpt(reader: _Reader, head_dim: int, rope: Mapping[str, Any]) -> dict[str, A
 
 
 def _rope(reader: _Reader) -> dict[str, Any]:
-    """rope_theta, rope_type ("default", "linear" or "llama3") and factor, from either generation's keys."""
+    """rope_theta, rope_type ("default", "linear" or "llama3") and factor, from either generation's
+    keys."""
     config = reader.config
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     if old and new and old != new:

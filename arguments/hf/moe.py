@@ -1,7 +1,10 @@
-"""The expert layers of a Hugging Face mixture-of-experts model, as settings of megatron-core; a part of `hf_model.py`.
+"""The expert layers of a Hugging Face mixture-of-experts model, as settings of megatron-core; a
+part of `hf_model.py`.
 
-A router that softmaxes over all experts and then renormalises the chosen ones gives the weights of a softmax over the chosen logits:
-`norm_topk_prob` true is megatron-core's order (top-k, then softmax), false is `moe_router_pre_softmax`.
+A router that softmaxes over all experts and then renormalises the chosen ones gives the weights of
+a softmax over the chosen logits:
+`norm_topk_prob` true is megatron-core's order (top-k, then softmax), false is
+`moe_router_pre_softmax`.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ class Reader(Protocol):
 class MoeFamily:
     """Where a family's config.json says what about its experts.
 
-    experts: names of the number of experts; files have one of them. ffn: the inner size of one expert. norm_topk: key of the switch that
-    renormalises the chosen weights, with its default, or None where they always are. dense_layers: whether some layers may be dense
-    (`mlp_only_layers`, `decoder_sparse_step`). shared: key of the shared expert's inner size, whose output has a gate, or None.
+    experts: names of the number of experts; files have one of them. ffn: the inner size of one
+    expert. norm_topk: key of the switch that renormalises the chosen weights, with its default, or
+    None where they always are. dense_layers: whether some layers may be dense (`mlp_only_layers`,
+    `decoder_sparse_step`). shared: key of the shared expert's inner size, whose output has a gate,
+    or None.
     """
 
     experts: tuple[str, ...]
@@ -107,7 +112,8 @@ def _layer_pattern(reader: Reader) -> int | list[int]:
 
 
 def layer_pattern(words: str) -> int | list[int]:
-    """--moe-layer-freq as Megatron-LM reads it: "2", or a list that may be written with + and *, as "[0]*3+[1]*45".
+    """--moe-layer-freq as Megatron-LM reads it: "2", or a list that may be written with + and *, as
+    "[0]*3+[1]*45".
 
     Raises ValueError for anything else.
     """
@@ -133,7 +139,8 @@ def layer_pattern(words: str) -> int | list[int]:
 
 
 def moe_layers(freq: int | list[int] | None, num_layers: int) -> list[bool]:
-    """Which layers have experts, by megatron-core's `moe_layer_freq`; None: of a model without experts."""
+    """Which layers have experts, by megatron-core's `moe_layer_freq`; None: of a model without
+    experts."""
     if freq is None:
         return [False] * num_layers
     if isinstance(freq, int):

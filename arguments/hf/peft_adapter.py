@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 ADAPTER_CONFIG = "adapter_config.json"
-# key -> values under which it has no effect; anything else would change the result, and is refused by name
+# key -> values under which it has no effect; anything else would change the result, and is refused
+# by name
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False,),
     "use_rslora": (False,),

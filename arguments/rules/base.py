@@ -1,5 +1,6 @@
-"""What rules between settings are, and what they look at. A rule is a small function that returns what is wrong; all rules run, and everything
-is told together. The rules themselves are in the modules validate_*.py, by topic."""
+"""What rules between settings are, and what they look at. A rule is a small function that returns
+what is wrong; all rules run, and everything is told together. The rules themselves are in the
+modules validate_*.py, by topic."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ TASK_PREFIX = "reasoning_gym:"  # of a source that makes its rows, answers and s
 
 @dataclass(frozen=True)
 class Settings(ConfigGroups):
-    """What the rules look at. core: megatron-core's fields, from flags and checkpoint. loss: as its settings, policy_loss,
-    make it. given: names of the fields that the user set."""
+    """What the rules look at. core: megatron-core's fields, from flags and checkpoint. loss: as its
+    settings, policy_loss, make it. given: names of the fields that the user set."""
 
     loss: PolicyLoss
     core: Mapping[str, Any]
@@ -32,7 +33,8 @@ class Settings(ConfigGroups):
 
     @property
     def generates(self) -> bool:
-        """Whether an engine makes responses: not in supervised fine-tuning, nor from saved rollouts."""
+        """Whether an engine makes responses: not in supervised fine-tuning, nor from saved
+        rollouts."""
         return (
             self.algorithm.loss_type == "policy_loss"
             and not self.debug.debug_train_only

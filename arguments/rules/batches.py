@@ -1,4 +1,5 @@
-"""Rules about sizes: the samples of a rollout, of an optimizer step and of a micro-batch, by number or by tokens, and the length of a run."""
+"""Rules about sizes: the samples of a rollout, of an optimizer step and of a micro-batch, by number
+or by tokens, and the length of a run."""
 
 from __future__ import annotations
 

@@ -65,7 +65,8 @@ def saving(s: Settings) -> list[Problem]:
 
 
 def sgd_has_no_checkpoints(s: Settings) -> list[Problem]:
-    """megatron-core 0.16 initialises the state of Adam only before it loads one, and its distributed optimizer asserts on SGD."""
+    """megatron-core 0.16 initialises the state of Adam only before it loads one, and its
+    distributed optimizer asserts on SGD."""
     if s.core.get("optimizer") != "sgd":
         return []
     found = []
@@ -87,7 +88,8 @@ def sgd_has_no_checkpoints(s: Settings) -> list[Problem]:
 
 
 def output_folders(s: Settings) -> list[Problem]:
-    """Each can be made, or is there, and takes files: found out now rather than after the first rollouts."""
+    """Each can be made, or is there, and takes files: found out now rather than after the first
+    rollouts."""
     found = []
     for config, name in (
         (s.checkpoint, "save"),

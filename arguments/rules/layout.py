@@ -1,4 +1,5 @@
-"""The rules about parallel sizes by themselves, for programs that cut a network and do not train it."""
+"""The rules about parallel sizes by themselves, for programs that cut a network and do not train
+it."""
 
 from __future__ import annotations
 
@@ -33,5 +34,6 @@ class CutNetwork:
 
 
 def layout_problems(cut: CutNetwork) -> list[Problem]:
-    """What is wrong with the sizes on their own; else with the network, and with the number of processes."""
+    """What is wrong with the sizes on their own; else with the network, and with the number of
+    processes."""
     return check_fields(cut.parallel) or [found for rule in RULES for found in rule(cut)]

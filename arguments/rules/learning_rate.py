@@ -1,4 +1,5 @@
-"""Rules about the numbers of an optimizer step, and about the learning rate and the weight decay over a run."""
+"""Rules about the numbers of an optimizer step, and about the learning rate and the weight decay
+over a run."""
 
 from __future__ import annotations
 

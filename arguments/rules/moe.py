@@ -19,7 +19,8 @@ def experts_of(s: LayoutSettings) -> int:
 
 
 def balancing_of(s: Settings) -> list[tuple[str, float]]:
-    """(kind, coefficient) of every auxiliary loss that is asked for; --moe-aux-loss-coeff is one number, or one for each kind."""
+    """(kind, coefficient) of every auxiliary loss that is asked for; --moe-aux-loss-coeff is one
+    number, or one for each kind."""
     kinds, coefficients = (
         s.core.get("moe_router_load_balancing_type", "aux_loss"),
         s.core.get("moe_aux_loss_coeff", 0.0),
@@ -84,7 +85,8 @@ def expert_parallel_sizes(s: LayoutSettings) -> list[Problem]:
 
 
 def experts_need_sequence_parallel(s: Settings) -> list[Problem]:
-    """megatron-core raises in the first training step: each tensor-parallel rank would dispatch all tokens again."""
+    """megatron-core raises in the first training step: each tensor-parallel rank would dispatch all
+    tokens again."""
     if (
         experts_of(s)
         and s.trains
@@ -100,8 +102,8 @@ def experts_need_sequence_parallel(s: Settings) -> list[Problem]:
 
 
 def experts_cut_otherwise_are_spread(s: Settings) -> list[Problem]:
-    """Without expert parallelism megatron-core reduces the gradients of experts over the groups of the other weights, which are those of
-    experts only where both are cut alike."""
+    """Without expert parallelism megatron-core reduces the gradients of experts over the groups of
+    the other weights, which are those of experts only where both are cut alike."""
     etp, tp = s.parallel.expert_tensor_parallel_size, s.parallel.tensor_model_parallel_size
     if (
         experts_of(s)

@@ -66,7 +66,8 @@ def local_layers_have_limits(s: Settings) -> list[Problem]:
 
 
 def attention_backend_is_there(s: Settings) -> list[Problem]:
-    """With Transformer Engine layers: one of its kernels. megatron-core chooses by environment variables, and asserts on those it finds."""
+    """With Transformer Engine layers: one of its kernels. megatron-core chooses by environment
+    variables, and asserts on those it finds."""
     if resolve_transformer_impl(s.model, s.machine) != "transformer_engine":
         return []
     backend = s.core.get("attention_backend", "auto")

@@ -1,4 +1,5 @@
-"""What the launcher says once at the start, though nothing is wrong: where defaults are not slime's."""
+"""What the launcher says once at the start, though nothing is wrong: where defaults are not
+slime's."""
 
 from __future__ import annotations
 

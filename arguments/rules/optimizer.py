@@ -1,4 +1,5 @@
-"""Rules about the memory of the optimizer: state of other types than float32, and state that is kept on the CPU."""
+"""Rules about the memory of the optimizer: state of other types than float32, and state that is
+kept on the CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from slime_like.config import Problem, flag_name
 
 PRECISE, OFFLOAD = "use_precision_aware_optimizer", "optimizer_cpu_offload"
 IN_PLAIN_TORCH = ("fp32", "bf16")  # of the moments
-# Above it a second moment in bf16 cannot shrink: 1 - beta2 of it is less than half of its last bit (2^-9 to 2^-8 of its value).
+# Above it a second moment in bf16 cannot shrink: 1 - beta2 of it is less than half of its last bit
+# (2^-9 to 2^-8 of its value).
 LARGEST_BETA2_OF_BF16 = 1 - 2**-8
 
 

@@ -1,4 +1,5 @@
-"""Rules about how the network is cut over processes: tensor-, pipeline-, context- and data-parallel sizes, and the interleaved schedule."""
+"""Rules about how the network is cut over processes: tensor-, pipeline-, context- and data-parallel
+sizes, and the interleaved schedule."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def context_parallel_has_limits(s: Settings) -> list[Problem]:
 
 
 def virtual_stages_of(parallel: ParallelConfig, num_layers: int | None) -> int | None:
-    """Model chunks on each pipeline rank, by either of the two flags; None without the interleaved schedule."""
+    """Model chunks on each pipeline rank, by either of the two flags; None without the interleaved
+    schedule."""
     if parallel.num_virtual_stages_per_pipeline_rank is not None:
         return parallel.num_virtual_stages_per_pipeline_rank
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage

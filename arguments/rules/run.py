@@ -1,4 +1,5 @@
-"""All rules between the settings of a run, in the order in which their problems are told; those of KL and reduction; and the warnings."""
+"""All rules between the settings of a run, in the order in which their problems are told; those of
+KL and reduction; and the warnings."""
 
 from __future__ import annotations
 

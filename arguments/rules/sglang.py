@@ -34,7 +34,8 @@ ROUTER_OURS = ("host", "port", "worker_urls", "prometheus_port", "prometheus_hos
 
 
 def address_parts(address: str) -> tuple[str, int] | None:
-    """("127.0.0.1", 30000) of "127.0.0.1:30000" or "http://127.0.0.1:30000"; None for anything else."""
+    """("127.0.0.1", 30000) of "127.0.0.1:30000" or "http://127.0.0.1:30000"; None for anything
+    else."""
     found = _ADDRESS.fullmatch(address)
     return None if found is None or not 0 < int(found[3]) < 65536 else (found[2], int(found[3]))
 
@@ -138,7 +139,8 @@ def starts_router(s: Settings) -> bool:
 
 
 def sglang_is_installed(s: Settings) -> list[Problem]:
-    """Where something is started, what it is started from is there, and has the settings that are passed on."""
+    """Where something is started, what it is started from is there, and has the settings that are
+    passed on."""
     g = s.sglang
     if not uses_sglang(s):
         return []

@@ -1,4 +1,5 @@
-"""One frozen dataclass for each group of settings. Constructors above this layer take these, never an argparse namespace."""
+"""One frozen dataclass for each group of settings. Constructors above this layer take these, never
+an argparse namespace."""
 
 from arguments.schema.algorithm import AlgorithmConfig, GateConfig
 from arguments.schema.checkpoint import CheckpointConfig

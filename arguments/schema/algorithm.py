@@ -1,4 +1,5 @@
-"""Advantages, the terms of the loss, and how a rollout is cut into optimizer steps. The flags of each policy loss are declared in the loss's own file."""
+"""Advantages, the terms of the loss, and how a rollout is cut into optimizer steps. The flags of
+each policy loss are declared in the loss's own file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The critic of --advantage-estimator ppo. The settings of its loss are declared in slime_like/losses/value_loss.py.
+"""The critic of --advantage-estimator ppo. The settings of its loss are declared in
+slime_like/losses/value_loss.py.
 
-Its layout has the fields of `ParallelConfig` with the prefix `critic_`; `validate_critic.critic_parallel` puts both together."""
+Its layout has the fields of `ParallelConfig` with the prefix `critic_`;
+`validate_critic.critic_parallel` puts both together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Low-rank adapters (LoRA): a small pair of matrices beside each linear layer is trained, and the model's own weights stay as they are."""
+"""Low-rank adapters (LoRA): a small pair of matrices beside each linear layer is trained, and the
+model's own weights stay as they are."""
 
 from __future__ import annotations
 

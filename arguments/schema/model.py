@@ -1,4 +1,5 @@
-"""Which model, and where its weights come from. Shapes of the network itself are megatron-core's TransformerConfig flags."""
+"""Which model, and where its weights come from. Shapes of the network itself are megatron-core's
+TransformerConfig flags."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class GPTModelConfig:
-    """Arguments of megatron-core's GPTModel that are not in TransformerConfig; None means: take it from --hf-checkpoint."""
+    """Arguments of megatron-core's GPTModel that are not in TransformerConfig; None means: take it
+    from --hf-checkpoint."""
 
     vocab_size: int | None = arg(None, "Tokens of the vocabulary before padding.", legal=POSITIVE)
     make_vocab_size_divisible_by: int = arg(

@@ -1,4 +1,5 @@
-"""Sizes of the parallel dimensions that are ours to combine; the rest are megatron-core's ModelParallelConfig flags."""
+"""Sizes of the parallel dimensions that are ours to combine; the rest are megatron-core's
+ModelParallelConfig flags."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class ParallelConfig:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """What decides which rank has which part of a model; equal for layouts that can share their process groups."""
+        """What decides which rank has which part of a model; equal for layouts that can share their
+        process groups."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         experts = (self.expert_model_parallel_size, self.expert_tensor_parallel_size or tensor)
         return (

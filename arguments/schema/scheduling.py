@@ -1,4 +1,5 @@
-"""Which prompts are sampled for a rollout, which of the groups are kept, and what becomes of those that are not finished."""
+"""Which prompts are sampled for a rollout, which of the groups are kept, and what becomes of those
+that are not finished."""
 
 from __future__ import annotations
 

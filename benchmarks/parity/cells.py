@@ -1,4 +1,5 @@
-"""What the parity matrix runs: models, losses, layouts, rows, precisions, and the cells that they make."""
+"""What the parity matrix runs: models, losses, layouts, rows, precisions, and the cells that they
+make."""
 
 from __future__ import annotations
 
@@ -75,8 +76,9 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Precision:
-    """flags: added to the run's. limit: of a cell's figure. base: the precision of the one process that a cell is compared with.
-    sharded: whether the distributed optimizer takes parameters of this precision."""
+    """flags: added to the run's. limit: of a cell's figure. base: the precision of the one process
+    that a cell is compared with. sharded: whether the distributed optimizer takes parameters of
+    this precision."""
 
     flags: str
     limit: float
@@ -84,9 +86,10 @@ class Precision:
     sharded: bool = True
 
 
-# In float32 and float64 the limit is of relative differences. In bfloat16 it is of their ratio to those of one process in bfloat16: a layout
-# may be off from float32 by what rounding does anyway, and that twice, since its roundings are others.
-# megatron-core clips, and shards, gradients in float32 only.
+# In float32 and float64 the limit is of relative differences. In bfloat16 it is of their ratio to
+# those of one process in bfloat16: a layout may be off from float32 by what rounding does anyway,
+# and that twice, since its roundings are others. megatron-core clips, and shards, gradients in
+# float32 only.
 PRECISIONS = {
     "float32": Precision("", 1e-5, "float32"),
     "float64": Precision("--clip-grad 0", 1e-12, "float64", sharded=False),
@@ -133,8 +136,9 @@ def matrix(
     recompute: Sequence[str],
     precisions: Sequence[str] = ("float32",),
 ) -> list[Cell]:
-    """All combinations in float32. The others are there for what is new in them, the arithmetic: only with the first kind of rows and of
-    recompute, and float64 not with a distributed optimizer."""
+    """All combinations in float32. The others are there for what is new in them, the arithmetic:
+    only with the first kind of rows and of recompute, and float64 not with a distributed optimizer.
+    """
     cells = []
     for precision in precisions:
         lines = product(rows, recompute) if precision == "float32" else [(rows[0], recompute[0])]
@@ -151,7 +155,8 @@ def matrix(
 
 
 def base_runs_of(cells: Iterable[Cell]) -> list[Run]:
-    """The runs of one process that these cells need. bfloat16 is measured by the worst loss in it, so by all of them."""
+    """The runs of one process that these cells need. bfloat16 is measured by the worst loss in it,
+    so by all of them."""
     needed = []
     for cell in cells:
         model = LAYOUTS[cell.layout].model
@@ -166,7 +171,8 @@ def base_runs_of(cells: Iterable[Cell]) -> list[Run]:
 
 
 def sizes_of(flags: str) -> dict[str, int]:
-    """The sizes of the groups that a run with these flags needs, by the parameters of `benchmarks.parity.steps.parallel`."""
+    """The sizes of the groups that a run with these flags needs, by the parameters of
+    `benchmarks.parity.steps.parallel`."""
     words = flags.split()
     names = {
         "tp": "--tensor-model-parallel-size",

@@ -1,25 +1,29 @@
-"""Promise 2, in full: every loss in every layout gives the numbers of one process. One command, one table.
+"""Promise 2, in full: every loss in every layout gives the numbers of one process. One command, one
+table.
 
     python benchmarks/parity/matrix.py                                        # everything: `make parity-full`
     python benchmarks/parity/matrix.py --layouts CP2 "TP2 PP2" --losses gspo  # some
     python benchmarks/parity/matrix.py --minutes 5                            # begin nothing after five minutes; call again for the rest
     python benchmarks/parity/matrix.py --show --docs                          # run nothing; what there is, into the pages on parity
 
-A cell is one loss in one layout, with rows that are packed, padded (--qkv-format bshd) or cut by token budgets, with or without full
-recompute: three optimizer steps (Adam, weight decay, clipping, KL and entropy terms) on samples of uneven lengths with holes in their masks,
-other samples on every data-parallel rank. Compared with one process that takes one packed sample at a time: the loss and all
-gradients of each step, log-probs before the first and parameters after the third. A gradient or parameter counts by tensor: norm of the
-difference over norm. The figure of a cell is its largest.
+A cell is one loss in one layout, with rows that are packed, padded (--qkv-format bshd) or cut by
+token budgets, with or without full recompute: three optimizer steps (Adam, weight decay, clipping,
+KL and entropy terms) on samples of uneven lengths with holes in their masks, other samples on every
+data-parallel rank. Compared with one process that takes one packed sample at a time: the loss and
+all gradients of each step, log-probs before the first and parameters after the third. A gradient or
+parameter counts by tensor: norm of the difference over norm. The figure of a cell is its largest.
 
-float32: limit 1e-5. float64: against one process in float64, limit 1e-12; here nothing but an error can differ, however badly a network is
-conditioned. bfloat16: against one process in float32, all gradients and all parameters taken as one, in multiples of what one process in
-bfloat16 is off from it (in the worst loss); limit 2.
+float32: limit 1e-5. float64: against one process in float64, limit 1e-12; here nothing but an error
+can differ, however badly a network is conditioned. bfloat16: against one process in float32, all
+gradients and all parameters taken as one, in multiples of what one process in bfloat16 is off from
+it (in the worst loss); limit 2.
 
-The layouts of the experts run a Qwen3-MoE with auxiliary coefficients 0 (no token is ever dropped), the others a Qwen3 model. One set of
-processes serves all cells of one world size.
+The layouts of the experts run a Qwen3-MoE with auxiliary coefficients 0 (no token is ever dropped),
+the others a Qwen3 model. One set of processes serves all cells of one world size.
 
-A cell's figures are a line of cells.jsonl in --folder as soon as they are there, together with a hash of the code that gave them. A further
-call runs what has no line of the same code yet, and what failed; --fresh forgets them all.
+A cell's figures are a line of cells.jsonl in --folder as soon as they are there, together with a
+hash of the code that gave them. A further call runs what has no line of the same code yet, and what
+failed; --fresh forgets them all.
 
 Exit status 1 when a cell fails or is over its limit, 3 when all is well so far and cells are left.
 """
@@ -59,8 +63,9 @@ GIVE_UP = 3  # launches in a row that end in their first cell: it is not the cel
 def run_matrix(
     cells: Sequence[Cell], folder: Folder, *, seconds: float = float("inf"), show: bool = False
 ) -> list[Found]:
-    """The figures of the cells, of earlier calls too; those that are not there are run, one launch for each number of processes, and none is
-    begun after `seconds`. A cell that ends its launch with an error has that for its figures, and another launch goes on after it."""
+    """The figures of the cells, of earlier calls too; those that are not there are run, one launch
+    for each number of processes, and none is begun after `seconds`. A cell that ends its launch
+    with an error has that for its figures, and another launch goes on after it."""
     end = time.perf_counter() + seconds
     done = {f.cell for f in folder.found(cells) if not f.error}
     pending = [cell for cell in cells if cell not in done]
@@ -89,7 +94,8 @@ def run_in_turn(
     end: float,
     show: bool,
 ) -> None:
-    """Cells of one number of processes. Raises AssertionError when launch after launch gets nowhere."""
+    """Cells of one number of processes. Raises AssertionError when launch after launch gets
+    nowhere."""
     failures = 0
     while cells and (left := end - time.perf_counter()) > 0:
         before = len(folder.lines())

@@ -27,8 +27,8 @@ def make_model(folder: Path, seed: int) -> None:
 
 
 def make_moe_model(folder: Path) -> None:
-    """A tiny Qwen3-MoE. Its routers are no sharper than a trained one's: with logits of size 5 the softmax saturates, and float32's
-    rounding comes out of the gradients 200 times larger."""
+    """A tiny Qwen3-MoE. Its routers are no sharper than a trained one's: with logits of size 5 the
+    softmax saturates, and float32's rounding comes out of the gradients 200 times larger."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -1,10 +1,13 @@
-"""Run a function on several gloo processes and bring back what each returned: for the parity matrix and for tests/dist.
+"""Run a function on several gloo processes and bring back what each returned: for the parity matrix
+and for tests/dist.
 
-    results = run_ranks("tests.dist.convert_worker:check_layouts", 4, tmp_path, {"model": "..."}, timeout_s=120)
+    results = run_ranks("tests.dist.convert_worker:check_layouts", 4, tmp_path, {"model": "..."},
+    timeout_s=120)
 
-The function is called as `function(rank, world_size, arguments)` with the default process group made, and returns something
-that JSON can hold. Its module is imported once, in a process that then forks the ranks: megatron-core takes seconds to
-import. Every process ends with the call: when a rank fails the others are killed, and so are all at the time limit.
+The function is called as `function(rank, world_size, arguments)` with the default process group
+made, and returns something that JSON can hold. Its module is imported once, in a process that then
+forks the ranks: megatron-core takes seconds to import. Every process ends with the call: when a
+rank fails the others are killed, and so are all at the time limit.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ def run_ranks(
     *,
     show: bool = False,
 ) -> list[Any]:
-    """The results of ranks 0 to world_size - 1. Raises AssertionError with the failing ranks' tracebacks. show: what the ranks print is
-    shown as it comes."""
+    """The results of ranks 0 to world_size - 1. Raises AssertionError with the failing ranks'
+    tracebacks. show: what the ranks print is shown as it comes."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [
         sys.executable,
@@ -71,7 +74,8 @@ def run_ranks(
 
 
 def _end_group(leader: int, patience_s: float = 10.0) -> None:
-    """Kill what is left of a process group, and wait until it is gone: a killed process gives back its memory first."""
+    """Kill what is left of a process group, and wait until it is gone: a killed process gives back
+    its memory first."""
     deadline = time.monotonic() + patience_s
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)

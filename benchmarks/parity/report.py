@@ -15,7 +15,8 @@ BEGIN, END = "<!-- parity matrix: begin -->\n", "<!-- parity matrix: end -->\n"
 
 
 def table(found: Sequence[Found]) -> Iterator[str]:
-    """A line for each layout and way of its rows, a column for each loss; then, by precision, the largest of each thing compared."""
+    """A line for each layout and way of its rows, a column for each loss; then, by precision, the
+    largest of each thing compared."""
     losses = list(dict.fromkeys(f.cell.loss for f in found))
     lines: dict[tuple[str, str], dict[str, Found]] = {}
     for f in found:
@@ -38,7 +39,8 @@ def table(found: Sequence[Found]) -> Iterator[str]:
 
 
 def summary(found: Sequence[Found]) -> Iterator[str]:
-    """A line for each layout: by loss the largest figure in float32 over all ways of its rows; over all losses that of the other precisions."""
+    """A line for each layout: by loss the largest figure in float32 over all ways of its rows; over
+    all losses that of the other precisions."""
     losses = list(dict.fromkeys(f.cell.loss for f in found))
     others = [precision for precision in PRECISIONS if precision != "float32"]
 

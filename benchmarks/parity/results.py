@@ -1,4 +1,5 @@
-"""What the parity matrix found, cell by cell, and the folder in which it is kept from one call to the next."""
+"""What the parity matrix found, cell by cell, and the folder in which it is kept from one call to
+the next."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ PACKAGES = ("torch", "megatron-core", "transformers")
 
 @dataclass(frozen=True)
 class Found:
-    """A cell's largest differences, by what is compared (in bfloat16 their ratios), and the tensor of the largest gradient difference;
-    seconds that it took. error: of a cell that did not get through, and has no differences."""
+    """A cell's largest differences, by what is compared (in bfloat16 their ratios), and the tensor
+    of the largest gradient difference; seconds that it took. error: of a cell that did not get
+    through, and has no differences."""
 
     cell: Cell
     apart: dict[str, float]
@@ -75,7 +77,8 @@ def append(found: Found, path: Path, code: str) -> None:
 
 
 class Folder:
-    """Models, the runs of one process, and the cells' figures: a line each in cells.jsonl. fresh: nothing of earlier calls is used."""
+    """Models, the runs of one process, and the cells' figures: a line each in cells.jsonl. fresh:
+    nothing of earlier calls is used."""
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -95,7 +98,8 @@ class Folder:
         return [line for line in text.splitlines() if line]
 
     def found(self, cells: Sequence[Cell]) -> list[Found]:
-        """Those of `cells` that this code has figures of, or that failed. The end of the file may be half a line, of a call that was killed."""
+        """Those of `cells` that this code has figures of, or that failed. The end of the file may
+        be half a line, of a call that was killed."""
         seen: dict[Cell, Found] = {}
         for line in self.lines():
             try:

@@ -1,4 +1,5 @@
-"""What the processes of the parity matrix do: the runs that everything is compared with, and the cells of one number of processes."""
+"""What the processes of the parity matrix do: the runs that everything is compared with, and the
+cells of one number of processes."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ OVERALL = {
 
 
 def base_runs(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-    """What everything is compared with: one process that takes one packed sample at a time. arguments["runs"], in addition to what the
-    file arguments["base"] has already."""
+    """What everything is compared with: one process that takes one packed sample at a time.
+    arguments["runs"], in addition to what the file arguments["base"] has already."""
     path = Path(arguments["base"])
     base: dict[Run, Any] = torch.load(path) if path.exists() else {}
     with parallel() as layout:
@@ -45,8 +46,8 @@ def rounding(base: dict[Run, Any], precision: str, model: str) -> dict[str, floa
 
 
 def run_cells(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-    """The cells of one world size, in turn, those of the same groups together. Rank 0 prints each and adds its line to the file
-    arguments["results"]. None is begun after arguments["seconds"]."""
+    """The cells of one world size, in turn, those of the same groups together. Rank 0 prints each
+    and adds its line to the file arguments["results"]. None is begun after arguments["seconds"]."""
     base = torch.load(arguments["base"])
     start = time.perf_counter()
     for sizes, cells in by_sizes([Cell(**cell) for cell in arguments["cells"]]):

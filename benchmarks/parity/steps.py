@@ -1,4 +1,5 @@
-"""Three optimizer steps in one layout, on process groups that exist already, and how far they are from those of one process.
+"""Three optimizer steps in one layout, on process groups that exist already, and how far they are
+from those of one process.
 
 Used by the parity matrix and by tests/dist.
 """
@@ -58,7 +59,9 @@ def parallel(
     parallel_state.destroy_model_parallel()
     gc.collect()  # models of these groups
     dist.barrier()  # nobody closes what another still uses
-    for group in groups:  # megatron-core forgets them: their threads would stay, and hundreds of them slow down every later layout
+    # megatron-core forgets them: their threads would stay, and hundreds of them slow down every
+    # later layout
+    for group in groups:
         with contextlib.suppress(ValueError):  # closed by megatron-core, with those of gloo
             dist.destroy_process_group(group)
 
@@ -73,7 +76,8 @@ def settings(folder: str, flags: str = "") -> RunConfig:
 
 
 def random_samples(seed: int, count: int = SAMPLES) -> list[TrainSample]:
-    """Samples of uneven lengths with holes in their masks; old log-probs near those of a random model."""
+    """Samples of uneven lengths with holes in their masks; old log-probs near those of a random
+    model."""
     g = torch.Generator().manual_seed(seed)
     samples = []
     for _ in range(count):
@@ -108,7 +112,8 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def train_samples(seed: int) -> list[TrainSample]:
-    """Of every length, some shorter than two chunks of four ranks; kept tokens, a reference, and weights that differ by sample."""
+    """Of every length, some shorter than two chunks of four ranks; kept tokens, a reference, and
+    weights that differ by sample."""
     g = torch.Generator().manual_seed(1000 + seed)
     samples = []
     for i, s in enumerate(random_samples(seed)):
@@ -128,10 +133,12 @@ def train_samples(seed: int) -> list[TrainSample]:
 
 
 def gradients(built: MegatronBackend) -> dict[str, Tensor]:
-    """The reduced gradients of all parameters, whole, by Hugging Face name: exported in place of the weights."""
+    """The reduced gradients of all parameters, whole, by Hugging Face name: exported in place of
+    the weights."""
     for module in built.trained.modules:
         whole_gradients(module)
-    # not `export_weights`, which makes Megatron believe that the next step's parameters are gathered already (--overlap-param-gather)
+    # not `export_weights`, which makes Megatron believe that the next step's parameters are
+    # gathered already (--overlap-param-gather)
     assert built.hf is not None
     with gradients_as_parameters(built.policy.chunks):
         exported = export_hf_weights(
@@ -142,8 +149,9 @@ def gradients(built: MegatronBackend) -> dict[str, Tensor]:
 
 @contextmanager
 def gradients_as_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Put other parameters, the gradients, in place of the parameters. Writing to the data of these would do only in float32: torch forgets
-    a parameter's gradient hooks, Megatron's among them, when its data change their type."""
+    """Put other parameters, the gradients, in place of the parameters. Writing to the data of these
+    would do only in float32: torch forgets a parameter's gradient hooks, Megatron's among them,
+    when its data change their type."""
     places = [
         (m, name, p)
         for chunk in chunks
@@ -165,7 +173,8 @@ def gradients_as_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]
 
 
 def whole_gradients(module: Any) -> None:
-    """With the distributed optimizer a rank has the reduced gradients of its shard of each buffer: bring it the others' too. Its own stay."""
+    """With the distributed optimizer a rank has the reduced gradients of its shard of each buffer:
+    bring it the others' too. Its own stay."""
     if not module.ddp_config.use_distributed_optimizer:
         return
     for buffer in (*module.buffers, *module.expert_parallel_buffers):
@@ -176,7 +185,8 @@ def whole_gradients(module: Any) -> None:
 
 
 def in_float64(run: RunConfig) -> None:
-    """Make the networks of this run compute in float64, which no flag asks for: training gains nothing by it."""
+    """Make the networks of this run compute in float64, which no flag asks for: training gains
+    nothing by it."""
     transformer = run.megatron.transformer
     transformer.params_dtype = transformer.pipeline_dtype = torch.float64
     if transformer.num_moe_experts is not None:
@@ -225,7 +235,8 @@ def overall(found: dict[str, Tensor], base: dict[str, Tensor]) -> float:
 
 
 def differences(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """From one process, the largest over tensors and steps. Losses are sums that nearly cancel in some steps: their scale is the largest."""
+    """From one process, the largest over tensors and steps. Losses are sums that nearly cancel in
+    some steps: their scale is the largest."""
     rank, ranks = found["dp"]
     share = len(base["log_probs"]) // ranks
     mine = base["log_probs"][rank * share : (rank + 1) * share]

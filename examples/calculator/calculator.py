@@ -1,9 +1,11 @@
-"""A calculator that the model may call: ``<calc>12 * (3 + 4)</calc>`` is answered by ``<result>84</result>``, and the model goes on.
+"""A calculator that the model may call: ``<calc>12 * (3 + 4)</calc>`` is answered by
+``<result>84</result>``, and the model goes on.
 
-    python train.py ... --custom-generate-function-path examples/calculator/calculator.py:generate --rm-type gsm8k
+    python train.py ... --custom-generate-function-path examples/calculator/calculator.py:generate
+    --rm-type gsm8k
 
-What the calculator answers is not trained on. The model's text is never evaluated as a program: `calculate` walks over a parsed expression
-that holds numbers and four operations, of bounded size.
+What the calculator answers is not trained on. The model's text is never evaluated as a program:
+`calculate` walks over a parsed expression that holds numbers and four operations, of bounded size.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ OPERATIONS: dict[type, Callable[[float, float], float]] = {
 
 
 async def generate(model: Model, episode: Episode) -> None:
-    """The model writes until it calls the calculator, reads the result, and goes on; it ends without a call, or has no more room."""
+    """The model writes until it calls the calculator, reads the result, and goes on; it ends
+    without a call, or has no more room."""
     for _ in range(MOST_CALLS):
         turn = await model.write(episode, stop=(CLOSE,))
         call = called(turn.text)

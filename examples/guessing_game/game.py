@@ -1,10 +1,12 @@
-"""A game of several turns over a reasoning-gym task whose answer is a number: the model guesses, and hears whether the answer is higher or lower.
+"""A game of several turns over a reasoning-gym task whose answer is a number: the model guesses,
+and hears whether the answer is higher or lower.
 
     python train.py ... --prompt-data "reasoning_gym:chain_sum?size=1000" \
         --custom-generate-function-path examples/guessing_game/game.py:generate
 
-A right guess ends the game and earns 1, less a tenth for every turn before it; a game that is lost earns 0. Feedback is not trained on. This is
-written in slime's convention, to show it; `examples/calculator` is written in ours.
+A right guess ends the game and earns 1, less a tenth for every turn before it; a game that is lost
+earns 0. Feedback is not trained on. This is written in slime's convention, to show it;
+`examples/calculator` is written in ours.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""A whole rollout in slime's convention: more prompts than are needed are answered, and those groups are trained on whose rewards differ most.
+"""A whole rollout in slime's convention: more prompts than are needed are answered, and those
+groups are trained on whose rewards differ most.
 
-    python train.py ... --rollout-function-path examples/own_rollout/widest_groups.py:generate_rollout --tis-ratio-type token
+    python train.py ... --rollout-function-path
+    examples/own_rollout/widest_groups.py:generate_rollout --tis-ratio-type token
 
-The best of the others are given back (`data_source.add_samples`) and come first in the next rollout: they are finished, so nothing is sampled
-for them again, and they are trained on under newer weights than wrote them, which is what the correction is for. In slime the imports are
-from ``slime.rollout.sglang_rollout``, ``slime.rollout.base_types``, ``slime.utils.async_utils`` and ``slime.utils.types``.
+The best of the others are given back (`data_source.add_samples`) and come first in the next
+rollout: they are finished, so nothing is sampled for them again, and they are trained on under
+newer weights than wrote them, which is what the correction is for. In slime the imports are from
+``slime.rollout.sglang_rollout``, ``slime.rollout.base_types``, ``slime.utils.async_utils`` and
+``slime.utils.types``.
 """
 
 from __future__ import annotations

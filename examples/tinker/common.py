@@ -4,7 +4,8 @@
     python -m slime_like.tinker --hf-checkpoint outputs/demo/model
     python examples/tinker/grpo.py --model outputs/demo/model
 
-The reward is the share of vowels in what the model writes. The task is a toy; the loops are those of a real one.
+The reward is the share of vowels in what the model writes. The task is a toy; the loops are those
+of a real one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ VOWELS = set("aeiou")
 
 @dataclass(frozen=True)
 class Response:
-    """tokens: prompt then response. start: where the response begins. log_probs: of its tokens, by the sampler."""
+    """tokens: prompt then response. start: where the response begins. log_probs: of its tokens, by
+    the sampler."""
 
     tokens: list[int]
     start: int

@@ -1,8 +1,11 @@
-"""tinker-cookbook's RL loop (tinker_cookbook.rl.train) as it comes from PyPI, on the demo's task from a local file.
+"""tinker-cookbook's RL loop (tinker_cookbook.rl.train) as it comes from PyPI, on the demo's task
+from a local file.
 
-    .venv-cookbook/bin/python examples/tinker/cookbook_rl.py --log-path outputs/cookbook/rl --start-from outputs/cookbook/sl
+    .venv-cookbook/bin/python examples/tinker/cookbook_rl.py --log-path outputs/cookbook/rl
+    --start-from outputs/cookbook/sl
 
-goes on from what cookbook_sl.py has learned (see there for the server). The reward is the share of letters in their place, as in scripts/demo.sh.
+goes on from what cookbook_sl.py has learned (see there for the server). The reward is the share of
+letters in their place, as in scripts/demo.sh.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The RL stage of scripts/demo.sh as a loop against the SDK: the same model, prompts, groups, loss, learning rates and evaluation.
+"""The RL stage of scripts/demo.sh as a loop against the SDK: the same model, prompts, groups, loss,
+learning rates and evaluation.
 
     bash scripts/demo.sh
     python -m slime_like.tinker --hf-checkpoint outputs/demo-sapo-tp2/sft/hf
@@ -70,7 +71,8 @@ class Task:
     def datums(
         self, row: int, group: list[tuple[Any, float]], samples_of_step: int
     ) -> list[types.Datum]:
-        """GRPO's advantages; each sequence counts with the mean of its tokens, a step with the mean of its sequences."""
+        """GRPO's advantages; each sequence counts with the mean of its tokens, a step with the mean
+        of its sequences."""
         prompt, rewards = self.prompts[row], np.array([reward for _, reward in group])
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
         return [

@@ -1,4 +1,5 @@
-"""GRPO with importance_sampling: advantages are the rewards less the mean of their group, over its deviation.
+"""GRPO with importance_sampling: advantages are the rewards less the mean of their group, over its
+deviation.
 
 python examples/tinker/grpo.py --model outputs/demo/model
 """

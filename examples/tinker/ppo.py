@@ -1,4 +1,5 @@
-"""PPO with a critic: values from `ppo_critic`, generalised advantage estimation in the client, `ppo` for the policy.
+"""PPO with a critic: values from `ppo_critic`, generalised advantage estimation in the client,
+`ppo` for the policy.
 
 python examples/tinker/ppo.py --model outputs/demo/model
 

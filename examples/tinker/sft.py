@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: cross_entropy on answers that are all vowels, then what the model writes by itself.
+"""Supervised fine-tuning: cross_entropy on answers that are all vowels, then what the model writes
+by itself.
 
 python examples/tinker/sft.py --model outputs/demo/model
 """

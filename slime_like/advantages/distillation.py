@@ -1,10 +1,12 @@
-"""On-policy distillation: a teacher's log-probs of the sampled tokens become a part of the advantage.
+"""On-policy distillation: a teacher's log-probs of the sampled tokens become a part of the
+advantage.
 
     A_t <- A_t - coef (o_t - q_t)        o: the policy's old log-prob, q: the teacher's, both of the sampled token
 
-The gap's expectation under the policy is the reverse KL to the teacher, so its policy gradient descends KL(policy || teacher) one token at a
-time. Sources: Agarwal et al., "On-Policy Distillation of Language Models", arXiv 2306.13649, section 3; Thinking Machines Lab, "On-Policy
-Distillation" (2025), for the form with a policy-gradient loss.
+The gap's expectation under the policy is the reverse KL to the teacher, so its policy gradient
+descends KL(policy || teacher) one token at a time. Sources: Agarwal et al., "On-Policy Distillation
+of Language Models", arXiv 2306.13649, section 3; Thinking Machines Lab, "On-Policy Distillation"
+(2025), for the form with a policy-gradient loss.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from slime_like.losses.checks import require_samples
 def teacher_gaps(
     old_log_probs: Sequence[Tensor], teacher_log_probs: Sequence[Tensor], masks: Sequence[Tensor]
 ) -> list[Tensor]:
-    """old - teacher [R] float64 by sample, 0 at inactive tokens. All arguments: [R] by sample. Raises ValueError for another shape."""
+    """old - teacher [R] float64 by sample, 0 at inactive tokens. All arguments: [R] by sample.
+    Raises ValueError for another shape."""
     require_samples(masks, old_log_probs=old_log_probs, teacher_log_probs=teacher_log_probs)
     return [
         torch.where(

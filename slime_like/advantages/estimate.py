@@ -1,4 +1,5 @@
-"""The rewards of a rollout -> advantages of the tokens of this rank's samples, by an estimator of either kind."""
+"""The rewards of a rollout -> advantages of the tokens of this rank's samples, by an estimator of
+either kind."""
 
 from __future__ import annotations
 
@@ -41,9 +42,11 @@ class AdvantageSettings(CheckedSettings):
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """All samples of a rollout, equal on all ranks. rewards: [B] float, not finite where there is none; group_ids, lengths: [B] int, the prompt
-    and the active tokens; greedy_rewards: [B] float, of a greedy response to the prompt, or None. processed: [B] float, what a function of
-    the user's made of the rewards, in place of the comparison within groups; not finite where there is nothing. None without one."""
+    """All samples of a rollout, equal on all ranks. rewards: [B] float, not finite where there is
+    none; group_ids, lengths: [B] int, the prompt and the active tokens; greedy_rewards: [B] float,
+    of a greedy response to the prompt, or None. processed: [B] float, what a function of the user's
+    made of the rewards, in place of the comparison within groups; not finite where there is
+    nothing. None without one."""
 
     rewards: Tensor
     group_ids: Tensor
@@ -60,8 +63,9 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class TokenAdvantages:
-    """values: [R] float32 by sample of this rank, 0 at inactive tokens. metrics: plain numbers by name, equal on all ranks. returns: with a
-    critic, what it is to learn, [R] float32 by sample: before whitening, 0 at inactive tokens, NaN in a sample without a usable reward."""
+    """values: [R] float32 by sample of this rank, 0 at inactive tokens. metrics: plain numbers by
+    name, equal on all ranks. returns: with a critic, what it is to learn, [R] float32 by sample:
+    before whitening, 0 at inactive tokens, NaN in a sample without a usable reward."""
 
     values: list[Tensor]
     metrics: Mapping[str, float]
@@ -81,9 +85,9 @@ def estimate_advantages(
 ) -> TokenAdvantages:
     """Advantages of this rank's samples, `mine` among all samples of the rollout.
 
-    The KL comes off the reward: of a whole sample before groups are compared, or token by token where the estimator gives
-    each token its own advantage. A sample whose reward, KL or gap is not finite leaves all statistics, whitening included,
-    and gets 0.
+    The KL comes off the reward: of a whole sample before groups are compared, or token by token
+    where the estimator gives each token its own advantage. A sample whose reward, KL or gap is not
+    finite leaves all statistics, whitening included, and gets 0.
 
     Args:
         settings: the estimator and its settings.
@@ -91,16 +95,19 @@ def estimate_advantages(
         mine: indices of this rank's samples.
         masks: [R] bool by sample of this rank, active tokens.
         kl: [R] by sample of this rank (`kl_reward.token_kl`), or None.
-        teacher_gap: [R] by sample of this rank (`distillation.teacher_gaps`), or None; its share comes off each token's
+        teacher_gap: [R] by sample of this rank (`distillation.teacher_gaps`), or None; its share
+        comes off each token's
             advantage before whitening.
         critic_values: [R] by sample of this rank, before the update, or None.
-        group: data-parallel ranks, which share the samples and call this together; None: this process alone.
+        group: data-parallel ranks, which share the samples and call this together; None: this
+        process alone.
 
     Returns:
         Advantages by sample of this rank, metrics, and with a critic the returns.
 
     Raises:
-        ValueError: for an unknown estimator, a missing input, a wrong number of samples or shape, and when no reward is
+        ValueError: for an unknown estimator, a missing input, a wrong number of samples or shape,
+        and when no reward is
             finite.
     """
     require_samples(masks, mine=mine, kl=kl, teacher_gap=teacher_gap, critic_values=critic_values)

@@ -1,4 +1,5 @@
-"""GPG, arXiv 2504.02546: the centred reward, scaled up for the samples of the rollout that teach nothing.
+"""GPG, arXiv 2504.02546: the centred reward, scaled up for the samples of the rollout that teach
+nothing.
 
 A_i = alpha (R_i - mean),    alpha = samples of the rollout / samples in groups whose rewards differ
 

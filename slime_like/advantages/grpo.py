@@ -1,4 +1,5 @@
-"""GRPO: the reward relative to its group, DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO (arXiv 2503.20783) without the division.
+"""GRPO: the reward relative to its group, DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO
+(arXiv 2503.20783) without the division.
 
 A_i = (R_i - mean) / (std + 1e-6)        std with Bessel's correction
 """

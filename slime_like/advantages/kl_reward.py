@@ -21,7 +21,8 @@ def token_kl(
     ref_log_probs: Sequence[Tensor],
     masks: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The estimate of `losses/kl.py` [R] float64 by sample, 0 at inactive tokens. All arguments: [R] by sample."""
+    """The estimate of `losses/kl.py` [R] float64 by sample, 0 at inactive tokens. All arguments:
+    [R] by sample."""
     require_samples(masks, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
     result = []
     for old, ref, mask in zip(old_log_probs, ref_log_probs, masks):
@@ -35,8 +36,8 @@ def token_kl(
 def sample_kl(
     kl: Sequence[Tensor], mine: Sequence[int], num_samples: int, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """Sum of each sample's KL [num_samples] float64, equal on all ranks. kl: [R] of this rank's samples, which are `mine` among all; group:
-    data-parallel ranks, which share the samples."""
+    """Sum of each sample's KL [num_samples] float64, equal on all ranks. kl: [R] of this rank's
+    samples, which are `mine` among all; group: data-parallel ranks, which share the samples."""
     sums = torch.zeros(num_samples, dtype=torch.float64)
     for i, value in zip(mine, kl):
         sums[i] = value.sum()
@@ -47,7 +48,8 @@ def sample_kl(
 
 @dataclass(slots=True)
 class KLController(CheckedSettings):
-    """The coefficient of the KL in the reward. adaptive: Ziegler et al., arXiv 1909.08593, section 2.2; a KL above `target` raises it.
+    """The coefficient of the KL in the reward. adaptive: Ziegler et al., arXiv 1909.08593, section
+    2.2; a KL above `target` raises it.
 
         value <- value (1 + clip(KL / target - 1, +-0.2) samples / horizon)
 
@@ -59,7 +61,8 @@ class KLController(CheckedSettings):
     horizon: float | None = arg(None, "Samples over which the coefficient moves.", legal=POSITIVE)
 
     def update(self, kl: float, num_samples: int) -> None:
-        """After a rollout of `num_samples` samples with this mean KL. A KL that is not finite changes nothing."""
+        """After a rollout of `num_samples` samples with this mean KL. A KL that is not finite
+        changes nothing."""
         if self.target is None or self.horizon is None or not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1, -ADAPTIVE_STEP), ADAPTIVE_STEP)

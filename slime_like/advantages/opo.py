@@ -1,4 +1,5 @@
-"""OPO, arXiv 2505.23585: the baseline with the least variance for gradients that grow with the length of the response.
+"""OPO, arXiv 2505.23585: the baseline with the least variance for gradients that grow with the
+length of the response.
 
 A_i = R_i - sum_j L_j R_j / sum_j L_j        L: active tokens
 """

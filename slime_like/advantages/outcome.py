@@ -1,4 +1,5 @@
-"""Numbers of whole samples: the groups of a rollout, and what is done about rewards that are not finite and groups of one."""
+"""Numbers of whole samples: the groups of a rollout, and what is done about rewards that are not
+finite and groups of one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ SINGLETONS: tuple[str, ...] = ("zero", "reward")
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOutput:
-    """values: [B] float32, one per sample, for all its active tokens. metrics: plain numbers by name."""
+    """values: [B] float32, one per sample, for all its active tokens. metrics: plain numbers by
+    name."""
 
     values: Tensor
     metrics: Mapping[str, float]
@@ -34,22 +36,22 @@ def compute_advantages(
 ) -> AdvantageOutput:
     """Advantages of all samples of a rollout, by an estimator that gives one number to a sample.
 
-    A sample without a finite reward leaves the statistics and gets 0; so does a group of one, with a warning, unless
+    A sample without a finite reward leaves the statistics and gets 0; so does a group of one, with
+    a warning, unless
     `singleton` asks for the reward itself.
 
     Args:
         estimator: a registered name, e.g. "grpo".
-        rewards: [B], with any KL penalty already taken off; NaN or infinite where a sample has no usable reward.
-        group_ids: [B] integers, the prompt; groups may have any size.
-        lengths: [B] integers >= 0, active tokens.
-        normalize_std: False: Dr. GRPO.
-        singleton: "zero" or "reward".
+        rewards: [B], with any KL penalty already taken off; NaN or infinite where a sample has no
+        usable reward. group_ids: [B] integers, the prompt; groups may have any size. lengths: [B]
+        integers >= 0, active tokens. normalize_std: False: Dr. GRPO. singleton: "zero" or "reward".
 
     Returns:
         Advantages [B] and metrics.
 
     Raises:
-        ValueError: for an unknown estimator or `singleton`, an estimator that gives every token its own advantage, a wrong
+        ValueError: for an unknown estimator or `singleton`, an estimator that gives every token its
+        own advantage, a wrong
             shape, and when no reward is finite.
     """
     _check_samples(rewards, group_ids, lengths, singleton)

@@ -1,8 +1,10 @@
-"""PPO's estimator: generalised advantage estimation with the values of a critic, Schulman et al., arXiv 1506.02438 and 1707.06347.
+"""PPO's estimator: generalised advantage estimation with the values of a critic, Schulman et al.,
+arXiv 1506.02438 and 1707.06347.
 
 A_t = sum_k (gamma lambd)^k delta_(t+k),    delta_t = R_t + gamma V_next - V_t,    R_s = -penalty_s + R at the last active token
 
-Only active tokens count; see `returns.gae`. The critic learns the returns A_t + V_t, taken before any whitening.
+Only active tokens count; see `returns.gae`. The critic learns the returns A_t + V_t, taken before
+any whitening.
 """
 
 from __future__ import annotations

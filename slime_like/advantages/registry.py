@@ -1,5 +1,6 @@
-"""The table of advantage estimators. There are two kinds, and neither stands in for the other: one gives a number for each sample, which all
-its active tokens share; the other gives each token its own."""
+"""The table of advantage estimators. There are two kinds, and neither stands in for the other: one
+gives a number for each sample, which all its active tokens share; the other gives each token its
+own."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ class GroupRewards:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeEstimator:
-    """fn gives the advantages [n] of one group. batch_factor: of a rollout's samples and of those in groups with different rewards, what
-    multiplies the advantages of the latter."""
+    """fn gives the advantages [n] of one group. batch_factor: of a rollout's samples and of those
+    in groups with different rewards, what multiplies the advantages of the latter."""
 
     name: str
     fn: Callable[[GroupRewards], Tensor]
@@ -33,10 +34,12 @@ class OutcomeEstimator:
 class TokenRewards:
     """Some samples of a rollout, which may be any part of it.
 
-    outcomes: one number by sample, what `TokenEstimator.outcome` makes of the rewards. masks: [R] bool by sample, active tokens. penalties:
-    [R] float64 by sample, what the KL takes off each token's reward, 0 at inactive tokens. greedy_rewards: reward of a greedy response to the
-    sample's prompt, by sample; None where nobody asked for it. values: [R] by sample, a critic's, read at active tokens only; None without
-    a critic. gamma: discount. lambd: of generalised advantage estimation.
+    outcomes: one number by sample, what `TokenEstimator.outcome` makes of the rewards. masks: [R]
+    bool by sample, active tokens. penalties: [R] float64 by sample, what the KL takes off each
+    token's reward, 0 at inactive tokens. greedy_rewards: reward of a greedy response to the
+    sample's prompt, by sample; None where nobody asked for it. values: [R] by sample, a critic's,
+    read at active tokens only; None without a critic. gamma: discount. lambd: of generalised
+    advantage estimation.
     """
 
     outcomes: Sequence[float]
@@ -52,8 +55,10 @@ class TokenRewards:
 class TokenEstimator:
     """fn gives the advantages [R] float64 of each sample, 0 at inactive tokens.
 
-    outcome: makes the samples' numbers of a group's rewards; None: they are the rewards themselves, and groups do not matter. whitens:
-    --normalize-advantages is part of the estimator. needs_greedy: whether `greedy_rewards` must be there. needs_values: whether `values`
+    outcome: makes the samples' numbers of a group's rewards; None: they are the rewards themselves,
+    and groups do not matter. whitens:
+    --normalize-advantages is part of the estimator. needs_greedy: whether `greedy_rewards` must be
+    there. needs_values: whether `values`
     must be, and with them a critic, which learns the returns.
     """
 

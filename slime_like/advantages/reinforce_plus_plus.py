@@ -1,4 +1,5 @@
-"""REINFORCE++, arXiv 2501.03262: no group; the KL is a reward of each token, and whitening over the whole rollout is the baseline.
+"""REINFORCE++, arXiv 2501.03262: no group; the KL is a reward of each token, and whitening over the
+whole rollout is the baseline.
 
     reinforce_plus_plus:            A_t = sum_{s >= t} gamma^(s-t) R_s,  R_s = -penalty_s + R at the last active token
     reinforce_plus_plus_baseline:   A_t = R - mean of the group - penalty_t

@@ -1,7 +1,8 @@
 """Rewards of tokens -> returns and generalised advantages.
 
-Only active tokens are states: what a tool wrote and padding are passed over, with nothing reset, so that a reward after a tool's output reaches
-the tokens before it. All samples of a rank are walked through together, backward over their active tokens.
+Only active tokens are states: what a tool wrote and padding are passed over, with nothing reset, so
+that a reward after a tool's output reaches the tokens before it. All samples of a rank are walked
+through together, backward over their active tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def discounted_returns(
     """G_t = R_t + gamma G_next over active tokens; 0 at the others.
 
     Args:
-        rewards: [R] by sample; one at an inactive token belongs to the nearest active token before it, and is nobody's
+        rewards: [R] by sample; one at an inactive token belongs to the nearest active token before
+        it, and is nobody's
             when there is none or when it is not finite.
         masks: [R] bool by sample.
         gamma: discount, 0 to 1.
@@ -73,7 +75,8 @@ def gae(
     gamma: float,
     lambd: float,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Generalised advantage estimation, Schulman et al., arXiv 1506.02438, equation 16, not whitened.
+    """Generalised advantage estimation, Schulman et al., arXiv 1506.02438, equation 16, not
+    whitened.
 
         delta_t = R_t + gamma V_next - V_t,    A_t = delta_t + gamma lambda A_next,    return_t = A_t + V_t
 
@@ -114,8 +117,9 @@ def _require_unit(**numbers: float) -> None:
 
 
 def _to_active(values: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-    """[B, most active tokens] float64: each sample's active tokens from the left, zeros after them. A value at an inactive token joins
-    that of the nearest active token before it; one that is not finite is nobody's."""
+    """[B, most active tokens] float64: each sample's active tokens from the left, zeros after them.
+    A value at an inactive token joins that of the nearest active token before it; one that is not
+    finite is nobody's."""
     width = max((int(mask.sum()) for mask in masks), default=0)
     dense = torch.zeros(len(masks), width, dtype=torch.float64)
     for row, value, mask in zip(dense, values, masks):

@@ -1,4 +1,5 @@
-"""RLOO: the reward against the mean of the others in its group, Ahmadian et al. 2024, arXiv 2402.14740, equation 10.
+"""RLOO: the reward against the mean of the others in its group, Ahmadian et al. 2024, arXiv
+2402.14740, equation 10.
 
 A_i = (R_i - mean) n / (n - 1)
 """

@@ -17,12 +17,13 @@ def value_metrics(
     masks: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Over the active tokens of all ranks of `group`, each with its own samples. values, returns: [R] by sample; masks: [R] bool. A return
-    that is NaN is no target.
+    """Over the active tokens of all ranks of `group`, each with its own samples. values, returns:
+    [R] by sample; masks: [R] bool. A return that is NaN is no target.
 
-    rollout/values_mean, _std and _abs; rollout/returns_mean and _std; rollout/values_nonfinite, a count; rollout/explained_variance, 1 -
-    Var(return - value) / Var(return): 1 for perfect values, 0 for a constant, below 0 for worse than a constant. It is left out where all
-    returns are the same.
+    rollout/values_mean, _std and _abs; rollout/returns_mean and _std; rollout/values_nonfinite, a
+    count; rollout/explained_variance, 1 - Var(return - value) / Var(return): 1 for perfect values,
+    0 for a constant, below 0 for worse than a constant. It is left out where all returns are the
+    same.
     """
     require_samples(masks, values=values, returns=returns)
     value, target, active = (

@@ -13,10 +13,12 @@ EPS = 1e-8
 def whiten(
     values: Sequence[Tensor], masks: Sequence[Tensor], group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
-    """(x - mean) / sqrt(variance + 1e-8) at active tokens, 0 at the others; variance with Bessel's correction, from a second pass.
+    """(x - mean) / sqrt(variance + 1e-8) at active tokens, 0 at the others; variance with Bessel's
+    correction, from a second pass.
 
-    values: [R] by sample, masks: [R] bool. group: data-parallel ranks, each with its own samples, each of which calls this, even without
-    tokens. A single token is centred only. Raises ValueError, on all ranks alike, when no rank has an active token.
+    values: [R] by sample, masks: [R] bool. group: data-parallel ranks, each with its own samples,
+    each of which calls this, even without tokens. A single token is centred only. Raises
+    ValueError, on all ranks alike, when no rank has an active token.
     """
     require_samples(masks, values=values)
     mine = [torch.where(mask, value.double(), 0.0) for value, mask in zip(values, masks)]

@@ -1,5 +1,5 @@
-"""Checkpoints as files: where they lie, which is the newest, what makes one whole, which may go. Nothing here knows tensors; what is in a
-checkpoint is the business of megatron_backend/checkpoint/.
+"""Checkpoints as files: where they lie, which is the newest, what makes one whole, which may go.
+Nothing here knows tensors; what is in a checkpoint is the business of megatron_backend/checkpoint/.
 
     <save>/latest_checkpointed_iteration.txt     the step of the newest complete checkpoint
     <save>/iter_0000010/                         10 rollouts were trained on
@@ -8,6 +8,7 @@ checkpoint is the business of megatron_backend/checkpoint/.
         trainer.json                             everything else, as JSON
         manifest.json                            size and SHA-256 of every other file; written last
 
-A checkpoint is written as `iter_0000010.tmp` and renamed once it is whole and on the disk; the tracker is replaced after that, and only
-then are older checkpoints removed. A process may be killed between any two of these.
+A checkpoint is written as `iter_0000010.tmp` and renamed once it is whole and on the disk; the
+tracker is replaced after that, and only then are older checkpoints removed. A process may be killed
+between any two of these.
 """

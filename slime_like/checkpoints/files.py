@@ -1,5 +1,5 @@
-"""Files that are on the disk when they are said to be: written, hashed on the way, synced, renamed. Every write of a checkpoint goes
-through here."""
+"""Files that are on the disk when they are said to be: written, hashed on the way, synced, renamed.
+Every write of a checkpoint goes through here."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class FileRecord:
 
 
 class HashedFile:
-    """A file being written front to back, with the SHA-256 of what went into it. Large pieces are hashed while they are written: both release
-    the interpreter's lock."""
+    """A file being written front to back, with the SHA-256 of what went into it. Large pieces are
+    hashed while they are written: both release the interpreter's lock."""
 
     def __init__(self, file: BinaryIO, hasher: ThreadPoolExecutor) -> None:
         self._file = file
@@ -79,7 +79,8 @@ def write_file(path: Path, text: str | bytes) -> FileRecord:
 
 @contextmanager
 def writes_to(flag: str, path: str | Path) -> Iterator[None]:
-    """Have an OSError of the block, as of a full disk, say what was written and which option chose the place."""
+    """Have an OSError of the block, as of a full disk, say what was written and which option chose
+    the place."""
     try:
         yield
     except OSError as error:
@@ -117,7 +118,8 @@ def open_regular(path: Path, inside: Path | None = None) -> BinaryIO:
 
     Raises:
         FileNotFoundError: there is none.
-        OSError: it is no regular file (a FIFO or a device would block, or never end), or lies elsewhere.
+        OSError: it is no regular file (a FIFO or a device would block, or never end), or lies
+        elsewhere.
     """
     try:
         leaves = inside is not None and not path.resolve().is_relative_to(inside.resolve())
@@ -136,8 +138,8 @@ def read_json(path: Path, inside: Path | None = None) -> Any:
     """What a JSON file holds; arguments as of `open_regular`.
 
     Raises:
-        ValueError: it is damaged, nested too deeply, or larger than MAX_JSON_BYTES. The text lacks the name.
-        OSError: as `open_regular`.
+        ValueError: it is damaged, nested too deeply, or larger than MAX_JSON_BYTES. The text lacks
+        the name. OSError: as `open_regular`.
     """
     with open_regular(path, inside) as file:
         size = os.fstat(file.fileno()).st_size

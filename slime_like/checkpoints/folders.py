@@ -1,4 +1,5 @@
-"""Folders of checkpoints: names, the newest, what a killed process has left, publishing, removing. See the package's docstring."""
+"""Folders of checkpoints: names, the newest, what a killed process has left, publishing, removing.
+See the package's docstring."""
 
 from __future__ import annotations
 
@@ -35,17 +36,18 @@ def complete_steps(root: str | Path) -> list[int]:
 
 
 def is_checkpoint_root(root: str | Path) -> bool:
-    """Whether `root` holds checkpoints of ours, whole or damaged, rather than a Hugging Face model, nothing, or a first save that was cut
-    short."""
+    """Whether `root` holds checkpoints of ours, whole or damaged, rather than a Hugging Face model,
+    nothing, or a first save that was cut short."""
     return (Path(root) / TRACKER).exists() or any(
         _NAME.match(path.name) for path in Path(root).glob("iter_*")
     )
 
 
 def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None]:
-    """The step that the tracker names (or the one that was about to take its place when the process was killed), and None. Where the tracker is
-    missing, unreadable or names a checkpoint that is not complete: the newest complete one, and a warning. Raises ValueError when there is
-    none: a run never starts over unasked."""
+    """The step that the tracker names (or the one that was about to take its place when the process
+    was killed), and None. Where the tracker is missing, unreadable or names a checkpoint that is
+    not complete: the newest complete one, and a warning. Raises ValueError when there is none: a
+    run never starts over unasked."""
     path, steps = Path(root) / TRACKER, complete_steps(root)
     if (published := _half_published(root)) is not None:
         return published, None
@@ -69,10 +71,11 @@ def newest_step(root: str | Path, flag: str = "--load") -> tuple[int, str | None
 
 
 def clean_up(root: str | Path) -> list[str]:
-    """Undo what a process that was killed while it saved has left in `root`, which nobody else may be writing to. Returns what was done.
+    """Undo what a process that was killed while it saved has left in `root`, which nobody else may
+    be writing to. Returns what was done.
 
-    A checkpoint that has its name already gets the tracker too. One that was set aside for its successor comes back unless that one was
-    published; half-written and half-removed ones go."""
+    A checkpoint that has its name already gets the tracker too. One that was set aside for its
+    successor comes back unless that one was published; half-written and half-removed ones go."""
     done = []
     if (published := _half_published(root)) is not None:
         os.replace(Path(root) / NEXT_TRACKER, Path(root) / TRACKER)
@@ -110,9 +113,10 @@ def _step_in(tracker: Path) -> int:
 
 
 def publish(root: str | Path, step: int) -> Path:
-    """Give the checkpoint its name, and then the tracker its step. Everything in the folder must be on the disk. An older checkpoint of the
-    same step is set aside until the new one has its name. The next tracker is written before, so that a kill between the two leaves no
-    doubt: which of the complete steps is the newest is not for their numbers to say, a run may have gone back."""
+    """Give the checkpoint its name, and then the tracker its step. Everything in the folder must be
+    on the disk. An older checkpoint of the same step is set aside until the new one has its name.
+    The next tracker is written before, so that a kill between the two leaves no doubt: which of the
+    complete steps is the newest is not for their numbers to say, a run may have gone back."""
     final, temporary = checkpoint_folder(root, step), writing_folder(root, step)
     aside = final.with_name(final.name + REPLACED)
     if final.exists():
@@ -130,8 +134,9 @@ def publish(root: str | Path, step: int) -> Path:
 def steps_to_remove(
     steps: list[int], newest: int, *, keep_last: int | None, keep_every: int | None
 ) -> list[int]:
-    """Which checkpoints may go, now that step `newest` is on the disk. Kept are the last `keep_last` (1 where only keep_every is given) up
-    to the newest, and every multiple of `keep_every`. Steps beyond the newest are of a run that went another way: they stay."""
+    """Which checkpoints may go, now that step `newest` is on the disk. Kept are the last
+    `keep_last` (1 where only keep_every is given) up to the newest, and every multiple of
+    `keep_every`. Steps beyond the newest are of a run that went another way: they stay."""
     if keep_last is None and keep_every is None:
         return []
     past = sorted(step for step in steps if step <= newest)
@@ -142,7 +147,8 @@ def steps_to_remove(
 
 
 def remove_checkpoint(root: str | Path, step: int) -> None:
-    """It has lost its name before its first file goes, so that half a checkpoint is never taken for a whole one."""
+    """It has lost its name before its first file goes, so that half a checkpoint is never taken for
+    a whole one."""
     folder = checkpoint_folder(root, step)
     going = folder.with_name(folder.name + REMOVED)
     remove_folder(going)

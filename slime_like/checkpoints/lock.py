@@ -1,8 +1,11 @@
-"""One run at a time writes to a folder: a lock file with host, process and start time, which its owner touches every few seconds.
+"""One run at a time writes to a folder: a lock file with host, process and start time, which its
+owner touches every few seconds.
 
-It holds over a network file system too, where `flock` may not: the file is created exclusively (atomic from NFS 3 on), and an owner on another
-machine is judged by the file's modification time alone. Ages are differences of times that the file's own server gave, so that clocks of
-machines need not agree. An owner on this machine is judged by whether its process still lives, which frees the folder of a killed run at once.
+It holds over a network file system too, where `flock` may not: the file is created exclusively
+(atomic from NFS 3 on), and an owner on another machine is judged by the file's modification time
+alone. Ages are differences of times that the file's own server gave, so that clocks of machines
+need not agree. An owner on this machine is judged by whether its process still lives, which frees
+the folder of a killed run at once.
 """
 
 from __future__ import annotations
@@ -96,7 +99,8 @@ class FolderLock:
                 self.path.unlink()
 
     def confirm(self) -> None:
-        """Raise RunError where another run has taken the folder, as after a long suspension of this one."""
+        """Raise RunError where another run has taken the folder, as after a long suspension of this
+        one."""
         with suppress(OSError):  # an unreachable server is for the write itself to report
             if self.lost is None and not self._is_ours():
                 self.lost = self._taken_by()
@@ -263,7 +267,8 @@ def _machine() -> str | None:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process of this machine started; None where there is none, or nothing of it but its status."""
+    """When a process of this machine started; None where there is none, or nothing of it but its
+    status."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

@@ -1,5 +1,6 @@
-"""The manifest: size and SHA-256 of every file of a checkpoint. It is written last, so that a folder without one is not complete; and it is
-checked before anything else of the checkpoint is read. It tells damage, not malice: who can change a file can change the manifest."""
+"""The manifest: size and SHA-256 of every file of a checkpoint. It is written last, so that a
+folder without one is not complete; and it is checked before anything else of the checkpoint is
+read. It tells damage, not malice: who can change a file can change the manifest."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def write_manifest(
     Args:
         folder: with all its files on the disk.
         records: of every file.
-        identity: "model" and "tokenizer", each plain JSON by setting: what a run must share that resumes.
+        identity: "model" and "tokenizer", each plain JSON by setting: what a run must share that
+        resumes.
     """
     files = {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(records.items())}
     content = {
@@ -50,7 +52,8 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """The records of a checkpoint's files.
 
     Raises:
-        ValueError: naming the file, where it is missing, damaged, or names what cannot be a file of the checkpoint.
+        ValueError: naming the file, where it is missing, damaged, or names what cannot be a file of
+        the checkpoint.
     """
     content = _read(folder)
     records = {}
@@ -62,7 +65,8 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def read_identity(folder: Path) -> dict[str, dict[str, Any]]:
-    """ "model" and "tokenizer" of the run that saved, each by setting; an older checkpoint has neither.
+    """ "model" and "tokenizer" of the run that saved, each by setting; an older checkpoint has
+     neither.
 
     Raises:
         ValueError: as `read_manifest`.
@@ -116,8 +120,8 @@ def _record_problem(name: str, record: Any) -> str | None:
 def damaged_files(
     folder: Path, records: Records, names: Iterable[str], *, threads: int
 ) -> list[str]:
-    """Those of `names` that are not what the manifest says, each with what is wrong. Only regular files inside the folder are read, and only
-    those of the right size."""
+    """Those of `names` that are not what the manifest says, each with what is wrong. Only regular
+    files inside the folder are read, and only those of the right size."""
 
     def fault(name: str) -> str | None:
         if problem := size_problem(folder, name, records[name].size):
@@ -133,7 +137,8 @@ def damaged_files(
 
 
 def size_problem(folder: Path, name: str, size: int) -> str | None:
-    """What is wrong with a file of a checkpoint that should be a regular one of `size` bytes, as far as that is seen without reading it."""
+    """What is wrong with a file of a checkpoint that should be a regular one of `size` bytes, as
+    far as that is seen without reading it."""
     try:
         found = size_inside(folder / name, folder)
     except FileNotFoundError:

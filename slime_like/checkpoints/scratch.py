@@ -1,4 +1,5 @@
-"""Folders for copies that only live as long as their process: one that was killed leaves them to the next."""
+"""Folders for copies that only live as long as their process: one that was killed leaves them to
+the next."""
 
 from __future__ import annotations
 

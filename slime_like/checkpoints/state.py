@@ -1,4 +1,5 @@
-"""trainer.json of a checkpoint: everything that is not tensors. Its form is checked here, once, for all that read it."""
+"""trainer.json of a checkpoint: everything that is not tensors. Its form is checked here, once, for
+all that read it."""
 
 from __future__ import annotations
 

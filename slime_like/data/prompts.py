@@ -1,7 +1,7 @@
 """Prompts in the order of training: template, tokens, shuffling, and a position that can be saved.
 
-The order of an epoch depends on (seed, epoch) alone, so that a position is three numbers and a resumed run draws the same
-prompts as an uninterrupted one.
+The order of an epoch depends on (seed, epoch) alone, so that a position is three numbers and a
+resumed run draws the same prompts as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from slime_like.rewards.registry import AnswerCheck
 from slime_like.types import Prompt
 
 _TOKENISE_AT_ONCE = 1000
-_CHECKED = (
-    5000  # rows, before the model is built; one that was not looked at is named when its turn comes
-)
+# rows, before the model is built; one that was not looked at is named when its turn comes
+_CHECKED = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,8 @@ class RowKeys:
         label_key: str | None = None,
         metadata_key: str | None = None,
     ) -> RowKeys:
-        """Those that the settings name for a file; rows of a reasoning_gym source have keys of their own."""
+        """Those that the settings name for a file; rows of a reasoning_gym source have keys of
+        their own."""
         if spec.startswith(TASK_PREFIX):
             return cls("question", "answer", "metadata")
         return cls(
@@ -56,7 +56,8 @@ class RowKeys:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How long a prompt may be. positions: of the model, None where they do not matter. response: --rollout-max-response-len, or a set's own."""
+    """How long a prompt may be. positions: of the model, None where they do not matter. response:
+    --rollout-max-response-len, or a set's own."""
 
     positions: int | None = None
     response: int = 0
@@ -81,10 +82,13 @@ _ANY = Room()
 
 
 class PromptFormat:
-    """How a row becomes a prompt: which keys hold what, and the chat template, for which a plain string is one user message.
+    """How a row becomes a prompt: which keys hold what, and the chat template, for which a plain
+    string is one user message.
 
-    answer_check: what a row's label and metadata must be for its responses to be of use. Tokens are those of the text alone (no special tokens are added): a chat template writes its own, and a plain string is
-    taken as it stands. Raises ValueError when a chat template is asked for and the tokenizer has none.
+    answer_check: what a row's label and metadata must be for its responses to be of use. Tokens are
+    those of the text alone (no special tokens are added): a chat template writes its own, and a
+    plain string is taken as it stands. Raises ValueError when a chat template is asked for and the
+    tokenizer has none.
     """
 
     def __init__(
@@ -149,7 +153,8 @@ class PromptFormat:
         return row[self.keys.label] if self.keys.label is not None else None
 
     def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[str]:
-        """What the model sees of each row. where: a row's place in words, by its index in `rows`. Raises ValueError as `render_rows`."""
+        """What the model sees of each row. where: a row's place in words, by its index in `rows`.
+        Raises ValueError as `render_rows`."""
         prompts = [row[self.keys.input] for row in rows]
         if self._chat:
             return render_rows(self._render, prompts, where)
@@ -176,7 +181,8 @@ class PromptFormat:
 
 
 def _content_problem(message: Mapping[str, Any]) -> str | None:
-    """A message holds text, or a list of parts as ``{"type": "text", "text": ...}``. One that calls tools may hold nothing."""
+    """A message holds text, or a list of parts as ``{"type": "text", "text": ...}``. One that calls
+    tools may hold nothing."""
     content = message.get("content")
     if content is None:
         return None if message.get("tool_calls") else "'content' is missing or null"
@@ -195,7 +201,8 @@ def _content_problem(message: Mapping[str, Any]) -> str | None:
 def tokens_of(
     source: RowSource, form: PromptFormat, indices: Sequence[int], room: Room = _ANY
 ) -> tuple[list[Row], list[str], list[tuple[int, ...]]]:
-    """Rows, texts and tokens of some prompts. Raises ValueError naming the row that has none, or too many."""
+    """Rows, texts and tokens of some prompts. Raises ValueError naming the row that has none, or
+    too many."""
     rows = source.rows(indices)
     texts = form.texts(rows, lambda place: source.where(indices[place]))
     tokens = form.tokenise(texts)
@@ -214,11 +221,12 @@ def short_enough(
     flag: str,
     room: Room = _ANY,
 ) -> range | np.ndarray:
-    """Indices of the rows whose prompt has at most `max_prompt_len` tokens. Where no limit is set, all of them, of which up to
+    """Indices of the rows whose prompt has at most `max_prompt_len` tokens. Where no limit is set,
+    all of them, of which up to
     `_CHECKED`, evenly spread, are rendered, tokenised and measured.
 
-    Raises ValueError when none is left, and naming the row whose prompt cannot be made or does not fit. The number left out becomes a note of
-    the source.
+    Raises ValueError when none is left, and naming the row whose prompt cannot be made or does not
+    fit. The number left out becomes a note of the source.
     """
     if max_prompt_len is None:
         step = -(-len(source) // _CHECKED)
@@ -246,10 +254,12 @@ def short_enough(
 class PromptSource:
     """An endless stream of prompts over epochs of one data source.
 
-    answer_check: `data.sft.answer_problem`, or `rewards.registry.answer_check` of the run's reward; None accepts every label.
-    `len()` is the number of prompts in an epoch, `num_left_out` the number of rows that were too long, `notes` what the user should be
-    told once (rows left out), a line each. Raises ValueError at construction for everything that is wrong with the data, by
-    its file and line, or with the chat template.
+    answer_check: `data.sft.answer_problem`, or `rewards.registry.answer_check` of the run's reward;
+    None accepts every label.
+    `len()` is the number of prompts in an epoch, `num_left_out` the number of rows that were too
+    long, `notes` what the user should be
+    told once (rows left out), a line each. Raises ValueError at construction for everything that is
+    wrong with the data, by its file and line, or with the chat template.
     """
 
     def __init__(
@@ -291,7 +301,8 @@ class PromptSource:
         return len(self._kept)
 
     def next_prompts(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, going on into the next epoch when this one ends. Group ids rise by one over the whole run."""
+        """The next `n` prompts, going on into the next epoch when this one ends. Group ids rise by
+        one over the whole run."""
         indices: list[int] = []
         while len(indices) < n:
             if self._offset == len(self):
@@ -308,7 +319,8 @@ class PromptSource:
         """Positions in `_kept`, in the order of this epoch."""
         if not self._shuffle:
             return range(len(self))
-        # RandomState: numpy promises never to change its stream, so that a run resumes alike under a later numpy.
+        # RandomState: numpy promises never to change its stream, so that a run resumes alike under
+        # a later numpy.
         return np.random.RandomState([self._seed % 2**32, self.epoch]).permutation(len(self))
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -331,7 +343,8 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ValueError when the data is not the same; a moved file with the same content is."""
+        """Go on where `state` was taken. Raises ValueError when the data is not the same; a moved
+        file with the same content is."""
         saved, ours = dict(state["source"]), self._fingerprint()
         different = [key for key in ours if key != "path" and saved.get(key) != ours[key]]
         if different:
@@ -369,10 +382,12 @@ def load_eval_sets(
     answer_check: AnswerCheck | None = None,
     room_of: Callable[[EvalSet], Room] = lambda each: _ANY,
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
-    """Evaluation prompts by the name of their set, whole and in the order of the file; and notes for the user, as of `PromptSource`.
+    """Evaluation prompts by the name of their set, whole and in the order of the file; and notes
+    for the user, as of `PromptSource`.
 
-    Group ids are unique over all sets. Prompts over --rollout-max-prompt-len are left out. answer_check: of the run's reward; a set with a
-    function of its own takes any row. room_of: how long its prompts may be. Raises ValueError as `PromptSource` does.
+    Group ids are unique over all sets. Prompts over --rollout-max-prompt-len are left out.
+    answer_check: of the run's reward; a set with a function of its own takes any row. room_of: how
+    long its prompts may be. Raises ValueError as `PromptSource` does.
     """
     sets: dict[str, list[Prompt]] = {}
     notes: list[str] = []

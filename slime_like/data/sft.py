@@ -27,11 +27,15 @@ def answer_problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
 def sft_samples(
     prompts: Sequence[Prompt], tokenizer: Any, *, max_response_len: int | None = None
 ) -> list[Sample]:
-    """Prompt and label as a sample whose loss mask covers every token of the answer and the end-of-sequence token.
+    """Prompt and label as a sample whose loss mask covers every token of the answer and the
+    end-of-sequence token.
 
-    The answer is tokenised by itself, as it would be when the model writes it after the prompt. One longer than
-    `max_response_len` is cut there, without an end token, and is `TRUNCATED`. sample_id is the prompt's group_id.
-    Raises ValueError when a label is not a non-empty string, or the tokenizer has no end-of-sequence token.
+    The answer is tokenised by itself, as it would be when the model writes it after the prompt. One
+    longer than
+    `max_response_len` is cut there, without an end token, and is `TRUNCATED`. sample_id is the
+    prompt's group_id.
+    Raises ValueError when a label is not a non-empty string, or the tokenizer has no
+    end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Rows of a data source, read lazily: JSONL, Parquet and reasoning-gym tasks.
 
-Opening a file makes one validating pass over it: every row is decoded and handed to the caller's check, and a byte offset
-(JSONL) or row number (Parquet) is kept for the good ones, so that memory does not grow with the size of the rows. After
-that a row that was accepted can always be read.
+Opening a file makes one validating pass over it: every row is decoded and handed to the caller's
+check, and a byte offset (JSONL) or row number (Parquet) is kept for the good ones, so that memory
+does not grow with the size of the rows. After that a row that was accepted can always be read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _RANGE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<end>-?\d*)\]$", re.DO
 
 
 class RowSource(Protocol):
-    """Random access to rows. `content` identifies what is in the source, so that a changed file is seen on resume. `notes`: what the
-    user should be told about the source, a line each."""
+    """Random access to rows. `content` identifies what is in the source, so that a changed file is
+    seen on resume. `notes`: what the user should be told about the source, a line each."""
 
     name: str
     content: str
@@ -50,11 +50,13 @@ def open_source(
     skip_bad_rows: int = 0,
     flag: str = "--prompt-data",
 ) -> RowSource:
-    """Open what a user named: ``file.jsonl``, ``file.parquet``, either with ``@[start:end]``, or ``reasoning_gym:<task>?...``.
+    """Open what a user named: ``file.jsonl``, ``file.parquet``, either with ``@[start:end]``, or
+    ``reasoning_gym:<task>?...``.
 
-    check: called once on every row. columns: the keys that may be read (Parquet reads no others). skip_bad_rows: how many bad
-    rows are left out with a count before the file is refused. flag: the option that errors name.
-    Raises ValueError for a missing file, a directory, an unknown kind, an empty file or range, and too many bad rows.
+    check: called once on every row. columns: the keys that may be read (Parquet reads no others).
+    skip_bad_rows: how many bad rows are left out with a count before the file is refused. flag: the
+    option that errors name. Raises ValueError for a missing file, a directory, an unknown kind, an
+    empty file or range, and too many bad rows.
     """
     path_text, bounds = _split_range(spec)
     source: RowSource
@@ -133,10 +135,11 @@ class _BadRows:
 
 
 class _Watched:
-    """A file that must stay as it was when it was opened: a run reads its rows from it until its end.
+    """A file that must stay as it was when it was opened: a run reads its rows from it until its
+    end.
 
-    A look is one `stat`. Where size or time of change are others, the content decides: a file that was
-    copied back, or touched, is the same.
+    A look is one `stat`. Where size or time of change are others, the content decides: a file that
+    was copied back, or touched, is the same.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,7 +148,8 @@ class _Watched:
         self._crc: int | None = None
 
     def remember(self, crc: int | None = None) -> None:
-        """The content, by its CRC-32; None: computed here. Raises ValueError where it changed meanwhile."""
+        """The content, by its CRC-32; None: computed here. Raises ValueError where it changed
+        meanwhile."""
         if self._look() != self._stat:
             raise ValueError(f"{self._path}: the file changed while it was read; start again")
         self._crc = self._crc_now() if crc is None else crc
@@ -178,7 +182,8 @@ class _Watched:
 
 
 class JsonlSource:
-    """One JSON object a line, UTF-8; a byte order mark, CRLF line ends and blank lines are accepted. 16 bytes of index a row."""
+    """One JSON object a line, UTF-8; a byte order mark, CRLF line ends and blank lines are
+    accepted. 16 bytes of index a row."""
 
     notes: list[str]
 
@@ -273,7 +278,8 @@ class ParquetSource:
         except self._damage as error:
             raise ValueError(f"{flag} {path}: not a readable Parquet file: {error}") from error
         there = self._file.schema_arrow.names
-        # A column that is missing altogether is reported by the check of the first row, which sees `there` as its keys.
+        # A column that is missing altogether is reported by the check of the first row, which sees
+        # `there` as its keys.
         self._columns = (
             [name for name in columns if name in there] if set(columns) & set(there) else there
         )
@@ -310,8 +316,8 @@ class ParquetSource:
         return len(self._numbers)
 
     def rows(self, indices: Sequence[int]) -> list[Row]:
-        """Rows in the order asked; each row group is decoded once for one call. Raises ValueError where the
-        file has changed, or a page is damaged."""
+        """Rows in the order asked; each row group is decoded once for one call. Raises ValueError
+        where the file has changed, or a page is damaged."""
         self._file_watch.check()
         by_number = sorted((self._numbers[index], place) for place, index in enumerate(indices))
         result: list[Row] = [{}] * len(by_number)

@@ -1,7 +1,8 @@
 """reasoning-gym tasks as a data source: ``reasoning_gym:<task>?size=1000&seed=1&<option>=<value>``.
 
-reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760) makes problems from a seed and grades answers with a verifier of
-each task. A row is ``{"question", "answer", "metadata"}``, whatever --input-key and the like say, as they speak of files; its metadata holds ``task`` (name and options)
+reasoning-gym (Stojanovski et al. 2025, arXiv 2505.24760) makes problems from a seed and grades
+answers with a verifier of each task. A row is ``{"question", "answer", "metadata"}``, whatever
+--input-key and the like say, as they speak of files; its metadata holds ``task`` (name and options)
 and ``entry`` (the problem as made), which is what the reward `task` scores with.
 """
 
@@ -20,13 +21,13 @@ from urllib.parse import parse_qsl
 
 from slime_like.data.source import TASK_PREFIX, Row
 
-DEFAULT_SEED = (
-    0  # reasoning-gym itself draws a new seed in every process, which no run could resume from
-)
+# reasoning-gym itself draws a new seed in every process, which no run could resume from
+DEFAULT_SEED = 0
 
 
 class TaskSource:
-    """Rows made on demand. Raises ValueError for an unknown task or option (with the nearest names) and an illegal value."""
+    """Rows made on demand. Raises ValueError for an unknown task or option (with the nearest names)
+    and an illegal value."""
 
     def __init__(self, spec: str, *, flag: str = "--prompt-data") -> None:
         try:
@@ -67,7 +68,8 @@ class TaskSource:
 
 
 def parse_options(task: str, query: str, config_type: type, place: str) -> dict[str, Any]:
-    """``size=10&seed=1`` -> typed keyword arguments of `config_type`, the task's configuration dataclass."""
+    """``size=10&seed=1`` -> typed keyword arguments of `config_type`, the task's configuration
+    dataclass."""
     hints = typing.get_type_hints(config_type)
     names = [field.name for field in dataclasses.fields(config_type)]
     options: dict[str, Any] = {}
@@ -92,7 +94,8 @@ def parse_options(task: str, query: str, config_type: type, place: str) -> dict[
 
 
 def convert(text: str, annotation: Any) -> Any:
-    """The text of an option as a value of its annotated type. Lists and tuples: JSON, or items separated by commas."""
+    """The text of an option as a value of its annotated type. Lists and tuples: JSON, or items
+    separated by commas."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         if text.lower() in ("none", "null") and type(None) in arguments:
@@ -129,7 +132,8 @@ def _convert_plain(text: str, annotation: Any) -> Any:
 
 
 def _tupled(item: Any, annotation: Any) -> Any:
-    """A decoded JSON value in the place of an item: inner lists become tuples where the task expects tuples."""
+    """A decoded JSON value in the place of an item: inner lists become tuples where the task
+    expects tuples."""
     return (
         tuple(item) if isinstance(item, list) and typing.get_origin(annotation) is tuple else item
     )

@@ -1,4 +1,5 @@
-"""Chat templates are programs that come with a model: rendered in bounded time, and their errors name the row."""
+"""Chat templates are programs that come with a model: rendered in bounded time, and their errors
+name the row."""
 
 from __future__ import annotations
 

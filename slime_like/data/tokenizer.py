@@ -1,4 +1,5 @@
-"""The tokenizer of a run: loaded with errors that name its folder, checked against the model, told from others."""
+"""The tokenizer of a run: loaded with errors that name its folder, checked against the model, told
+from others."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bo
         transformers' tokenizer.
 
     Raises:
-        ValueError: naming the folder, where there is no tokenizer, a damaged one, or another model's.
+        ValueError: naming the folder, where there is no tokenizer, a damaged one, or another
+        model's.
     """
     from transformers import AutoTokenizer
 
@@ -45,7 +47,8 @@ def load_tokenizer(folder: str, *, vocab_size: int | None, trust_remote_code: bo
 
 
 def tokenizer_identity(tokenizer: Any) -> dict[str, str]:
-    """Digests that tell a tokenizer from others: of its vocabulary, its special tokens, and its chat template.
+    """Digests that tell a tokenizer from others: of its vocabulary, its special tokens, and its
+    chat template.
 
     Args:
         tokenizer: transformers'.

@@ -1,4 +1,5 @@
-"""What this process is doing, as the watchdogs of the other ranks are told: its phase, where its main thread is, whether that moves."""
+"""What this process is doing, as the watchdogs of the other ranks are told: its phase, where its
+main thread is, whether that moves."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """count: grows with every pulse. phases: entered so far. still_s: seconds for which the main thread has not moved. waiting: for other
-    ranks, inside a collective. left: the run is over for this rank."""
+    """count: grows with every pulse. phases: entered so far. still_s: seconds for which the main
+    thread has not moved. waiting: for other ranks, inside a collective. left: the run is over for
+    this rank."""
 
     count: int
     host: str
@@ -54,7 +56,8 @@ class Heartbeat:
 
 
 class Activity:
-    """Of this process; `enter` is called by its main thread, `pulse` by the watchdog's. changed: set when a phase begins."""
+    """Of this process; `enter` is called by its main thread, `pulse` by the watchdog's. changed:
+    set when a phase begins."""
 
     def __init__(self) -> None:
         self.changed = threading.Event()

@@ -1,8 +1,9 @@
-"""What some ranks find out, all of them know: a value, or an error that all raise. One that a single rank raised would leave the others waiting
-in a collective.
+"""What some ranks find out, all of them know: a value, or an error that all raise. One that a
+single rank raised would leave the others waiting in a collective.
 
-A ValueError, OSError or RunError, which the user can remedy, is raised as it is. Any other one becomes a RunError with its traceback as a note.
-Every function is a collective, and works without a process group too. Values travel as pickles, inside the job.
+A ValueError, OSError or RunError, which the user can remedy, is raised as it is. Any other one
+becomes a RunError with its traceback as a note. Every function is a collective, and works without a
+process group too. Values travel as pickles, inside the job.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def gather(value: Any) -> list[Any]:
 
 
 def together(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; the first rank's error is raised on every rank. `action` must hold no collective that a failing rank would
-    miss."""
+    """Run `action` on every rank; the first rank's error is raised on every rank. `action` must
+    hold no collective that a failing rank would miss."""
     result, error = _attempt(action)
     first = next(
         (e for e in gather(None if error is None else as_told(error)) if e is not None), None
@@ -46,20 +47,23 @@ def together(action: Callable[[], T]) -> T:
 
 
 def from_rank_zero(find: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What `find` returns on rank 0; its error is raised on every rank. group: of all ranks, where the default one is in use meanwhile."""
+    """What `find` returns on rank 0; its error is raised on every rank. group: of all ranks, where
+    the default one is in use meanwhile."""
     value, error = _attempt(find) if is_rank_zero() else (None, None)
     return share(value, error, group)  # type: ignore[return-value]
 
 
 def on_rank_zero(make: Callable[[], T]) -> T | None:
-    """As `from_rank_zero`, for what cannot travel: what `make` returns stays on rank 0, and is None elsewhere."""
+    """As `from_rank_zero`, for what cannot travel: what `make` returns stays on rank 0, and is None
+    elsewhere."""
     value, error = _attempt(make) if is_rank_zero() else (None, None)
     share(None, error)
     return value
 
 
 def share(value: T, error: Exception | None = None, group: dist.ProcessGroup | None = None) -> T:
-    """Rank 0's value, or its error, on every rank. For what rank 0 knows before all have taken part in something else; else `from_rank_zero`."""
+    """Rank 0's value, or its error, on every rank. For what rank 0 knows before all have taken part
+    in something else; else `from_rank_zero`."""
     told = None if error is None else as_told(error)
     if dist.is_initialized() and dist.get_world_size() > 1:
         box = [b""]
@@ -80,8 +84,9 @@ def share(value: T, error: Exception | None = None, group: dist.ProcessGroup | N
 def from_rank_zero_within(
     find: Callable[[], T], group: dist.ProcessGroup | None, *, timeout_s: float, late: str
 ) -> T:
-    """As `from_rank_zero`, for what takes long: it runs in a thread, and the other ranks hear every few seconds that it goes on, so that no
-    collective takes longer than that. After timeout_s it is given up: RunError(late) on all ranks, and the thread is left behind."""
+    """As `from_rank_zero`, for what takes long: it runs in a thread, and the other ranks hear every
+    few seconds that it goes on, so that no collective takes longer than that. After timeout_s it is
+    given up: RunError(late) on all ranks, and the thread is left behind."""
     ended: Future[T] = Future()
 
     def work() -> None:
@@ -112,7 +117,8 @@ def is_rank_zero() -> bool:
 
 
 def as_told(error: BaseException) -> Exception:
-    """As all ranks raise it. Types that other ranks may not know, those of a user's module, become the one that they are a kind of."""
+    """As all ranks raise it. Types that other ranks may not know, those of a user's module, become
+    the one that they are a kind of."""
     for kind in REMEDIES:
         if isinstance(error, kind):
             known = type(error).__module__.partition(".")[0] in (

@@ -1,5 +1,6 @@
-"""Which rank is gone, when a collective fails on the others. Each rank leaves its address in the store of the process group; one that fails
-in an orderly way marks that there; one that was killed does not."""
+"""Which rank is gone, when a collective fails on the others. Each rank leaves its address in the
+store of the process group; one that fails in an orderly way marks that there; one that was killed
+does not."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _LOST = re.compile(
 
 @dataclass(slots=True)
 class Job:
-    """What this process knows of the ranks that it has met. rank_zero: its address, for when its store is gone."""
+    """What this process knows of the ranks that it has met. rank_zero: its address, for when its
+    store is gone."""
 
     store: SignedStore
     rank: int
@@ -44,8 +46,8 @@ _job: Job | None = None
 def leave_address(rank: int) -> None:
     """Make the job's signed store and leave this process's address in it. Collective.
 
-    The key comes from the environment (SLIME_LIKE_JOB_KEY), else rank 0 makes one and sends it over the process group, never through the
-    store, which anybody who reaches its port may read.
+    The key comes from the environment (SLIME_LIKE_JOB_KEY), else rank 0 makes one and sends it over
+    the process group, never through the store, which anybody who reaches its port may read.
     """
     global _job
     mine = f"host {socket.gethostname()}, process {os.getpid()}"
@@ -74,8 +76,8 @@ def looks_lost(error: BaseException) -> bool:
 def message_of(error: Exception) -> BaseException | None:
     """The error that this rank shows: one rank shows it for all. None where another rank does.
 
-    Where the store is gone, rank 0 held it and was killed, or its host is lost: an orderly end waits for the others (`linger`). Then each
-    of the others has to say so.
+    Where the store is gone, rank 0 held it and was killed, or its host is lost: an orderly end
+    waits for the others (`linger`). Then each of the others has to say so.
     """
     me = job()
     try:
@@ -94,8 +96,8 @@ def message_of(error: Exception) -> BaseException | None:
 
 
 def is_first_to_fail() -> bool:
-    """True on one rank only: an error that all ranks meet is shown once, and so is one that the others see as a lost connection. Raises
-    RuntimeError where the store is gone."""
+    """True on one rank only: an error that all ranks meet is shown once, and so is one that the
+    others see as a lost connection. Raises RuntimeError where the store is gone."""
     me = job()
     return me.store.claim("first_error", str(me.rank)) == str(me.rank)
 
@@ -117,8 +119,9 @@ def linger(wait_s: float) -> None:
 
 
 def silent_ranks(world_size: int, wait_s: float = WAIT_S) -> list[str]:
-    """Ranks that have not marked that they failed, with their addresses and their last sign of life, once all others have or the time is
-    over. One that waits for the others itself is not the culprit."""
+    """Ranks that have not marked that they failed, with their addresses and their last sign of
+    life, once all others have or the time is over. One that waits for the others itself is not the
+    culprit."""
     store, deadline = job().store, time.monotonic() + wait_s
     while True:
         silent = [rank for rank in range(world_size) if store.read(f"failed/{rank}") is None]

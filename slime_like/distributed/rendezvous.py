@@ -1,7 +1,9 @@
-"""How the ranks of a run find each other, in bounded time and with errors that name host, port and rank.
+"""How the ranks of a run find each other, in bounded time and with errors that name host, port and
+rank.
 
-Torch waits several times as long as it was asked to, and for ever where another program answers at the port; here one deadline holds for all.
-Torch's store listens on every interface and asks for no key; here it listens on the address of MASTER_ADDR alone."""
+Torch waits several times as long as it was asked to, and for ever where another program answers at
+the port; here one deadline holds for all. Torch's store listens on every interface and asks for no
+key; here it listens on the address of MASTER_ADDR alone."""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks meet, and who this one is. hosts: this process holds the store that the others connect to; under torchrun nobody
-    does, its agent on the first node has one. one_host: all ranks are processes of this host."""
+    """Where the ranks meet, and who this one is. hosts: this process holds the store that the
+    others connect to; under torchrun nobody does, its agent on the first node has one. one_host:
+    all ranks are processes of this host."""
 
     host: str
     port: int
@@ -49,7 +52,8 @@ class Rendezvous:
 
 
 def meeting_of(environment: Mapping[str, str]) -> Rendezvous:
-    """What torchrun, or whoever started this process, has put into its environment. Raises RunError."""
+    """What torchrun, or whoever started this process, has put into its environment. Raises
+    RunError."""
     values = {
         name: environment.get(name, "")
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -131,8 +135,8 @@ def _wait_for_listener(meeting: Rendezvous, deadline: float, timeout: timedelta)
 
 
 def _listen(meeting: Rendezvous) -> socket.socket | None:
-    """A socket that listens on the address of MASTER_ADDR; None where torch has to listen on all interfaces: other hosts know that name by
-    another address than this host does."""
+    """A socket that listens on the address of MASTER_ADDR; None where torch has to listen on all
+    interfaces: other hosts know that name by another address than this host does."""
     found = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)
     family, *_, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     if _is_loopback(str(address[0])) and not (
@@ -163,7 +167,8 @@ def _in_use(meeting: Rendezvous) -> str:
 
 
 def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.Store:
-    """Listening, where this rank does, and connecting. Torch waits for ever when what answers is not its store: hence the thread."""
+    """Listening, where this rank does, and connecting. Torch waits for ever when what answers is
+    not its store: hence the thread."""
     results: list[dist.Store] = []
     errors: list[str] = []
     listener = _listen(meeting) if meeting.hosts else None
@@ -205,8 +210,8 @@ def _connect(meeting: Rendezvous, deadline: float, timeout: timedelta) -> dist.S
 def _wait_for_all(
     store: dist.Store, meeting: Rendezvous, deadline: float, timeout: timedelta
 ) -> None:
-    """Every rank has been here: one request a look, however many ranks there are. Nothing is counted: `add` on a value that somebody else
-    wrote ends the connection."""
+    """Every rank has been here: one request a look, however many ranks there are. Nothing is
+    counted: `add` on a value that somebody else wrote ends the connection."""
     everybody = [f"slime_like/present/{rank}" for rank in range(meeting.world_size)]
     token = secrets.token_hex(8)
     try:

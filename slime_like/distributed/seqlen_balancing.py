@@ -1,7 +1,10 @@
-"""Sequences over data-parallel ranks and into micro-batches: equal work for every rank, and rows that fit a token budget.
+"""Sequences over data-parallel ranks and into micro-batches: equal work for every rank, and rows
+that fit a token budget.
 
-The work of a sequence of L tokens is `a * L + L^2` (see `linear_cost`). `partition` spreads work over ranks, `pack_by_budget` makes rows,
-`even_rows` makes as many of them as all ranks agreed on. Pure numpy on the host; the same input gives the same output on every rank.
+The work of a sequence of L tokens is `a * L + L^2` (see `linear_cost`). `partition` spreads work
+over ranks, `pack_by_budget` makes rows,
+`even_rows` makes as many of them as all ranks agreed on. Pure numpy on the host; the same input
+gives the same output on every rank.
 """
 
 from __future__ import annotations
@@ -31,16 +34,20 @@ def linear_cost(
     num_layers: int,
     vocab_size: int,
 ) -> float:
-    """`a` of `a * L + L^2`: tokens of context whose attention costs as much as the matrices do for one token.
+    """`a` of `a * L + L^2`: tokens of context whose attention costs as much as the matrices do for one
+    token.
 
-    A forward pass over L tokens multiplies every weight of a layer with every token (2 FLOPs each), `hidden * (attention + 2 * key_value)`
-    of the projections in, `attention * hidden` out, `(3 if gated else 2) * hidden * ffn` of the MLP, and the head's `hidden * vocab` once. Causal
-    attention takes `2 * attention * L^2` FLOPs in a layer: two products of half a square. Divided by that, what is left is L^2 and
+    A forward pass over L tokens multiplies every weight of a layer with every token (2 FLOPs each),
+    `hidden * (attention + 2 * key_value)` of the projections in, `attention * hidden` out, `(3 if
+    gated else 2) * hidden * ffn` of the MLP, and the head's `hidden * vocab` once. Causal attention
+    takes `2 * attention * L^2` FLOPs in a layer: two products of half a square. Divided by that,
+    what is left is L^2 and
 
         a = (weights of a layer + hidden * vocab / layers) / attention
 
-    The backward pass doubles both. ffn_hidden_size: of the experts that a token visits together, in a mixture of experts.
-    attention_size: heads times their dimension; key_value_size: groups times theirs.
+    The backward pass doubles both. ffn_hidden_size: of the experts that a token visits together, in
+    a mixture of experts. attention_size: heads times their dimension; key_value_size: groups times
+    theirs.
     """
     layer = (
         hidden_size * (2 * attention_size + 2 * key_value_size)
@@ -63,13 +70,16 @@ def imbalance(loads: Costs) -> float:
 def partition(
     costs: Sequence[float] | Costs, num_parts: int, *, equal_counts: bool = False
 ) -> list[Indices]:
-    """Indices of each of `num_parts` parts, ascending, such that the heaviest part is as light as could be found.
+    """Indices of each of `num_parts` parts, ascending, such that the heaviest part is as light as
+    could be found.
 
-    costs: [N], N >= num_parts, each > 0. No part is empty. equal_counts: all parts get N / num_parts items, which must be whole.
+    costs: [N], N >= num_parts, each > 0. No part is empty. equal_counts: all parts get N /
+    num_parts items, which must be whole.
 
-    Items go to the lightest part, from the heaviest on; then heavy parts exchange an item with a light one, or give one away, until none is
-    much heavier than the mean. O(N log N) and a few exchanges for each part, each over its items. Raises ValueError when there are too few
-    items, or counts cannot be equal.
+    Items go to the lightest part, from the heaviest on; then heavy parts exchange an item with a
+    light one, or give one away, until none is much heavier than the mean. O(N log N) and a few
+    exchanges for each part, each over its items. Raises ValueError when there are too few items, or
+    counts cannot be equal.
     """
     weights = np.asarray(costs, dtype=np.float64)
     count = weights.size
@@ -103,8 +113,8 @@ def _greedy(weights: Costs, num_parts: int, most: int) -> list[Indices]:
 
 
 def _refine(weights: Costs, parts: list[Indices], *, may_give: bool) -> None:
-    """Exchange items between heavy parts and light ones, in place, until the heaviest is near the mean or cannot be made lighter. In each
-    round the i-th heaviest part meets the i-th lightest."""
+    """Exchange items between heavy parts and light ones, in place, until the heaviest is near the
+    mean or cannot be made lighter. In each round the i-th heaviest part meets the i-th lightest."""
     loads = np.array([weights[part].sum() for part in parts])
     target = loads.mean() * (1 + TOLERANCE)
     for _ in range(ROUNDS):
@@ -129,8 +139,9 @@ def _refine(weights: Costs, parts: list[Indices], *, may_give: bool) -> None:
 def _exchange(
     weights: Costs, parts: list[Indices], loads: Costs, heavy: int, light: int, *, may_give: bool
 ) -> bool:
-    """Swap an item of the heavy part with one of the light part, or with nothing, so that their loads get as near as one swap can bring
-    them. False, and nothing changed, when no swap brings them nearer."""
+    """Swap an item of the heavy part with one of the light part, or with nothing, so that their
+    loads get as near as one swap can bring them. False, and nothing changed, when no swap brings
+    them nearer."""
     gap = float(loads[heavy] - loads[light])
     if gap <= 0:
         return False
@@ -165,8 +176,8 @@ def _exchange(
 
 
 def pack_by_budget(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[Indices]:
-    """Indices of each row, ascending: as few rows as best-fit decreasing finds, each of at most `budget` tokens. A longer sequence gets
-    a row of its own. O(N log N)."""
+    """Indices of each row, ascending: as few rows as best-fit decreasing finds, each of at most
+    `budget` tokens. A longer sequence gets a row of its own. O(N log N)."""
     tokens = np.asarray(lengths, dtype=np.int64)
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), ascending
@@ -189,8 +200,9 @@ def pack_by_budget(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> l
 def even_rows(
     lengths: Sequence[int] | NDArray[np.int64], num_rows: int, budget: int
 ) -> list[Indices]:
-    """Indices of each of exactly `num_rows` rows, of even length where the budget lets them be. The last rows are empty when there are
-    fewer sequences than rows. `num_rows` is at least what `pack_by_budget` needs."""
+    """Indices of each of exactly `num_rows` rows, of even length where the budget lets them be. The
+    last rows are empty when there are fewer sequences than rows. `num_rows` is at least what
+    `pack_by_budget` needs."""
     tokens = np.asarray(lengths, dtype=np.int64)
     if tokens.size <= num_rows:
         empty = [np.zeros(0, dtype=np.int64)] * (num_rows - tokens.size)

@@ -1,4 +1,5 @@
-"""When a run ends before its last rollout: a signal, a time limit, a number of rollouts. Looked at between rollouts, by all ranks together."""
+"""When a run ends before its last rollout: a signal, a time limit, a number of rollouts. Looked at
+between rollouts, by all ranks together."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-INTERRUPTED_STATUS = 75  # sysexits.h: try again later. Told apart from a finished run (0) and a failed one (1) by whoever starts the next
+# sysexits.h: try again later. Told apart from a finished run (0) and a failed one (1) by whoever
+# starts the next
+INTERRUPTED_STATUS = 75
 CTRL_C_STATUS = 128 + signal.SIGINT
-# SLURM signals every process of a job, and torchrun passes on what it gets: within this it is one signal. People are quicker than SLURM
+# SLURM signals every process of a job, and torchrun passes on what it gets: within this it is one
+# signal. People are quicker than SLURM
 REPEAT_S = 5.0
 REPEAT_CTRL_C_S = 1.0
 STATUS_FILE = "SLIME_LIKE_STATUS_FILE"
@@ -23,7 +27,8 @@ _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ct
 
 @dataclass(frozen=True, slots=True)
 class ExitRequest:
-    """words: why. status: of the process; a stop that the command line asked for is no failure. hurried: what can be done later is left."""
+    """words: why. status: of the process; a stop that the command line asked for is no failure.
+    hurried: what can be done later is left."""
 
     words: str
     status: int
@@ -46,8 +51,10 @@ class StopConditions:
         self._started = time.monotonic()
 
     def catch(self, *numbers: signal.Signals) -> None:
-        """From now on these signals (default SIGTERM) end the run after the rollout that they come in. A second one, later than
-        `REPEAT_S` (`REPEAT_CTRL_C_S`), ends it at once. A signal that the parent has set to be ignored, as nohup does, stays so."""
+        """From now on these signals (default SIGTERM) end the run after the rollout that they come
+        in. A second one, later than
+        `REPEAT_S` (`REPEAT_CTRL_C_S`), ends it at once. A signal that the parent has set to be
+        ignored, as nohup does, stays so."""
         for number in numbers or (signal.SIGTERM,):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._remember)
@@ -55,7 +62,8 @@ class StopConditions:
     def requested(
         self, rollouts_done: int, any_rank: Callable[[list[bool]], list[bool]]
     ) -> ExitRequest | None:
-        """Collective: a signal may have reached one rank only, and clocks differ. any_rank: elementwise or over all ranks."""
+        """Collective: a signal may have reached one rank only, and clocks differ. any_rank:
+        elementwise or over all ranks."""
         *signalled, late = any_rank(
             [*(self.signalled == number for number in SIGNALS), self._is_late()]
         )
@@ -108,7 +116,8 @@ def end_at_once(rank: int, *, resumable: bool, numbers: Sequence[signal.Signals]
 
 
 def leave_status(status: int, rank: int) -> None:
-    """Rank 0 writes its exit status into the files that the environment names: torchrun has one status, 1, for all that is not 0."""
+    """Rank 0 writes its exit status into the files that the environment names: torchrun has one
+    status, 1, for all that is not 0."""
     for variable in (STATUS_FILE, LAUNCHER_STATUS_FILE):
         path = os.environ.get(variable)
         if path and rank == 0:

@@ -1,8 +1,10 @@
-"""What the ranks leave for each other in the store of the process group, signed with a key of the job.
+"""What the ranks leave for each other in the store of the process group, signed with a key of the
+job.
 
-Torch's store has no authentication: whoever reaches its port may read and write. A value without a valid signature is one that no rank wrote,
-and is read as absent. Only operations that cannot block and that no stored bytes can break are used: `add` on a value that is not a number
-ends the connection, and `get` of a key that is deleted meanwhile waits for it.
+Torch's store has no authentication: whoever reaches its port may read and write. A value without a
+valid signature is one that no rank wrote, and is read as absent. Only operations that cannot block
+and that no stored bytes can break are used: `add` on a value that is not a number ends the
+connection, and `get` of a key that is deleted meanwhile waits for it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ class SignedStore:
     """Text values by name.
 
     Args:
-        store: torch's store; every method raises RuntimeError when the process that holds it is gone.
-        key: known to the ranks of this job only.
+        store: torch's store; every method raises RuntimeError when the process that holds it is
+        gone. key: known to the ranks of this job only.
     """
 
     def __init__(self, store: Any, key: bytes) -> None:

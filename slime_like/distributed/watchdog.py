@@ -1,13 +1,16 @@
 """A rank that no longer runs ends the job in bounded time; one that is only slow does not.
 
-Every rank has two threads. One leaves heartbeats in the store that the ranks met at, and reads those of the next rank and of rank 0, so that
-the work does not grow with the number of ranks. The other never waits for anything; it judges. A process that is stopped, on a host that is
-gone, or held up inside C code, leaves none: after the limit the first rank to notice names it, and every rank that still runs writes the
-stacks of its threads and ends. A rank whose main thread is slow or stuck still has heartbeats, with the place where it is; then the others'
-collectives decide, after --distributed-timeout-minutes.
+Every rank has two threads. One leaves heartbeats in the store that the ranks met at, and reads
+those of the next rank and of rank 0, so that the work does not grow with the number of ranks. The
+other never waits for anything; it judges. A process that is stopped, on a host that is gone, or
+held up inside C code, leaves none: after the limit the first rank to notice names it, and every
+rank that still runs writes the stacks of its threads and ends. A rank whose main thread is slow or
+stuck still has heartbeats, with the place where it is; then the others' collectives decide, after
+--distributed-timeout-minutes.
 
-Values in the store are signed (`SignedStore`): what another program writes there is ignored, with a warning. A rank that was held up itself,
-as by SIGSTOP to the whole job, `scontrol suspend` or a laptop's lid, counts anew before it judges others.
+Values in the store are signed (`SignedStore`): what another program writes there is ignored, with a
+warning. A rank that was held up itself, as by SIGSTOP to the whole job, `scontrol suspend` or a
+laptop's lid, counts anew before it judges others.
 """
 
 from __future__ import annotations
@@ -108,8 +111,9 @@ class Watchdog:
             return
 
     def _judge(self) -> None:
-        """There is no timer that writes the stacks of a process held up inside C code: it would count the time of a suspended job too, and
-        read the stacks of threads that run again by then, which crashes the process."""
+        """There is no timer that writes the stacks of a process held up inside C code: it would
+        count the time of a suspended job too, and read the stacks of threads that run again by
+        then, which crashes the process."""
         looked, answered, unanswered_s = time.monotonic(), self._store_answered, 0.0
         while not self._closed.wait(self._interval_s):
             looked, before = time.monotonic(), looked
@@ -134,7 +138,8 @@ class Watchdog:
                 self._condemn(silent)
 
     def _count_anew(self, gap_s: float) -> None:
-        """This process did not run, perhaps none of the job did: whatever is older than this moment counts against nobody."""
+        """This process did not run, perhaps none of the job did: whatever is older than this moment
+        counts against nobody."""
         now = time.monotonic()
         for rank, heard in list(self._heard.items()):
             self._heard[rank] = LastHeartbeat(heard.pulse, now)
@@ -148,7 +153,8 @@ class Watchdog:
         self._store.put(f"{PREFIX}/{self._rank}", pulse.to_json())
 
     def _listen(self, rank: int) -> None:
-        """A heartbeat that vanishes, or is an older one again, is not silence: another program writes into the store."""
+        """A heartbeat that vanishes, or is an older one again, is not silence: another program
+        writes into the store."""
         pulse, heard = read_pulse(self._store, rank), self._heard.get(rank)
         if heard is None:
             if pulse is not None:
@@ -166,7 +172,8 @@ class Watchdog:
             self._heard[rank] = LastHeartbeat(pulse, time.monotonic())
 
     def _condemn(self, silent: Iterable[int]) -> None:
-        """Write the verdict, once over all ranks; `_tell_and_listen` of every rank finds it and leaves."""
+        """Write the verdict, once over all ranks; `_tell_and_listen` of every rank finds it and
+        leaves."""
         words = "; ".join(
             f"no sign of life from {self._heard[rank].pulse.describe(rank)}"
             for rank in sorted(silent)
@@ -185,7 +192,8 @@ class Watchdog:
         return "" if heard is None else f"; its process may be that of {heard.pulse.describe(rank)}"
 
     def _leave(self, verdict: str, *, told: bool) -> None:
-        """End this process, without what a hung peer could hold up: exit handlers, destructors of process groups."""
+        """End this process, without what a hung peer could hold up: exit handlers, destructors of
+        process groups."""
         if self._closed.is_set() or not self._leaving.acquire(blocking=False):
             return
         head = f"rank {self._rank} on host {socket.gethostname()}"
@@ -205,7 +213,8 @@ class Watchdog:
         os._exit(FAILED)
 
     def _name_the_slow(self) -> None:
-        """Once for each phase, by rank 0 or 1 where it waits: who is late and has given signs of life since the last look."""
+        """Once for each phase, by rank 0 or 1 where it waits: who is late and has given signs of
+        life since the last look."""
         mine = self._activity.pulse()
         if self._rank > 1 or not mine.waiting or mine.phase_s < self._limit_s:
             self._before = {}

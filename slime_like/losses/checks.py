@@ -1,7 +1,9 @@
-"""What the public functions of losses and advantages ask of their tensors: one sentence for each way of being wrong.
+"""What the public functions of losses and advantages ask of their tensors: one sentence for each
+way of being wrong.
 
-Every function raises ValueError that names the argument, what was given and what is legal. They look at values, which waits for the
-device: training, which has made its tensors itself, calls the functions below these checks.
+Every function raises ValueError that names the argument, what was given and what is legal. They
+look at values, which waits for the device: training, which has made its tensors itself, calls the
+functions below these checks.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def require_mask(name: str, value: Any) -> Tensor:
 
 
 def require_finite(name: str, value: Tensor, where: Tensor) -> None:
-    """Raises ValueError when `value` is NaN or infinite where `where`, a bool tensor of its shape, is True."""
+    """Raises ValueError when `value` is NaN or infinite where `where`, a bool tensor of its shape,
+    is True."""
     bad = where & ~torch.isfinite(value)
     if bad.any():
         place, what = _first(value, bad)
@@ -85,7 +88,8 @@ def require_choice(name: str, value: Any, legal: Collection[str]) -> None:
 
 
 def require_samples(masks: Sequence[Tensor], **lists: Sequence[Any] | None) -> None:
-    """Raises ValueError unless every list that is given has an entry for each mask, of its shape where it is a tensor.
+    """Raises ValueError unless every list that is given has an entry for each mask, of its shape
+    where it is a tensor.
 
     masks: [R] bool by sample. lists: by argument name; None: not given.
     """

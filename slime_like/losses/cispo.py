@@ -1,9 +1,10 @@
-"""CISPO: clipped importance-sampling weights, MiniMax-M1, arXiv 2506.13585, equations 4 and 5; its bounds: ScaleRL, arXiv 2510.13786.
+"""CISPO: clipped importance-sampling weights, MiniMax-M1, arXiv 2506.13585, equations 4 and 5; its
+bounds: ScaleRL, arXiv 2510.13786.
 
     l = -sg(clip(r, 1 - eps_low, 1 + eps_high)) A log_prob,      r = policy / anchor
 
-No token loses its gradient; only its weight is bounded. The anchor is the old policy, or the sampler: then the weight corrects for
-the sampler too, and takes no other importance weight.
+No token loses its gradient; only its weight is bounded. The anchor is the old policy, or the
+sampler: then the weight corrects for the sampler too, and takes no other importance weight.
 """
 
 from __future__ import annotations

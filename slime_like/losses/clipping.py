@@ -1,4 +1,5 @@
-"""What losses with a clipped or bounded ratio share: their settings, and PPO's surrogate (see ppo.py for the papers)."""
+"""What losses with a clipped or bounded ratio share: their settings, and PPO's surrogate (see
+ppo.py for the papers)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class ClipConfig(RangeConfig):
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """token_losses: [T]. clipped: [T] bool, where the clipped branch is strictly above the unclipped one."""
+    """token_losses: [T]. clipped: [T] bool, where the clipped branch is strictly above the
+    unclipped one."""
 
     token_losses: Tensor
     clipped: Tensor
@@ -44,9 +46,11 @@ class Surrogate:
 
 
 def clipped_surrogate(inputs: LossInputs, ratio: Tensor, config: ClipConfig) -> Surrogate:
-    """max(-A r, -A clip(r)), bounded by -c A where A < 0 and the dual clip is on. ratio: [T], with gradient.
+    """max(-A r, -A clip(r)), bounded by -c A where A < 0 and the dual clip is on. ratio: [T], with
+    gradient.
 
-    pg_clipfrac: share of active tokens that are clipped; pg_clipfrac_lower: of those that the dual clip bounds.
+    pg_clipfrac: share of active tokens that are clipped; pg_clipfrac_lower: of those that the dual
+    clip bounds.
     """
     advantages = inputs.required("advantages")
     unclipped = -advantages * ratio

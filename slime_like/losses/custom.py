@@ -1,4 +1,5 @@
-"""A user's own loss, --custom-loss-function-path: called as function(inputs, config) for each micro-batch."""
+"""A user's own loss, --custom-loss-function-path: called as function(inputs, config) for each
+micro-batch."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ FLAG = "--custom-loss-function-path"
 
 
 def custom_loss(path: str) -> PolicyLoss:
-    """The loss at `path`, "module.function" or "file.py:function". Its config is a namespace of the settings of all losses, as the flags
-    name them (eps_clip, ...). Masking, token weights, off-policy correction, KL and entropy stay those of `total_loss`.
+    """The loss at `path`, "module.function" or "file.py:function". Its config is a namespace of the
+    settings of all losses, as the flags name them (eps_clip, ...). Masking, token weights,
+    off-policy correction, KL and entropy stay those of `total_loss`.
 
-    Raises ValueError for a path without a function, and, when called, for a result that is no `PolicyLossOutput` of [T] losses.
+    Raises ValueError for a path without a function, and, when called, for a result that is no
+    `PolicyLossOutput` of [T] losses.
     """
     return PolicyLoss(
         name="custom",

@@ -1,7 +1,8 @@
 """A user's own importance weights, written for slime's `--custom-tis-function-path`.
 
-slime calls such a function with the token losses and multiplies weights into them. A weight depends on the trainer's and the sampler's
-log-probs alone, so we call it once for the samples of an optimizer step, with a loss of 1 for every token: what comes back is the weight.
+slime calls such a function with the token losses and multiplies weights into them. A weight depends
+on the trainer's and the sampler's log-probs alone, so we call it once for the samples of an
+optimizer step, with a loss of 1 for every token: what comes back is the weight.
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ def custom_correction(
 ) -> Correction:
     """What `function` makes of one optimizer step's samples on this rank.
 
-    old_log_probs, rollout_log_probs, loss_masks: [R] by sample. total_lengths: prompt and response. The function gets `args`, `pg_loss`,
-    `train_log_probs`, `rollout_log_probs`, `loss_masks`, `total_lengths`, `response_lengths` and returns (pg_loss [T], masks, metrics); a
-    token whose mask or weight it makes 0 is rejected. Raises ValueError when it returns another shape, or a weight that is negative or not
-    finite at a token that it keeps.
+    old_log_probs, rollout_log_probs, loss_masks: [R] by sample. total_lengths: prompt and response.
+    The function gets `args`, `pg_loss`,
+    `train_log_probs`, `rollout_log_probs`, `loss_masks`, `total_lengths`, `response_lengths` and
+    returns (pg_loss [T], masks, metrics); a
+    token whose mask or weight it makes 0 is rejected. Raises ValueError when it returns another
+    shape, or a weight that is negative or not finite at a token that it keeps.
     """
     assert config.custom_tis_function_path is not None
     path = config.custom_tis_function_path

@@ -1,6 +1,8 @@
-"""DPPO: a trust region on the divergence of the sampled token's probability, arXiv 2602.04879 (binary approximations).
+"""DPPO: a trust region on the divergence of the sampled token's probability, arXiv 2602.04879
+(binary approximations).
 
-With the anchor mu (the sampler, or the old policy where the sampler gave no log-probs), p = exp(log_prob), q = exp(mu):
+With the anchor mu (the sampler, or the old policy where the sampler gave no log-probs), p =
+exp(log_prob), q = exp(mu):
 
     l = -A r keep,      r = p / q; keep is constant, and 0 where the update would leave the region:
     binary_tv   A > 0 and p - q > delta_high,   or A < 0 and q - p > delta_low
@@ -48,7 +50,8 @@ class DPPOConfig(CheckedSettings):
 
 
 def dppo(inputs: LossInputs, config: DPPOConfig) -> PolicyLossOutput:
-    """Token losses [T]. pg_clipfrac: share of active tokens that are dropped. Warns when it falls back to the old policy."""
+    """Token losses [T]. pg_clipfrac: share of active tokens that are dropped. Warns when it falls
+    back to the old policy."""
     anchor = "rollout_log_probs"
     if inputs.rollout_log_probs is None:
         anchor = "old_log_probs"

@@ -1,6 +1,8 @@
-"""DRO: direct reward optimisation, arXiv 2405.19107, token by token: l = -A log_prob + beta / 2 d^2.
+"""DRO: direct reward optimisation, arXiv 2405.19107, token by token: l = -A log_prob + beta / 2
+d^2.
 
-The paper squares the log-ratio of the whole sequence; here, as in verl and ROLL, each token's own is squared. kimi.py is the same loss.
+The paper squares the log-ratio of the whole sequence; here, as in verl and ROLL, each token's own
+is squared. kimi.py is the same loss.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class DROConfig(CheckedSettings):
 
 
 def quadratic(inputs: LossInputs, coef: float, name: str) -> PolicyLossOutput:
-    """-A log_prob + coef / 2 d^2 [T], and the mean of each part over active tokens as name/policy and name/penalty."""
+    """-A log_prob + coef / 2 d^2 [T], and the mean of each part over active tokens as name/policy and
+    name/penalty."""
     log_ratio = inputs.log_ratio()
     policy, penalty = (
         inputs.policy_gradient(inputs.required("advantages")),

@@ -1,13 +1,15 @@
-"""An entropy bonus that acts only while entropy is too low: Skywork-OR1, arXiv 2505.22312, its adaptive entropy control.
+"""An entropy bonus that acts only while entropy is too low: Skywork-OR1, arXiv 2505.22312, its
+adaptive entropy control.
 
-With the entropy e_k by token of optimizer step k, averaged over its active tokens on all ranks, and a coefficient c_k:
+With the entropy e_k by token of optimizer step k, averaged over its active tokens on all ranks, and
+a coefficient c_k:
 
     c_{k+1} = clip(c_k + delta, low, high)  where e_k < target
               clip(c_k - delta, low, high)  where e_k > target
     bonus of step k + 1 = c_{k+1}           where e_k <= target, else 0
 
-The paper reads the entropy of the rollout that a step trains on; here it is that of the forward pass before, which every run has, so the
-bonus answers one optimizer step later.
+The paper reads the entropy of the rollout that a step trains on; here it is that of the forward
+pass before, which every run has, so the bonus answers one optimizer step later.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class EntropyController(CheckedSettings):
         return self.value if self.active else 0.0
 
     def update(self, entropy: float | None) -> None:
-        """After the forward pass of an optimizer step with this mean entropy by token; None or not finite changes nothing."""
+        """After the forward pass of an optimizer step with this mean entropy by token; None or not
+        finite changes nothing."""
         if self.target is None or entropy is None or not math.isfinite(entropy):
             return
         sign = (entropy < self.target) - (entropy > self.target)
@@ -55,6 +58,7 @@ class EntropyController(CheckedSettings):
         return {"value": self.value, "active": self.active}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A fixed coefficient is what the command line says; so is the start of a run without a state."""
+        """A fixed coefficient is what the command line says; so is the start of a run without a
+        state."""
         if self.adaptive and state:
             self.value, self.active = float(state["value"]), bool(state["active"])

@@ -1,13 +1,16 @@
-"""GMPO: geometric-mean policy optimisation, arXiv 2507.20673, with its token-level clip in log space.
+"""GMPO: geometric-mean policy optimisation, arXiv 2507.20673, with its token-level clip in log
+space.
 
     e = min(d, eps_high) where A > 0, max(d, -eps_low) where A < 0, 0 where A = 0
     rho = exp(mean of e over the sequence),      l = -A rho
 
-so a sequence contributes -rho sum(w A), and each unclipped token gets the gradient -rho sum(w A) / n. With a token-level A this is no
-longer the paper's objective, which has one advantage for each sequence.
+so a sequence contributes -rho sum(w A), and each unclipped token gets the gradient -rho sum(w A) /
+n. With a token-level A this is no longer the paper's objective, which has one advantage for each
+sequence.
 
-Off-policy correction: rejected tokens leave both the mean and the sum, and rho is multiplied by the geometric mean of the importance
-weights of those that are kept, which is the sequence's weight where that is what the correction gives.
+Off-policy correction: rejected tokens leave both the mean and the sum, and rho is multiplied by the
+geometric mean of the importance weights of those that are kept, which is the sequence's weight
+where that is what the correction gives.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class GMPOConfig(CheckedSettings):
 
 
 def gmpo(inputs: LossInputs, config: GMPOConfig) -> PolicyLossOutput:
-    """Token losses [T]. pg_clipfrac: share of active tokens where the clip acts; pg_clipfrac_high and _low: of either side."""
+    """Token losses [T]. pg_clipfrac: share of active tokens where the clip acts; pg_clipfrac_high
+    and _low: of either side."""
     advantages = inputs.required("advantages")
     log_ratio = inputs.log_ratio()
     kept = inputs.kept

@@ -1,5 +1,5 @@
-"""GPG: group policy gradient, arXiv 2504.02546: l = -A log_prob, with no ratio and no old policy. The paper's batch factor belongs to the
-advantages (--advantage-estimator gpg)."""
+"""GPG: group policy gradient, arXiv 2504.02546: l = -A log_prob, with no ratio and no old policy.
+The paper's batch factor belongs to the advantages (--advantage-estimator gpg)."""
 
 from __future__ import annotations
 

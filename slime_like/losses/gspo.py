@@ -1,11 +1,13 @@
-"""GSPO: group sequence policy optimisation, in its token form (GSPO-token), arXiv 2507.18071, equations 13 and 14.
+"""GSPO: group sequence policy optimisation, in its token form (GSPO-token), arXiv 2507.18071,
+equations 13 and 14.
 
 With D the mean log-ratio of the sequence over its original mask:
 
     s = exp(min(log_prob - sg(log_prob) + sg(D), 10)),      l = max(-A s, -A clip(s, 1 - eps_clip, 1 + eps_clip_high))
 
-Value and clip are the sequence's, the gradient by a token's log-prob is -A s. Where A is constant in a sequence and the reduction is a
-mean over sequences, this is the gradient of GSPO proper (equation 5). A geometric mean stays close to 1, so the range is narrow.
+Value and clip are the sequence's, the gradient by a token's log-prob is -A s. Where A is constant
+in a sequence and the reduction is a mean over sequences, this is the gradient of GSPO proper
+(equation 5). A geometric mean stays close to 1, so the range is narrow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The plain importance-sampled policy gradient, as in Tinker's `importance_sampling` (Thinking Machines): l = -A r, without a clip."""
+"""The plain importance-sampled policy gradient, as in Tinker's `importance_sampling` (Thinking
+Machines): l = -A r, without a clip."""
 
 from __future__ import annotations
 

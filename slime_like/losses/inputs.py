@@ -1,4 +1,5 @@
-"""What a loss sees, and what it returns. Tensors are packed: T tokens of S sequences; row t of each speaks about one predicted token."""
+"""What a loss sees, and what it returns. Tensors are packed: T tokens of S sequences; row t of each
+speaks about one predicted token."""
 
 from __future__ import annotations
 
@@ -31,12 +32,13 @@ _REMEDIES = {"rollout_log_probs": "; let the sampler return log-probs"}
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Per-token tensors of one micro-batch. All but log_probs and entropy are constants. Values at rows where `loss_mask` is False are
-    never used, NaN and infinity included.
+    """Per-token tensors of one micro-batch. All but log_probs and entropy are constants. Values at
+    rows where `loss_mask` is False are never used, NaN and infinity included.
 
-    Under context parallelism each rank of cp_group has T of the rows of the same S sequences, and a loss returns what its own rows
-    contribute. Quantities of whole sequences go through `seq_sum` and `seq_mean`, others of the micro-batch through `ranks.py`: the sums
-    there are exact over the ranks, and so are their gradients."""
+    Under context parallelism each rank of cp_group has T of the rows of the same S sequences, and a
+    loss returns what its own rows contribute. Quantities of whole sequences go through `seq_sum`
+    and `seq_mean`, others of the micro-batch through `ranks.py`: the sums there are exact over the
+    ranks, and so are their gradients."""
 
     log_probs: Tensor  # [T] current policy, with grad
     loss_mask: Tensor  # [T] bool, the original mask
@@ -51,32 +53,31 @@ class LossInputs:
     entropy: Tensor | None = None  # [T], with grad where its bonus is used
     keep_mask: Tensor | None = None  # [T] bool, of the off-policy correction; None keeps all
     importance_weights: Tensor | None = None  # [T], of the off-policy correction; None: 1
-    importance_level: str = "token"  # "sequence": importance_weights holds one weight of the whole sequence on each of its tokens
+    # "sequence": importance_weights holds one weight of the whole sequence on each of its tokens
+    importance_level: str = "token"
     rewards: Tensor | None = None  # [T] the sample's raw reward on every token
-    nll_weights: Tensor | None = (
-        None  # [T] 1 / (tokens of the optimizer step in samples with a reward above 0) on those tokens, else 0
-    )
-    selection_seed: int = (
-        0  # of losses that choose tokens at random: from (seed, step, micro-batch)
-    )
-    places: Tensor | None = (
-        None  # [T] int64: row of the micro-batch where one process packs it; None: the row itself
-    )
-    cp_group: dist.ProcessGroup | None = (
-        None  # ranks that hold other rows of the same sequences; None: this one holds all
-    )
+    # [T] 1 / (tokens of the optimizer step in samples with a reward above 0) on those tokens, else
+    # 0
+    nll_weights: Tensor | None = None
+    # of losses that choose tokens at random: from (seed, step, micro-batch)
+    selection_seed: int = 0
+    # [T] int64: row of the micro-batch where one process packs it; None: the row itself
+    places: Tensor | None = None
+    # ranks that hold other rows of the same sequences; None: this one holds all
+    cp_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         require_choice("importance_level", self.importance_level, IMPORTANCE_LEVELS)
 
     def masked(self, x: Tensor) -> Tensor:
-        """x in fp32 (fp64 stays), 0 at inactive rows. Selection comes before any product, so that NaN never meets a 0; in backward an
-        inactive row gets exactly 0."""
+        """x in fp32 (fp64 stays), 0 at inactive rows. Selection comes before any product, so that
+        NaN never meets a 0; in backward an inactive row gets exactly 0."""
         x = x if x.dtype == torch.float64 else x.float()
         return torch.where(self.loss_mask, x, zero(x.device, x.dtype))
 
     def required(self, name: str) -> Tensor:
-        """The constant field `name`, masked and without gradient. Raises ValueError when the batch has none."""
+        """The constant field `name`, masked and without gradient. Raises ValueError when the batch
+        has none."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(
@@ -90,29 +91,33 @@ class LossInputs:
         return self.loss_mask if self.keep_mask is None else self.loss_mask & self.keep_mask
 
     def policy_gradient(self, weight: Tensor) -> Tensor:
-        """-weight log_prob [T] with a constant weight [T]: its gradient by the log-prob is -weight. A weight at a rejected token, which
+        """-weight log_prob [T] with a constant weight [T]: its gradient by the log-prob is -weight. A
+        weight at a rejected token, which
         may not be finite, is not used."""
         return -torch.where(self.kept, weight.detach(), 0.0) * self.masked(self.log_probs)
 
     def log_ratio(self, anchor: str = "old_log_probs") -> Tensor:
-        """d = clamp(log_probs - anchor, +-20) [T], 0 at inactive rows; the clamp also stops the gradient."""
+        """d = clamp(log_probs - anchor, +-20) [T], 0 at inactive rows; the clamp also stops the
+        gradient."""
         return (self.masked(self.log_probs) - self.required(anchor)).clamp(
             -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP
         )
 
     def sequence_log_ratio(self) -> Tensor:
-        """log s_t of GSPO-token (arXiv 2507.18071, equation 14) [T], at most 10: its value is the mean log-ratio of the sequence over the
-        original mask, its gradient the token's own."""
+        """log s_t of GSPO-token (arXiv 2507.18071, equation 14) [T], at most 10: its value is the
+        mean log-ratio of the sequence over the original mask, its gradient the token's own."""
         log_probs = self.masked(self.log_probs)
         mean = self.seq_mean(self.log_ratio().detach())
         return (log_probs - log_probs.detach() + mean).clamp(max=SEQUENCE_LOG_RATIO_CAP)
 
     def seq_sum(self, x: Tensor) -> Tensor:
-        """Sum of x over the active tokens of each sequence, on every row of it: [T] -> [T], differentiable."""
+        """Sum of x over the active tokens of each sequence, on every row of it: [T] -> [T],
+        differentiable."""
         return sum_over_ranks(self._own_sums(x), self.cp_group).index_select(0, self.seq_ids)
 
     def seq_mean(self, x: Tensor) -> Tensor:
-        """Mean of x over the active tokens of each sequence, on every row of it: [T] -> [T]; 0 in a sequence without any."""
+        """Mean of x over the active tokens of each sequence, on every row of it: [T] -> [T]; 0 in a
+        sequence without any."""
         own = self._own_sums(x)
         sums, counts = sum_over_ranks(
             torch.stack([own, self._own_sums(torch.ones_like(x))]), self.cp_group
@@ -129,7 +134,8 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
-    """token_losses: [T], to be minimised, neither masked nor weighted. metrics: typed, over the active tokens of the original mask."""
+    """token_losses: [T], to be minimised, neither masked nor weighted. metrics: typed, over the
+    active tokens of the original mask."""
 
     token_losses: Tensor
     metrics: Mapping[str, Metric]
@@ -182,8 +188,10 @@ def from_padded(
         The packed inputs, T' = B * T tokens.
 
     Raises:
-        ValueError: for another shape, a mask that is not 0 or 1, and a number that is not finite at an active token
-            (`old_log_probs`, `rollout_log_probs`, `importance_weights`: at one that `keep_mask` keeps).
+        ValueError: for another shape, a mask that is not 0 or 1, and a number that is not finite at
+        an active token
+            (`old_log_probs`, `rollout_log_probs`, `importance_weights`: at one that `keep_mask`
+            keeps).
     """
     if require_tensor("log_probs", log_probs).dim() != 2:
         raise ValueError(
@@ -228,7 +236,8 @@ def from_packed(
 
 
 def count_sequences(seq_ids: Any, tokens: int) -> int:
-    """S of seq_ids [tokens], the largest id plus 1. Raises ValueError for another shape, floats and negative ids."""
+    """S of seq_ids [tokens], the largest id plus 1. Raises ValueError for another shape, floats and
+    negative ids."""
     require_ids("seq_ids", seq_ids, tokens, index=True)
     if tokens == 0:
         return 0

@@ -1,13 +1,17 @@
-"""Estimators of the KL divergence between the policy and the reference, from the log-probs of sampled tokens.
+"""Estimators of the KL divergence between the policy and the reference, from the log-probs of
+sampled tokens.
 
 With d = log_probs - ref_log_probs (Schulman 2020, "Approximating KL divergence"):
 
     k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d        low_var_kl = k3 clamped to +-10        abs = |d| (diagnostic)
 
-On-policy, the expected gradient is 0 for k1 (only noise), that of KL(policy || ref) for k2, and that of KL(ref || policy) for k3. With
-`unbiased` the estimator is weighted by the ratio r of current to old policy, which makes it that of KL(policy || ref), off-policy too: for
-k1 and k3 the gradient goes through r, for k2, whose gradient is right already, r is a constant. `k1+`, `k3+`, `low_var_kl+`
-and `abs+` are straight-through: the value of the estimator before the plus, and the gradient of k2.
+On-policy, the expected gradient is 0 for k1 (only noise), that of KL(policy || ref) for k2, and
+that of KL(ref || policy) for k3. With
+`unbiased` the estimator is weighted by the ratio r of current to old policy, which makes it that of
+KL(policy || ref), off-policy too: for
+k1 and k3 the gradient goes through r, for k2, whose gradient is right already, r is a constant.
+`k1+`, `k3+`, `low_var_kl+` and `abs+` are straight-through: the value of the estimator before the
+plus, and the gradient of k2.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ def kl_estimate(
         kind: one of `KL_ESTIMATORS`.
         log_probs: any shape, current policy, with grad.
         ref_log_probs: same shape, reference.
-        log_ratio: same shape, log of current over old policy, with grad: weight by its ratio (see `unbiased` above).
+        log_ratio: same shape, log of current over old policy, with grad: weight by its ratio (see
+        `unbiased` above).
 
     Returns:
         Same shape as log_probs.

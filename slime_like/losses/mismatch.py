@@ -1,6 +1,7 @@
 """How far trainer and rollout engine are apart, over the tokens of one optimizer step.
 
-With d = o - m of an active token (trainer before the update, engine) and x = exp(d), over tokens unless "sequence" is said:
+With d = o - m of an active token (trainer before the update, engine) and x = exp(d), over tokens
+unless "sequence" is said:
 
     rollout_kl      mean(-d)               k1 estimate of KL(engine || trainer), Schulman 2020
     rollout_k3_kl   mean(x - 1 - d)        k3 estimate of the same
@@ -28,7 +29,8 @@ ESS_PARTS = {"is_ess": "is_ratio", "tis_ess": "tis_weight"}
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """One step's active tokens, made safe: differences are 0 at inactive tokens and where they are not finite."""
+    """One step's active tokens, made safe: differences are 0 at inactive tokens and where they are
+    not finite."""
 
     differences: Tensor  # [T] float, o - m
     mask: Tensor  # [T] bool, active
@@ -59,7 +61,8 @@ class StepTokens:
         return self.sum(values, mask) / self.sum(torch.ones_like(values), mask).clamp(min=1)
 
     def max(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Largest value >= 0 over the tokens of `mask` in each sequence: [T] -> [S] float64; 0 without any."""
+        """Largest value >= 0 over the tokens of `mask` in each sequence: [T] -> [S] float64; 0
+        without any."""
         zeros = torch.zeros(self.num_seqs, dtype=torch.float64, device=values.device)
         return zeros.scatter_reduce(
             0, self.seq_ids, torch.where(mask, values.double(), 0.0), "amax"
@@ -72,7 +75,8 @@ def clamped_exp(log_ratio: Tensor) -> Tensor:
 
 
 def precise_mean(values: Tensor, mask: Tensor) -> Metric:
-    """Mean over `mask` with its sum in float64: numbers around 0 that are differences of numbers around 1."""
+    """Mean over `mask` with its sum in float64: numbers around 0 that are differences of numbers
+    around 1."""
     kept = torch.where(mask, values.detach().double(), 0.0)
     return Metric("mean", kept.sum(), mask.sum(dtype=torch.float64))
 
@@ -149,7 +153,8 @@ def ess_parts(
 
 
 def with_ess(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Reduced metrics with mean(w)^2 / mean(w^2) in place of its parts: means over the whole step have to come first."""
+    """Reduced metrics with mean(w)^2 / mean(w^2) in place of its parts: means over the whole step
+    have to come first."""
     result = dict(metrics)
     for name, parts in ESS_PARTS.items():
         mean, square = (

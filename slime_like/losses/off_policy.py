@@ -1,20 +1,26 @@
-"""Off-policy correction: the policy that the trainer computes (log-probs o, before the update) is not quite the one that sampled (m).
+"""Off-policy correction: the policy that the trainer computes (log-probs o, before the update) is
+not quite the one that sampled (m).
 
-With x = exp(clamp(o - m, +-20)) of an active token, and products and means over the active tokens of a sequence that are left:
+With x = exp(clamp(o - m, +-20)) of an active token, and products and means over the active tokens
+of a sequence that are left:
 
     0  a sequence with an o - m that is not finite is dropped
     1  outliers: drop the sequence when any x is outside [low, high]
     2  token mask: keep the token when low <= x <= high
     3  truncated importance sampling: token c = clamp(x, low, C); sequence c = min(prod x, C)
-    4  sequence mask: keep the sequence when low <= (prod x)^(1/n) <= high (geometric) or low <= prod x <= high (product)
-    5  rejection: drop tokens, or sequences by the sum, mean or largest of it, whose k2 = d^2 / 2 or k3 = x - 1 - d is too large
-    6  M2PO (arXiv 2510.01161): drop the tokens with the largest (o - m)^2 until the mean of the rest is at most a threshold
-    7  batch normalisation: weights are divided by their mean over what all of this has left in the optimizer step
+    4  sequence mask: keep the sequence when low <= (prod x)^(1/n) <= high (geometric) or low <=
+    prod x <= high (product) 5  rejection: drop tokens, or sequences by the sum, mean or largest of
+    it, whose k2 = d^2 / 2 or k3 = x - 1 - d is too large 6  M2PO (arXiv 2510.01161): drop the
+    tokens with the largest (o - m)^2 until the mean of the rest is at most a threshold 7  batch
+    normalisation: weights are divided by their mean over what all of this has left in the optimizer
+    step
 
-Token-level truncation: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; why the sequence level: "When Speed
-Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", section 4.2. Nothing here depends on the current policy or on
-the loss, so it is computed once for the samples of an optimizer step, before they are cut into micro-batches, and has no gradient. Every test
-reads "keep if in bounds", so that NaN is dropped. The denominators of the loss stay those of the original mask.
+Token-level truncation: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training";
+why the sequence level: "When Speed Kills Stability: Demystifying RL Collapse from the
+Training-Inference Mismatch", section 4.2. Nothing here depends on the current policy or on the
+loss, so it is computed once for the samples of an optimizer step, before they are cut into
+micro-batches, and has no gradient. Every test reads "keep if in bounds", so that NaN is dropped.
+The denominators of the loss stay those of the original mask.
 """
 
 from __future__ import annotations
@@ -187,8 +193,9 @@ class OffPolicyConfig(CheckedSettings):
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """keep_mask: [T] bool, True at inactive tokens too; None when no correction is on. importance_weights: [T], 1 at tokens that are
-    inactive or rejected; None without importance sampling. metrics: typed, over the original mask, equal names on all ranks."""
+    """keep_mask: [T] bool, True at inactive tokens too; None when no correction is on.
+    importance_weights: [T], 1 at tokens that are inactive or rejected; None without importance
+    sampling. metrics: typed, over the original mask, equal names on all ranks."""
 
     keep_mask: Tensor | None
     importance_weights: Tensor | None
@@ -205,7 +212,8 @@ def off_policy_correction(
     num_seqs: int,
     group: dist.ProcessGroup | None = None,
 ) -> Correction:
-    """Keep mask and importance weights of one optimizer step's tokens on this rank, and how far trainer and sampler are apart.
+    """Keep mask and importance weights of one optimizer step's tokens on this rank, and how far
+    trainer and sampler are apart.
 
     Args:
         config: which correction. `custom_tis_function_path` is not read here: see `custom_tis.py`.
@@ -214,7 +222,8 @@ def off_policy_correction(
         loss_mask: [T] bool.
         seq_ids: [T] integers in [0, num_seqs). Sequences must be whole.
         num_seqs: S.
-        group: the data-parallel ranks that share the step, all of which call this; None: this process alone.
+        group: the data-parallel ranks that share the step, all of which call this; None: this
+        process alone.
 
     Returns:
         Keep mask, weights and metrics of this rank's tokens.
@@ -361,7 +370,8 @@ def _normalized(
     metrics: dict[str, Metric],
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """The weights [T], divided by their mean over all ranks of the step where that is asked for; and their effective sample size."""
+    """The weights [T], divided by their mean over all ranks of the step where that is asked for;
+    and their effective sample size."""
     left = tokens.mask & keep
     wide = weights.double()
     metrics |= ess_parts("tis_weight", wide - 1, wide.square() - 1, left)
@@ -396,8 +406,9 @@ def _m2po(
     metrics: dict[str, Metric],
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """The largest set of tokens, taken in ascending (o - m)^2 over all ranks of the step, whose mean stays within the threshold; the
-    closest at least. Tokens that are equally far off share their fate, so that neither their order nor the ranks matter."""
+    """The largest set of tokens, taken in ascending (o - m)^2 over all ranks of the step, whose
+    mean stays within the threshold; the closest at least. Tokens that are equally far off share
+    their fate, so that neither their order nor the ranks matter."""
     left = tokens.mask & keep
     squares = tokens.differences.double().square()
     values, counts = _gather(squares[left], group).unique(return_counts=True)  # ascending

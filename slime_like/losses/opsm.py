@@ -1,6 +1,8 @@
-"""Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, section 3.1: an orthogonal mask for any loss with an old policy.
+"""Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, section 3.1: an orthogonal mask for
+any loss with an old policy.
 
-Tokens with a negative advantage lose their policy term in sequences with mean(old_log_prob - log_prob) > delta, over the whole sequence.
+Tokens with a negative advantage lose their policy term in sequences with mean(old_log_prob -
+log_prob) > delta, over the whole sequence.
 """
 
 from __future__ import annotations

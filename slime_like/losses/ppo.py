@@ -1,7 +1,7 @@
 """PPO's clipped surrogate, with clip-higher and dual clip.
 
-PPO: Schulman et al. 2017, arXiv 1707.06347, equation 7. Clip-higher: DAPO, arXiv 2503.14476, equation 8. Dual clip: Ye et al. 2019,
-arXiv 1912.09729, equation 8.
+PPO: Schulman et al. 2017, arXiv 1707.06347, equation 7. Clip-higher: DAPO, arXiv 2503.14476,
+equation 8. Dual clip: Ye et al. 2019, arXiv 1912.09729, equation 8.
 
     l = max(-A r, -A clip(r, 1 - eps_clip, 1 + eps_clip_high)),      where A < 0 and eps_clip_c is given: l = min(l, -eps_clip_c A)
 """
@@ -21,7 +21,8 @@ class PPOConfig(ClipConfig):
 
 
 def ppo(inputs: LossInputs, config: PPOConfig) -> PolicyLossOutput:
-    """Token losses [T]. pg_clipfrac: share of active tokens whose clipped branch is strictly above the unclipped one."""
+    """Token losses [T]. pg_clipfrac: share of active tokens whose clipped branch is strictly above
+    the unclipped one."""
     ratio = inputs.log_ratio().exp()
     surrogate = clipped_surrogate(inputs, ratio, config)
     return PolicyLossOutput(

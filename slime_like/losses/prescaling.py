@@ -1,14 +1,17 @@
-"""Advantages that are normalised already, which is the contract of SkyRL and of Tinker: the denominator of the reduction hides in the
-advantage, and token losses are summed.
+"""Advantages that are normalised already, which is the contract of SkyRL and of Tinker: the
+denominator of the reduction hides in the advantage, and token losses are summed.
 
     A' = u A,    w = 1:      sum_t loss(A'_t) = sum_t u_t loss(A_t)      where loss(c A) = c loss(A) for c > 0
 
-u is the token weight of the reduction (reductions.py). It stays the weight of KL and entropy, which no A multiplies: summed with w = 1 they
-would grow with the number of tokens and dominate (total.py keeps the two weights apart). A loss that is not homogeneous in A (clip_cov and kl_cov, whose covariances are compared
-with fixed numbers or added to; dro and kimi, whose second term has no A) is another loss then, and `total_loss` warns.
+u is the token weight of the reduction (reductions.py). It stays the weight of KL and entropy, which
+no A multiplies: summed with w = 1 they would grow with the number of tokens and dominate (total.py
+keeps the two weights apart). A loss that is not homogeneous in A (clip_cov and kl_cov, whose
+covariances are compared with fixed numbers or added to; dro and kimi, whose second term has no A)
+is another loss then, and `total_loss` warns.
 
-Training does not need this and has no flag for it: `train.py` carries u, which is right for every loss. It is for callers whose advantages
-arrive scaled, as a Tinker client's do, and to compare with runs of frameworks that scale.
+Training does not need this and has no flag for it: `train.py` carries u, which is right for every
+loss. It is for callers whose advantages arrive scaled, as a Tinker client's do, and to compare with
+runs of frameworks that scale.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from slime_like.losses.functional import token_weights
 
 @dataclass(frozen=True, slots=True)
 class PrescaledAdvantages:
-    """All shaped as the mask, 0 or 1 where it is False; named as the fields of `LossInputs` that they are for."""
+    """All shaped as the mask, 0 or 1 where it is False; named as the fields of `LossInputs` that
+    they are for."""
 
     advantages: Tensor  # u A
     policy_weights: Tensor  # w: 1
@@ -55,7 +59,8 @@ def prescale_advantages(
         What `compute_policy_loss` takes.
 
     Raises:
-        ValueError: for an unknown reduction, what it is missing, a wrong shape, and advantages that are not finite.
+        ValueError: for an unknown reduction, what it is missing, a wrong shape, and advantages that
+        are not finite.
     """
     mask = require_mask("loss_mask", loss_mask)
     require_finite("advantages", require_shape("advantages", advantages, mask, "loss_mask"), mask)

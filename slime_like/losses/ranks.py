@@ -1,8 +1,9 @@
 """Sums over the context-parallel ranks that share the tokens of a micro-batch.
 
-The loss is the sum of the ranks' partial losses. When a sum over ranks enters it, every rank's partial loss depends on every rank's
-tokens; backward therefore sums the gradients that the ranks have by that sum, which gives each its exact share. All ranks of the group
-take part in every sum, and in its backward pass, tokens or not.
+The loss is the sum of the ranks' partial losses. When a sum over ranks enters it, every rank's
+partial loss depends on every rank's tokens; backward therefore sums the gradients that the ranks
+have by that sum, which gives each its exact share. All ranks of the group take part in every sum,
+and in its backward pass, tokens or not.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def _autograd_sum() -> type[torch.autograd.Function]:
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of x over the ranks of `group` (None: this process alone), differentiable. Without a gradient one collective, with one two."""
+    """The sum of x over the ranks of `group` (None: this process alone), differentiable. Without a
+    gradient one collective, with one two."""
     if group is None or group.size() == 1:
         return x
     total: Tensor = _autograd_sum().apply(x, group)

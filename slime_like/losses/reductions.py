@@ -1,16 +1,20 @@
-"""Loss reductions as token weights: every active token of a sample gets the same weight `u`, which holds the whole denominator.
+"""Loss reductions as token weights: every active token of a sample gets the same weight `u`, which
+holds the whole denominator.
 
-Denominators are those of the whole optimizer step, over all micro-batches and data-parallel ranks, from the original mask. Nothing
-downstream divides again, so the loss does not depend on how the step is cut.
+Denominators are those of the whole optimizer step, over all micro-batches and data-parallel ranks,
+from the original mask. Nothing downstream divides again, so the loss does not depend on how the
+step is cut.
 
-With N active tokens in the step, B sequences (fully masked ones count), L_i active tokens of sequence i, P prompts with N_p active
-tokens, R rollouts with S_r active tokens (algorithms.md, section 3):
+With N active tokens in the step, B sequences (fully masked ones count), L_i active tokens of
+sequence i, P prompts with N_p active tokens, R rollouts with S_r active tokens (algorithms.md,
+section 3):
 
     rollout_mean 1/(R S_r)   sequence_mean 1/(B L_i)   token_mean 1/N   seq_mean_token_sum_norm 1/(B loss_norm_length)
     prompt_mean 1/(P N_p)   token_mean_legacy 1/(K N_k)
 
-token_mean_legacy is the exception: the mean over K micro-batches of the mean over the N_k tokens of each, as frameworks compute it that
-divide within a micro-batch. It depends on how the step is cut, and is here to reproduce their runs.
+token_mean_legacy is the exception: the mean over K micro-batches of the mean over the N_k tokens of
+each, as frameworks compute it that divide within a micro-batch. It depends on how the step is cut,
+and is here to reproduce their runs.
 """
 
 from __future__ import annotations

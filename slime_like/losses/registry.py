@@ -1,4 +1,5 @@
-"""The table of policy losses. A new loss is one file that registers itself, and one import line in `__init__.py`."""
+"""The table of policy losses. A new loss is one file that registers itself, and one import line in
+`__init__.py`."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ Correction = Literal["outer", "internal", "masks", "forbidden"]
 class PolicyLoss:
     """A registered loss.
 
-    config_type: frozen dataclass of its settings, declared with `slime_like.config.arg`. needs: fields of `LossInputs` that must be
-    there. correction: who applies the off-policy correction: "outer" (losses/total.py), "internal" (the loss), "masks" (losses/total.py,
-    and importance weights are refused: the loss's own ratio is against the sampler already) or "forbidden".
-    recommended_reductions: others draw a warning; empty: any. homogeneous: loss(c * A) = c * loss(A) for c > 0.
-    alias_defaults: settings that an alias changes, e.g. {"dual_clip": {"eps_clip_c": 3.0}}. by_config: what of the above its settings
-    change, as keyword arguments; use `with_config` to have it applied.
+    config_type: frozen dataclass of its settings, declared with `slime_like.config.arg`. needs:
+    fields of `LossInputs` that must be there. correction: who applies the off-policy correction:
+    "outer" (losses/total.py), "internal" (the loss), "masks" (losses/total.py, and importance
+    weights are refused: the loss's own ratio is against the sampler already) or "forbidden".
+    recommended_reductions: others draw a warning; empty: any. homogeneous: loss(c * A) = c *
+    loss(A) for c > 0. alias_defaults: settings that an alias changes, e.g. {"dual_clip":
+    {"eps_clip_c": 3.0}}. by_config: what of the above its settings change, as keyword arguments;
+    use `with_config` to have it applied.
     """
 
     name: str
@@ -50,7 +53,8 @@ class PolicyLoss:
             `config`, or the defaults.
 
         Raises:
-            ValueError: when `config` is of another loss, or lacks or contradicts what the alias stands for.
+            ValueError: when `config` is of another loss, or lacks or contradicts what the alias
+            stands for.
         """
         meant = self.alias_defaults.get(name, {})
         if config is None:

@@ -1,4 +1,5 @@
-"""Double-sided importance sampling against the sampler, GLM-5, arXiv 2602.15763: no old policy is recomputed.
+"""Double-sided importance sampling against the sampler, GLM-5, arXiv 2602.15763: no old policy is
+recomputed.
 
     l = -sg(r 1[1 - eps_clip < r < 1 + eps_clip_high]) A log_prob,      r = policy / sampler
 

@@ -3,8 +3,9 @@
     l = -A (4 / tau) sigmoid(tau (r - 1)),    tau = tau_pos where A > 0, else tau_neg
     dl / d log_prob = -A r sech^2(tau (r - 1) / 2)
 
-A soft gate in place of a clip: at r = 1 the gradient is -A for any tau. The value carries an offset of -2A / tau, so with different
-temperatures the reported loss is not 0 on-policy; judge a run by sapo_grad_weight (1 on-policy).
+A soft gate in place of a clip: at r = 1 the gradient is -A for any tau. The value carries an offset
+of -2A / tau, so with different temperatures the reported loss is not 0 on-policy; judge a run by
+sapo_grad_weight (1 on-policy).
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""TOPR: tapered off-policy REINFORCE, arXiv 2503.14286, with the ratio of each token (as in ROLL; the paper's is the trajectory's).
+"""TOPR: tapered off-policy REINFORCE, arXiv 2503.14286, with the ratio of each token (as in ROLL;
+the paper's is the trajectory's).
 
     l = -w_pos A log_prob                           where the sample's raw reward is above 0
     l = -w_neg sg(clip(r, 0, 1)) A log_prob         elsewhere
 
-Good samples are learnt from at full weight however unlikely they have become; bad ones only while the policy still makes them.
+Good samples are learnt from at full weight however unlikely they have become; bad ones only while
+the policy still makes them.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class TOPRConfig(CheckedSettings):
 
 
 def topr(inputs: LossInputs, config: TOPRConfig) -> PolicyLossOutput:
-    """Token losses [T]. topr/positive_frac: share of sequences with a reward above 0; topr/negative_ratio_above_one: share, among active
-    tokens of the others, whose ratio is cut."""
+    """Token losses [T]. topr/positive_frac: share of sequences with a reward above 0;
+    topr/negative_ratio_above_one: share, among active tokens of the others, whose ratio is cut."""
     positive = inputs.required("rewards") > 0
     ratio = inputs.log_ratio().detach().exp()
     weight = torch.where(

@@ -1,11 +1,14 @@
 """The loss that one optimizer step minimises, and its only assembly:
 
-    L = sum_t mask_t (w_t k_t c_t policy_t + u_t (kl_loss_coef kl_t - entropy_coef H_t) - v_t positive_nll_coef log_prob_t)
+    L = sum_t mask_t (w_t k_t c_t policy_t + u_t (kl_loss_coef kl_t - entropy_coef H_t) - v_t
+    positive_nll_coef log_prob_t)
 
-over all tokens of all micro-batches on all ranks. `u` is the weight of the reduction, `w` equals it unless the caller brings advantages
-that are already normalised; k and c come from the off-policy correction, k from OPSM too. v is 1 / (tokens of the step in samples with a
-positive reward) on those tokens: VAPO's imitation of correct samples, arXiv 2504.05118, section 4.3. KL and entropy have their own weight, so neither accumulation nor
-pre-scaled advantages can amplify them. This function returns the partial sum over the tokens it is given, and nothing is divided.
+over all tokens of all micro-batches on all ranks. `u` is the weight of the reduction, `w` equals it
+unless the caller brings advantages that are already normalised; k and c come from the off-policy
+correction, k from OPSM too. v is 1 / (tokens of the step in samples with a positive reward) on
+those tokens: VAPO's imitation of correct samples, arXiv 2504.05118, section 4.3. KL and entropy
+have their own weight, so neither accumulation nor pre-scaled advantages can amplify them. This
+function returns the partial sum over the tokens it is given, and nothing is divided.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from slime_like.metrics.typed import Metric, masked_mean
 
 @dataclass(frozen=True, slots=True)
 class LossTerms(CheckedSettings):
-    """Weights of the terms with the policy loss. A coefficient of 0 leaves the term out of the loss; it is still reported."""
+    """Weights of the terms with the policy loss. A coefficient of 0 leaves the term out of the
+    loss; it is still reported."""
 
     kl_loss_coef: float = arg(0.0, "Weight of the KL in the loss.", legal=NON_NEGATIVE)
     kl_loss_type: str = arg("low_var_kl", "KL estimator.", choices=KL_ESTIMATORS)
@@ -40,7 +44,8 @@ class LossTerms(CheckedSettings):
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """loss: 0-d partial sum, with grad. metrics: typed; the losses are sums, so that their total over micro-batches and ranks is L."""
+    """loss: 0-d partial sum, with grad. metrics: typed; the losses are sums, so that their total
+    over micro-batches and ranks is L."""
 
     loss: Tensor
     metrics: Mapping[str, Metric]
@@ -51,10 +56,12 @@ def total_loss(
 ) -> LossOutput:
     """The partial loss of these tokens, and its metrics.
 
-    Metrics beside the policy loss's own: loss, policy_loss, kl_loss, entropy_loss and positive_nll (without their coefficients) are sums
-    under the token weights; kl and entropy are means over active tokens; clip_ratio is pg_clipfrac under another name. Without an active token the loss is 0 with a zero gradient, and the names
-    are the same. Raises ValueError when a tensor is missing that the loss or a term with a coefficient needs, and for a correction of a
-    loss that takes none.
+    Metrics beside the policy loss's own: loss, policy_loss, kl_loss, entropy_loss and positive_nll
+    (without their coefficients) are sums under the token weights; kl and entropy are means over
+    active tokens; clip_ratio is pg_clipfrac under another name. Without an active token the loss is
+    0 with a zero gradient, and the names are the same. Raises ValueError when a tensor is missing
+    that the loss or a term with a coefficient needs, and for a correction of a loss that takes
+    none.
     """
     policy_loss = policy_loss.with_config(policy_config)
     _check(inputs, policy_loss, terms)
@@ -107,8 +114,9 @@ def total_loss(
 
 
 def _corrected(inputs: LossInputs, losses: Tensor) -> Tensor:
-    """k c losses: a rejected token has no policy term, and keeps KL and entropy. A weight that is not finite, which may be why its
-    token was rejected, is selected away before the product, or backward would multiply it by 0."""
+    """k c losses: a rejected token has no policy term, and keeps KL and entropy. A weight that is
+    not finite, which may be why its token was rejected, is selected away before the product, or
+    backward would multiply it by 0."""
     kept = inputs.kept
     losses = torch.where(kept, losses, 0.0)
     if inputs.importance_weights is None:

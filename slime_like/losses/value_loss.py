@@ -1,6 +1,8 @@
-"""The critic's loss: squared error to the returns, with PPO's clipping of the change since the rollout.
+"""The critic's loss: squared error to the returns, with PPO's clipping of the change since the
+rollout.
 
-Clipping: Schulman et al.'s PPO2 code (the paper, arXiv 1707.06347, has none); the factor 1/2 is that of Gaussian regression.
+Clipping: Schulman et al.'s PPO2 code (the paper, arXiv 1707.06347, has none); the factor 1/2 is
+that of Gaussian regression.
 
     clipped = V_old + clip(V - V_old, -value_clip, value_clip)
     l       = value_loss_scale max((V - return)^2, (clipped - return)^2)
@@ -34,8 +36,9 @@ class ValueLossConfig(CheckedSettings):
 
 @dataclass(frozen=True, slots=True)
 class ValueInputs:
-    """Tensors of one shape, [T] packed or [B, T] padded. All but values are constants. Rows where `loss_mask` is False are never used, NaN
-    included. A return that is NaN is no target: its token has no loss, and the denominators in `loss_weights` stay."""
+    """Tensors of one shape, [T] packed or [B, T] padded. All but values are constants. Rows where
+    `loss_mask` is False are never used, NaN included. A return that is NaN is no target: its token
+    has no loss, and the denominators in `loss_weights` stay."""
 
     values: Tensor  # current critic, with grad
     old_values: Tensor  # before the rollout's first update
@@ -58,7 +61,8 @@ def value_loss(inputs: ValueInputs, config: ValueLossConfig) -> LossOutput:
         config: clipping and scale.
 
     Returns:
-        The loss, 0-d with grad, and its metrics: value_loss, which is the loss (a sum), and those of `token_value_losses`.
+        The loss, 0-d with grad, and its metrics: value_loss, which is the loss (a sum), and those
+        of `token_value_losses`.
     """
     token_losses, metrics = token_value_losses(inputs, config)
     weights = inputs.loss_weights.detach()
@@ -75,8 +79,9 @@ def token_value_losses(
     """Losses of one shape with the inputs, not weighted, 0 where there is no target; and metrics.
 
     Means over tokens with a target: value_clipfrac, values that moved further than value_clip;
-    value_clip_active, those of them whose clipped branch is the larger one, so that they get no gradient; value_diff_abs, |V - V_old|, which
-    vanishes in the first optimizer step of a rollout. Computed in fp32 (fp64 stays).
+    value_clip_active, those of them whose clipped branch is the larger one, so that they get no
+    gradient; value_diff_abs, |V - V_old|, which vanishes in the first optimizer step of a rollout.
+    Computed in fp32 (fp64 stays).
     """
     mask = inputs.loss_mask & ~inputs.returns.isnan()
 
@@ -92,7 +97,8 @@ def token_value_losses(
     moved = values - old
     beyond = moved.detach().abs() > config.value_clip
     error = (values - returns).square()
-    # within the range both branches are the same number, which old + (values - old) is only up to rounding
+    # within the range both branches are the same number, which old + (values - old) is only up to
+    # rounding
     clipped = torch.where(beyond, old + moved.clamp(-config.value_clip, config.value_clip), values)
     clipped_error = (clipped - returns).square()
     metrics = {

@@ -1,12 +1,14 @@
-"""VESPO: variational sequence-level soft policy optimisation, arXiv 2602.10693: a smooth weight of the whole sequence's ratio.
+"""VESPO: variational sequence-level soft policy optimisation, arXiv 2602.10693: a smooth weight of
+the whole sequence's ratio.
 
     W = exp(clamp(sum of d over the sequence, log 1e-8, 20)),      phi = exp(lambda + k log W - lambda W)
     l = -sg(phi) A log_prob
 
-phi is 1 on-policy and largest at W = k / lambda; (k, lambda) is one pair where A >= 0 and another elsewhere. TRL reduces it by token_mean.
+phi is 1 on-policy and largest at W = k / lambda; (k, lambda) is one pair where A >= 0 and another
+elsewhere. TRL reduces it by token_mean.
 
-Off-policy correction: W takes the importance weights in, the product of those of the kept tokens or the sequence's one, before the clamp.
-The log-ratio stays that of the original mask.
+Off-policy correction: W takes the importance weights in, the product of those of the kept tokens or
+the sequence's one, before the clamp. The log-ratio stays that of the original mask.
 """
 
 from __future__ import annotations

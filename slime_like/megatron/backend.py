@@ -1,4 +1,5 @@
-"""The trainer's view of Megatron: log-probs and values, optimizer steps, weights out, checkpoints. Every method is called by all ranks together."""
+"""The trainer's view of Megatron: log-probs and values, optimizer steps, weights out, checkpoints.
+Every method is called by all ranks together."""
 
 from __future__ import annotations
 
@@ -63,26 +64,28 @@ from slime_like.weights.safetensors_reader import weights_digest
 
 @dataclass(frozen=True, slots=True)
 class LogProbOutput:
-    """Forward-only results of one sample, on the host, over its response. Zero where the loss mask is False."""
+    """Forward-only results of one sample, on the host, over its response. Zero where the loss mask
+    is False."""
 
     log_probs: Tensor  # [R] float32
     entropy: Tensor  # [R] float32
-    routes: Tensor | None = (
-        None  # [L, expert layers of this pipeline stage, topk] int16: where its tokens went, if it was recorded
-    )
+    # [L, expert layers of this pipeline stage, topk] int16: where its tokens went, if it was
+    # recorded
+    routes: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """Gradients that are accumulated and reduced, and the metrics of their forward pass; the weights are still the old ones."""
+    """Gradients that are accumulated and reduced, and the metrics of their forward pass; the
+    weights are still the old ones."""
 
     metrics: dict[str, float]
     network: TrainedNetwork
 
 
 class MegatronBackend:
-    """The networks of this rank: the policy; a reference model where a KL term uses it; the teacher of on-policy distillation; a critic where
-    the estimator needs one."""
+    """The networks of this rank: the policy; a reference model where a KL term uses it; the teacher
+    of on-policy distillation; a critic where the estimator needs one."""
 
     def __init__(
         self,
@@ -91,8 +94,8 @@ class MegatronBackend:
         *,
         total_steps: int,
     ) -> None:
-        """total_steps: optimizer steps of the whole run, for the learning-rate schedules; in the first rollouts they may be the critic's
-        alone."""
+        """total_steps: optimizer steps of the whole run, for the learning-rate schedules; in the
+        first rollouts they may be the critic's alone."""
         self.layout = layout
         self.algorithm = run.algorithm
         self.gpt = run.gpt
@@ -134,10 +137,11 @@ class MegatronBackend:
     def compute_log_probs(
         self, samples: Sequence[TrainSample], network: FrozenModel | None = None
     ) -> list[LogProbOutput]:
-        """Log-probs of the response tokens and entropies, at the sampling temperature, for this data-parallel rank's samples.
+        """Log-probs of the response tokens and entropies, at the sampling temperature, for this
+        data-parallel rank's samples.
 
-        network: whose; None: the policy's, whose tokens go to the experts of the samples' routes, where they have them. All pipeline stages
-        get the result.
+        network: whose; None: the policy's, whose tokens go to the experts of the samples' routes,
+        where they have them. All pipeline stages get the result.
         """
         network = self.policy if network is None else network
         if network is not self.policy:
@@ -168,7 +172,8 @@ class MegatronBackend:
         )
 
     def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """Samples whose routes are those of the sampler, over all expert layers, with those of this pipeline stage in their place."""
+        """Samples whose routes are those of the sampler, over all expert layers, with those of this
+        pipeline stage in their place."""
 
         def own(routes: Tensor | None) -> Tensor:
             assert routes is not None, "every sample has routes with --use-rollout-routing-replay"
@@ -181,9 +186,11 @@ class MegatronBackend:
         return replay_disagreement(self.policy.chunks)
 
     def forward_backward(self, batch: TrainBatch) -> PendingStep:
-        """Forward and backward over one optimizer step's samples; gradients are reduced, weights not yet changed.
+        """Forward and backward over one optimizer step's samples; gradients are reduced, weights
+        not yet changed.
 
-        The metrics are those of the whole step, reduced over the data-parallel ranks and equal on all ranks.
+        The metrics are those of the whole step, reduced over the data-parallel ranks and equal on
+        all ranks.
         """
         size = micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=False)
         parts = make_micro_batches(batch.samples, size, self.layout)
@@ -198,7 +205,8 @@ class MegatronBackend:
         return PendingStep(metrics, self.trained)
 
     def optim_step(self, pending: PendingStep) -> StepResult:
-        """The optimizer step of `accumulate` or `accumulate_critic`; skipped on all ranks when the gradient norm is not finite."""
+        """The optimizer step of `accumulate` or `accumulate_critic`; skipped on all ranks when the
+        gradient norm is not finite."""
         stepped, grad_norm, learning_rate = pending.network.optim_step()
         return StepResult(
             metrics=pending.metrics,
@@ -212,8 +220,9 @@ class MegatronBackend:
         return self.optim_step(self.forward_backward(batch))
 
     def compute_values(self, samples: Sequence[TrainSample]) -> list[Tensor]:
-        """The critic's value of every response token [R] float32, 0 where the loss mask is False. samples: of this rank's data-parallel rank in
-        the critic's layout. All its pipeline stages get the result."""
+        """The critic's value of every response token [R] float32, 0 where the loss mask is False.
+        samples: of this rank's data-parallel rank in the critic's layout. All its pipeline stages
+        get the result."""
         assert self.critic is not None
         layout = self.critic.layout
         parts = make_micro_batches(
@@ -227,7 +236,8 @@ class MegatronBackend:
         return parts.in_order(values)
 
     def forward_backward_critic(self, batch: TrainBatch) -> PendingStep:
-        """As `accumulate`, for the critic. batch: of this rank's data-parallel rank in the critic's layout."""
+        """As `accumulate`, for the critic. batch: of this rank's data-parallel rank in the critic's
+        layout."""
         assert self.critic is not None
         layout = self.critic.layout
         size = micro_batch_size(self.algorithm, layout.cp_size, forward_only=False)
@@ -248,7 +258,8 @@ class MegatronBackend:
         layout: ParallelLayout,
         more: Mapping[str, Metric] | None = None,
     ) -> dict[str, float]:
-        """Metrics of a whole step out of what the loss closures reported, and `more` of this rank, on all ranks. layout: the network's."""
+        """Metrics of a whole step out of what the loss closures reported, and `more` of this rank,
+        on all ranks. layout: the network's."""
         metrics: dict[str, float] = {}
         if layout.is_last_stage:
             accumulator = MetricAccumulator()
@@ -259,13 +270,15 @@ class MegatronBackend:
         return object_from_last_stage(metrics, layout)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) pairs of the policy, on every rank, a layer's worth of memory at a time."""
+        """(Hugging Face name, full tensor) pairs of the policy, on every rank, a layer's worth of
+        memory at a time."""
         assert self.hf is not None, "weights have Hugging Face names only with --hf-checkpoint"
         self.policy.finish_updates()
         return self.policy.export_hf(self.hf)
 
     def _start_adapter(self, path: str | None) -> dict[str, Any]:
-        """What tells this run's adapter, and its base, from others; the factors are those of `path` where there is one."""
+        """What tells this run's adapter, and its base, from others; the factors are those of `path`
+        where there is one."""
         if not isinstance(self.policy, LoraNetwork):
             return {"lora_rank": 0}
         assert self._hf_checkpoint is not None
@@ -284,7 +297,8 @@ class MegatronBackend:
         return folder
 
     def save_hf(self, folder: str) -> str:
-        """Write the policy as a Hugging Face checkpoint that transformers loads, beside the tokenizer of --hf-checkpoint."""
+        """Write the policy as a Hugging Face checkpoint that transformers loads, beside the
+        tokenizer of --hf-checkpoint."""
         assert self._hf_checkpoint is not None
         save_hf(folder, self.export_weights(), self._hf_checkpoint)
         return folder
@@ -298,7 +312,8 @@ class MegatronBackend:
         with_optimizer: bool,
         with_rng: bool,
     ) -> SaveReport | None:
-        """Write a checkpoint; see `CheckpointSaver.save`. The shape of the model joins `trainer_state`."""
+        """Write a checkpoint; see `CheckpointSaver.save`. The shape of the model joins
+        `trainer_state`."""
         for network in self.trained_networks.values():
             network.finish_updates()
         networks = {
@@ -321,9 +336,10 @@ class MegatronBackend:
         verify: bool,
         with_critic: bool = True,
     ) -> tuple[dict[str, Any], list[str]]:
-        """Restore a checkpoint; returns the trainer's state and words about each setting of a schedule that the checkpoint has otherwise.
-        Without the optimizer its fp32 copies start from the loaded weights and the schedule at its first step. with_critic: False leaves the
-        critic as it is."""
+        """Restore a checkpoint; returns the trainer's state and words about each setting of a
+        schedule that the checkpoint has otherwise. Without the optimizer its fp32 copies start from
+        the loaded weights and the schedule at its first step. with_critic: False leaves the critic
+        as it is."""
         trained = {
             name: network
             for name, network in self.trained_networks.items()
@@ -357,7 +373,8 @@ class MegatronBackend:
         return state, changed
 
     def start_critic(self, source: str | None, *, verify: bool) -> None:
-        """The critic of a run that does not go on with one. source: as --critic-load; None: see `start_from_policy`."""
+        """The critic of a run that does not go on with one. source: as --critic-load; None: see
+        `start_from_policy`."""
         assert self.critic is not None
         if source is None:
             start_from_policy(self.critic, self.policy)

@@ -27,8 +27,8 @@ HEAD = "output_layer."
 
 
 def make_critic(run: RunConfig, policy: Network, *, total_steps: int) -> TrainedNetwork:
-    """The critic, its weights still random; see `start_from_policy`. Or an adapter on the policy's base. total_steps: the critic's optimizer steps in
-    the whole run."""
+    """The critic, its weights still random; see `start_from_policy`. Or an adapter on the policy's
+    base. total_steps: the critic's optimizer steps in the whole run."""
     model = run.critic_model
     assert model is not None
     training: dict[str, Any] = dict(
@@ -65,8 +65,8 @@ def critic_layout(run: RunConfig, policy: ParallelLayout) -> ParallelLayout:
 
 
 def start_from_policy(critic: TrainedNetwork, policy: Network) -> None:
-    """Give the critic the policy's transformer as it is now (of an adapter: its base), and a head of zeros. A critic that is an adapter has its
-    start from its construction."""
+    """Give the critic the policy's transformer as it is now (of an adapter: its base), and a head
+    of zeros. A critic that is an adapter has its start from its construction."""
     if isinstance(critic, LoraNetwork):
         return
     policy.finish_updates()
@@ -93,7 +93,8 @@ def _copy_here(critic: Network, policy: Network) -> None:
 
 
 def critic_optimizer(policy: OptimizerConfig, critic: CriticConfig) -> OptimizerConfig:
-    """The policy's optimizer at the critic's learning rate, which holds for the embedding and the head too."""
+    """The policy's optimizer at the critic's learning rate, which holds for the embedding and the
+    head too."""
     config = copy.copy(policy)
     config.lr, config.min_lr = critic.critic_lr, critic.critic_min_lr
     config.decoupled_lr = config.decoupled_min_lr = None
@@ -139,7 +140,8 @@ def value_training_step(
 def value_loss_func(
     batch: MicroBatch, config: ValueLossConfig, scale: float, output: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules. output: values [1, T, 1]."""
+    """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules.
+    output: values [1, T, 1]."""
     assert batch.values is not None and batch.returns is not None
     inputs = ValueInputs(
         output[0, :, 0], batch.values, batch.returns, batch.loss_mask, batch.loss_weights

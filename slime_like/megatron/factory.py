@@ -1,4 +1,5 @@
-"""The networks and the loss that a run's settings describe. Every function that makes a network is called by all ranks together."""
+"""The networks and the loss that a run's settings describe. Every function that makes a network is
+called by all ranks together."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ FrozenModel = Network | OffloadedWeights  # what computes log-probs
 def make_policy(
     run: RunConfig, layout: ParallelLayout, hf: HfModel | None, *, total_steps: int
 ) -> Network:
-    """With the weights of --hf-checkpoint, where there is one. hf: what that says. total_steps: optimizer steps of the whole run; the first may
-    be the critic's alone."""
+    """With the weights of --hf-checkpoint, where there is one. hf: what that says. total_steps:
+    optimizer steps of the whole run; the first may be the critic's alone."""
     policy_steps = max(
         1,
         total_steps - run.critic.num_critic_only_steps * (run.algorithm.num_steps_per_rollout or 1),
@@ -60,7 +61,8 @@ def make_policy(
 
 
 def make_reference(run: RunConfig, policy: Network) -> FrozenModel | None:
-    """Where a KL term uses it: the base of the policy's adapter, or a network of its own, in the policy's layout."""
+    """Where a KL term uses it: the base of the policy's adapter, or a network of its own, in the
+    policy's layout."""
     if not needs_reference(run.algorithm):
         return None
     if isinstance(policy, LoraNetwork) and run.reference_is_base:
@@ -99,8 +101,9 @@ def load_network(
     verify: bool,
     name: str = "policy",
 ) -> None:
-    """Weights for a network, from a Hugging Face model or from the network `name` in a folder of checkpoints (step: None is the newest). Raises
-    ValueError when they are shaped otherwise, or damaged."""
+    """Weights for a network, from a Hugging Face model or from the network `name` in a folder of
+    checkpoints (step: None is the newest). Raises ValueError when they are shaped otherwise, or
+    damaged."""
     if not is_checkpoint_root(root):
         network.load_hf(root)
         return

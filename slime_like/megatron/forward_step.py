@@ -1,8 +1,10 @@
-"""What Megatron's schedules call: the forward step, and the `loss_func` closure that turns hidden states into the scaled loss.
+"""What Megatron's schedules call: the forward step, and the `loss_func` closure that turns hidden
+states into the scaled loss.
 
-The scale. Per micro-batch the schedule divides a 3-tuple's loss by its token count and by the number of micro-batches, and
-DistributedDataParallel averages gradients over dp * cp ranks. Our loss is already normalised over the whole optimizer step (its
-token weights hold the denominators), so all of that is undone once, by `gradient_scale`; `n` is the tensor 1.
+The scale. Per micro-batch the schedule divides a 3-tuple's loss by its token count and by the
+number of micro-batches, and DistributedDataParallel averages gradients over dp * cp ranks. Our loss
+is already normalised over the whole optimizer step (its token weights hold the denominators), so
+all of that is undone once, by `gradient_scale`; `n` is the tensor 1.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, Lo
 
 @cache
 def schedule_context_parallel_factor() -> float:
-    """The power of cp by which the installed schedule multiplies a 3-tuple's loss: 1 for none, cp for megatron-core 0.12.
+    """The power of cp by which the installed schedule multiplies a 3-tuple's loss: 1 for none, cp
+    for megatron-core 0.12.
 
-    Measured on the schedule's own function with a one-element loss, so that another release cannot change the gradient unseen.
+    Measured on the schedule's own function with a one-element loss, so that another release cannot
+    change the gradient unseen.
     """
     num_microbatches, cp, tokens = 4, 3, 5
     config = SimpleNamespace(calculate_per_token_loss=False, timers=None)
@@ -82,7 +86,8 @@ def gradient_scale(layout: ParallelLayout, num_microbatches: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is optimised: the policy loss with its settings, and the weights of the KL and entropy terms."""
+    """What is optimised: the policy loss with its settings, and the weights of the KL and entropy
+    terms."""
 
     policy_loss: PolicyLoss
     policy_config: Any
@@ -103,7 +108,8 @@ class LogProbHead:
     def log_probs_and_entropy(
         self, hidden: Tensor, weight: Tensor, batch: MicroBatch
     ) -> tuple[Tensor, Tensor]:
-        """[T] each, zero at inactive rows, which never reach the projection. hidden, weight: of the last stage, see `PolicyModel`."""
+        """[T] each, zero at inactive rows, which never reach the projection. hidden, weight: of the
+        last stage, see `PolicyModel`."""
         rows = (
             batch.loss_mask.nonzero().squeeze(1) if batch.active_rows is None else batch.active_rows
         )
@@ -119,7 +125,8 @@ class LogProbHead:
             chunk_size=self.chunk_size,
             token_sets=batch.token_sets,
         )
-        # without an active token too, both depend on hidden states and weight: every rank runs backward
+        # without an active token too, both depend on hidden states and weight: every rank runs
+        # backward
         empty = torch.zeros(batch.loss_mask.numel(), dtype=log_probs.dtype, device=hidden.device)
         return empty.index_copy(0, rows, log_probs), empty.index_copy(0, rows, entropy)
 
@@ -168,7 +175,8 @@ def loss_func(
     scale: float,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules. hidden: what `model` gave."""
+    """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules.
+    hidden: what `model` gave."""
     log_probs, entropy = head.log_probs_and_entropy(hidden, head_weight(model), batch)
     if objective.terms.entropy_coef == 0:
         entropy = entropy.detach()  # only reported: no gradient is computed for it

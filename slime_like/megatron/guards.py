@@ -1,4 +1,5 @@
-"""Numeric gates that are on in every run: a breach stops the run instead of training on wrong numbers."""
+"""Numeric gates that are on in every run: a breach stops the run instead of training on wrong
+numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class GateError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first number of a rank that is NaN or infinite. sample: as users know it. token: of its response."""
+    """The first number of a rank that is NaN or infinite. sample: as users know it. token: of its
+    response."""
 
     what: str
     sample: str
@@ -76,7 +78,8 @@ def check_finite(
     *,
     when: str,
 ) -> None:
-    """Nothing is trained on numbers that are not finite. Collective over all ranks, which raise alike.
+    """Nothing is trained on numbers that are not finite. Collective over all ranks, which raise
+    alike.
 
     Args:
         columns, masks, samples: as of `first_non_finite`.
@@ -92,7 +95,8 @@ def check_finite(
 
 
 def non_finite_losses(metrics: Mapping[str, float]) -> list[str]:
-    """Those of a step's losses and entropies that are NaN or infinite, as "name value". metrics: equal on all ranks."""
+    """Those of a step's losses and entropies that are NaN or infinite, as "name value". metrics:
+    equal on all ranks."""
     return [
         f"{name} {metrics[name]:g}"
         for name in _LOSSES
@@ -101,10 +105,11 @@ def non_finite_losses(metrics: Mapping[str, float]) -> list[str]:
 
 
 def check_old_log_probs(log_ratio_abs: float, *, same_packing: bool, half_precision: bool) -> None:
-    """Before the first optimizer step on a rollout, the current policy is the old one: mean |log ratio| must vanish.
+    """Before the first optimizer step on a rollout, the current policy is the old one: mean |log
+    ratio| must vanish.
 
-    The limit is 1e-8 when both passes packed the samples alike, else 1e-5 in fp32 and 1e-3 in half precision.
-    Raises GateError.
+    The limit is 1e-8 when both passes packed the samples alike, else 1e-5 in fp32 and 1e-3 in half
+    precision. Raises GateError.
     """
     limit = 1e-8 if same_packing else (1e-3 if half_precision else 1e-5)
     if not log_ratio_abs <= limit:
@@ -117,7 +122,8 @@ def check_old_log_probs(log_ratio_abs: float, *, same_packing: bool, half_precis
 def check_old_values(
     diff_abs: float, *, values_abs: float, same_packing: bool, half_precision: bool
 ) -> None:
-    """Before the first optimizer step on a rollout, the critic is that of the rollout: mean |V - V_old| must vanish, with the limits of
+    """Before the first optimizer step on a rollout, the critic is that of the rollout: mean |V -
+    V_old| must vanish, with the limits of
     `check_old_log_probs`, relative to the mean |V_old| where that is above 1. Raises GateError."""
     limit = (1e-8 if same_packing else (1e-3 if half_precision else 1e-5)) * max(1.0, values_abs)
     if not diff_abs <= limit:
@@ -128,7 +134,8 @@ def check_old_values(
 
 
 def check_initial_kl(kl: float, *, half_precision: bool) -> None:
-    """In the first step of a fresh run whose reference is the initial policy the KL must vanish (1e-8 fp32, 1e-3 half precision)."""
+    """In the first step of a fresh run whose reference is the initial policy the KL must vanish
+    (1e-8 fp32, 1e-3 half precision)."""
     limit = 1e-3 if half_precision else 1e-8
     if not abs(kl) <= limit:
         raise GateError(
@@ -139,8 +146,9 @@ def check_initial_kl(kl: float, *, half_precision: bool) -> None:
 
 @dataclass(slots=True)
 class TrainRolloutGate:
-    """Absolute log-prob difference between trainer and sampler, its mean and its 99th percentile, once per rollout. Warns on a breach and
-    stops the run after `patience` breaches in a row. A probability-ratio error above `RATIO_ERROR` only warns."""
+    """Absolute log-prob difference between trainer and sampler, its mean and its 99th percentile,
+    once per rollout. Warns on a breach and stops the run after `patience` breaches in a row. A
+    probability-ratio error above `RATIO_ERROR` only warns."""
 
     limit: float
     patience: int
@@ -148,7 +156,8 @@ class TrainRolloutGate:
     of: str = ""  # which tokens, for the message
 
     def check(self, mean: float, p99: float, ratio_error: float, weight_version: int) -> str | None:
-        """A warning, or None. ratio_error: mean of exp |difference|, 1 where both agree. Raises GateError."""
+        """A warning, or None. ratio_error: mean of exp |difference|, 1 where both agree. Raises
+        GateError."""
         if mean <= self.limit and p99 <= self.limit:
             self.breaches = 0
             if ratio_error <= RATIO_ERROR:
@@ -168,7 +177,8 @@ class TrainRolloutGate:
 
 @dataclass(slots=True)
 class SkippedStepGate:
-    """Optimizer steps skipped because a gradient was not finite; the run stops after `patience` in a row."""
+    """Optimizer steps skipped because a gradient was not finite; the run stops after `patience` in
+    a row."""
 
     patience: int
     in_a_row: int = 0

@@ -26,7 +26,8 @@ def device_of_this_process() -> torch.device:
 def process_groups(
     parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
 ) -> Iterator[ParallelLayout]:
-    """Make the world and megatron-core's groups, and take both down at the end. Raises as `world_of_processes`."""
+    """Make the world and megatron-core's groups, and take both down at the end. Raises as
+    `world_of_processes`."""
     with (
         world_of_processes(parallel),
         model_parallel_groups(parallel, virtual_stages=virtual_stages, seed=seed) as layout,
@@ -89,7 +90,8 @@ def model_parallel_groups(
 def make_layout(
     parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
 ) -> ParallelLayout:
-    """megatron-core's groups, and random states, on processes that have met. The layout is in force."""
+    """megatron-core's groups, and random states, on processes that have met. The layout is in
+    force."""
     from megatron.core import parallel_state
 
     from slime_like.megatron.rng import seed_stage
@@ -110,6 +112,7 @@ def make_layout(
 def make_further_layout(
     parallel: ParallelConfig, *, virtual_stages: int | None, seed: int
 ) -> ParallelLayout:
-    """Another layout of the same processes, beside the one that is in force and stays so. Its groups close with the process group."""
+    """Another layout of the same processes, beside the one that is in force and stays so. Its
+    groups close with the process group."""
     with without_layout():
         return make_layout(parallel, virtual_stages=virtual_stages, seed=seed)

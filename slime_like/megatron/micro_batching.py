@@ -1,4 +1,5 @@
-"""How a rank's samples are cut into micro-batches, by their number or by tokens, and packed. Every data-parallel rank gets as many of them."""
+"""How a rank's samples are cut into micro-batches, by their number or by tokens, and packed. Every
+data-parallel rank gets as many of them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ T = TypeVar("T")
 
 
 def work_per_token(config: TransformerConfig, vocab_size: int) -> float:
-    """The model's `a` of `balance.linear_cost`. Of a mixture of experts the layers count as if all had experts."""
+    """The model's `a` of `balance.linear_cost`. Of a mixture of experts the layers count as if all
+    had experts."""
     ffn = config.ffn_hidden_size
     if config.num_moe_experts:
         ffn = (config.moe_ffn_hidden_size or ffn) * config.moe_router_topk + (
@@ -43,7 +45,8 @@ def work_per_token(config: TransformerConfig, vocab_size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSize:
-    """samples: of every micro-batch, used where tokens is None. tokens: most of a micro-batch, over all context-parallel ranks."""
+    """samples: of every micro-batch, used where tokens is None. tokens: most of a micro-batch, over
+    all context-parallel ranks."""
 
     samples: int
     tokens: int | None
@@ -66,13 +69,15 @@ def micro_batch_size(
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """rows: places of each micro-batch's samples. groups: these samples; that of an empty row is a sample without tokens."""
+    """rows: places of each micro-batch's samples. groups: these samples; that of an empty row is a
+    sample without tokens."""
 
     rows: list[list[int]]
     groups: list[list[TrainSample]]
 
     def in_order(self, values: Sequence[T]) -> list[T]:
-        """Values of the samples of all groups, one after another, in the order in which the samples were given."""
+        """Values of the samples of all groups, one after another, in the order in which the samples
+        were given."""
         places = [
             place for row in self.rows for place in row
         ]  # empty rows come last, so their values do too
@@ -82,10 +87,12 @@ class MicroBatches:
 def make_micro_batches(
     samples: Sequence[TrainSample], size: MicroBatchSize, layout: ParallelLayout
 ) -> MicroBatches:
-    """The micro-batches of one pass over this rank's samples; at least one sample. Data-parallel ranks call it together.
+    """The micro-batches of one pass over this rank's samples; at least one sample. Data-parallel
+    ranks call it together.
 
-    By tokens, ranks agree on the number that the fullest of them needs, up to a multiple of the pipeline's size under the interleaved
-    schedule, and each spreads its tokens evenly over as many. A rank with fewer samples ends with micro-batches that hold padding only.
+    By tokens, ranks agree on the number that the fullest of them needs, up to a multiple of the
+    pipeline's size under the interleaved schedule, and each spreads its tokens evenly over as many.
+    A rank with fewer samples ends with micro-batches that hold padding only.
     """
     if size.tokens is None:
         rows = _consecutive(len(samples), size.samples)
@@ -116,7 +123,8 @@ def _most_of_any_rank(number: int, layout: ParallelLayout) -> int:
 
 
 def without_tokens(like: TrainSample) -> TrainSample:
-    """A sample of no tokens, with the fields that `like` has: it becomes a micro-batch of padding, which weighs nothing."""
+    """A sample of no tokens, with the fields that `like` has: it becomes a micro-batch of padding,
+    which weighs nothing."""
     empty = {
         f.name: value[:0]
         for f in fields(like)
@@ -134,8 +142,9 @@ def pack_groups(
 ) -> list[MicroBatch]:
     """This rank's micro-batches of one pass, as its layout needs them.
 
-    megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages confuse (each is the other's neighbour on
-    both sides), so there all micro-batches get one shape."""
+    megatron-core 0.16 exchanges the shapes of an interleaved schedule in an order that two stages
+    confuse (each is the other's neighbour on both sides), so there all micro-batches get one shape.
+    """
     device = device_of_this_process()
     packed = pack_all(
         groups,
@@ -153,8 +162,8 @@ def pack_groups(
 def packing_metrics(
     parts: MicroBatches, batches: Sequence[MicroBatch], size: MicroBatchSize
 ) -> dict[str, Metric]:
-    """How one optimizer step was packed: micro-batches of each rank, the share of computed rows that hold no token, and the share of the
-    token budget that is used."""
+    """How one optimizer step was packed: micro-batches of each rank, the share of computed rows
+    that hold no token, and the share of the token budget that is used."""
     device = batches[0].tokens.device
 
     def mean(value: float, count: float) -> Metric:

@@ -1,4 +1,5 @@
-"""Expert layers over a pass: what routers are told of the micro-batches, what they report, and what their layout asks for."""
+"""Expert layers over a pass: what routers are told of the micro-batches, what they report, and what
+their layout asks for."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ AUX_LOSSES = {
 def agreed_lengths(
     config: Any, layout: ParallelLayout, device: torch.device
 ) -> Callable[[list[int]], list[int]] | None:
-    """How ranks that share experts agree on the lengths of their micro-batches; None where these may differ.
+    """How ranks that share experts agree on the lengths of their micro-batches; None where these
+    may differ.
 
-    config: TransformerConfig. The allgather dispatcher gathers equally many tokens of every rank; alltoall sends how many there are.
+    config: TransformerConfig. The allgather dispatcher gathers equally many tokens of every rank;
+    alltoall sends how many there are.
     """
     shared = layout.ep_size * layout.etp_size > 1
     if (
@@ -55,9 +58,10 @@ def begin_routing(
     *,
     record: bool = False,
 ) -> None:
-    """Tell the routers of `chunks` which micro-batches come next, and their routes, where the micro-batches have them. record: keep what
-    they choose, for `recorded_routes`."""
-    get_moe_layer_wise_logging_tracker().clear()  # megatron-core's, one for the whole process: another network has other layers
+    """Tell the routers of `chunks` which micro-batches come next, and their routes, where the
+    micro-batches have them. record: keep what they choose, for `recorded_routes`."""
+    # megatron-core's, one for the whole process: another network has other layers
+    get_moe_layer_wise_logging_tracker().clear()
     routers = routers_of(chunks)
     if not routers:
         return
@@ -76,8 +80,9 @@ def _routed_rows(batch: MicroBatch, rank: int, size: int) -> RoutedRows:
 
 
 def recorded_routes(routers: Sequence[PackedRouter], layout: ParallelLayout) -> Tensor:
-    """What the routers chose in a pass, [expert layers of this stage * topk, rows of all its micro-batches] int32; with sequence parallelism
-    the rows of all tensor-parallel ranks are put together."""
+    """What the routers chose in a pass, [expert layers of this stage * topk, rows of all its
+    micro-batches] int32; with sequence parallelism the rows of all tensor-parallel ranks are put
+    together."""
     parts = []
     for chosen in zip(
         *(router.recorded for router in routers), strict=True
@@ -98,7 +103,8 @@ def routes_of_samples(
     *,
     topk: int,
 ) -> list[Tensor]:
-    """[L, expert layers of this stage, topk] int16 of every sample, on the host. table: `recorded_routes`, of whole micro-batches."""
+    """[L, expert layers of this stage, topk] int16 of every sample, on the host. table:
+    `recorded_routes`, of whole micro-batches."""
     routes = []
     wholes = table.T.cpu().to(torch.int16).split([int(batch.cu_seqlens[-1]) for batch in batches])
     for group, batch, rows in zip(groups, batches, wholes, strict=True):
@@ -111,14 +117,16 @@ def routes_of_samples(
 
 
 def routes_of_stage(routes: Tensor, chunks: Sequence[Any], config: Any) -> Tensor:
-    """[L, expert layers of this stage, topk] out of the routes of all expert layers of the model, in the order of this rank's routers."""
+    """[L, expert layers of this stage, topk] out of the routes of all expert layers of the model,
+    in the order of this rank's routers."""
     sparse = moe_layers(config.moe_layer_freq, config.num_layers)
     return routes[:, [sum(sparse[: router.layer_number - 1]) for router in routers_of(chunks)]]
 
 
 def replay_disagreement(chunks: Sequence[Any]) -> float:
-    """Of the pass that has ended, over all ranks: the share of tokens and layers whose router would have chosen other experts than the
-    replayed ones; NaN where nothing was replayed. Every rank of the world calls it."""
+    """Of the pass that has ended, over all ranks: the share of tokens and layers whose router would
+    have chosen other experts than the replayed ones; NaN where nothing was replayed. Every rank of
+    the world calls it."""
     counts = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
     for router in routers_of(chunks):
         counts += torch.tensor(router.disagreement, dtype=torch.float64, device=counts.device)
@@ -132,9 +140,10 @@ def routing_metrics(
 ) -> dict[str, float]:
     """Of the training pass that has ended, equal on all ranks; every rank of the world calls it.
 
-    Each auxiliary loss without its coefficient, averaged over expert layers, micro-batches and data-parallel ranks. `moe_load_max`: tokens
-    of the busiest expert over the mean, averaged over layers. `moe_replay_disagreement`: share of tokens and layers whose own choice of
-    experts would have been another than the replayed one.
+    Each auxiliary loss without its coefficient, averaged over expert layers, micro-batches and
+    data-parallel ranks. `moe_load_max`: tokens of the busiest expert over the mean, averaged over
+    layers. `moe_replay_disagreement`: share of tokens and layers whose own choice of experts would
+    have been another than the replayed one.
     """
     if config.num_moe_experts is None:
         return {}
@@ -159,7 +168,8 @@ def routing_metrics(
         row[len(AUX_LOSSES) + 2 :] = router.load
     dist.all_reduce(table)
     used = [name for name in AUX_LOSSES if name in _asked_for(config)]
-    # of the losses each rank has a part, or (z-loss) a mean over its own rows; a part of the global loss is one of all data-parallel ranks
+    # of the losses each rank has a part, or (z-loss) a mean over its own rows; a part of the global
+    # loss is one of all data-parallel ranks
     parts = {
         "global_load_balancing_loss": 1,
         "z_loss": layout.tp_size * layout.cp_size * layout.dp_size,
@@ -201,9 +211,11 @@ def _asked_for(config: Any) -> set[str]:
 
 
 def expert_biases(chunks: Sequence[Any]) -> list[Tensor]:
-    """Copies of the biases by which routers without auxiliary loss are balanced; `restore_expert_biases` takes them back.
+    """Copies of the biases by which routers without auxiliary loss are balanced;
+    `restore_expert_biases` takes them back.
 
-    megatron-core moves them when gradients are finalised, before it is known whether the step will be taken.
+    megatron-core moves them when gradients are finalised, before it is known whether the step will
+    be taken.
     """
     return [
         router.expert_bias.clone()

@@ -1,4 +1,5 @@
-"""One model of the run on Megatron: the policy, the reference, any other. Frozen, or trained by an optimizer and a schedule of its own.
+"""One model of the run on Megatron: the policy, the reference, any other. Frozen, or trained by an
+optimizer and a schedule of its own.
 
 Every method is called by all ranks together, and works in the network's own layout.
 """
@@ -42,8 +43,8 @@ from slime_like.weights.hf_import import load_hf_weights
 class Network:
     """The chunks of one model on this rank.
 
-    chunks: megatron-core's modules, whose weights are read, written and saved. modules: the same as they are called: in the precision of
-    the model and, once trained, with gradient buffers.
+    chunks: megatron-core's modules, whose weights are read, written and saved. modules: the same as
+    they are called: in the precision of the model and, once trained, with gradient buffers.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class Network:
 
     @in_own_layout
     def load_hf(self, folder: str) -> None:
-        """Take the weights of a Hugging Face checkpoint. Raises ValueError when it is shaped otherwise."""
+        """Take the weights of a Hugging Face checkpoint. Raises ValueError when it is shaped
+        otherwise."""
         hf = read_hf_model(folder, value_head=self.value_head)
         load_hf_weights(
             self.chunks, folder, hf=hf, gpt=self.gpt, layout=self.layout, value_head=self.value_head
@@ -114,9 +116,10 @@ class Network:
         *,
         record_routes: bool = False,
     ) -> list[list[Tensor]]:
-        """Forward-only over `batches`, which hold the samples of `groups`. `step`'s closure gives a tuple of columns [T]; returns for each
-        column the response values [R] of every sample, on the host of every pipeline stage and context-parallel rank. record_routes: keep
-        which experts are chosen, for `recorded_routes`."""
+        """Forward-only over `batches`, which hold the samples of `groups`. `step`'s closure gives a
+        tuple of columns [T]; returns for each column the response values [R] of every sample, on
+        the host of every pipeline stage and context-parallel rank. record_routes: keep which
+        experts are chosen, for `recorded_routes`."""
         training = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()
@@ -133,7 +136,8 @@ class Network:
         groups: Sequence[Sequence[TrainSample]],
         batches: Sequence[MicroBatch],
     ) -> list[list[Tensor]]:
-        """The columns [T] that the last pipeline stage computed for each of `batches`, as `evaluate` returns them."""
+        """The columns [T] that the last pipeline stage computed for each of `batches`, as
+        `evaluate` returns them."""
         table = (
             torch.cat([torch.stack(output) for output in outputs], dim=1).detach()
             if outputs
@@ -153,7 +157,8 @@ class Network:
     def recorded_routes(
         self, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]
     ) -> list[Tensor]:
-        """Of the last `evaluate`: the experts that each sample's tokens went to in this stage's layers, [L, expert layers, topk] int16."""
+        """Of the last `evaluate`: the experts that each sample's tokens went to in this stage's
+        layers, [L, expert layers, topk] int16."""
         routers = routers_of(self.chunks)
         if not routers:  # of this stage
             return [
@@ -165,7 +170,8 @@ class Network:
         return routes_of_samples(table, groups, batches, topk=self.config.moe_router_topk)
 
     def _from_context_ranks(self, table: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
-        """The table of this rank's rows -> of the rows of all context-parallel ranks, in the order of the whole micro-batches."""
+        """The table of this rank's rows -> of the rows of all context-parallel ranks, in the order
+        of the whole micro-batches."""
         size = self.layout.cp_size
         if size == 1:
             return table
@@ -226,7 +232,8 @@ class TrainedNetwork(Network):
         schedule: ScheduleConfig,
         total_steps: int,
     ) -> list[Any]:
-        """Give these modules' parameters gradient buffers and an optimizer; returns the modules wrapped."""
+        """Give these modules' parameters gradient buffers and an optimizer; returns the modules
+        wrapped."""
         with self.layout.activate():
             self.trained_modules: list[Any] = list(wrap_for_training(modules, self.config, ddp))
             self.optimizer = build_optimizer(optimizer, self.trained_modules)
@@ -240,7 +247,8 @@ class TrainedNetwork(Network):
     def finalize_gradients(
         self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any
     ) -> None:
-        """Reduce what this rank has accumulated with what the others have; Megatron's schedules call it after the last micro-batch."""
+        """Reduce what this rank has accumulated with what the others have; Megatron's schedules
+        call it after the last micro-batch."""
         finalize_model_grads(list(model), num_tokens, **others)
 
     @property
@@ -250,8 +258,9 @@ class TrainedNetwork(Network):
 
     @in_own_layout
     def forward_backward(self, step: ForwardStep, batches: Sequence[MicroBatch]) -> list[Any]:
-        """Forward and backward over one optimizer step; gradients are reduced, weights not yet changed. Returns what the loss closure
-        reported for each micro-batch, on the last pipeline stage (empty elsewhere)."""
+        """Forward and backward over one optimizer step; gradients are reduced, weights not yet
+        changed. Returns what the loss closure reported for each micro-batch, on the last pipeline
+        stage (empty elsewhere)."""
         for module in self.modules:
             module.train()
         for module in self.trained_modules:
@@ -264,8 +273,8 @@ class TrainedNetwork(Network):
 
     @in_own_layout
     def optim_step(self) -> tuple[bool, float, float]:
-        """One optimizer step: (whether it was taken, global L2 gradient norm before clipping, learning rate). It is skipped on all ranks
-        when the norm is not finite."""
+        """One optimizer step: (whether it was taken, global L2 gradient norm before clipping,
+        learning rate). It is skipped on all ranks when the norm is not finite."""
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         stepped, grad_norm = step_if_finite(self.optimizer)
         if stepped:
@@ -285,7 +294,8 @@ class TrainedNetwork(Network):
 
     @in_own_layout
     def finish_updates(self) -> None:
-        """Make every parameter current: call this before parameters are read outside a forward pass."""
+        """Make every parameter current: call this before parameters are read outside a forward
+        pass."""
         # With --overlap-param-gather the distributed optimizer updates only this rank's shard, and
         # the hooks of the next forward pass all-gather the rest. Until then an export or a
         # checkpoint would read the values of before the step.

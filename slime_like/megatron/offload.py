@@ -1,7 +1,9 @@
-"""A frozen model without a second resident copy: its weights lie outside the device and take the policy's place for a forward pass.
+"""A frozen model without a second resident copy: its weights lie outside the device and take the
+policy's place for a forward pass.
 
-Weights are exchanged tensor by tensor, so that one spare tensor is all that the exchange itself needs. On a GPU they lie in pinned host memory;
-on the CPU in a file that was unlinked when it was mapped, which the operating system may write out and which nobody has to remove.
+Weights are exchanged tensor by tensor, so that one spare tensor is all that the exchange itself
+needs. On a GPU they lie in pinned host memory; on the CPU in a file that was unlinked when it was
+mapped, which the operating system may write out and which nobody has to remove.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from slime_like.types import MicroBatch, TrainSample
 
 
 class OffloadedWeights:
-    """Weights of the same shape as `host`'s, which computes with them when asked. It has the calls of a frozen `Network`."""
+    """Weights of the same shape as `host`'s, which computes with them when asked. It has the calls
+    of a frozen `Network`."""
 
     def __init__(self, host: Network, load: Callable[[Network], None]) -> None:
-        """load: writes the weights into the network that it is given, which is `host`; that has its own weights afterwards."""
+        """load: writes the weights into the network that it is given, which is `host`; that has its
+        own weights afterwards."""
         self.gpt = host.gpt
         self._host = host
         self._stored = _outside(list(_weights(host)))

@@ -31,7 +31,8 @@ def build_scheduler(
     *,
     total_steps: int,
 ) -> OptimizerParamScheduler:
-    """Learning rate and weight decay in units of optimizer steps. total_steps: optimizer steps of the whole run."""
+    """Learning rate and weight decay in units of optimizer steps. total_steps: optimizer steps of
+    the whole run."""
     decay_steps = schedule.lr_decay_iters or total_steps
     if schedule.lr_warmup_fraction is not None:
         warmup_steps = int(schedule.lr_warmup_fraction * decay_steps)
@@ -60,7 +61,8 @@ def build_scheduler(
 
 
 def resume_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -> list[str]:
-    """Go on at the saved step under this run's settings; returns words about each setting that the checkpoint has otherwise."""
+    """Go on at the saved step under this run's settings; returns words about each setting that the
+    checkpoint has otherwise."""
     ours = scheduler.state_dict()
     scheduler.load_state_dict(saved)
     return [
@@ -75,7 +77,8 @@ LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd")
 
 @contextmanager
 def limits_kept(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Loading an optimizer's state brings the checkpoint's learning-rate limits into its parameter groups; this keeps the run's own."""
+    """Loading an optimizer's state brings the checkpoint's learning-rate limits into its parameter
+    groups; this keeps the run's own."""
     ours = [
         {name: group[name] for name in LIMITS if name in group} for group in optimizer.param_groups
     ]
@@ -88,12 +91,15 @@ def limits_kept(optimizer: MegatronOptimizer) -> Iterator[None]:
 def step_if_finite(
     optimizer: MegatronOptimizer, allowed: Callable[[], bool] | None = None
 ) -> tuple[bool, float]:
-    """Clip and step, unless the gradient norm is not finite; returns (stepped, global L2 norm before clipping).
+    """Clip and step, unless the gradient norm is not finite; returns (stepped, global L2 norm
+    before clipping).
 
-    The norm is reduced over all ranks that hold a part of the model, and gradients are equal on data-parallel ranks, so all
-    ranks take the same branch. A skipped step leaves weights and optimizer state bit-unchanged.
+    The norm is reduced over all ranks that hold a part of the model, and gradients are equal on
+    data-parallel ranks, so all ranks take the same branch. A skipped step leaves weights and
+    optimizer state bit-unchanged.
 
-    allowed: asked once gradients are clipped and ready, on all ranks with one answer; the step is skipped where it is False.
+    allowed: asked once gradients are clipped and ready, on all ranks with one answer; the step is
+    skipped where it is False.
     """
     found_inf = optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())

@@ -1,7 +1,9 @@
-"""Samples -> packed micro-batches, and per-token results back to samples. The label shift happens here and nowhere else.
+"""Samples -> packed micro-batches, and per-token results back to samples. The label shift happens
+here and nowhere else.
 
-Under context parallelism the micro-batch is packed whole, with every sequence padded to a multiple of 2 * cp, and each rank then takes its
-rows of it; values of the ranks' rows are joined before they go back to samples.
+Under context parallelism the micro-batch is packed whole, with every sequence padded to a multiple
+of 2 * cp, and each rank then takes its rows of it; values of the ranks' rows are joined before they
+go back to samples.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ def pack_all(
     agree: Callable[[list[int]], list[int]] | None = None,
     equal_sequences: bool = False,
 ) -> list[MicroBatch]:
-    """A micro-batch for each group: this context-parallel rank's rows of it, a multiple of `multiple` of them. equal_lengths: pad all to
-    the longest, as the interleaved pipeline schedule needs. agree: from the lengths on this rank, those that all ranks pad theirs to.
+    """A micro-batch for each group: this context-parallel rank's rows of it, a multiple of
+    `multiple` of them. equal_lengths: pad all to the longest, as the interleaved pipeline schedule
+    needs. agree: from the lengths on this rank, those that all ranks pad theirs to.
     equal_sequences: pad the sequences of each to its longest."""
     totals = [sum(padded_lengths(group, cp_size, equal=equal_sequences)) for group in groups]
     if equal_lengths:
@@ -59,8 +62,9 @@ def pack_all(
 def padded_lengths(
     samples: Sequence[TrainSample], cp_size: int, *, equal: bool = False
 ) -> list[int]:
-    """Rows that each sample takes: its length, or with `equal` that of the longest, up to a multiple of 2 * cp where context-parallel
-    ranks share them. A sample without tokens takes none, and no place in the list."""
+    """Rows that each sample takes: its length, or with `equal` that of the longest, up to a
+    multiple of 2 * cp where context-parallel ranks share them. A sample without tokens takes none,
+    and no place in the list."""
     lengths = [int(s.tokens.numel()) for s in samples if s.tokens.numel()]
     if equal and lengths:
         lengths = [max(lengths)] * len(lengths)
@@ -76,9 +80,11 @@ def pack(
     cp_size: int = 1,
     equal_sequences: bool = False,
 ) -> MicroBatch:
-    """Concatenate samples into one row of T >= `at_least` tokens, of which each of `cp_size` ranks can take an equal share that is a multiple
-    of `multiple` (the tensor-parallel size under sequence parallelism). Padding at the end is one more sequence with an all-False mask;
-    padding of a sequence, to the length of the longest with `equal_sequences`, is at its own end, where no token can see it."""
+    """Concatenate samples into one row of T >= `at_least` tokens, of which each of `cp_size` ranks
+    can take an equal share that is a multiple of `multiple` (the tensor-parallel size under
+    sequence parallelism). Padding at the end is one more sequence with an all-False mask; padding
+    of a sequence, to the length of the longest with `equal_sequences`, is at its own end, where no
+    token can see it."""
     lengths = padded_lengths(samples, cp_size, equal=equal_sequences)
     wanted = max(sum(lengths), at_least, 1)
     unit = multiple if cp_size == 1 else math.lcm(2, multiple) * cp_size
@@ -170,7 +176,8 @@ def _sets(
     get: Callable[[TrainSample], Tensor | None],
     filler: int,
 ) -> Tensor | None:
-    """[T, K] for the largest set, on the rows whose labels they speak about; None when a sample has none."""
+    """[T, K] for the largest set, on the rows whose labels they speak about; None when a sample has
+    none."""
     given = [sets for s in samples if (sets := get(s)) is not None]
     if len(given) < len(samples) or not given:
         return None
@@ -181,7 +188,8 @@ def _sets(
 
 
 def _places(samples: Sequence[TrainSample], seq_ids: Tensor, positions: Tensor) -> Tensor:
-    """[T]: the row of each token where nothing is padded. Padding inside the row has those of others, and is never asked for its own."""
+    """[T]: the row of each token where nothing is padded. Padding inside the row has those of
+    others, and is never asked for its own."""
     starts = torch.tensor([0, *(int(s.tokens.numel()) for s in samples)]).cumsum(0)
     return starts[seq_ids] + positions
 
@@ -215,9 +223,11 @@ def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch], cp_size: i
 def with_selection_seeds(
     batches: Sequence[MicroBatch], seed: int, step: int, dp_rank: int
 ) -> list[MicroBatch]:
-    """Give each micro-batch of an optimizer step a seed of its own, of 32 bits, which is all that torch's generator on the host reads.
+    """Give each micro-batch of an optimizer step a seed of its own, of 32 bits, which is all that
+    torch's generator on the host reads.
 
-    All data-parallel ranks have as many micro-batches, so that their place in the step does not depend on the layout.
+    All data-parallel ranks have as many micro-batches, so that their place in the step does not
+    depend on the layout.
     """
     first = dp_rank * len(batches)
     seeds = [
@@ -228,17 +238,20 @@ def with_selection_seeds(
 
 
 def with_active_rows(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Look up the rows that the head computes before a forward pass is queued: the host waits for the device to count them."""
+    """Look up the rows that the head computes before a forward pass is queued: the host waits for
+    the device to count them."""
     return [replace(batch, active_rows=batch.loss_mask.nonzero().squeeze(1)) for batch in batches]
 
 
 def unpack(values: Tensor, samples: Sequence[TrainSample], cu_seqlens: Tensor) -> list[Tensor]:
-    """The response values [R] of each sample from a whole packed row of values [T]; inverse of the placement in `pack`, whose
+    """The response values [R] of each sample from a whole packed row of values [T]; inverse of the
+    placement in `pack`, whose
     `cu_seqlens` these are."""
     return [values[rows_of(s, start)] for start, s in zip(cu_seqlens.tolist(), samples)]
 
 
 def rows_of(sample: TrainSample, start: int) -> slice:
-    """Rows of a packed micro-batch that the response values of a sample speak about, whose tokens begin at row `start`."""
+    """Rows of a packed micro-batch that the response values of a sample speak about, whose tokens
+    begin at row `start`."""
     rows = sample.scored_rows
     return slice(start + rows.start, start + rows.stop)

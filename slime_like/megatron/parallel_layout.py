@@ -1,8 +1,10 @@
 """The one reader of megatron-core's parallel state. Everything else is handed a `ParallelLayout`.
 
-megatron-core keeps groups, sizes and ranks in the globals of one module, and half of what we call reads them there: tensor-parallel layers,
-the optimizer's factory, schedules, random states, names in checkpoints. Networks of different layouts in one process therefore take turns:
-each layout has a set of these globals, and `ParallelLayout.activate` puts it in their place for as long as its network is at work.
+megatron-core keeps groups, sizes and ranks in the globals of one module, and half of what we call
+reads them there: tensor-parallel layers, the optimizer's factory, schedules, random states, names
+in checkpoints. Networks of different layouts in one process therefore take turns: each layout has a
+set of these globals, and `ParallelLayout.activate` puts it in their place for as long as its
+network is at work.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ STATE_NAME = re.compile(
 
 
 class MegatronState:
-    """What megatron-core and torch hold for one layout while it is in force: the globals of `parallel_state`, and the random states, which
-    differ between the ranks of a layout in its own way. Changed in place: both move on while the layout is at work."""
+    """What megatron-core and torch hold for one layout while it is in force: the globals of
+    `parallel_state`, and the random states, which differ between the ranks of a layout in its own
+    way. Changed in place: both move on while the layout is at work."""
 
     def __init__(self) -> None:
         self.keep()
@@ -61,9 +64,10 @@ _taking_turns = False  # whether a layout is in the place of the one that was in
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Sizes, ranks and process groups of this process. `dp_*` excludes context parallelism, `dp_cp_group` includes it.
-    A copy of the model is spread over the tensor-, context- and pipeline-parallel ranks. Experts are spread in a grid of their own, of
-    expert-tensor-, expert- and pipeline-parallel ranks, which may take in several data-parallel ranks."""
+    """Sizes, ranks and process groups of this process. `dp_*` excludes context parallelism,
+    `dp_cp_group` includes it. A copy of the model is spread over the tensor-, context- and
+    pipeline-parallel ranks. Experts are spread in a grid of their own, of expert-tensor-, expert-
+    and pipeline-parallel ranks, which may take in several data-parallel ranks."""
 
     world_size: int
     rank: int
@@ -92,7 +96,8 @@ class ParallelLayout:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """For the block this is megatron-core's layout. Such blocks nest only where the layout is the same."""
+        """For the block this is megatron-core's layout. Such blocks nest only where the layout is
+        the same."""
         global _taking_turns
         if self.state.is_active:
             yield
@@ -114,7 +119,8 @@ class ParallelLayout:
 
     @property
     def is_last_stage(self) -> bool:
-        """True where the output layer is (of the last model chunk): the ranks that compute losses and log-probs."""
+        """True where the output layer is (of the last model chunk): the ranks that compute losses
+        and log-probs."""
         return self.pp_rank == self.pp_size - 1
 
     def describe(self) -> str:
@@ -148,7 +154,8 @@ def in_own_layout(method: Callable[Concatenate[Self, P], R]) -> Callable[Concate
 
 @contextmanager
 def without_layout() -> Iterator[None]:
-    """megatron-core as if it had no groups yet, to make those of a further layout; afterwards the layout that was in force is so again."""
+    """megatron-core as if it had no groups yet, to make those of a further layout; afterwards the
+    layout that was in force is so again."""
     from megatron.core import parallel_state
 
     others = MegatronState()

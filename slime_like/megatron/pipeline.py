@@ -21,10 +21,11 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """Run all micro-batches; returns what the loss closure reported for each, on the last pipeline stage (empty elsewhere).
+    """Run all micro-batches; returns what the loss closure reported for each, on the last pipeline
+    stage (empty elsewhere).
 
-    Lengths may differ between micro-batches: `variable_seq_lengths` makes pipeline stages exchange shapes. The interleaved schedule wants
-    one length (see `packing.pack_all`).
+    Lengths may differ between micro-batches: `variable_seq_lengths` makes pipeline stages exchange
+    shapes. The interleaved schedule wants one length (see `packing.pack_all`).
     """
     iterators = [iter(micro_batches) for _ in chunks]
     return get_forward_backward_func()(

@@ -1,4 +1,5 @@
-"""The weights of one network into another, whatever their layouts, piece by piece, under the names that both have in checkpoints."""
+"""The weights of one network into another, whatever their layouts, piece by piece, under the names
+that both have in checkpoints."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes within the
 
 @torch.no_grad()
 def copy_weights(source: Network, target: Network, wanted: Callable[[str], bool]) -> None:
-    """Fill what checkpoints hold of `target` under names that are `wanted`, from `source`. Collective over all ranks.
+    """Fill what checkpoints hold of `target` under names that are `wanted`, from `source`.
+    Collective over all ranks.
 
-    Each piece is sent once, by the rank that would save it, to all; a rank holds one piece at a time. What the source has not, padding of the
-    vocabulary, becomes zero.
+    Each piece is sent once, by the rank that would save it, to all; a rank holds one piece at a
+    time. What the source has not, padding of the vocabulary, becomes zero.
     """
     mine = {
         (t.key, region_of(t), t.dtype): t.data

@@ -1,4 +1,5 @@
-"""The random states of a process: torch's generators and megatron-core's tracked ones, which dropout and initialisation draw from."""
+"""The random states of a process: torch's generators and megatron-core's tracked ones, which
+dropout and initialisation draw from."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ class RandomStates:
 
 
 def seed_stage(seed: int, pp_rank: int) -> None:
-    """Start all random states of the layout in force: pipeline stages 100 apart, tensor- and expert-parallel ranks told apart by megatron-core."""
+    """Start all random states of the layout in force: pipeline stages 100 apart, tensor- and
+    expert-parallel ranks told apart by megatron-core."""
     torch.manual_seed(seed + 100 * pp_rank)
     model_parallel_cuda_manual_seed(seed + 100 * pp_rank)

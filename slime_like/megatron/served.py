@@ -1,7 +1,9 @@
-"""A network that is trained from outside, call by call: gradients add up over any number of passes, until a step takes them.
+"""A network that is trained from outside, call by call: gradients add up over any number of passes,
+until a step takes them.
 
-The loss of a pass is a sum over its tokens, which nothing divides, so that it makes no difference how a batch is cut into calls. Gradients of
-the ranks are added up once, at the step. Every method is called by all ranks together.
+The loss of a pass is a sum over its tokens, which nothing divides, so that it makes no difference
+how a batch is cut into calls. Gradients of the ranks are added up once, at the step. Every method
+is called by all ranks together.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ LARGEST_UPDATE = 1e38  # of float32, which ends at 3.4e38
 
 @dataclass(frozen=True, slots=True)
 class AdamStep:
-    """The settings of one optimizer step. max_norm: largest global L2 norm of the gradient, 0 for any. weight_decay: decoupled; biases and
-    norms have none, as everywhere in Megatron."""
+    """The settings of one optimizer step. max_norm: largest global L2 norm of the gradient, 0 for
+    any. weight_decay: decoupled; biases and norms have none, as everywhere in Megatron."""
 
     learning_rate: float
     beta1: float
@@ -63,8 +65,9 @@ class Served(TrainedNetwork):
         groups: Sequence[Sequence[TrainSample]],
         batches: Sequence[MicroBatch],
     ) -> list[list[Tensor]]:
-        """Forward and backward over `batches`, which hold the samples of `groups`; their gradients are added to this rank's. Returns the
-        columns that `step`'s loss function reports under "columns", as `evaluate` does."""
+        """Forward and backward over `batches`, which hold the samples of `groups`; their gradients
+        are added to this rank's. Returns the columns that `step`'s loss function reports under
+        "columns", as `evaluate` does."""
         for module in self.modules:
             module.train()
         begin_routing(self.chunks, batches, self.layout)
@@ -79,7 +82,8 @@ class Served(TrainedNetwork):
         self.clear_gradients()
 
     def has_non_finite(self) -> bool:
-        """Whether a weight or a moment of the optimizer is NaN or infinite, on any rank. A collective."""
+        """Whether a weight or a moment of the optimizer is NaN or infinite, on any rank. A
+        collective."""
         tensors = [p.data for chunk in self.saved_chunks for p in chunk.parameters()]
         tensors += self._optimizer_state()
         return any(gather(not math.isfinite(largest(tensors))))
@@ -145,15 +149,17 @@ class Served(TrainedNetwork):
         return stepped, grad_norm
 
     def start_afresh(self) -> None:
-        """To be called when other weights were written: no gradients, and an optimizer that has not stepped yet."""
+        """To be called when other weights were written: no gradients, and an optimizer that has not
+        stepped yet."""
         self.clear_gradients()
         for tensor in self._optimizer_state():
             tensor.zero_()
         self.weights_changed()
 
     def tensors(self) -> list[Tensor]:
-        """Everything that makes this network what it is: weights, gradients, the optimizer's copies, moments and steps. Each is written in
-        place to make another network of the same shape of this one."""
+        """Everything that makes this network what it is: weights, gradients, the optimizer's
+        copies, moments and steps. Each is written in place to make another network of the same
+        shape of this one."""
         found = [
             t.data for chunk in self.saved_chunks for t in (*chunk.parameters(), *chunk.buffers())
         ]
@@ -199,7 +205,8 @@ class ServedNetwork(Served):
     """All weights are trained."""
 
     def __init__(self, *shape: Any, **settings: Any) -> None:
-        """As TrainedNetwork's. Needs gradients that are not reduced behind the backward pass (--overlap-grad-reduce)."""
+        """As TrainedNetwork's. Needs gradients that are not reduced behind the backward pass
+        (--overlap-grad-reduce)."""
         super().__init__(*shape, total_steps=1, **settings)
         assert not settings["ddp"].overlap_grad_reduce, "refused on the command line"
         self._start_serving()
@@ -215,8 +222,9 @@ class ServedAdapter(LoraNetwork, Served):
 
 
 class OffloadedNetwork:
-    """A network whose tensors lie in host memory. On the device it holds nothing, and it cannot be used, until `restore`. Where the device is the
-    CPU, storage that others have seen (numpy, when a checkpoint was written) cannot be given back and stays, in host memory as it is."""
+    """A network whose tensors lie in host memory. On the device it holds nothing, and it cannot be
+    used, until `restore`. Where the device is the CPU, storage that others have seen (numpy, when a
+    checkpoint was written) cannot be given back and stays, in host memory as it is."""
 
     def __init__(self, network: Served) -> None:
         network.finish_updates()

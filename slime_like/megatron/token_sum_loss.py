@@ -1,6 +1,8 @@
-"""Losses that are sums, for networks that are trained from outside: what Megatron's schedules call, with per-token results.
+"""Losses that are sums, for networks that are trained from outside: what Megatron's schedules call,
+with per-token results.
 
-Where a batch has a keep mask, the loss counts those tokens alone, and log-probs are computed for the others too.
+Where a batch has a keep mask, the loss counts those tokens alone, and log-probs are computed for
+the others too.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from slime_like.types import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class TokenResults:
-    """scores: log-probs of the labels (of K labels: one after another), or a critic's values. losses: weighted, with grad. [T] each."""
+    """scores: log-probs of the labels (of K labels: one after another), or a critic's values.
+    losses: weighted, with grad. [T] each."""
 
     scores: tuple[Tensor, ...]
     losses: Tensor
@@ -42,7 +45,8 @@ class TokenResults:
 
 @dataclass(frozen=True, slots=True)
 class SumLoss:
-    """A policy loss with its settings less entropy_coef times the entropy, summed over tokens with the weight of each."""
+    """A policy loss with its settings less entropy_coef times the entropy, summed over tokens with
+    the weight of each."""
 
     head: LogProbHead
     policy_loss: PolicyLoss
@@ -68,7 +72,8 @@ class SumLoss:
 def soft_targets(
     head: LogProbHead, weight: Tensor, batch: MicroBatch, hidden: Tensor
 ) -> TokenResults:
-    """Cross-entropy with K weighted labels at each token, -sum_k w_k log p(label_k). The head is passed K times: memory is that of one label."""
+    """Cross-entropy with K weighted labels at each token, -sum_k w_k log p(label_k). The head is
+    passed K times: memory is that of one label."""
     assert batch.label_sets is not None and batch.label_weights is not None
     scores = []
     losses = torch.zeros_like(batch.loss_weights)

@@ -1,10 +1,12 @@
 """Warnings about a run that trains and learns nothing, or the wrong thing.
 
-Every rule looks at metrics that a run logs anyway, over a window of rollouts, and says what is seen, what it means and which flag helps.
-A warning is shown once; the rollouts in which its rule holds are counted under ``health/<rule>``, and ``health/warnings`` is the
-number of rules that hold now. Nothing is stopped, and no number that trains changes.
+Every rule looks at metrics that a run logs anyway, over a window of rollouts, and says what is
+seen, what it means and which flag helps. A warning is shown once; the rollouts in which its rule
+holds are counted under ``health/<rule>``, and ``health/warnings`` is the number of rules that hold
+now. Nothing is stopped, and no number that trains changes.
 
-The thresholds are rules of thumb, chosen so that the runs of docs/en/algorithms/results.md that learn are silent.
+The thresholds are rules of thumb, chosen so that the runs of docs/en/algorithms/results.md that
+learn are silent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Metrics of a run on disk: metrics.jsonl, and TensorBoard.
 
-metrics.jsonl holds one JSON object a line: ``step`` (int), ``time`` (seconds since the epoch) and the metrics by name. JSON has no
-non-finite numbers: they are written as the strings "NaN", "Infinity" and "-Infinity", never as 0 and never left out. Finite values keep
-all their digits, so that two runs can be compared bit by bit.
+metrics.jsonl holds one JSON object a line: ``step`` (int), ``time`` (seconds since the epoch) and
+the metrics by name. JSON has no non-finite numbers: they are written as the strings "NaN",
+"Infinity" and "-Infinity", never as 0 and never left out. Finite values keep all their digits, so
+that two runs can be compared bit by bit.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ _RESERVED = frozenset({"step", "time"})
 
 
 class MetricsLogger:
-    """Writes metrics of one process (rank 0). Lines of an earlier run in `output_dir` with step < start_step are kept, later ones dropped:
-    a resumed run repeats them. A line that was cut off when the process died is dropped too.
+    """Writes metrics of one process (rank 0). Lines of an earlier run in `output_dir` with step <
+    start_step are kept, later ones dropped: a resumed run repeats them. A line that was cut off
+    when the process died is dropped too.
 
-    tensorboard_dir: None writes no TensorBoard files. last: metrics of step start_step - 1 as its checkpoint has them (`to_json`); a process that
-    was killed between the checkpoint and the line has not written the line, and it is written now. Raises ValueError with file and line for
-    a damaged metrics.jsonl.
+    tensorboard_dir: None writes no TensorBoard files. last: metrics of step start_step - 1 as its
+    checkpoint has them (`to_json`); a process that was killed between the checkpoint and the line
+    has not written the line, and it is written now. Raises ValueError with file and line for a
+    damaged metrics.jsonl.
     """
 
     def __init__(
@@ -60,7 +63,8 @@ class MetricsLogger:
             )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one line, and have it on disk when this returns (not synced: a power cut may lose it)."""
+        """Write one line, and have it on disk when this returns (not synced: a power cut may lose
+        it)."""
         assert not _RESERVED & values.keys(), f"metrics may not be called {sorted(_RESERVED)}"
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         row.update(to_json(values))
@@ -111,8 +115,8 @@ def to_json(values: Mapping[str, float]) -> dict[str, float | str]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The rows of a metrics.jsonl in order, non-finite values included. A cut-off last line is left out; any other damage raises ValueError
-    with file and line."""
+    """The rows of a metrics.jsonl in order, non-finite values included. A cut-off last line is left
+    out; any other damage raises ValueError with file and line."""
     return [row for _, row in _rows(Path(path))]
 
 
@@ -156,7 +160,8 @@ def _from_json(name: str, value: Any) -> float:
 
 
 def _drop_from(path: Path, start_step: int) -> set[float]:
-    """Rewrite the file without steps >= start_step; a reader, or a crash, sees the old file or the new one. Returns the steps that are left."""
+    """Rewrite the file without steps >= start_step; a reader, or a crash, sees the old file or the
+    new one. Returns the steps that are left."""
     left = [(line, row["step"]) for line, row in _rows(path) if row["step"] < start_step]
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:

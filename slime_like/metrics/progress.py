@@ -1,4 +1,5 @@
-"""What a person sees while a run goes on: a live display on a terminal, one aligned line per rollout elsewhere."""
+"""What a person sees while a run goes on: a live display on a terminal, one aligned line per
+rollout elsewhere."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ _COLUMNS = (
 class Progress:
     """Times the phases of every rollout on every rank, and shows them where `show` (rank 0).
 
-    plain: lines in place of the live display; always so where stdout is no terminal. log_interval: rollouts between two plain lines, the
-    last rollout always has one. on_phase: told of every phase that begins, and of the time after it.
+    plain: lines in place of the live display; always so where stdout is no terminal. log_interval:
+    rollouts between two plain lines, the last rollout always has one. on_phase: told of every phase
+    that begins, and of the time after it.
 
         with Progress(num_rollouts, show=rank == 0) as progress:
             for step in range(num_rollouts):
@@ -117,7 +119,8 @@ class Progress:
         return self._timer.take()
 
     def rollout_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the numbers of rollout `step` (from 0). Metrics that do not come every rollout, as eval, stay until they come again."""
+        """Show the numbers of rollout `step` (from 0). Metrics that do not come every rollout, as
+        eval, stay until they come again."""
         now = time.monotonic()
         self._durations.append(now - self._step_started)
         self._step_started = now

@@ -1,7 +1,8 @@
 """What a run did, at a glance: a plot and a table from metrics.jsonl.
 
-Alone: ``python -m slime_like.metrics.report outputs/run/metrics.jsonl``. The plot needs matplotlib (the extra `tasks`); the table does not.
-Colours are those of Okabe and Ito, with two of Tol's, which stay apart for colour-blind readers. A phase has one colour in every plot.
+Alone: ``python -m slime_like.metrics.report outputs/run/metrics.jsonl``. The plot needs matplotlib
+(the extra `tasks`); the table does not. Colours are those of Okabe and Ito, with two of Tol's,
+which stay apart for colour-blind readers. A phase has one colour in every plot.
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ Points = list[tuple[int, float]]  # (rollout, value)
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot. curves: (label, metric, colour); a metric that was never logged has no curve, a panel without curves is left out.
-    band: metric of a standard deviation, drawn around the first curve. is_share: values between 0 and 1, on an axis that shows both."""
+    """One plot. curves: (label, metric, colour); a metric that was never logged has no curve, a
+    panel without curves is left out. band: metric of a standard deviation, drawn around the first
+    curve. is_share: values between 0 and 1, on an axis that shows both."""
 
     title: str
     curves: tuple[tuple[str, str, str], ...]
@@ -114,7 +116,8 @@ PANELS = (
     ),
 )
 
-# Rows of the table: metric and what is best about it; eval/<set>/... and perf/... rows are added where logged.
+# Rows of the table: metric and what is best about it; eval/<set>/... and perf/... rows are added
+# where logged.
 Best = Literal["max", "min", None]
 TABLE_METRICS: tuple[tuple[str, Best], ...] = (
     ("rollout/reward_mean", "max"),
@@ -148,7 +151,8 @@ def eval_metrics(rows: Rows) -> list[str]:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Centred moving average over about a tenth of the curve, narrower at its ends; non-finite values are passed over."""
+    """Centred moving average over about a tenth of the curve, narrower at its ends; non-finite
+    values are passed over."""
     half = max(len(values) // 20, 1)
     result = []
     for i in range(len(values)):
@@ -160,7 +164,8 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def summary_table(rows: Rows) -> Table:
-    """First, last and best value of the metrics that matter; the number of non-finite values where there were any."""
+    """First, last and best value of the metrics that matter; the number of non-finite values where
+    there were any."""
     rollouts = sum(
         any(name.startswith(("rollout/", "train/")) for name in row) for row in rows
     )  # a row may be of an evaluation alone
@@ -222,7 +227,8 @@ def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[
         rows: of metrics.jsonl.
         path: the file to write; folders are made.
         title: above all panels.
-        only: beginnings of panel titles in any case, to draw those alone; empty for all that have data.
+        only: beginnings of panel titles in any case, to draw those alone; empty for all that have
+        data.
 
     Raises:
         ModuleNotFoundError: matplotlib is absent; the message says what to install.
@@ -277,8 +283,9 @@ def write_report(
     *,
     only: Sequence[str] = (),
 ) -> Path | None:
-    """Print the table and write the plot (default ``report.png`` beside the metrics). Returns the plot's path; None, with a line saying
-    why, where there is no matplotlib or nothing was logged."""
+    """Print the table and write the plot (default ``report.png`` beside the metrics). Returns the
+    plot's path; None, with a line saying why, where there is no matplotlib or nothing was logged.
+    """
     metrics_path, console = Path(metrics_path), console or Console()
     rows = read_metrics(metrics_path)
     if not rows:
@@ -339,7 +346,8 @@ def _draw_panel(axis: Any, panel: Panel, rows: Rows) -> None:
 
 
 def _draw_phases(axis: Any, rows: Rows) -> None:
-    """Seconds of each phase, stacked; on top what no phase claims. A rollout is as wide as one step of the axis."""
+    """Seconds of each phase, stacked; on top what no phase claims. A rollout is as wide as one step
+    of the axis."""
     names = list(phase_seconds({name: 0.0 for row in rows for name in row}))
     rows = [row for row in rows if STEP_SECONDS in row or phase_seconds(row)]
     steps = [int(row["step"]) for row in rows]

@@ -1,4 +1,5 @@
-"""What a run is doing before its first rollout, which is seconds of imports: a line for each part, on rank 0."""
+"""What a run is doing before its first rollout, which is seconds of imports: a line for each part,
+on rank 0."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ def phase_metric(phase: str) -> str:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase out of logged metrics: every ``perf/<phase>_s`` that is neither the whole step, nor beside it, nor a rate."""
+    """Seconds by phase out of logged metrics: every ``perf/<phase>_s`` that is neither the whole
+    step, nor beside it, nor a rate."""
     found = {
         name.removeprefix("perf/").removesuffix("_s"): value
         for name, value in metrics.items()
@@ -40,8 +41,9 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class PhaseTimer:
-    """Sums the seconds of each phase until they are taken. A phase entered twice in one rollout adds up; phases do not nest, so that
-    their sum never exceeds the step. Work queued on a GPU counts where the host waits for it."""
+    """Sums the seconds of each phase until they are taken. A phase entered twice in one rollout
+    adds up; phases do not nest, so that their sum never exceeds the step. Work queued on a GPU
+    counts where the host waits for it."""
 
     def __init__(self) -> None:
         self.current: str | None = None
@@ -62,7 +64,8 @@ class PhaseTimer:
             self.current = None
 
     def take(self) -> dict[str, float]:
-        """``perf/<phase>_s`` of every phase since the last call, and ``perf/step_s``, all the time since then; starts the next step."""
+        """``perf/<phase>_s`` of every phase since the last call, and ``perf/step_s``, all the time
+        since then; starts the next step."""
         now = time.perf_counter()
         seconds = {phase_metric(name): value for name, value in self._seconds.items()}
         seconds[STEP_SECONDS] = now - self._step_start

@@ -1,7 +1,7 @@
 """Metrics with a type, so that they reduce correctly over micro-batches and ranks.
 
-A ratio metric carries numerator and denominator; extremes reduce by MIN and MAX. Accumulation stays on the device; one
-reduction a step moves everything to the host at once.
+A ratio metric carries numerator and denominator; extremes reduce by MIN and MAX. Accumulation stays
+on the device; one reduction a step moves everything to the host at once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ Kind = Literal["mean", "std", "sum", "min", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One partial value. value, count, square: 0-d float tensors. A mean is value/count over everything; std is the population's standard
-    deviation, from value, count and the float64 sum of squares. count and square are None otherwise."""
+    """One partial value. value, count, square: 0-d float tensors. A mean is value/count over
+    everything; std is the population's standard deviation, from value, count and the float64 sum of
+    squares. count and square are None otherwise."""
 
     kind: Kind
     value: Tensor
@@ -48,7 +49,8 @@ class Metric:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Metric:
-    """Mean of x over active tokens, or the share of them where x is True. x [T], mask [T] bool; masked values never enter, NaN included."""
+    """Mean of x over active tokens, or the share of them where x is True. x [T], mask [T] bool;
+    masked values never enter, NaN included."""
     if x.dtype == torch.bool:
         return Metric("mean", (x & mask).sum(dtype=torch.float32), _count(mask))
     x = torch.where(mask, x.detach().float(), zero(mask.device, torch.float32))
@@ -66,7 +68,8 @@ _counted: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
 
 def _count(mask: Tensor) -> Tensor:
-    """Active tokens, 0-d float32. The metrics of a loss have one mask in common, which is counted once."""
+    """Active tokens, 0-d float32. The metrics of a loss have one mask in common, which is counted
+    once."""
     global _counted
     if mask.is_inference():
         return mask.sum(dtype=torch.float32)
@@ -78,7 +81,8 @@ def _count(mask: Tensor) -> Tensor:
 
 
 def masked_std(x: Tensor, mask: Tensor) -> Metric:
-    """Standard deviation of x over active tokens, without Bessel's correction. Sums in float64, which numbers around 1 need."""
+    """Standard deviation of x over active tokens, without Bessel's correction. Sums in float64,
+    which numbers around 1 need."""
     x = torch.where(mask, x.detach().double(), 0.0)
     return Metric("std", x.sum(), mask.sum(dtype=torch.float64), x.square().sum())
 
@@ -98,7 +102,8 @@ def masked_max(x: Tensor, mask: Tensor) -> Metric:
 
 
 class MetricAccumulator:
-    """Collects metrics of the micro-batches of one step and reduces them over a process group in at most three collectives."""
+    """Collects metrics of the micro-batches of one step and reduces them over a process group in at
+    most three collectives."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
@@ -113,8 +118,9 @@ class MetricAccumulator:
         return self._metrics[name].kind
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Values by name, equal on all ranks of `group` (None: this process alone). Every rank of the group must hold the same
-        names. A mean over nothing, or an extreme over nothing, is left out."""
+        """Values by name, equal on all ranks of `group` (None: this process alone). Every rank of
+        the group must hold the same names. A mean over nothing, or an extreme over nothing, is left
+        out."""
         names = sorted(self._metrics)
         additive: list[Tensor] = []
         extremes: dict[str, list[Tensor]] = {"min": [], "max": []}

@@ -1,12 +1,15 @@
-"""Programs: 1 when the response's program passes every test of the sample, else 0. It runs in `sandbox.py`.
+"""Programs: 1 when the response's program passes every test of the sample, else 0. It runs in
+`sandbox.py`.
 
-Tests are in the row's metadata (--metadata-key) under ``tests``, a list, each one either ``{"stdin": text, "stdout": text}`` (standard output
-is compared line by line, white space at the ends of lines and of the text left out) or ``{"code": text}``, statements that run after the
-program in the same names and raise where it is wrong. Metadata may set ``timeout_s`` (of each test, default 5) and ``memory_mb`` (default
-512). All tests of a sample have to end within --rm-timeout-s.
+Tests are in the row's metadata (--metadata-key) under ``tests``, a list, each one either
+``{"stdin": text, "stdout": text}`` (standard output is compared line by line, white space at the
+ends of lines and of the text left out) or ``{"code": text}``, statements that run after the program
+in the same names and raise where it is wrong. Metadata may set ``timeout_s`` (of each test, default
+5) and ``memory_mb`` (default 512). All tests of a sample have to end within --rm-timeout-s.
 
-The output that is expected of ``stdin`` tests never enters the sandbox. The statements of ``code`` tests do: a program that looks for them there
-can read them, and forge their success; use the first kind where that matters.
+The output that is expected of ``stdin`` tests never enters the sandbox. The statements of ``code``
+tests do: a program that looks for them there can read them, and forge their success; use the first
+kind where that matters.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ def prepare() -> None:
 
 
 def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
-    """Raises ValueError when the tests are missing or wrong, SandboxError where nothing is known about the program."""
+    """Raises ValueError when the tests are missing or wrong, SandboxError where nothing is known
+    about the program."""
     if words := problem(label, metadata):
         raise ValueError(words)
     timeout = float(metadata.get("timeout_s", DEFAULT.wall_s))

@@ -1,15 +1,16 @@
 """Takes the rights of a process away, in layers: what every grader of model text runs under.
 
-- Namespaces: users, network, System V memory and host name of its own, and a root folder in which only the Python
-  installation exists. Where this user may make them.
-- Landlock (Linux 5.13): the same files, read-only; from Linux 6.7 no TCP, from 6.12 no signal and no abstract socket
-  outside.
-- A seccomp filter with an allow-list (`seccomp.py`): no sockets, no exec, no signal to another process, no open for
-  writing, no new attribute of any file or process.
+- Namespaces: users, network, System V memory and host name of its own, and a root folder in which
+  only the Python installation exists. Where this user may make them.
+- Landlock (Linux 5.13): the same files, read-only; from Linux 6.7 no TCP, from 6.12 no signal and
+  no abstract socket outside.
+- A seccomp filter with an allow-list (`seccomp.py`): no sockets, no exec, no signal to another
+  process, no open for writing, no new attribute of any file or process.
 - No capabilities, no new privileges, no core dumps, resource limits.
 
-A layer that this host lacks is left out, and `unenforced` says what that means. Standard library only: a program's
-sandbox (`sandbox_child.py`) starts with nothing else. `DISABLE` names layers to leave out, for tests.
+A layer that this host lacks is left out, and `unenforced` says what that means. Standard library
+only: a program's sandbox (`sandbox_child.py`) starts with nothing else. `DISABLE` names layers to
+leave out, for tests.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def unenforced() -> list[str]:
 
 
 def refusal() -> str | None:
-    """Why text of a model may not be executed here, or None: seccomp, and one of the layers about files, must be there."""
+    """Why text of a model may not be executed here, or None: seccomp, and one of the layers about
+    files, must be there."""
     out = missing()
     lacking = [name for name in ("seccomp",) if name in out]
     if "landlock" in out and "namespaces" in out:
@@ -121,7 +123,8 @@ def landlock_abi() -> int:
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent ends, whatever this process is doing. Entering a namespace resets it."""
+    """Be killed when the parent ends, whatever this process is doing. Entering a namespace resets
+    it."""
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -129,7 +132,8 @@ def die_with(parent: int) -> None:
 
 
 def readable_paths(packages: bool) -> list[str]:
-    """What confined code may read: libraries of the system, the standard library, and perhaps installed packages."""
+    """What confined code may read: libraries of the system, the standard library, and perhaps
+    installed packages."""
     import sysconfig
 
     paths = [*_SYSTEM, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
@@ -148,7 +152,8 @@ def _holds(folder: str, path: str) -> bool:
 
 
 def own_namespaces(paths: Iterable[str]) -> None:
-    """Enter namespaces of users, network, IPC, host name and files; the last has nothing but `paths`, read-only.
+    """Enter namespaces of users, network, IPC, host name and files; the last has nothing but
+    `paths`, read-only.
 
     Before any thread is started. Raises OSError where this user may not do it.
     """
@@ -196,11 +201,12 @@ def _bind(path: str, file_descriptor: int) -> None:
 
 
 def lock(paths: Iterable[str], *, seccomp: bool = True, fork: bool = False) -> None:
-    """Landlock over `paths`, no capabilities, and the filter. Nothing gives these rights back. Raises OSError.
+    """Landlock over `paths`, no capabilities, and the filter. Nothing gives these rights back.
+    Raises OSError.
 
     Args:
-        seccomp: With the filter; without it nothing of a model may run here, but in children after `lock_child`.
-        fork: The filter lets this process fork; children then call `lock_child`.
+        seccomp: With the filter; without it nothing of a model may run here, but in children after
+        `lock_child`. fork: The filter lets this process fork; children then call `lock_child`.
     """
     out = missing()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -222,7 +228,8 @@ def lock_child() -> None:
 def limit(
     *, memory: int, open_files: int | None = None, cpu_s: int | None = None, threads: int = 64
 ) -> None:
-    """Resource limits of this process. Threads are counted where the user is alone in a namespace of users.
+    """Resource limits of this process. Threads are counted where the user is alone in a namespace
+    of users.
 
     Args:
         memory: Bytes of address space.

@@ -1,4 +1,5 @@
-"""A user's own reward: ``module.function`` or ``path/to/file.py:function``, called as ``function(args, sample)``."""
+"""A user's own reward: ``module.function`` or ``path/to/file.py:function``, called as
+``function(args, sample)``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from slime_like import import_utils
 
 @dataclass(frozen=True, slots=True)
 class RewardArgs:
-    """The settings of the reward, read-only, as the first argument of a custom function; named as the flags are."""
+    """The settings of the reward, read-only, as the first argument of a custom function; named as
+    the flags are."""
 
     rm_type: str | None = None
     custom_rm_path: str | None = None
@@ -25,7 +27,8 @@ class RewardArgs:
 
 @dataclass(slots=True)
 class RewardSample:
-    """A sample as a custom function sees it, with the attribute names that slime's users know. tokens: prompt and response."""
+    """A sample as a custom function sees it, with the attribute names that slime's users know.
+    tokens: prompt and response."""
 
     index: int
     group_index: int

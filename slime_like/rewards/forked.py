@@ -1,4 +1,5 @@
-"""A score in a forked child: what a text does to the process that evaluates it ends with its own sample."""
+"""A score in a forked child: what a text does to the process that evaluates it ends with its own
+sample."""
 
 from __future__ import annotations
 

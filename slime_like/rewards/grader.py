@@ -1,8 +1,9 @@
 """Rewards of samples, with a deadline that always holds.
 
-Whatever looks at a model's text (this project's rewards, math-verify, task scorers, a user's function) may hang, take all
-memory or ignore signals, and runs in worker processes that are killed (`pool.py`); all but the user's own are confined.
-Asynchronous custom functions run concurrently, up to 64 samples in one worker's event loop.
+Whatever looks at a model's text (this project's rewards, math-verify, task scorers, a user's
+function) may hang, take all memory or ignore signals, and runs in worker processes that are killed
+(`pool.py`); all but the user's own are confined. Asynchronous custom functions run concurrently, up
+to 64 samples in one worker's event loop.
 """
 
 from __future__ import annotations
@@ -32,16 +33,20 @@ _UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED, SampleStatus.PARTIAL)
 
 
 class Grader:
-    """Fills in rewards. The arguments are the fields of `arguments.schema.rollout.RewardConfig`: ``Grader(**asdict(config))``.
+    """Fills in rewards. The arguments are the fields of `arguments.schema.rollout.RewardConfig`:
+    ``Grader(**asdict(config))``.
 
-    rm_type: the reward; None: samples of a reasoning_gym source are scored by
-    their task (`registry.reward_of`). rm_type_from_metadata: ``rm_type`` in a sample's metadata comes first. custom_rm_path: replaces all of these. rm_num_workers: processes; 0 chooses this process's
-    share of the cores, at most 4. They start with the first sample that needs one. Rewards and paths that a command line
-    names are checked when it is parsed; here a wrong one is an error of the first `grade`.
+    rm_type: the reward; None: samples of a reasoning_gym source are scored by their task
+    (`registry.reward_of`). rm_type_from_metadata: ``rm_type`` in a sample's metadata comes first.
+    custom_rm_path: replaces all of these. rm_num_workers: processes; 0 chooses this process's share
+    of the cores, at most 4. They start with the first sample that needs one. Rewards and paths that
+    a command line names are checked when it is parsed; here a wrong one is an error of the first
+    `grade`.
 
-    About the last call of `grade`: `last_counts`: graded, nonfinite (of those), raised, timeout, died (how samples failed) and skipped
-    (failed or aborted before they came here); `last_failure` and `last_nonfinite`: words about the first sample that failed, and
-    the first whose reward is NaN, infinite or None; None where there is none.
+    About the last call of `grade`: `last_counts`: graded, nonfinite (of those), raised, timeout,
+    died (how samples failed) and skipped (failed or aborted before they came here); `last_failure`
+    and `last_nonfinite`: words about the first sample that failed, and the first whose reward is
+    NaN, infinite or None; None where there is none.
     """
 
     def __init__(
@@ -71,9 +76,10 @@ class Grader:
     def grade(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples in the same order, each with its reward.
 
-        NaN, infinity and None become a reward of NaN, counted: the advantage leaves it out of the group's statistics. A function
-        that raises, dies or misses the deadline gives status FAILED, reward None and the reason in ``metadata["failure"]``.
-        Samples that had failed already are passed on. Raises ValueError for a sample without a usable reward, and for a value that is
+        NaN, infinity and None become a reward of NaN, counted: the advantage leaves it out of the
+        group's statistics. A function that raises, dies or misses the deadline gives status FAILED,
+        reward None and the reason in ``metadata["failure"]``. Samples that had failed already are
+        passed on. Raises ValueError for a sample without a usable reward, and for a value that is
         no number or beyond --max-abs-reward, naming the sample.
         """
         counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
@@ -94,8 +100,9 @@ class Grader:
         ]
 
     def grade_groups(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
-        """As `grade`, with --group-rm: the custom function gets all samples of a group, also those that failed before, and returns a reward
-        for each. Groups that have their rewards are passed on."""
+        """As `grade`, with --group-rm: the custom function gets all samples of a group, also those
+        that failed before, and returns a reward for each. Groups that have their rewards are passed
+        on."""
         counts = Counter(graded=0, nonfinite=0, raised=0, timeout=0, died=0, skipped=0)
         self.last_counts, self.last_failure, self.last_nonfinite = counts, None, None
         wanted = [
@@ -173,7 +180,8 @@ class Grader:
     def _local_answers(
         self, samples: Sequence[Sample], local: Mapping[str, list[int]], jobs: list[Job]
     ) -> dict[int, Answer]:
-        """Of `jobs`, and of the samples under each reward of this project. A batch that is lost is asked one by one."""
+        """Of `jobs`, and of the samples under each reward of this project. A batch that is lost is
+        asked one by one."""
         pool = self._pool_for(set(local))
         batches = [[job.id] for job in jobs]
         for name, indices in local.items():
@@ -196,7 +204,8 @@ class Grader:
         return answers
 
     def _pool_for(self, names: set[str]) -> WorkerPool:
-        """A pool whose workers have prepared these rewards; a new one when a reward is needed for the first time."""
+        """A pool whose workers have prepared these rewards; a new one when a reward is needed for
+        the first time."""
         ready = set(self._pool.setup.rm_types) if self._pool is not None else set()
         if self._pool is None or not names <= ready:
             if self._pool is not None:

@@ -1,4 +1,5 @@
-"""Final numbers of grade-school problems (GSM8K, Cobbe et al. 2021, arXiv 2110.14168): 1 when they are equal, else 0.
+"""Final numbers of grade-school problems (GSM8K, Cobbe et al. 2021, arXiv 2110.14168): 1 when they
+are equal, else 0.
 
 Every step is linear in the length of the text, so that this reward needs no deadline.
 """
@@ -10,7 +11,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-# A sign belongs to a number only where no operand stands before it ("7-4" holds 7 and 4). Thousands: groups of three.
+# A sign belongs to a number only where no operand stands before it ("7-4" holds 7 and 4).
+# Thousands: groups of three.
 _NUMBER = re.compile(
     r"((?<![\w.)])[-\u2212])?\$?(\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 )
@@ -35,13 +37,15 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
 
 
 def label_number(label: str) -> Decimal | None:
-    """The number after the last ``####`` of a label, or the only kind of answer it has: its last number."""
+    """The number after the last ``####`` of a label, or the only kind of answer it has: its last
+    number."""
     marked = _marked_number(label)
     return marked if marked is not None else _last_number(label)
 
 
 def response_number(response: str) -> Decimal | None:
-    """What the response answers: the last ``#### x``; else the last ``\\boxed{x}``; else its last number."""
+    """What the response answers: the last ``#### x``; else the last ``\\boxed{x}``; else its last
+    number."""
     marked = _marked_number(response)
     if marked is not None:
         return marked
@@ -50,7 +54,8 @@ def response_number(response: str) -> Decimal | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last ``\\boxed{...}`` that is closed, braces balanced, ``\\{`` and ``\\}`` not counted; None when there is none.
+    """Content of the last ``\\boxed{...}`` that is closed, braces balanced, ``\\{`` and ``\\}`` not
+    counted; None when there is none.
 
     Of boxes in boxes the innermost counts. Linear in the length of the text.
     """

@@ -1,8 +1,10 @@
-"""Ends everything that a user's reward function has started, daemons too, when its worker ends or the run does.
+"""Ends everything that a user's reward function has started, daemons too, when its worker ends or
+the run does.
 
-The process that the pool starts becomes the keeper: it forks, the child is the worker, and whatever descendants lose
-their parents become the keeper's children (PR_SET_CHILD_SUBREAPER), so that none escapes by a double fork or a session
-of its own. Elsewhere than on Linux only the process group is ended.
+The process that the pool starts becomes the keeper: it forks, the child is the worker, and whatever
+descendants lose their parents become the keeper's children (PR_SET_CHILD_SUBREAPER), so that none
+escapes by a double fork or a session of its own. Elsewhere than on Linux only the process group is
+ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Mathematical equivalence by math-verify: 1 when the response's answer equals the label, else 0.
 
-math-verify limits its own time by SIGALRM, which works only in a main thread and cannot stop long native calls; its limits are
-off here, and this reward runs in a worker process with a deadline (`grader.py`).
+math-verify limits its own time by SIGALRM, which works only in a main thread and cannot stop long
+native calls; its limits are off here, and this reward runs in a worker process with a deadline
+(`grader.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ def prepare() -> None:
 
 
 def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
-    """Why no response to this row can be scored, or None. Whether the label can be read is seen when it is graded: parsing takes long."""
+    """Why no response to this row can be scored, or None. Whether the label can be read is seen
+    when it is graded: parsing takes long."""
     if label is None:
         return "the label is missing or null; name its field with --label-key"
     return None if str(label).strip() else "the label (--label-key) is empty"
 
 
 def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
-    """Label: LaTeX or a plain expression, with or without ``$`` or ``\\boxed{}``. Raises ValueError when it cannot be read."""
+    """Label: LaTeX or a plain expression, with or without ``$`` or ``\\boxed{}``. Raises ValueError
+    when it cannot be read."""
     from math_verify import parse, verify
 
     text = str(label)
@@ -42,9 +45,11 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
 
 
 def final_answer(response: str) -> str:
-    """What of the response is the answer: after the last ``</think>``, the last ``\\boxed{...}`` there.
+    """What of the response is the answer: after the last ``</think>``, the last ``\\boxed{...}``
+    there.
 
-    Without a box it is all of that part. An earlier box is a thought that was given up, as the field's graders have it.
+    Without a box it is all of that part. An earlier box is a thought that was given up, as the
+    field's graders have it.
     """
     text = response.rpartition("</think>")[2]
     boxed = last_boxed(text)

@@ -1,9 +1,11 @@
-"""Worker processes with a deadline for every sample, killed by SIGKILL when they miss it, and replaced.
+"""Worker processes with a deadline for every sample, killed by SIGKILL when they miss it, and
+replaced.
 
-Plain subprocesses rather than multiprocessing: that would import the training program's main module, and torch with it, into
-every worker. A worker is the leader of its own process group, dies with this process (PR_SET_PDEATHSIG), and gets an emptied
-environment unless it runs the user's own function. PR_SET_PDEATHSIG counts from the thread that started the worker: when that
-thread ends, idle workers end too, and the next call replaces them.
+Plain subprocesses rather than multiprocessing: that would import the training program's main
+module, and torch with it, into every worker. A worker is the leader of its own process group, dies
+with this process (PR_SET_PDEATHSIG), and gets an emptied environment unless it runs the user's own
+function. PR_SET_PDEATHSIG counts from the thread that started the worker: when that thread ends,
+idle workers end too, and the next call replaces them.
 """
 
 from __future__ import annotations
@@ -28,9 +30,8 @@ from slime_like.rewards.worker import HEADER, Answer, Job, Setup
 from slime_like.text import clean, printable
 
 START_LIMIT_S = 120.0  # imports of a user's module on a slow file system
-GRACE_S = (
-    1.0  # an asynchronous function's own deadline comes first; past this its event loop is blocked
-)
+# an asynchronous function's own deadline comes first; past this its event loop is blocked
+GRACE_S = 1.0
 MOST_PRINTED = 2**16  # bytes of what rewards print, that a round shows
 _MAX_ANSWER = 2**20  # bytes
 _END_S = 10.0  # for a keeper to end what a reward has started
@@ -41,7 +42,8 @@ _KEPT_ENVIRONMENT = (
 
 
 class Worker:
-    """One process, its pipes, and the jobs it holds. slots: jobs it takes at once; 0 until it is ready."""
+    """One process, its pipes, and the jobs it holds. slots: jobs it takes at once; 0 until it is
+    ready."""
 
     def __init__(self, setup: Setup) -> None:
         environment = dict(os.environ)
@@ -117,7 +119,8 @@ class Worker:
         return b""
 
     def kill(self) -> str:
-        """End the process, and all that it has started, at once, and say how the process itself ended."""
+        """End the process, and all that it has started, at once, and say how the process itself
+        ended."""
         code = self._ended_by_keeper()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -142,7 +145,8 @@ class Worker:
 
 
 class WorkerPool:
-    """Grades jobs in at most `num_workers` processes, started when there is work. Not for use from several threads."""
+    """Grades jobs in at most `num_workers` processes, started when there is work. Not for use from
+    several threads."""
 
     def __init__(self, setup: Setup, num_workers: int) -> None:
         self.setup = replace(setup, missing=confinement.missing()) if setup.confined else setup
@@ -152,7 +156,8 @@ class WorkerPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
 
     def run(self, jobs: Sequence[Job]) -> list[Answer]:
-        """One answer a job, in order: a worker's answer, ``{"timeout": True}`` or ``{"died": how}``.
+        """One answer a job, in order: a worker's answer, ``{"timeout": True}`` or ``{"died":
+        how}``.
 
         Raises RuntimeError when a worker cannot start.
         """
@@ -166,7 +171,8 @@ class WorkerPool:
         _kill_all(self._workers, os.getpid())
 
     def staff(self, wanted: int) -> None:
-        """Have as many workers as `wanted`, within the limit; those that ended while idle are replaced."""
+        """Have as many workers as `wanted`, within the limit; those that ended while idle are
+        replaced."""
         for worker in [w for w in self._workers if not w.deadlines]:
             if worker.process.poll() is not None or worker.receive() is None:
                 self.discard(worker)
@@ -183,8 +189,8 @@ class WorkerPool:
 
 
 class _Round:
-    """The state of one `run`. A job whose worker held others when it had to be killed is tried once more, by itself:
-    of several jobs in one blocked event loop only the guilty one is lost."""
+    """The state of one `run`. A job whose worker held others when it had to be killed is tried once
+    more, by itself: of several jobs in one blocked event loop only the guilty one is lost."""
 
     def __init__(self, pool: WorkerPool, jobs: Sequence[Job]) -> None:
         self.pool = pool
@@ -274,7 +280,8 @@ class _Round:
                 self._lose(worker, {"timeout": True})
 
     def _lose(self, worker: Worker, answer: Answer | None) -> None:
-        """Kill a worker. Its only job gets `answer` (None: that it died); several are tried again, each alone."""
+        """Kill a worker. Its only job gets `answer` (None: that it died); several are tried again,
+        each alone."""
         words = worker.printed()
         self._show(words)
         how = self.pool.discard(worker)

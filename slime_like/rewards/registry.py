@@ -1,4 +1,5 @@
-"""The rewards that come with the project. Nothing here imports torch: workers start in a fraction of a second."""
+"""The rewards that come with the project. Nothing here imports torch: workers start in a fraction
+of a second."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from slime_like.rewards import code, confinement, exact_match, gsm8k, math, remo
 class Reward:
     """score(response, label, metadata) -> float; raises where a sample cannot be scored.
 
-    problem(label, metadata) -> why no response to such a row can be scored, or None; cheap, it is asked for every row of a file.
-    inline: looks at no text of a model, so it is graded in the calling process. All others are graded in confined workers.
-    bounded: takes time linear in the text and does not read the metadata; a worker is given many texts at once.
-    evaluates(response): whether evaluating this text may run code; it is then graded in a process of its own. None: never.
-    prepare: imports what it needs, before the first sample's deadline runs. library: (import name, distribution) of that, which the extra
+    problem(label, metadata) -> why no response to such a row can be scored, or None; cheap, it is
+    asked for every row of a file. inline: looks at no text of a model, so it is graded in the
+    calling process. All others are graded in confined workers. bounded: takes time linear in the
+    text and does not read the metadata; a worker is given many texts at once. evaluates(response):
+    whether evaluating this text may run code; it is then graded in a process of its own. None:
+    never. prepare: imports what it needs, before the first sample's deadline runs. library: (import
+    name, distribution) of that, which the extra
     `extra` installs.
     """
 
@@ -84,9 +87,9 @@ def reward_of(
     """The reward of a row.
 
     Args:
-        rm_type: --rm-type; None: `task` where the row carries a reasoning-gym task, which thereby scores itself.
-        metadata: Of the row. ``rm_type`` in it comes first.
-        from_metadata: --rm-type-from-metadata: the row may choose another reward than the run's. Data that someone
+        rm_type: --rm-type; None: `task` where the row carries a reasoning-gym task, which thereby
+        scores itself. metadata: Of the row. ``rm_type`` in it comes first. from_metadata:
+        --rm-type-from-metadata: the row may choose another reward than the run's. Data that someone
             else wrote would otherwise decide which scorers and programs run here.
 
     Raises:
@@ -109,7 +112,8 @@ def reward_of(
 
 
 def require_library(name: str) -> None:
-    """Raises ValueError where the reward's library is not installed. Walks sys.path: not to be called for every row."""
+    """Raises ValueError where the reward's library is not installed. Walks sys.path: not to be
+    called for every row."""
     missing = rewards.get(name).missing_library()
     if missing:
         raise ValueError(f"the reward {name} needs {missing}")
@@ -125,7 +129,8 @@ def require_confinement(name: str) -> None:
 def answer_check(
     rm_type: str | None, custom_rm_path: str | None, *, from_metadata: bool = False
 ) -> AnswerCheck:
-    """Why no response to a row can be graded, or None; for `data.prompts`. A custom function takes any row."""
+    """Why no response to a row can be graded, or None; for `data.prompts`. A custom function takes
+    any row."""
     ready: set[str] = set()
 
     def check(label: Any, metadata: Mapping[str, Any]) -> str | None:

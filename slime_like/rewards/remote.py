@@ -1,7 +1,9 @@
-"""A reward server: ``POST --rm-url {"prompt", "response", "label"}``, answered by a number, or by an object with --reward-key.
+"""A reward server: ``POST --rm-url {"prompt", "response", "label"}``, answered by a number, or by
+an object with --reward-key.
 
-As slime's ``remote_rm``. Connections that fail, 429 and 5xx are tried again with growing pauses until --rm-timeout-s; any other status, and an
-answer that is not JSON, is final. Runs in a worker's event loop (`worker.py`), where many samples wait at once.
+As slime's ``remote_rm``. Connections that fail, 429 and 5xx are tried again with growing pauses
+until --rm-timeout-s; any other status, and an answer that is not JSON, is final. Runs in a worker's
+event loop (`worker.py`), where many samples wait at once.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ def only_remote(response: str, label: Any, metadata: Mapping[str, Any]) -> float
 
 
 async def score(args: RewardArgs, sample: RewardSample) -> Any:
-    """What the server says. Raises RuntimeError with URL and status where that is final, or there is no time for another try."""
+    """What the server says. Raises RuntimeError with URL and status where that is final, or there
+    is no time for another try."""
     import httpx
 
     body = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     assert args.rm_url is not None
     pause, tries = FIRST_PAUSE_S, 0
     deadline = asyncio.get_running_loop().time() + args.rm_timeout_s
-    # a connection for each request: a worker that is killed leaves none behind, and proxies of the environment are not asked
+    # a connection for each request: a worker that is killed leaves none behind, and proxies of the
+    # environment are not asked
     async with httpx.AsyncClient(timeout=args.rm_timeout_s, trust_env=False) as client:
         while True:
             try:

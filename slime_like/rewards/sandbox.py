@@ -1,9 +1,10 @@
-"""Runs a program that nobody trusts: a Python process without files, network, other processes or environment.
+"""Runs a program that nobody trusts: a Python process without files, network, other processes or
+environment.
 
-What confines it is `confinement.py`, with resource limits. A zygote (`sandbox_child.py`) confines itself once and
-forks a process for each program, which dies with its parent, is killed at its deadline, and whose output is read up to
-a limit. `problem` says what this host lacks; a sandbox that fails to start raises `SandboxError` and is no result of
-the program.
+What confines it is `confinement.py`, with resource limits. A zygote (`sandbox_child.py`) confines
+itself once and forks a process for each program, which dies with its parent, is killed at its
+deadline, and whose output is read up to a limit. `problem` says what this host lacks; a sandbox
+that fails to start raises `SandboxError` and is no result of the program.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """wall_s: deadline. cpu_s: processor time. memory_mb: address space. output_bytes: of standard output and error together."""
+    """wall_s: deadline. cpu_s: processor time. memory_mb: address space. output_bytes: of standard
+    output and error together."""
 
     wall_s: float = 5.0
     cpu_s: int = 5
@@ -49,8 +51,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """status: "ok" (ended by itself, and the check after it passed), "error" (raised, or exited otherwise), "timeout", "output" (wrote too
-    much), "killed" (by a signal, as one that uses too much processor time is)."""
+    """status: "ok" (ended by itself, and the check after it passed), "error" (raised, or exited
+    otherwise), "timeout", "output" (wrote too much), "killed" (by a signal, as one that uses too
+    much processor time is)."""
 
     status: Status
     stdout: str
@@ -66,13 +69,14 @@ def problem() -> str | None:
 def run(
     program: str, *, stdin: str = "", check: str | None = None, limits: Limits | None = None
 ) -> Outcome:
-    """Run `program` as a script, then `check` in the same names; both must end without an exception.
+    """Run `program` as a script, then `check` in the same names; both must end without an
+    exception.
 
     Args:
         program: Python source.
         stdin: What it reads from standard input.
-        check: Statements that run after it; None: the program alone, which may also leave by sys.exit(0).
-        limits: What it may use.
+        check: Statements that run after it; None: the program alone, which may also leave by
+        sys.exit(0). limits: What it may use.
 
     Raises:
         SandboxError: The sandbox could not start or broke.
@@ -96,9 +100,10 @@ def warm_up() -> None:
 class Zygote:
     """The process that programs are forked from, one at a time.
 
-    Pipes: requests (a frame of JSON, read by the forked child), kills (a byte each), reports (a letter, 2 bytes of
-    length, a body: R ready, B broken and why, E ended and its exit status), and standard output and error. All
-    processes that held the latter are gone before E is written: what is left in them belongs to this program.
+    Pipes: requests (a frame of JSON, read by the forked child), kills (a byte each), reports (a
+    letter, 2 bytes of length, a body: R ready, B broken and why, E ended and its exit status), and
+    standard output and error. All processes that held the latter are gone before E is written: what
+    is left in them belongs to this program.
     """
 
     def __init__(self) -> None:
@@ -166,7 +171,8 @@ class Zygote:
             raise SandboxError(f"the sandbox cannot start: {words}")
 
     def _report(self, deadline: float) -> tuple[bytes, bytes]:
-        """The next report; kind b"" where the process has ended. Raises SandboxError at the deadline."""
+        """The next report; kind b"" where the process has ended. Raises SandboxError at the
+        deadline."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._reports, selectors.EVENT_READ)
             if not selector.select(max(0.0, deadline - time.monotonic())):
@@ -179,7 +185,8 @@ class Zygote:
         ) else b""
 
     def _follow(self, limits: Limits) -> tuple[dict[str, bytearray], Status | None, int]:
-        """Read both streams until the program has ended. A status where it had to be killed: too long, or too much written."""
+        """Read both streams until the program has ended. A status where it had to be killed: too
+        long, or too much written."""
         streams = {"stdout": bytearray(), "stderr": bytearray()}
         status: Status | None = None
         deadline = time.monotonic() + limits.wall_s

@@ -1,7 +1,9 @@
-"""The inside of `sandbox.py`: a process that confines itself once, and then forks a child for every program.
+"""The inside of `sandbox.py`: a process that confines itself once, and then forks a child for every
+program.
 
-A fork costs a millisecond, where a new interpreter costs thirty. The child reads its request itself, so that this
-process, from which later children are made, never sees one. Protocol: see `sandbox.Zygote`.
+A fork costs a millisecond, where a new interpreter costs thirty. The child reads its request
+itself, so that this process, from which later children are made, never sees one. Protocol: see
+`sandbox.Zygote`.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Pipes:
 
 
 def main() -> None:
-    """argv: [-c, folder, pid of the parent, pipes, layers that are missing]. Ends with the pipe of requests."""
+    """argv: [-c, folder, pid of the parent, pipes, layers that are missing]. Ends with the pipe of
+    requests."""
     pipes = Pipes(*json.loads(sys.argv[3]))
     confinement.assume(json.loads(sys.argv[4]))
     try:
@@ -98,7 +101,8 @@ def _watch(child: int, pipes: Pipes) -> None:
 
 
 def _prepare(pipes: Pipes, size: int) -> dict[str, Any]:
-    """Read the request and give up the rest of the rights; a failure is reported and ends the process."""
+    """Read the request and give up the rest of the rights; a failure is reported and ends the
+    process."""
     try:
         request: dict[str, Any] = json.loads(pipes.read(size))
         _own_stdin(request["stdin"])

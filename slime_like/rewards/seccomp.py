@@ -1,8 +1,10 @@
-"""The system calls that confined code may make: a classic BPF program with an allow-list, built here.
+"""The system calls that confined code may make: a classic BPF program with an allow-list, built
+here.
 
-Everything that is not named gets EPERM. A few calls are allowed for some arguments only; a filter cannot follow
-pointers, so `clone3` answers ENOSYS (the C library falls back to `clone`) and `openat2` is not allowed.
-Sources: linux/seccomp.h, linux/filter.h, asm/unistd_64.h, asm-generic/unistd.h. Standard library only.
+Everything that is not named gets EPERM. A few calls are allowed for some arguments only; a filter
+cannot follow pointers, so `clone3` answers ENOSYS (the C library falls back to `clone`) and
+`openat2` is not allowed. Sources: linux/seccomp.h, linux/filter.h, asm/unistd_64.h,
+asm-generic/unistd.h. Standard library only.
 """
 
 from __future__ import annotations
@@ -123,7 +125,8 @@ def _bodies(fork: bool) -> dict[str, list[Instruction]]:
 
 
 def _low(argument: int) -> int:
-    """Offset of an argument's low half (both architectures are little-endian). The kernel reads no more of an int."""
+    """Offset of an argument's low half (both architectures are little-endian). The kernel reads no
+    more of an int."""
     return 16 + 8 * argument
 
 

@@ -1,7 +1,7 @@
 """The scorer of a reasoning-gym task (`data/tasks.py`), between 0 and 1.
 
-Several of these scorers evaluate the model's text as Python or sympy (`eval`, `parse_expr`), so an answer that could call
-something is scored in a confined process of its own (`forked.py`).
+Several of these scorers evaluate the model's text as Python or sympy (`eval`, `parse_expr`), so an
+answer that could call something is scored in a confined process of its own (`forked.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def prepare() -> None:
 
 
 def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
-    """Why no response to this row can be scored, or None: ``task`` (name, options) and ``entry`` must be in its metadata."""
+    """Why no response to this row can be scored, or None: ``task`` (name, options) and ``entry``
+    must be in its metadata."""
     task, entry = metadata.get("task"), metadata.get("entry")
     if (
         isinstance(task, Mapping)
@@ -40,7 +41,8 @@ def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
 
 
 def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
-    """What the task's verifier says about the answer in the response. Raises ValueError when the sample has no task."""
+    """What the task's verifier says about the answer in the response. Raises ValueError when the
+    sample has no task."""
     if words := problem(label, metadata):
         raise ValueError(words)
     task = metadata["task"]
@@ -55,7 +57,8 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
 def unknown(spec: str) -> str | None:
     """What is wrong with the name in ``reasoning_gym:<task>?...``, with the nearest names, or None.
 
-    The package's text is searched first: importing it takes seconds, which only a name that seems wrong is worth.
+    The package's text is searched first: importing it takes seconds, which only a name that seems
+    wrong is worth.
     """
     name = spec.partition(":")[2].partition("?")[0]
     if name in _written_names():

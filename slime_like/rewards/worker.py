@@ -1,13 +1,15 @@
 """A process that grades samples and may be killed at any moment; the other end is `pool.py`.
 
-Frames on both pipes: 8 bytes of length, little-endian, then the body. The parent's frames are pickled, as they come from the
-process that started this one and keep the types of metadata; answers are JSON, because what ran here may have evaluated a
-model's text. First frame in: `Setup`; first out: ``{"ready": slots}`` or ``{"failed": reason}``. Then jobs and answers:
-``{"job": id, ...}`` with ``value`` (number or null) and perhaps ``details``, or ``wrong_type``, ``raised`` or ``timeout``;
-``{"job": id, "batch": [...]}`` for a job of several texts; ``"last": true`` from a worker that cannot go on.
+Frames on both pipes: 8 bytes of length, little-endian, then the body. The parent's frames are
+pickled, as they come from the process that started this one and keep the types of metadata; answers
+are JSON, because what ran here may have evaluated a model's text. First frame in: `Setup`; first
+out: ``{"ready": slots}`` or ``{"failed": reason}``. Then jobs and answers:
+``{"job": id, ...}`` with ``value`` (number or null) and perhaps ``details``, or ``wrong_type``,
+``raised`` or ``timeout``; ``{"job": id, "batch": [...]}`` for a job of several texts; ``"last":
+true`` from a worker that cannot go on.
 
-Rewards of this project confine the process before the first job (`confinement.py`). The user's own function is trusted
-and is not confined; what it starts ends with it (`keeper.py`).
+Rewards of this project confine the process before the first job (`confinement.py`). The user's own
+function is trusted and is not confined; what it starts ends with it (`keeper.py`).
 """
 
 from __future__ import annotations
@@ -59,13 +61,15 @@ class Setup:
 
     @property
     def confined(self) -> bool:
-        """Whether the workers run only this project's own code on texts; a reward server needs the network."""
+        """Whether the workers run only this project's own code on texts; a reward server needs the
+        network."""
         return self.args.custom_rm_path is None and self.rm_types != (REMOTE,)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """rm_type None: the custom function, with `sample` (a list: all samples of a group, --group-rm); else `texts`."""
+    """rm_type None: the custom function, with `sample` (a list: all samples of a group,
+    --group-rm); else `texts`."""
 
     id: int
     rm_type: str | None
@@ -76,8 +80,9 @@ class Job:
 def main() -> None:
     """Serve until the pipe closes. argv: [pid of the parent]."""
     _die_with(int(sys.argv[-1]))
-    # A cluster tells every process of a job that its time is up. The trainer finishes its rollout then, and needs the grades; what a reward
-    # function starts is not affected, as handlers do not outlive exec.
+    # A cluster tells every process of a job that its time is up. The trainer finishes its rollout
+    # then, and needs the grades; what a reward function starts is not affected, as handlers do not
+    # outlive exec.
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     requests, replies = _take_pipes()
     setup: Setup = _read(requests)
@@ -113,7 +118,8 @@ def _die_with(parent: int) -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output for the protocol alone; what a reward prints goes to standard error."""
+    """Standard input and output for the protocol alone; what a reward prints goes to standard
+    error."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -134,7 +140,8 @@ def _prepare(setup: Setup) -> Callable[..., Any] | None:
 
 
 def _confine(names: tuple[str, ...]) -> None:
-    """Import what the rewards need, and give up this process's rights. Raises OSError, RuntimeError."""
+    """Import what the rewards need, and give up this process's rights. Raises OSError,
+    RuntimeError."""
     if "code" in names:  # its own sandbox is started before this process can start nothing
         rewards.get("code").prepare()  # type: ignore[misc]
     parent = os.getppid()
@@ -219,7 +226,8 @@ def answer_to(job: Job, value: Any, reward_key: str | None) -> Answer:
 
 
 def to_answer(value: Any, reward_key: str | None) -> Answer:
-    """A reward function's value as an answer; `details` are the other numbers of a dict that holds `reward_key`."""
+    """A reward function's value as an answer; `details` are the other numbers of a dict that holds
+    `reward_key`."""
     details: dict[str, float] = {}
     if isinstance(value, dict):
         if reward_key is None or reward_key not in value:
@@ -246,7 +254,8 @@ def raised(error: BaseException) -> Answer:
 
 
 def _reason(error: BaseException) -> str:
-    """Type, message, and the last place in code that is not this project's, a library's or the interpreter's."""
+    """Type, message, and the last place in code that is not this project's, a library's or the
+    interpreter's."""
     words = f"{type(error).__name__}: {_message(error)}"
     folder = os.path.dirname(os.path.abspath(__file__))
     places = [

@@ -1,11 +1,14 @@
 """Rollouts that are sampled while others are trained on (--async-rollout).
 
-A thread samples one rollout after another, in their order, as far as it is allowed. Before rollout k is trained on, k + max_staleness is allowed: at
-that moment the engine gets the weights that k is trained from. So no token is older than max_staleness versions, and with 0 every rollout
-is sampled by the weights that it is trained from, as without a thread. New weights reach a rollout in the middle, between two tokens.
+A thread samples one rollout after another, in their order, as far as it is allowed. Before rollout
+k is trained on, k + max_staleness is allowed: at that moment the engine gets the weights that k is
+trained from. So no token is older than max_staleness versions, and with 0 every rollout is sampled
+by the weights that it is trained from, as without a thread. New weights reach a rollout in the
+middle, between two tokens.
 
-A checkpoint waits for what is being sampled, and holds the rollouts that were sampled and not trained on. A resumed run trains on
-them, and so goes on exactly as the run that saved went on after its save.
+A checkpoint waits for what is being sampled, and holds the rollouts that were sampled and not
+trained on. A resumed run trains on them, and so goes on exactly as the run that saved went on after
+its save.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ Groups = tuple[list[SampleGroup], dict[str, float]]
 
 
 class AsyncRolloutQueue:
-    """make(step): samples a rollout; its collectives, on all ranks in the same order, are of a process group of its own. position(): where
-    sampling goes on, as plain JSON. threaded False: `take` samples in the calling thread."""
+    """make(step): samples a rollout; its collectives, on all ranks in the same order, are of a
+    process group of its own. position(): where sampling goes on, as plain JSON. threaded False:
+    `take` samples in the calling thread."""
 
     def __init__(
         self,
@@ -72,7 +76,8 @@ class AsyncRolloutQueue:
             return self._done.pop(step)
 
     def drain(self) -> None:
-        """Wait until all that is allowed is sampled: the engine is then idle on every rank, and stays so until more is allowed."""
+        """Wait until all that is allowed is sampled: the engine is then idle on every rank, and
+        stays so until more is allowed."""
         if self._thread is None:
             return
         with self._changed:
@@ -81,8 +86,8 @@ class AsyncRolloutQueue:
             )
 
     def state(self) -> dict[str, Any]:
-        """The position before the first rollout that was not taken, as plain JSON. Where rollouts were
-        sampled ahead, `sampled_ahead` has them, with the position behind them."""
+        """The position before the first rollout that was not taken, as plain JSON. Where rollouts
+        were sampled ahead, `sampled_ahead` has them, with the position behind them."""
         self.drain()
         with self._changed:
             if self._error is not None:
@@ -102,8 +107,8 @@ class AsyncRolloutQueue:
             return {**first, "sampled_ahead": {"rollouts": ahead, "behind": self._position()}}
 
     def load_ahead(self, saved: Mapping[str, Any]) -> None:
-        """Take over the rollouts of `state()["sampled_ahead"]`, before the first is sampled here. The
-        caller has gone to the position behind them."""
+        """Take over the rollouts of `state()["sampled_ahead"]`, before the first is sampled here.
+        The caller has gone to the position behind them."""
         for row in saved["rollouts"]:
             metrics = {name: float.fromhex(value) for name, value in row["metrics"].items()}
             self._done[int(row["step"])] = (groups_from_rows(row["groups"]), metrics)

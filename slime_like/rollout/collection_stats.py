@@ -1,4 +1,5 @@
-"""Counts of how a rollout's groups were found: what the metrics tell of them, and the message when they are too few."""
+"""Counts of how a rollout's groups were found: what the metrics tell of them, and the message when
+they are too few."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from slime_like.rollout.filters import DYNAMIC_FILTER, DynamicFilter
 
 @dataclass(slots=True)
 class CollectionStats:
-    """Groups of one rollout. resumed: drawn with tokens of an earlier one. surplus: good ones above what is needed. lost: unfinished when there
-    were enough. wasted_tokens: sampled for nothing."""
+    """Groups of one rollout. resumed: drawn with tokens of an earlier one. surplus: good ones above
+    what is needed. lost: unfinished when there were enough. wasted_tokens: sampled for nothing."""
 
     drawn: int = 0
     draws: int = 0
@@ -23,7 +24,8 @@ class CollectionStats:
     def metrics(
         self, dropped: Counter[str], *, kept: int, waiting: int, **more: int
     ) -> dict[str, int]:
-        """To be logged under rollout/. dropped: by reason. waiting: groups for the next rollout. more: what only one way of collecting counts."""
+        """To be logged under rollout/. dropped: by reason. waiting: groups for the next rollout.
+        more: what only one way of collecting counts."""
         groups = dict(
             drawn=self.drawn,
             resumed=self.resumed,
@@ -43,7 +45,8 @@ class CollectionStats:
     def too_few(
         self, rollout_id: int, chosen: DynamicFilter, *, kept: int, wanted: int, draw_size: int
     ) -> str:
-        """What to say when --max-num-gen-batches draws of draw_size prompts brought `kept` of the groups that are wanted."""
+        """What to say when --max-num-gen-batches draws of draw_size prompts brought `kept` of the
+        groups that are wanted."""
         reasons = (
             ", ".join(f"{reason} {count}" for reason, count in chosen.dropped.most_common())
             or "none"

@@ -1,7 +1,9 @@
-"""A rollout's groups, collected: prompts are drawn, sampled and filtered until there are enough; the rest waits for the next rollout or is lost.
+"""A rollout's groups, collected: prompts are drawn, sampled and filtered until there are enough;
+the rest waits for the next rollout or is lost.
 
-With the engine inside the ranks everything happens in rounds that all ranks take together: all unfinished responses grow, by a slice or to
-their end, and then it is looked which groups have ended. So what is kept depends on lengths and rewards alone, not on time, ranks or layout.
+With the engine inside the ranks everything happens in rounds that all ranks take together: all
+unfinished responses grow, by a slice or to their end, and then it is looked which groups have
+ended. So what is kept depends on lengths and rewards alone, not on time, ranks or layout.
 """
 
 from __future__ import annotations
@@ -35,14 +37,16 @@ class Collected:
 
 @dataclass(slots=True)
 class _Tally(CollectionStats):
-    """discarded: groups that the buffer's filter threw away. masked_tokens: of earlier rollouts, not trained on."""
+    """discarded: groups that the buffer's filter threw away. masked_tokens: of earlier rollouts,
+    not trained on."""
 
     discarded: int = 0
     masked_tokens: int = 0
 
 
 class Collector:
-    """Collects rollouts of a run. All ranks hold the same buffer and make the same calls; functions of the user's run on rank 0 alone."""
+    """Collects rollouts of a run. All ranks hold the same buffer and make the same calls; functions
+    of the user's run on rank 0 alone."""
 
     def __init__(
         self, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer, sampling: SamplingParams
@@ -57,8 +61,8 @@ class Collector:
         self.args = slime_args(run)
 
     def collect(self, rollout_id: int) -> Collected:
-        """As many groups as --rollout-batch-size says. Raises RunError when --max-num-gen-batches draws do not bring them, telling what was
-        dropped, and why."""
+        """As many groups as --rollout-batch-size says. Raises RunError when --max-num-gen-batches
+        draws do not bring them, telling what was dropped, and why."""
         tally, kept = _Tally(), list[PendingGroup]()
         chosen = DynamicFilter(self.config.dynamic_sampling_filter_path, self.args)
         open_groups: list[PendingGroup] = []
@@ -160,7 +164,8 @@ class Collector:
         return verdicts
 
     def _set_aside(self, group: PendingGroup, tally: _Tally) -> None:
-        """A good group that ended when there were enough: it is the next rollout's, as it would be trained on there whole."""
+        """A good group that ended when there were enough: it is the next rollout's, as it would be
+        trained on there whole."""
         if self.config.partial_rollout and not self.config.mask_offpolicy_in_partial_rollout:
             self.buffer.requeue([group])
             return
@@ -204,7 +209,8 @@ class Collector:
         return [SampleGroup(g.group_id, tuple(map(masked, g.samples))) for g in groups]
 
     def _metrics(self, tally: _Tally, chosen: DynamicFilter, kept: int) -> dict[str, float]:
-        """Numbers of groups, and tokens that were sampled for nothing; only where something can become of a group but being kept."""
+        """Numbers of groups, and tokens that were sampled for nothing; only where something can
+        become of a group but being kept."""
         if not schedules(self.config):
             return {}
         more = dict(groups_discarded=tally.discarded, off_policy_masked_tokens=tally.masked_tokens)

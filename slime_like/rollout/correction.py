@@ -32,10 +32,12 @@ def correct_steps(
     old_log_probs: Sequence[Tensor],
     group: dist.ProcessGroup | None,
 ) -> tuple[list[SampleCorrection], dict[str, float]]:
-    """The correction of each of this rank's samples, counted over all steps, and metrics over the whole rollout.
+    """The correction of each of this rank's samples, counted over all steps, and metrics over the
+    whole rollout.
 
-    steps: this rank's samples of each optimizer step. old_log_probs: [R] by sample, over all steps. group: data-parallel ranks, each of
-    which calls this with as many steps. Raises ValueError when active tokens have no log-probs of the sampler: see `sampler_told`.
+    steps: this rank's samples of each optimizer step. old_log_probs: [R] by sample, over all steps.
+    group: data-parallel ranks, each of which calls this with as many steps. Raises ValueError when
+    active tokens have no log-probs of the sampler: see `sampler_told`.
     """
     function = (
         None
@@ -99,7 +101,8 @@ def _rollout_log_probs(sample: TrainSample, old: Tensor) -> Tensor:
 
 
 def sampler_told(samples: Sequence[Sample]) -> bool:
-    """Whether every sample of a rollout that trains something has log-probs of the sampler. samples: of all ranks, so that all decide alike."""
+    """Whether every sample of a rollout that trains something has log-probs of the sampler.
+    samples: of all ranks, so that all decide alike."""
     return all(s.rollout_log_probs is not None or not s.loss_mask.any() for s in samples)
 
 

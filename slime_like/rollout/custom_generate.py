@@ -1,7 +1,9 @@
-"""Functions of the user's that make responses (--custom-generate-function-path), in either of two conventions.
+"""Functions of the user's that make responses (--custom-generate-function-path), in either of two
+conventions.
 
-Ours: ``async function(model: Model, episode: Episode)``, see `episode.py`. slime's: ``async function(args, sample, sampling_params)``, perhaps
-with ``evaluation``, which returns the sample; it reaches the engine through `slime_api.post`. A first parameter called ``args`` tells which.
+Ours: ``async function(model: Model, episode: Episode)``, see `episode.py`. slime's: ``async
+function(args, sample, sampling_params)``, perhaps with ``evaluation``, which returns the sample; it
+reaches the engine through `slime_api.post`. A first parameter called ``args`` tells which.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ SeedOf = Callable[[int, int], int]
 
 
 class CustomGenerate:
-    """Runs the function for many samples at once, in an event loop. A function that raises or takes too long loses its sample, with the
-    reason in its metadata; one that returns something else than a sample ends the run. timeout_s: for each sample."""
+    """Runs the function for many samples at once, in an event loop. A function that raises or takes
+    too long loses its sample, with the reason in its metadata; one that returns something else than
+    a sample ends the run. timeout_s: for each sample."""
 
     def __init__(self, path: str, args: SlimeArgs, *, timeout_s: float) -> None:
         self.path = path
@@ -110,8 +113,9 @@ def takes_args(function: Callable[..., Any]) -> bool:
 
 
 def raised_by_us(error: Exception) -> bool:
-    """Whether this package raised it, as it does where the function asks for or returns something that cannot be; a ValueError of the function's
-    own, or of a library that it calls, is a failure of one sample."""
+    """Whether this package raised it, as it does where the function asks for or returns something
+    that cannot be; a ValueError of the function's own, or of a library that it calls, is a failure
+    of one sample."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

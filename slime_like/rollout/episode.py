@@ -1,7 +1,7 @@
 """A response in several parts: what the model wrote and what its environment answered.
 
-A function named by --custom-generate-function-path is called as ``await function(model, episode)``. It lets the model write, answers, and
-returns when the episode is over:
+A function named by --custom-generate-function-path is called as ``await function(model, episode)``.
+It lets the model write, answers, and returns when the episode is over:
 
     async def play(model: Model, episode: Episode) -> None:
         while (turn := await model.write(episode, stop=("</call>",))).stopped:
@@ -31,7 +31,8 @@ from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model wrote at once. finish_reason: "stop" (by a stop token or string, which is part of it), "length" or "abort"."""
+    """What the model wrote at once. finish_reason: "stop" (by a stop token or string, which is part
+    of it), "length" or "abort"."""
 
     text: str
     tokens: tuple[int, ...]
@@ -44,10 +45,11 @@ class Turn:
 
 @dataclass(slots=True)
 class Episode:
-    """One response in the making. The function may set `reward`, which is then not asked for elsewhere, and add to `metadata`.
+    """One response in the making. The function may set `reward`, which is then not asked for
+    elsewhere, and add to `metadata`.
 
-    limit: tokens that the response may have, of the model and its environment together. tokens, loss_mask, log_probs, weight_versions: one
-    entry for each response token.
+    limit: tokens that the response may have, of the model and its environment together. tokens,
+    loss_mask, log_probs, weight_versions: one entry for each response token.
     """
 
     sample_id: int
@@ -72,8 +74,9 @@ class Episode:
         return self.limit - len(self.tokens)
 
     def observe(self, text: str | Sequence[int]) -> bool:
-        """Add what the environment answers, as text or as token ids; it is not trained on. What does not fit is left out, and the episode is
-        then over; returns whether there is room for more."""
+        """Add what the environment answers, as text or as token ids; it is not trained on. What
+        does not fit is left out, and the episode is then over; returns whether there is room for
+        more."""
         tokens = self.encode(text) if isinstance(text, str) else list(text)
         fits = tokens[: self.room]
         self.tokens += fits
@@ -114,8 +117,9 @@ class Model:
         max_new_tokens: int | None = None,
         temperature: float | None = None,
     ) -> Turn:
-        """Let the model go on until it stops, or there is no more room. stop: strings that end this turn, besides those of the run;
-        temperature: other than the run's only where the turn is not trained on."""
+        """Let the model go on until it stops, or there is no more room. stop: strings that end this
+        turn, besides those of the run; temperature: other than the run's only where the turn is not
+        trained on."""
         room = min(episode.room, max_new_tokens or episode.room)
         if room <= 0:
             episode.last = "length"
@@ -164,7 +168,8 @@ def episode_of(
 
 
 def sample_of(episode: Episode, sample: Sample, tokenizer: Any) -> Sample:
-    """The sample as the episode left it. Raises ValueError naming the sample where the function spoiled it."""
+    """The sample as the episode left it. Raises ValueError naming the sample where the function
+    spoiled it."""
     lengths = {
         len(values)
         for values in (

@@ -29,7 +29,8 @@ def own_reward(each: EvalSet, reward: RewardConfig) -> RewardConfig:
 class Evaluator:
     """The evaluation sets of a run, each with its own sampling and perhaps its own reward function.
 
-    prompts: by the name of the set. reward: the run's; a set that names a reward has a grader of its own.
+    prompts: by the name of the set. reward: the run's; a set that names a reward has a grader of
+    its own.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class Evaluator:
 
 
 def load_prompts(run: RunConfig, tokenizer: Any) -> tuple[dict[str, list[Prompt]], list[str]]:
-    """The prompts of a run's evaluation by the name of their set, and what is to be told about them; nothing in a run that never evaluates.
+    """The prompts of a run's evaluation by the name of their set, and what is to be told about
+    them; nothing in a run that never evaluates.
 
     Raises ValueError naming file and row."""
     if run.eval.eval_interval is None or run.debug.debug_train_only:
@@ -109,10 +111,11 @@ def make_evaluator(
 
 
 def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """eval/<name>/mean, pass@k for k = 1, 2, 4, ... up to the group size, response length and share of truncated responses.
+    """eval/<name>/mean, pass@k for k = 1, 2, 4, ... up to the group size, response length and share
+    of truncated responses.
 
-    A sample passes when its reward is at least 1. A sample without a finite reward (a failed grader, say) counts as 0: the score is
-    over all prompts.
+    A sample passes when its reward is at least 1. A sample without a finite reward (a failed
+    grader, say) counts as 0: the score is over all prompts.
     """
     samples = [s for g in groups for s in g.samples]
     values = {s.sample_id: _value(s.reward) for s in samples}
@@ -155,6 +158,7 @@ def _value(reward: float | None) -> float:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples passes, from c passes among n (arXiv 2107.03374, equation 1)."""
+    """Unbiased estimate of the chance that one of k samples passes, from c passes among n (arXiv
+    2107.03374, equation 1)."""
     assert 0 <= c <= n and 1 <= k <= n, (n, c, k)
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)

@@ -1,4 +1,5 @@
-"""Which groups are kept: the dynamic filter while a rollout is collected, the filters of the buffer and of samples. Called as slime's are."""
+"""Which groups are kept: the dynamic filter while a rollout is collected, the filters of the buffer
+and of samples. Called as slime's are."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ NO_SPREAD = 1e-6  # standard deviation of rewards up to which a group teaches no
 
 @dataclass(slots=True)
 class DynamicFilterOutput:
-    """keep: whether the group is trained on. reason: why not, in few words; it becomes part of a metric's name. keep_when_insufficient: rather
-    keep it than draw more prompts for it."""
+    """keep: whether the group is trained on. reason: why not, in few words; it becomes part of a
+    metric's name. keep_when_insufficient: rather keep it than draw more prompts for it."""
 
     keep: bool
     reason: str | None = None
@@ -31,8 +32,8 @@ class DynamicFilterOutput:
 def check_reward_nonzero_std(
     args: Any, samples: Sequence[SlimeSample], **more: Any
 ) -> DynamicFilterOutput:
-    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a group whose rewards are all equal has no advantage and is left out.
-    Rewards that are missing or not finite do not count."""
+    """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a group whose rewards are all equal
+    has no advantage and is left out. Rewards that are missing or not finite do not count."""
     rewards = [sample.get_reward_value(args) for sample in samples]
     finite = [float(r) for r in rewards if r is not None and math.isfinite(r)]
     if not finite:
@@ -63,7 +64,8 @@ def dynamic_filter(path: str) -> Callable[..., Any]:
 
 
 class DynamicFilter:
-    """A user's filter over the groups of one rollout, and what it dropped, by reason. path None keeps every group."""
+    """A user's filter over the groups of one rollout, and what it dropped, by reason. path None
+    keeps every group."""
 
     def __init__(self, path: str | None, args: SlimeArgs) -> None:
         self.path = path
@@ -123,7 +125,8 @@ class Taken:
 def take_from_buffer(
     path: str | None, args: SlimeArgs, rollout_id: int, buffer: list[list[SlimeSample]], count: int
 ) -> Taken:
-    """Ask --buffer-filter-path for at most `count` groups. It takes those that it returns out of the list; what else it takes out is gone."""
+    """Ask --buffer-filter-path for at most `count` groups. It takes those that it returns out of
+    the list; what else it takes out is gone."""
     before = [_number(group[0].group_index) for group in buffer]
     chosen = (pop_first if path is None else load_function(path, "--buffer-filter-path"))(
         args, rollout_id, buffer, count

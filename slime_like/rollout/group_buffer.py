@@ -1,4 +1,5 @@
-"""Groups that wait: those that a rollout left unfinished, before those of new prompts. Its state is part of every checkpoint."""
+"""Groups that wait: those that a rollout left unfinished, before those of new prompts. Its state is
+part of every checkpoint."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ Choose = Callable[
 
 
 class GroupBuffer:
-    """Groups to be sampled: unfinished ones as `choose` picks them, then n_samples unwritten samples for each new prompt."""
+    """Groups to be sampled: unfinished ones as `choose` picks them, then n_samples unwritten
+    samples for each new prompt."""
 
     def __init__(self, source: PromptSource, n_samples: int) -> None:
         self.source = source

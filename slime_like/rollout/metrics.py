@@ -1,4 +1,5 @@
-"""Numbers about a rollout: rewards, lengths, how it ended, and how far trainer and sampler are apart."""
+"""Numbers about a rollout: rewards, lengths, how it ended, and how far trainer and sampler are
+apart."""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ def engine_troubles(metrics: Mapping[str, float]) -> str:
 def rollout_metrics(
     samples: Sequence[Sample], weight_version: int | None = None
 ) -> dict[str, float]:
-    """Over all samples of a rollout; rewards that are not finite are left out of mean and deviation, and counted. weight_version: of the
-    policy that is about to be trained, from which staleness counts."""
+    """Over all samples of a rollout; rewards that are not finite are left out of mean and
+    deviation, and counted. weight_version: of the policy that is about to be trained, from which
+    staleness counts."""
     rewards = [s.reward for s in samples if s.reward is not None and math.isfinite(s.reward)]
     lengths = torch.tensor([s.response_length for s in samples], dtype=torch.float64)
     metrics = {
@@ -80,7 +82,8 @@ def rollout_metrics(
 
 
 def staleness_metrics(staleness: Sequence[int]) -> dict[str, float]:
-    """How many weight versions the tokens that were sampled are behind the policy that trains on them: mean, largest, and the share of each."""
+    """How many weight versions the tokens that were sampled are behind the policy that trains on
+    them: mean, largest, and the share of each."""
     counts = Counter(staleness)
     metrics = {
         "rollout/staleness_mean": sum(staleness) / len(staleness),
@@ -96,7 +99,8 @@ def check_staleness(
     samples: Sequence[Sample], weight_version: int, bound: int | None, remedy: str
 ) -> None:
     """Raises RunError for tokens of a version that no policy has had yet, and for older ones than
-    `bound` versions behind `weight_version`, the policy that is about to be trained; None: no bound."""
+    `bound` versions behind `weight_version`, the policy that is about to be trained; None: no
+    bound."""
     for sample in samples:
         versions = [v for v in sample.weight_versions if v != NOT_SAMPLED]
         newest, oldest = (
@@ -122,10 +126,12 @@ def fresh_tokens(sample: Sample, weight_version: int) -> Tensor:
 def train_rollout_difference(
     old: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor], group: object
 ) -> dict[str, float]:
-    """How far the trainer's log-probs are from the sampler's, over the active tokens of all data-parallel ranks.
+    """How far the trainer's log-probs are from the sampler's, over the active tokens of all
+    data-parallel ranks.
 
-    old, rollout: [R] each, by sample; masks: [R] bool. group: data-parallel process group, or None. The probability-ratio error is
-    mean(exp |o - m|), 1 where they agree. p99 is the largest over the ranks' own 99th percentiles.
+    old, rollout: [R] each, by sample; masks: [R] bool. group: data-parallel process group, or None.
+    The probability-ratio error is mean(exp |o - m|), 1 where they agree. p99 is the largest over
+    the ranks' own 99th percentiles.
     """
     difference = torch.cat([(o - m).abs() for o, m in zip(old, rollout)])
     mask = torch.cat(list(masks))

@@ -1,7 +1,8 @@
 """A rollout on disk, to train from it again without generating, or to look at it.
 
-Two files: ``<path>.json`` with everything but tensors, readable by eye, and ``<path>.safetensors`` with the tensors of every sample. The
-JSON carries the SHA-256 of the other, so that files of different rollouts are not taken together. Nothing is pickled.
+Two files: ``<path>.json`` with everything but tensors, readable by eye, and ``<path>.safetensors``
+with the tensors of every sample. The JSON carries the SHA-256 of the other, so that files of
+different rollouts are not taken together. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
 FORMAT = "slime_like rollout 1"
 _MAX_ID = 2**62
 _TENSORS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
-# Fields that JSON holds. Rewards, labels and metadata may hold NaN: Python's JSON writes and reads it.
+# Fields that JSON holds. Rewards, labels and metadata may hold NaN: Python's JSON writes and reads
+# it.
 _PLAIN = (
     "group_id",
     "sample_id",
@@ -55,9 +57,9 @@ def debug_data_paths(template: str, rollout_id: int, *, first: int = 1) -> tuple
     """(JSON, safetensors) paths of a rollout.
 
     Args:
-        template: ``{rollout_id}`` in it is replaced by the rollout's number; an extension of either file is dropped.
-        rollout_id: counted from 0.
-        first: the number of the first rollout: 1, as on the screen and in metrics.jsonl; 0 in files of version 0.1 and before.
+        template: ``{rollout_id}`` in it is replaced by the rollout's number; an extension of either
+        file is dropped. rollout_id: counted from 0. first: the number of the first rollout: 1, as
+        on the screen and in metrics.jsonl; 0 in files of version 0.1 and before.
     """
     stem = (
         template.replace("{rollout_id}", str(rollout_id + first))
@@ -68,8 +70,9 @@ def debug_data_paths(template: str, rollout_id: int, *, first: int = 1) -> tuple
 
 
 def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) -> Path:
-    """Write both files, each atomically and the JSON last; returns its path. Raises ValueError naming the sample whose label or metadata
-    hold anything but text, numbers, None, lists, tuples and dicts."""
+    """Write both files, each atomically and the JSON last; returns its path. Raises ValueError
+    naming the sample whose label or metadata hold anything but text, numbers, None, lists, tuples
+    and dicts."""
     json_path, tensor_path = debug_data_paths(template, rollout_id)
     tensors: dict[str, Tensor] = {}
     sample_ids = [sample.sample_id for group in groups for sample in group.samples]
@@ -98,8 +101,9 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
 
 
 def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
-    """The groups that `save_rollout` was given. Raises FileNotFoundError for an absent file and ValueError for a damaged one, for files that
-    do not belong together, and for another rollout's, each naming the file."""
+    """The groups that `save_rollout` was given. Raises FileNotFoundError for an absent file and
+    ValueError for a damaged one, for files that do not belong together, and for another rollout's,
+    each naming the file."""
     json_path, tensor_path = _recorded_paths(template, rollout_id)
     for path in (json_path, tensor_path):
         if not path.is_file():
@@ -257,7 +261,8 @@ def _check_sample(sample: Sample, vocab_size: int) -> None:
 
 
 def encode(value: Any, where: str) -> Any:
-    """`value` in types that JSON keeps: it would turn a tuple into a list, and a key that is a number into text, without a word."""
+    """`value` in types that JSON keeps: it would turn a tuple into a list, and a key that is a number
+    into text, without a word."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if type(value) is list:

@@ -19,7 +19,8 @@ def with_greedy_rewards(
     groups: Sequence[SampleGroup],
     sampling: SamplingParams,
 ) -> list[SampleGroup]:
-    """The groups, each sample with the reward of the greedy response to its prompt in its metadata; NaN where that has no reward.
+    """The groups, each sample with the reward of the greedy response to its prompt in its metadata;
+    NaN where that has no reward.
 
     sampling: of the groups, which sets all but the temperature. Every rank calls this.
     """

@@ -1,6 +1,8 @@
-"""What a user's function makes of the rewards of a whole rollout (--custom-reward-post-process-path), in place of the comparison within groups.
+"""What a user's function makes of the rewards of a whole rollout
+(--custom-reward-post-process-path), in place of the comparison within groups.
 
-Called on rank 0 as slime calls it: ``function(args, samples) -> (raw_rewards, rewards)``, samples in the order of the rollout.
+Called on rank 0 as slime calls it: ``function(args, samples) -> (raw_rewards, rewards)``, samples
+in the order of the rollout.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ FLAG = "--custom-reward-post-process-path"
 
 
 def processed_rewards(path: str, args: SlimeArgs, samples: Sequence[Sample]) -> Tensor:
-    """[B] float64, NaN where a sample has no finite reward or the function gives none; equal on all ranks, a collective. The raw rewards that it
-    returns are not looked at: those of the run are logged. Raises ValueError naming the function and what is wrong."""
+    """[B] float64, NaN where a sample has no finite reward or the function gives none; equal on all
+    ranks, a collective. The raw rewards that it returns are not looked at: those of the run are
+    logged. Raises ValueError naming the function and what is wrong."""
     function = load_function(path, FLAG)
 
     def ask() -> list[float]:

@@ -1,8 +1,10 @@
-"""Prompts in, graded sample groups out: shares the work among the ranks and brings the results together.
+"""Prompts in, graded sample groups out: shares the work among the ranks and brings the results
+together.
 
-The ranks that ask (all of them for an engine in each, the first for servers) generate and grade every so many-th sample; then all ranks get
-all of them, in the same order. A sample's randomness depends on
-the run's seed and its own id alone, so neither the number of ranks nor the layout changes what is sampled.
+The ranks that ask (all of them for an engine in each, the first for servers) generate and grade
+every so many-th sample; then all ranks get all of them, in the same order. A sample's randomness
+depends on the run's seed and its own id alone, so neither the number of ranks nor the layout
+changes what is sampled.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def eval_sampling(each: EvalSet, rollout: RolloutConfig) -> SamplingParams:
 
 
 class Rollouter:
-    """Generation and grading over all ranks. `purpose` and `seed` decide the randomness together with each sample's id."""
+    """Generation and grading over all ranks. `purpose` and `seed` decide the randomness together
+    with each sample's id."""
 
     def __init__(
         self,
@@ -79,9 +82,8 @@ class Rollouter:
         self.tokenizer = tokenizer
         self.seed = seed
         self.custom_generate = custom_generate
-        self.group: dist.ProcessGroup | None = (
-            None  # of its collectives; None: the default, which the training thread uses
-        )
+        # of its collectives; None: the default, which the training thread uses
+        self.group: dist.ProcessGroup | None = None
 
     def generate(
         self,
@@ -92,7 +94,8 @@ class Rollouter:
         purpose: str = "train",
         grader: Grader | None = None,
     ) -> list[SampleGroup]:
-        """`n_samples` graded samples for each prompt, equal on all ranks. purpose: "train", or the name of an evaluation, so that
+        """`n_samples` graded samples for each prompt, equal on all ranks. purpose: "train", or the
+        name of an evaluation, so that
         the same ids draw different randomness. grader: of this evaluation; None: the run's."""
         samples = [
             unwritten(prompt, prompt.group_id * n_samples + j)
@@ -114,8 +117,9 @@ class Rollouter:
         limit: int | None = None,
         grader: Grader | None = None,
     ) -> list[Sample]:
-        """Unfinished samples go on, to their end or by at most `limit` tokens, which leaves them PARTIAL; those that end are graded, except
-        by a reward of whole groups. Equal on all ranks, in the order of `samples`."""
+        """Unfinished samples go on, to their end or by at most `limit` tokens, which leaves them
+        PARTIAL; those that end are graded, except by a reward of whole groups. Equal on all ranks,
+        in the order of `samples`."""
         rank, world = dist.get_rank(), dist.get_world_size()
         grader = grader or self.grader
         asking = asking_ranks(self.engine, world)
@@ -129,7 +133,8 @@ class Rollouter:
     def grade_groups(
         self, groups: Sequence[Sequence[Sample]], *, grader: Grader | None = None
     ) -> list[list[Sample]]:
-        """Whole groups with the rewards of a function of groups (--group-rm), which ranks ask for in turn; else as they are."""
+        """Whole groups with the rewards of a function of groups (--group-rm), which ranks ask for
+        in turn; else as they are."""
         grader = grader or self.grader
         if not grader.args.group_rm:
             return [list(group) for group in groups]
@@ -142,7 +147,8 @@ class Rollouter:
         return [[next(every) for _ in group] for group in groups]
 
     def _shared(self, mine: Sequence[Sample], samples: Sequence[Sample]) -> list[Sample]:
-        """What all ranks did, on all of them, in the order of `samples`, which all of them have as they were before."""
+        """What all ranks did, on all of them, in the order of `samples`, which all of them have as
+        they were before."""
         shares: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(shares, [to_plain(s) for s in mine], group=self.group)
         by_id = {record["sample_id"]: record for share in shares for record in share}
@@ -232,7 +238,8 @@ _STATUS = {
 def cut_at_stop(
     tokenizer: Any, sample: Sample, output: GenerateOutput, stop: Sequence[str]
 ) -> GenerateOutput:
-    """The output up to where a stop string is complete that began in what the sample had already, which the engine cannot see."""
+    """The output up to where a stop string is complete that began in what the sample had already,
+    which the engine cannot see."""
     if not stop or not sample.response_length or not output.tokens:
         return output
     reach = max(len(s.encode()) for s in stop) + 4  # every token is at least a byte of text
@@ -253,7 +260,8 @@ def cut_at_stop(
 
 
 def joined_routes(before: Tensor | None, now: Tensor | None, length: int) -> Tensor | None:
-    """[length, layers, topk] of a sample that grew: where its tokens went when they were first computed, under the weights of then."""
+    """[length, layers, topk] of a sample that grew: where its tokens went when they were first
+    computed, under the weights of then."""
     if now is None:  # not asked for, or nothing was added
         return before if before is not None and before.size(0) == length else None
     routes = now[:length].clone()
@@ -278,7 +286,8 @@ def pad_token_sets(sets: Sequence[Tensor]) -> Tensor:
 
 
 def to_plain(sample: Sample) -> dict[str, Any]:
-    """What another rank needs of a sample that it did not generate: no torch tensors, without what its prompt tells."""
+    """What another rank needs of a sample that it did not generate: no torch tensors, without what
+    its prompt tells."""
     told = sample.rollout_log_probs
     return {
         "sample_id": sample.sample_id,

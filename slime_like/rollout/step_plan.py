@@ -1,7 +1,9 @@
-"""A rollout becomes optimizer steps: which rank trains on which sample, advantages, and token weights.
+"""A rollout becomes optimizer steps: which rank trains on which sample, advantages, and token
+weights.
 
-All ranks hold all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples: the samples of an optimizer step, and so the
-loss, are the same for every layout. Which data-parallel rank has which of them is `StepPlan`'s choice alone.
+All ranks hold all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples:
+the samples of an optimizer step, and so the loss, are the same for every layout. Which
+data-parallel rank has which of them is `StepPlan`'s choice alone.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from slime_like.types import Sample, SampleGroup, SampleStatus, TrainBatch, Trai
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """How many samples make an optimizer step, and which of them are this data-parallel rank's: the d-th run of them for rank d, or, with
-    a `linear_cost` (see `balance.linear_cost`), samples of equal work; as many for each rank where `equal_counts` asks for it."""
+    """How many samples make an optimizer step, and which of them are this data-parallel rank's: the
+    d-th run of them for rank d, or, with a `linear_cost` (see `balance.linear_cost`), samples of
+    equal work; as many for each rank where `equal_counts` asks for it."""
 
     global_batch_size: int
     dp_size: int
@@ -68,7 +71,8 @@ class StepPlan:
     def _metrics(
         self, lengths: Sequence[Sequence[int]], positions: Sequence[Sequence[Sequence[int]]]
     ) -> dict[str, float]:
-        """Means over the optimizer steps of the heaviest rank over the mean rank: by work, and by tokens."""
+        """Means over the optimizer steps of the heaviest rank over the mean rank: by work, and by
+        tokens."""
         assert self.linear_cost is not None
         work, tokens = [], []
         for step, parts in zip(lengths, positions):
@@ -86,8 +90,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class DataParallelAssignment:
-    """The samples of every rank in every optimizer step. positions: [step][rank], ascending places within the step; metrics: plain numbers
-    by name. The one owner of the order in which this rank's samples are computed, step after step."""
+    """The samples of every rank in every optimizer step. positions: [step][rank], ascending places
+    within the step; metrics: plain numbers by name. The one owner of the order in which this rank's
+    samples are computed, step after step."""
 
     positions: tuple[tuple[tuple[int, ...], ...], ...]
     dp_rank: int
@@ -117,8 +122,9 @@ def flatten(groups: Sequence[SampleGroup]) -> list[Sample]:
 
 
 def usable(sample: Sample) -> Sample:
-    """The sample as it is trained on. Without a response (aborted) its mask is all False; without a reward (the grader failed) it gets
-    advantage 0, and keeps its mask and so every denominator, as a sample whose reward is NaN does."""
+    """The sample as it is trained on. Without a response (aborted) its mask is all False; without a
+    reward (the grader failed) it gets advantage 0, and keeps its mask and so every denominator, as
+    a sample whose reward is NaN does."""
     if sample.status == SampleStatus.ABORTED:
         return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask), reward=math.nan)
     if sample.status == SampleStatus.FAILED:
@@ -127,7 +133,8 @@ def usable(sample: Sample) -> Sample:
 
 
 def check_token_sets(samples: Sequence[Sample], *, wanted: bool) -> None:
-    """Raises ValueError unless every sample tells what it was sampled from, or with `wanted` False none does."""
+    """Raises ValueError unless every sample tells what it was sampled from, or with `wanted` False
+    none does."""
     for s in samples:
         if wanted and s.token_sets is None:
             raise ValueError(
@@ -142,8 +149,9 @@ def check_token_sets(samples: Sequence[Sample], *, wanted: bool) -> None:
 
 
 def with_routes(samples: Sequence[Sample], *, layers: int, topk: int, experts: int) -> list[Sample]:
-    """The samples, with a route for every one: an aborted one that has none gets a route of -1. Raises ValueError naming a sample whose
-    engine did not tell, or told of another network. layers: with experts."""
+    """The samples, with a route for every one: an aborted one that has none gets a route of -1.
+    Raises ValueError naming a sample whose engine did not tell, or told of another network. layers:
+    with experts."""
     return [replace(s, routes=_checked_routes(s, layers, topk, experts)) for s in samples]
 
 
@@ -186,7 +194,8 @@ def step_weights(
 
 
 def nll_weights(step: Sequence[Sample]) -> list[float]:
-    """1 / (active tokens of the step's samples with a reward above 0) for each of these, 0 for the others."""
+    """1 / (active tokens of the step's samples with a reward above 0) for each of these, 0 for the
+    others."""
     good = [s.reward is not None and s.reward > 0 for s in step]
     tokens = sum(int(s.loss_mask.sum()) for s, is_good in zip(step, good) if is_good)
     return [1.0 / max(tokens, 1) if is_good else 0.0 for is_good in good]
@@ -216,11 +225,13 @@ def train_samples(
     positive_nll: bool = False,
     shares: DataParallelAssignment | None = None,
 ) -> list[list[TrainSample]]:
-    """This rank's samples of each optimizer step, with token weights; advantages and trainer log-probs come later.
+    """This rank's samples of each optimizer step, with token weights; advantages and trainer
+    log-probs come later.
 
-    micro_batch_size: of reductions that depend on it. positive_nll: with the weights of the term for samples with a positive reward.
-    shares: the plan's, when they are known already. Either all
-    samples of all ranks have log-probs of the sampler (zeros in one that trains nothing), or none has, so that all ranks do alike.
+    micro_batch_size: of reductions that depend on it. positive_nll: with the weights of the term
+    for samples with a positive reward. shares: the plan's, when they are known already. Either all
+    samples of all ranks have log-probs of the sampler (zeros in one that trains nothing), or none
+    has, so that all ranks do alike.
     """
     told = sampler_told(samples)
     shares = shares or plan.share(samples)

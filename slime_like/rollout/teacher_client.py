@@ -1,7 +1,9 @@
-"""A teacher behind SGLang servers: log-probs of the tokens that the policy sampled, for on-policy distillation.
+"""A teacher behind SGLang servers: log-probs of the tokens that the policy sampled, for on-policy
+distillation.
 
-Rank 0 asks for all ranks, when a rollout is sampled: with --async-rollout beside the training. The teacher is frozen, so that a recorded rollout
-gets the same answers again. A sample without an answer is given up, as one that the engine gave up: it is not trained on, and counted.
+Rank 0 asks for all ranks, when a rollout is sampled: with --async-rollout beside the training. The
+teacher is frozen, so that a recorded rollout gets the same answers again. A sample without an
+answer is given up, as one that the engine gave up: it is not trained on, and counted.
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TeacherSettings:
-    """urls: of servers, all with the same teacher. timeout_s: of one answer. attempts: of one request, the first included, at one server after
-    the other. concurrency: requests on their way, over all servers."""
+    """urls: of servers, all with the same teacher. timeout_s: of one answer. attempts: of one
+    request, the first included, at one server after the other. concurrency: requests on their way,
+    over all servers."""
 
     urls: tuple[str, ...]
     timeout_s: float = 300.0
@@ -70,13 +73,15 @@ class ServedTeacher:
         self._numbers = itertools.count()
 
     def probe(self) -> None:
-        """Raises RunError on every rank when a server does not answer, does not know all of the policy's tokens, or reads text as other ones."""
+        """Raises RunError on every rank when a server does not answer, does not know all of the
+        policy's tokens, or reads text as other ones."""
         from_rank_zero(lambda: asyncio.run(self._compare(self._tokenizer)))
 
     def grade(
         self, groups: Sequence[SampleGroup], group: dist.ProcessGroup | None = None
     ) -> tuple[list[SampleGroup], dict[str, float]]:
-        """With `teacher_log_probs`; a sample without them is ABORTED, and its metadata tells why. group: of the ranks' collective."""
+        """With `teacher_log_probs`; a sample without them is ABORTED, and its metadata tells why.
+        group: of the ranks' collective."""
         samples = [
             s
             for each in groups
@@ -119,7 +124,8 @@ class ServedTeacher:
     async def _ask(
         self, client: httpx.AsyncClient, sample: Sample, place: int, counts: Counter[str]
     ) -> tuple[float, ...] | str:
-        """Log-probs [R] of the response, or why there are none. place: decides which server is asked first."""
+        """Log-probs [R] of the response, or why there are none. place: decides which server is
+        asked first."""
         tokens, rid = sample.tokens.tolist(), self._new_id(sample.sample_id)
         start = sample.prompt_length - 1
         if (

@@ -1,1 +1,2 @@
-"""The Tinker-compatible API on our own workers: see docs/en/server.md. `python -m slime_like.tinker` is in __main__.py."""
+"""The Tinker-compatible API on our own workers: see docs/en/server.md. `python -m
+slime_like.tinker` is in __main__.py."""

@@ -1,6 +1,8 @@
-"""Serve the Tinker API: python -m slime_like.tinker ... on one process, torchrun -m slime_like.tinker ... on several. --help lists the flags.
+"""Serve the Tinker API: python -m slime_like.tinker ... on one process, torchrun -m
+slime_like.tinker ... on several. --help lists the flags.
 
-Exit status: 0 stopped, 1 an error, 2 an error in the command line (every problem is listed), 130 interrupted.
+Exit status: 0 stopped, 1 an error, 2 an error in the command line (every problem is listed), 130
+interrupted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The API process: HTTP for clients, a loopback port for the workers, the journal. Started by rank 0 of the workers (see __main__.py)."""
+"""The API process: HTTP for clients, a loopback port for the workers, the journal. Started by rank
+0 of the workers (see __main__.py)."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ class ApiProcess:
         self._tasks: list[asyncio.Task[object]] = []
 
     async def serve(self) -> int:
-        """Until the workers say goodbye, or are gone for good, or a signal comes. Returns the exit status."""
+        """Until the workers say goodbye, or are gone for good, or a signal comes. Returns the exit
+        status."""
         config = self.run.server
         listening = await listen(config.host, config.port)
         await self.link.start()
@@ -254,10 +256,12 @@ def write_log(path: Path) -> None:
 
 
 async def listen(host: str, port: int) -> socket.socket:
-    """A socket on the address, which is tried again for a while: an API process that is about to end may still have it. Raises Failed."""
+    """A socket on the address, which is tried again for a while: an API process that is about to
+    end may still have it. Raises Failed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for attempt in range(20):
-        # by its protocol's number asyncio knows TCP, and turns off the waiting for more to send, which costs 40 ms an answer
+        # by its protocol's number asyncio knows TCP, and turns off the waiting for more to send,
+        # which costs 40 ms an answer
         found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

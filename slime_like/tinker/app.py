@@ -1,4 +1,5 @@
-"""The routes of the API. Bodies are parsed here; what they mean is in service.py, how records are told in records.py."""
+"""The routes of the API. Bodies are parsed here; what they mean is in service.py, how records are
+told in records.py."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def owner_of(request: Request) -> str:
 
 
 def _posts(app: FastAPI, service: Service) -> None:
-    """Routes that take a body in JSON and answer at once; what needs the workers is answered by a future's id."""
+    """Routes that take a body in JSON and answer at once; what needs the workers is answered by a
+    future's id."""
 
     def post(path: str, kind: type[B], does: Callable[[B, str], Any]) -> None:
         async def route(request: Request) -> Response:

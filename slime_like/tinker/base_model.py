@@ -11,7 +11,8 @@ from slime_like.tinker.errors import Refused
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """folder: of the Hugging Face model. name: for clients. arch: its class. supports_unembed: samplers can take an output layer that was trained."""
+    """folder: of the Hugging Face model. name: for clients. arch: its class. supports_unembed:
+    samplers can take an output layer that was trained."""
 
     folder: str
     name: str
@@ -31,8 +32,9 @@ class BaseModel:
 def adapter_of(
     lora: schemas.LoraConfig | None, role: str, base: BaseModel
 ) -> dict[str, Any] | None:
-    """The settings of a model's adapter; None trains all weights, as rank 0 does. A critic has no output layer, so `train_unembed`, which the SDK
-    asks for unless it is told otherwise, says nothing there and is kept as False. Raises Refused."""
+    """The settings of a model's adapter; None trains all weights, as rank 0 does. A critic has no
+    output layer, so `train_unembed`, which the SDK asks for unless it is told otherwise, says
+    nothing there and is kept as False. Raises Refused."""
     if lora is None or lora.rank == 0:
         return None
     if not base.supports_lora:

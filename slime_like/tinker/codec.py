@@ -1,6 +1,8 @@
-"""Plain values as bytes, without pickle: JSON for the structure, and the byte strings in it behind it as they are.
+"""Plain values as bytes, without pickle: JSON for the structure, and the byte strings in it behind
+it as they are.
 
-Values are None, bool, int, float, str, bytes, lists and dicts with string keys. Tuples come back as lists.
+Values are None, bool, int, float, str, bytes, lists and dicts with string keys. Tuples come back as
+lists.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ _SIZE = struct.Struct("<Q")
 
 
 def encode(value: Any) -> bytes:
-    """Raises TypeError for a value that is not plain, ValueError for a dict that looks like a byte string."""
+    """Raises TypeError for a value that is not plain, ValueError for a dict that looks like a byte
+    string."""
     blobs: list[bytes] = []
 
     def plain(item: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Bodies of forward_backward: protobuf -> arrays that are checked, so that nothing in them can surprise the workers."""
+"""Bodies of forward_backward: protobuf -> arrays that are checked, so that nothing in them can
+surprise the workers."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardInput:
-    """A checked request. fields: by the names of TrainSample, one array for each datum, as long as the datum; of label sets [N, K]."""
+    """A checked request. fields: by the names of TrainSample, one array for each datum, as long as
+    the datum; of label sets [N, K]."""
 
     loss: ServedLoss
     forward_only: bool
@@ -51,8 +53,8 @@ class ForwardBackwardInput:
     fields: dict[str, list[Array]]
 
     def command(self) -> dict[str, Any]:
-        """As plain values, for the workers: datums one after another. widths: K of each datum with label sets, which are filled up to the
-        largest with labels of weight 0."""
+        """As plain values, for the workers: datums one after another. widths: K of each datum with
+        label sets, which are filled up to the largest with labels of weight 0."""
         widths = [sets.shape[1] for sets in self.fields.get("label_sets", [])]
         told: dict[str, Any] = {"widths": widths} if widths else {}
         return told | {
@@ -81,7 +83,8 @@ def filled(arrays: list[Array], widths: Sequence[int]) -> list[Array]:
 
 
 def parse_request(body: bytes) -> Any:
-    """The message. Raises HttpError 400 for bytes that are none, or name no model and place in its sequence."""
+    """The message. Raises HttpError 400 for bytes that are none, or name no model and place in its
+    sequence."""
     request = proto.ForwardBackwardRequest()
     try:
         request.ParseFromString(body)
@@ -252,7 +255,8 @@ def _check_pair(given: set[str], where: str, *, forward_only: bool) -> None:
 
 
 def soft_targets(inputs: Any, length: int, where: str, limits: Limits) -> dict[str, Array]:
-    """target_tokens and weights [N, K], dense or sparse: entries that a sparse tensor leaves out are token 0 and weight 0."""
+    """target_tokens and weights [N, K], dense or sparse: entries that a sparse tensor leaves out
+    are token 0 and weight 0."""
     width = int(inputs["target_tokens"].shape[1])
     if not 0 < width <= limits.vocab_size:
         raise Refused(
@@ -282,7 +286,8 @@ def soft_targets(inputs: Any, length: int, where: str, limits: Limits) -> dict[s
 def tensor(
     message: Any, name: str, length: int, where: str, *, critic: bool, width: int | None = None
 ) -> Array:
-    """An array [length], or [length, width], of finite numbers: int64 for tokens, float32 otherwise."""
+    """An array [length], or [length, width], of finite numbers: int64 for tokens, float32
+    otherwise."""
     wanted = [length] if width is None else [length, width]
     shape = list(message.shape)
     dtype = _DTYPES.get(message.dtype)
@@ -325,7 +330,8 @@ def numbers(data: bytes, dtype: np.dtype[Any], what: str) -> Array:
 
 
 def dense_of(csr: Any, dtype: np.dtype[Any], rows: int, columns: int, what: str) -> Array:
-    """[rows * columns], with 0 where the compressed rows have no entry. Raises Refused for indices that describe no such matrix."""
+    """[rows * columns], with 0 where the compressed rows have no entry. Raises Refused for indices
+    that describe no such matrix."""
     index = np.dtype("<i8")
     values = numbers(csr.values, dtype, f"{what}: values")
     ends, places = (

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class Refused(ValueError):
-    """A request that is understood and cannot be served as it is: the client's to change. Its future fails with category "user"."""
+    """A request that is understood and cannot be served as it is: the client's to change. Its
+    future fails with category "user"."""
 
 
 class Failed(RuntimeError):
@@ -16,7 +17,8 @@ class Failed(RuntimeError):
 
 
 class HttpError(Exception):
-    """A request that gets no future. status: 4xx; not 408, 409 or 429 unless the client is to try again."""
+    """A request that gets no future. status: 4xx; not 408, 409 or 429 unless the client is to try
+    again."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

@@ -16,9 +16,10 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """queue: of the model or sampler. seq: place there. digest: of the body as it came, so that a repetition can be told from another
-    request. body: plain values for its operation, dropped once it is done. content_type: of the result; "" for an error, whose category is
-    user or server. extra: told with the request's id."""
+    """queue: of the model or sampler. seq: place there. digest: of the body as it came, so that a
+    repetition can be told from another request. body: plain values for its operation, dropped once
+    it is done. content_type: of the result; "" for an error, whose category is user or server.
+    extra: told with the request's id."""
 
     id: str
     op: str
@@ -88,7 +89,8 @@ def json_result(value: dict[str, Any]) -> tuple[bytes, str]:
 
 
 class Queue:
-    """Requests of one model, executed in the order of their numbers however they arrive; or of one sampler, in the order of arrival."""
+    """Requests of one model, executed in the order of their numbers however they arrive; or of one
+    sampler, in the order of arrival."""
 
     def __init__(self, key: str, *, next_seq: int | None) -> None:
         """next_seq: None for a queue without an order."""

@@ -1,4 +1,5 @@
-"""Names and settings of losses on the wire -> the losses of slime_like/losses. Every loss is a sum over tokens of weight times token loss."""
+"""Names and settings of losses on the wire -> the losses of slime_like/losses. Every loss is a sum
+over tokens of weight times token loss."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ _RL = frozenset({"target_tokens", "logprobs", "advantages"})
 
 @dataclass(frozen=True, slots=True)
 class ServedLoss:
-    """name: the client's. kind: a registered policy loss, or CRITIC_LOSS. settings: of its configuration. required, optional: tensors of a
-    datum. entropy_coef: the weight of each token's entropy, which comes off its loss."""
+    """name: the client's. kind: a registered policy loss, or CRITIC_LOSS. settings: of its
+    configuration. required, optional: tensors of a datum. entropy_coef: the weight of each token's
+    entropy, which comes off its loss."""
 
     name: str
     kind: str
@@ -60,7 +62,8 @@ class ServedLoss:
 
 
 def served_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
-    """Raises Refused for an unknown loss or setting, a setting that is missing, or a value that is not legal."""
+    """Raises Refused for an unknown loss or setting, a setting that is missing, or a value that is
+    not legal."""
     if name in NOT_OFFERED:
         raise Refused(f"loss_fn {name!r} is not offered here: {NOT_OFFERED[name]}")
     if name in _OF_TINKER:
@@ -174,7 +177,8 @@ _OF_TINKER: dict[str, Callable[[_Config], ServedLoss]] = {
 
 
 def _own_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
-    """A loss of slime_like by its name, with the names of its flags as settings. `mask` tells which tokens it counts."""
+    """A loss of slime_like by its name, with the names of its flags as settings. `mask` tells which
+    tokens it counts."""
     kind = policy_losses.canonical(name)
     loss = policy_losses.get(kind)
     hints = typing.get_type_hints(loss.config_type)

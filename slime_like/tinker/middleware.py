@@ -136,7 +136,8 @@ def unpacks() -> bool:
 
 
 def unpacked(body: bytes, most: int) -> bytes | None:
-    """What a body of zstd holds; None when that is more than `most` bytes. Raises ValueError for other bytes."""
+    """What a body of zstd holds; None when that is more than `most` bytes. Raises ValueError for
+    other bytes."""
     import zstandard
 
     try:
@@ -165,7 +166,8 @@ async def refuse(send: Send, status: int, text: str) -> None:
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's, which waits for headers without an end: a connection that has not sent a request after a while is closed."""
+    """uvicorn's, which waits for headers without an end: a connection that has not sent a request
+    after a while is closed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -1,7 +1,9 @@
-"""Which models are on the device, and which wait in host memory. Every method is called by all ranks together.
+"""Which models are on the device, and which wait in host memory. Every method is called by all
+ranks together.
 
-Networks with all weights are slots, which have the shape of the base model: a model's state sits in one, or lies in host memory until it is asked
-for and takes the slot of another. Adapters stand on one frozen base; the storage of one that waits is given back to the device.
+Networks with all weights are slots, which have the shape of the base model: a model's state sits in
+one, or lies in host memory until it is asked for and takes the slot of another. Adapters stand on
+one frozen base; the storage of one that waits is given back to the device.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ LORA_ALPHA = 32.0  # the API does not say it; this is what its own service train
 
 @dataclass(slots=True)
 class HostedModel:
-    """slot: of all weights, where they are resident; else stored is their state. adapter: its network; outside: while it waits in host memory.
-    used: when, by the host's clock. passes: made, for losses that draw random numbers. incomplete: why gradients are missing for the next step."""
+    """slot: of all weights, where they are resident; else stored is their state. adapter: its
+    network; outside: while it waits in host memory. used: when, by the host's clock. passes: made,
+    for losses that draw random numbers. incomplete: why gradients are missing for the next step."""
 
     id: str
     role: str
@@ -140,7 +143,8 @@ class ModelPool:
             hosted.slot = None
 
     def _network(self, hosted: HostedModel) -> ServedNetwork:
-        """A network for a model: a free one, a new one while there may be more, else the one whose model was not used for longest."""
+        """A network for a model: a free one, a new one while there may be more, else the one whose
+        model was not used for longest."""
         self._use(hosted)
         free = next(
             (
@@ -194,8 +198,8 @@ class ModelPool:
             out.outside = OffloadedNetwork(out.adapter)
 
     def _new_adapter(self, lora: Mapping[str, Any], role: str) -> ServedAdapter:
-        """On the one frozen base, which is made with the first adapter. A critic's starts from that base, with values of 0. Raises Refused when
-        there is nothing to train."""
+        """On the one frozen base, which is made with the first adapter. A critic's starts from that
+        base, with values of 0. Raises Refused when there is nothing to train."""
         parts = {
             "attn": lora["train_attn"],
             "mlp": lora["train_mlp"],

@@ -1,4 +1,5 @@
-"""Sessions, models, samplers and checkpoints of clients: records, who owns them, and what may be said of them. Kept in the journal."""
+"""Sessions, models, samplers and checkpoints of clients: records, who owns them, and what may be
+said of them. Kept in the journal."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "exter
 
 @dataclass(slots=True)
 class Session:
-    """owner: of the key that created it. clients: copies of its sampling clients that asked for a number."""
+    """owner: of the key that created it. clients: copies of its sampling clients that asked for a
+    number."""
 
     id: str
     owner: str
@@ -31,8 +33,9 @@ class Session:
 
 @dataclass(slots=True)
 class Model:
-    """state: creating, ready, or ended, with the reason why. corrupted: it ended by a failure and not by its client. policy: of a critic, the model that it belongs to. next_seq: of the request that
-    is executed next."""
+    """state: creating, ready, or ended, with the reason why. corrupted: it ended by a failure and
+    not by its client. policy: of a critic, the model that it belongs to. next_seq: of the request
+    that is executed next."""
 
     id: str
     session: str
@@ -52,7 +55,8 @@ class Model:
 
 @dataclass(slots=True)
 class Sampler:
-    """folder: of its weights, a Hugging Face model. source: the checkpoint's path, or None for the base model or a snapshot without a name."""
+    """folder: of its weights, a Hugging Face model. source: the checkpoint's path, or None for the
+    base model or a snapshot without a name."""
 
     id: str
     session: str
@@ -65,7 +69,8 @@ class Sampler:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """path: as clients know it. kind: training, sampler or external. expires: a time, or None for never."""
+    """path: as clients know it. kind: training, sampler or external. expires: a time, or None for
+    never."""
 
     path: str
     run: str
@@ -185,7 +190,8 @@ class Registry:
         return session
 
     def session(self, id: str, owner: str) -> Session:
-        """An open session. Raises HttpError 404 for one that is not there, 410 for one that has ended."""
+        """An open session. Raises HttpError 404 for one that is not there, 410 for one that has
+        ended."""
         session = self.sessions.get(id)
         if session is None or session.owner != owner:
             raise HttpError(404, f"session {id} does not exist")
@@ -220,7 +226,8 @@ class Registry:
         return [m for m in self.models.values() if m.state != "ended"]
 
     def policy_for_critic(self, session: str) -> str:
-        """The policy that a new critic of a session belongs to: the newest without one. Raises Refused."""
+        """The policy that a new critic of a session belongs to: the newest without one. Raises
+        Refused."""
         mine = [m for m in self.models.values() if m.session == session and m.state != "ended"]
         policies = [m for m in mine if m.role == "policy"]
         if not policies:
@@ -234,7 +241,8 @@ class Registry:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def checkpoint(self, path: str, owner: str, kind: str | None = None) -> Checkpoint:
-        """Raises Refused when there is none of this path and kind for this owner, or it has expired."""
+        """Raises Refused when there is none of this path and kind for this owner, or it has
+        expired."""
         found = self.checkpoints.get(path)
         if (
             found is None

@@ -1,4 +1,5 @@
-"""What each accepted request does: a command to the workers, and what follows from their answer for registry and files."""
+"""What each accepted request does: a command to the workers, and what follows from their answer for
+registry and files."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class EndModel(Protocol):
 
 
 class ServerOperations:
-    """call: gives a command to the workers. folder: of everything that the server keeps. base: folder of the base model."""
+    """call: gives a command to the workers. folder: of everything that the server keeps. base:
+    folder of the base model."""
 
     def __init__(
         self, registry: Registry, call: Call, *, folder: Path, base: str, max_snapshots: int

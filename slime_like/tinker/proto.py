@@ -1,7 +1,8 @@
-"""The protobuf messages of the Tinker API, as SDK 0.38 has them: only numbers and types of fields matter on the wire.
+"""The protobuf messages of the Tinker API, as SDK 0.38 has them: only numbers and types of fields
+matter on the wire.
 
-The messages live in a pool of their own, so that the SDK, which has the same names, can be imported into the same process. A test compares the
-table with the SDK's.
+The messages live in a pool of their own, so that the SDK, which has the same names, can be imported
+into the same process. A test compares the table with the SDK's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ ENUMS = {
 }
 STOP_REASON_STOP, STOP_REASON_LENGTH = range(2)
 DTYPE_FLOAT32, DTYPE_INT64, DTYPE_INT32 = 1, 2, 3
-# A line is a message: its fields from number 1 on, as name:type. * is repeated, ? optional, {...} a map from strings, |name a oneof.
+# A line is a message: its fields from number 1 on, as name:type. * is repeated, ? optional, {...} a
+# map from strings, |name a oneof.
 MESSAGES = """
 SampleResponse          sequences:SampledSequence* prompt_logprobs:bytes? topk_prompt_logprobs:TopkLogprobs? prompt_cache_hit_tokens:int32 target_prompt_logprobs:Tensor? prompt_alt_tokens:PromptAltTokens?
 PromptAltTokens         tokens:Tensor logprobs:Tensor

@@ -1,6 +1,8 @@
-"""Accepts requests, executes them one after another on the workers, keeps their results. One asyncio task executes; nothing polls.
+"""Accepts requests, executes them one after another on the workers, keeps their results. One
+asyncio task executes; nothing polls.
 
-Requests of a model are executed in the order of their numbers; models and samplers take turns, so that none waits for all of another's.
+Requests of a model are executed in the order of their numbers; models and samplers take turns, so
+that none waits for all of another's.
 """
 
 from __future__ import annotations
@@ -19,9 +21,8 @@ from slime_like.tinker.store import Journal, JournalError
 from slime_like.tinker.supervision import supervised
 
 log = logging.getLogger(__name__)
-FETCHED_FOR_S = (
-    120.0  # how long a result is kept after it was fetched: an answer may be lost on the way
-)
+# how long a result is kept after it was fetched: an answer may be lost on the way
+FETCHED_FOR_S = 120.0
 KEPT_FOR_S = 3600.0  # and one that nobody fetched
 KEPT_OF_A_QUEUE = 2000  # requests whose repetition is recognised
 MAX_WAITING_BYTES = 2**30
@@ -32,7 +33,8 @@ Result = tuple[bytes, str]  # and its content type
 
 
 class Operations(Protocol):
-    """What a request means. `alike`: whether a second request of a sampler can be executed together with the first."""
+    """What a request means. `alike`: whether a second request of a sampler can be executed together
+    with the first."""
 
     async def execute(self, requests: Sequence[Request]) -> Sequence[Result | Exception]: ...
 
@@ -93,7 +95,8 @@ class Dispatcher:
     # --- accepting --------------------------------------------------------------------------------------------------
 
     def known(self, key: str, seq: int, digest: str) -> Request | None:
-        """The request that was accepted at this place before. Raises HttpError 422 when it was another one, or is long done."""
+        """The request that was accepted at this place before. Raises HttpError 422 when it was
+        another one, or is long done."""
         before = self.requests.get(request_id(key, seq))
         if before is not None:
             if before.digest != digest:
@@ -105,8 +108,8 @@ class Dispatcher:
         return None
 
     def accept(self, request: Request, *, internal: bool = False) -> Request:
-        """Put a new request into its queue. A queue may take as much room as it leaves free, so that
-        one that is flooded leaves some for the others.
+        """Put a new request into its queue. A queue may take as much room as it leaves free, so
+        that one that is flooded leaves some for the others.
 
         Args:
             internal: From the server itself: always accepted.
@@ -277,7 +280,8 @@ class Dispatcher:
             self.expire(now)
 
     def expire(self, now: float) -> None:
-        """Forget results that were fetched, or that nobody wants; a queue's oldest requests where it has very many."""
+        """Forget results that were fetched, or that nobody wants; a queue's oldest requests where
+        it has very many."""
         done: dict[str, list[Request]] = {}
         for request in list(self.requests.values()):
             if request.state != "done":
@@ -317,7 +321,8 @@ class Dispatcher:
         raise HttpError(404, f"request {id} does not exist")
 
     async def result(self, request: Request, *, hold_s: float) -> dict[str, Any] | Result:
-        """What `retrieve_future` answers: the result and its type, or JSON for a failure and for "not yet" after `hold_s`."""
+        """What `retrieve_future` answers: the result and its type, or JSON for a failure and for
+        "not yet" after `hold_s`."""
         try:
             async with asyncio.timeout(hold_s):
                 await request.done.wait()

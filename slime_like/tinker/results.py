@@ -22,10 +22,12 @@ def pass_output(
     *,
     critic: bool,
 ) -> tuple[bytes, str]:
-    """Of forward_backward: `logprobs` (of a critic `values`) and `elementwise_loss` of every datum, and metrics `name:reduction`.
+    """Of forward_backward: `logprobs` (of a critic `values`) and `elementwise_loss` of every datum,
+    and metrics `name:reduction`.
 
-    widths: targets a token of each datum, where there are several; its `logprobs` are [N, K] then. value: scores and losses as float32 bytes, datum after datum, and metrics as {name: [kind, number]}. Raises Failed where the loss is not
-    finite.
+    widths: targets a token of each datum, where there are several; its `logprobs` are [N, K] then.
+    value: scores and losses as float32 bytes, datum after datum, and metrics as {name: [kind,
+    number]}. Raises Failed where the loss is not finite.
     """
     losses = np.frombuffer(value["losses"], dtype="<f4")
     total = float(losses.sum(dtype=np.float64))
@@ -94,8 +96,9 @@ def sample_output(
     prompt_log_probs: bytes | None,
     top_prompt: dict[str, Any] | None = None,
 ) -> tuple[bytes, str]:
-    """Of asample. sequences: tokens as int32 and log_probs as float32 bytes, stopped: by a stop token or text. prompt_log_probs: float32, NaN
-    for the first token. top_prompt, and `top` of a sequence: its likeliest tokens, see `sampler.top_of`."""
+    """Of asample. sequences: tokens as int32 and log_probs as float32 bytes, stopped: by a stop
+    token or text. prompt_log_probs: float32, NaN for the first token. top_prompt, and `top` of a
+    sequence: its likeliest tokens, see `sampler.top_of`."""
     response = proto.SampleResponse()
     for sequence in sequences:
         added = response.sequences.add(tokens=sequence["tokens"], logprobs=sequence["log_probs"])

@@ -1,4 +1,5 @@
-"""Sampling from fixed weights, on the workers: engines that hold snapshots, requests shared among the ranks."""
+"""Sampling from fixed weights, on the workers: engines that hold snapshots, requests shared among
+the ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ MISSING_LOG_PROB = -99999.0  # of the SDK (tinker.types.topk_logprobs)
 
 @dataclass(frozen=True, slots=True)
 class SampleCommand:
-    """A command to sample. prompts: their tokens. wanted: (prompt, number of its sample), for all samples."""
+    """A command to sample. prompts: their tokens. wanted: (prompt, number of its sample), for all
+    samples."""
 
     params: SamplingParams
     prompts: list[tuple[int, ...]]
@@ -59,7 +61,8 @@ class SampleCommand:
 
 
 class SnapshotSampler:
-    """At most --max-sampler-engines engines on every rank; the one that was least recently used takes the next snapshot."""
+    """At most --max-sampler-engines engines on every rank; the one that was least recently used
+    takes the next snapshot."""
 
     def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
         self.run, self.layout = run, layout
@@ -79,8 +82,9 @@ class SnapshotSampler:
         top_k_prompt: int = 0,
         top_k_sample: int = 0,
     ) -> list[dict[str, Any]]:
-        """For each prompt its samples, as plain values, on every rank. seeded: whether the client gave the seeds; here they always count.
-        top_k_prompt, top_k_sample: likeliest tokens wanted at each position; 0 for none."""
+        """For each prompt its samples, as plain values, on every rank. seeded: whether the client
+        gave the seeds; here they always count. top_k_prompt, top_k_sample: likeliest tokens wanted
+        at each position; 0 for none."""
         together(lambda: self._engine(folder))
         engine = self._engine(folder)
         asked = SampleCommand.of(sampling, prompts, counts)
@@ -161,8 +165,8 @@ def seed_of(seed: int, sample: int) -> int:
 
 
 def is_tied(folder: str) -> bool:
-    """Whether output layer and embedding are one weight: not after training with an adapter on the output layer. Raises ValueError when the
-    folder is gone."""
+    """Whether output layer and embedding are one weight: not after training with an adapter on the
+    output layer. Raises ValueError when the folder is gone."""
     try:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except OSError as error:

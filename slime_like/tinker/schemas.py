@@ -1,4 +1,5 @@
-"""Bodies of requests in JSON, as SDK 0.38 sends them. What is not named here is refused (422) with its name."""
+"""Bodies of requests in JSON, as SDK 0.38 sends them. What is not named here is refused (422) with
+its name."""
 
 from __future__ import annotations
 

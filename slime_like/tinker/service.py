@@ -1,4 +1,5 @@
-"""The server as clients see it, without HTTP: which requests are accepted, as what, and answers to what is asked about."""
+"""The server as clients see it, without HTTP: which requests are accepted, as what, and answers to
+what is asked about."""
 
 from __future__ import annotations
 

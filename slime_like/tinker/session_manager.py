@@ -1,4 +1,5 @@
-"""When sessions, models and samplers end: by their client, by silence, or with the workers; and what their waiting requests are told."""
+"""When sessions, models and samplers end: by their client, by silence, or with the workers; and
+what their waiting requests are told."""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ class SessionManager:
             self.dispatcher.fail_all(sampler.id, Refused(words), forget=True)
 
     def end_silent_sessions(self, now: float | None = None) -> None:
-        """Finish sessions that have not been heard of; forget those that finished long ago, and checkpoints that have expired."""
+        """Finish sessions that have not been heard of; forget those that finished long ago, and
+        checkpoints that have expired."""
         now = time.time() if now is None else now
         for session in list(self.registry.sessions.values()):
             if not session.finished and now - session.seen > self.config.session_timeout_s:

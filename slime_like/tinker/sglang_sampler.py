@@ -1,7 +1,9 @@
-"""Sampling from fixed weights by SGLang servers. They hold one snapshot; another one takes its place when it is asked for.
+"""Sampling from fixed weights by SGLang servers. They hold one snapshot; another one takes its
+place when it is asked for.
 
-Requests come one command after another, so no request sees an exchange; what samplers ask for at the same time waits in the dispatcher's queues,
-which take together what goes to one snapshot. Snapshots are folders of --server-dir, which the servers have to see under the same name.
+Requests come one command after another, so no request sees an exchange; what samplers ask for at
+the same time waits in the dispatcher's queues, which take together what goes to one snapshot.
+Snapshots are folders of --server-dir, which the servers have to see under the same name.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class SnapshotUpdater(WeightUpdater):
 
 
 class SglangSampler:
-    """In place of a `SnapshotSampler`. Rank 0 talks to the servers. engine, updater: the latter on rank 0 only."""
+    """In place of a `SnapshotSampler`. Rank 0 talks to the servers. engine, updater: the latter on
+    rank 0 only."""
 
     def __init__(
         self,
@@ -98,8 +101,9 @@ class SglangSampler:
         top_k_prompt: int = 0,
         top_k_sample: int = 0,
     ) -> list[dict[str, Any]]:
-        """For each prompt its samples, as plain values, on rank 0. Raises Refused for top-k log-probs and seeds that would not count, RunError where the servers
-        do not answer as they should; both on all ranks."""
+        """For each prompt its samples, as plain values, on rank 0. Raises Refused for top-k
+        log-probs and seeds that would not count, RunError where the servers do not answer as they
+        should; both on all ranks."""
         if top_k_prompt or top_k_sample:
             raise Refused(NO_TOP_K)
         if seeded and not self.honours_seeds:
@@ -197,7 +201,8 @@ class SglangSampler:
 
 
 def make_sglang_sampler(run: RunConfig, layout: ParallelLayout) -> SglangSampler:
-    """A collective. Rank 0 starts what is to be started and waits until it answers. Raises RunError on every rank when it does not."""
+    """A collective. Rank 0 starts what is to be started and waits until it answers. Raises RunError
+    on every rank when it does not."""
     assert run.model.hf_checkpoint is not None
     model, root = run.model.hf_checkpoint, Path(run.server.server_dir).resolve()
 
@@ -228,7 +233,8 @@ def seeds_count(fleet: Fleet | None) -> bool:
 
 
 def shapes_in(folder: str) -> dict[str, Tensor]:
-    """Of the weights of a Hugging Face folder: tensors without numbers. Raises ValueError when it has none."""
+    """Of the weights of a Hugging Face folder: tensors without numbers. Raises ValueError when it
+    has none."""
     shapes = checkpoint_shapes(folder)
     if not shapes:
         raise ValueError(f"the snapshot {folder} is gone")

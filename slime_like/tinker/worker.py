@@ -1,4 +1,5 @@
-"""The workers' loop: rank 0 takes commands from the API process, all ranks execute them, an error of one is an error of all."""
+"""The workers' loop: rank 0 takes commands from the API process, all ranks execute them, an error
+of one is an error of all."""
 
 from __future__ import annotations
 
@@ -58,8 +59,9 @@ class Worker:
                 source.answer({"id": command["id"], **answer})
 
     def execute(self, command: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a command, as the API process reads it. Raises RunError when the ranks do not agree on what happened: then some of
-        them are in the middle of a collective, and nobody can go on."""
+        """The answer to a command, as the API process reads it. Raises RunError when the ranks do
+        not agree on what happened: then some of them are in the middle of a collective, and nobody
+        can go on."""
         self._number += 1
         value, error = None, None
         try:
@@ -235,7 +237,8 @@ class CommandSource:
         self.busy = False
 
     def next(self) -> bytes:
-        """The next command, or a sign of life when there is none. Raises RunError when the API process cannot be kept up."""
+        """The next command, or a sign of life when there is none. Raises RunError when the API
+        process cannot be kept up."""
         while True:
             if self._socket is None:
                 self._connect()
@@ -255,7 +258,8 @@ class CommandSource:
             return frame
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Kept until the next command: an API process that has ended in the meantime asks for it when it is there again."""
+        """Kept until the next command: an API process that has ended in the meantime asks for it
+        when it is there again."""
         self._last, self.busy = message, False
         assert self._socket is not None
         try:
@@ -264,7 +268,8 @@ class CommandSource:
             self._close()
 
     def close(self, reason: str, *, goodbye: bool) -> None:
-        """The workers end. goodbye: the API process is to end too; else it tells clients, and waits for other workers for a while."""
+        """The workers end. goodbye: the API process is to end too; else it tells clients, and waits
+        for other workers for a while."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.sendall(
@@ -296,7 +301,8 @@ class CommandSource:
             self._socket = None
 
     def _connect(self) -> None:
-        """To an API process that is there (one that outlived the workers before us), or to a new one."""
+        """To an API process that is there (one that outlived the workers before us), or to a new
+        one."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if (opened := self._try()) is not None:

@@ -1,4 +1,5 @@
-"""The models of the server on the workers. Every method is called by all ranks together, with the same plain values."""
+"""The models of the server on the workers. Every method is called by all ranks together, with the
+same plain values."""
 
 from __future__ import annotations
 
@@ -87,15 +88,16 @@ class ModelHost:
         )
 
     def execute(self, command: Mapping[str, Any]) -> Any:
-        """What a command asks for, as plain values; of use on rank 0. Raises Refused, ValueError or OSError for what the client can
-        remedy."""
+        """What a command asks for, as plain values; of use on rank 0. Raises Refused, ValueError or
+        OSError for what the client can remedy."""
         self.stage = UNCHANGED
         return getattr(self, f"do_{command['op']}")(
             **{k: v for k, v in command.items() if k not in ("op", "id")}
         )
 
     def recover(self, model: str, stage: int, missing: str) -> bool:
-        """After a command failed: what it has left of its model is undone. Called on all ranks alike.
+        """After a command failed: what it has left of its model is undone. Called on all ranks
+        alike.
 
         Args:
             stage: The furthest that any rank came.
@@ -139,7 +141,8 @@ class ModelHost:
         tokens: bytes,
         fields: Mapping[str, bytes],
     ) -> dict[str, Any] | None:
-        """Forward, and unless forward_only backward, over samples; returns per-token results and metrics on rank 0."""
+        """Forward, and unless forward_only backward, over samples; returns per-token results and
+        metrics on rank 0."""
         network, hosted = self.residents.network(model), self.models[model]
         samples = samples_of(lengths, tokens, fields)
         mine = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
@@ -241,7 +244,8 @@ class ModelHost:
     # --- files ------------------------------------------------------------------------------------------------------
 
     def do_save(self, model: str, folder: str) -> None:
-        """A checkpoint of weights and optimizer. Gradients that no step has taken yet are not in it."""
+        """A checkpoint of weights and optimizer. Gradients that no step has taken yet are not in
+        it."""
         network = self._network_to_keep(model)
         saver = CheckpointSaver(folder, SavePolicy(space_remedy=SPACE_REMEDY))
         state = {"model": self._shape(model)}
@@ -257,8 +261,8 @@ class ModelHost:
         )
 
     def do_load(self, model: str, folder: str, optimizer: bool) -> None:
-        """Weights of a checkpoint, and its optimizer or a fresh one. A checkpoint that is refused before anything was read into the model leaves
-        it as it was."""
+        """Weights of a checkpoint, and its optimizer or a fresh one. A checkpoint that is refused
+        before anything was read into the model leaves it as it was."""
         network = self.residents.network(model)
         saved = SavedNetwork(
             network.saved_chunks, network.optimizer if optimizer else None, None, self.layout

@@ -1,4 +1,5 @@
-"""The API's side of the connection to the workers: one at a time, on a loopback port, opened by rank 0 of the workers with a token."""
+"""The API's side of the connection to the workers: one at a time, on a loopback port, opened by
+rank 0 of the workers with a token."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A rollout becomes what the backend trains on: old and reference log-probs, the off-policy correction, advantages and token weights; and,
-where there is a critic, what that is trained on (critic_batches.py)."""
+"""A rollout becomes what the backend trains on: old and reference log-probs, the off-policy
+correction, advantages and token weights; and, where there is a critic, what that is trained on
+(critic_batches.py)."""
 
 from __future__ import annotations
 
@@ -52,21 +53,24 @@ from slime_like.types import Sample, TrainBatch, TrainSample
 
 logger = logging.getLogger(__name__)
 
-# Mean log-prob difference of tokens that older weights sampled, in nats: a policy that has moved this
-# far within the bounds of staleness trains on noise, and one that has not points to a broken engine.
+# Mean log-prob difference of tokens that older weights sampled, in nats: a policy that has moved
+# this far within the bounds of staleness trains on noise, and one that has not points to a broken
+# engine.
 STALE_LIMIT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The optimizer steps of a rollout: this rank's samples of each. critic: empty without one; it may share the samples otherwise."""
+    """The optimizer steps of a rollout: this rank's samples of each. critic: empty without one; it
+    may share the samples otherwise."""
 
     policy: list[TrainBatch]
     critic: list[TrainBatch]
 
 
 class BatchMaker:
-    """Makes the train batches of this data-parallel rank. All ranks hold all samples of a rollout and call it together."""
+    """Makes the train batches of this data-parallel rank. All ranks hold all samples of a rollout
+    and call it together."""
 
     def __init__(
         self,
@@ -107,7 +111,8 @@ class BatchMaker:
     def make(
         self, samples: Sequence[Sample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
-        """What a rollout is trained on, and metrics. weight_version: of the policy that is about to be trained."""
+        """What a rollout is trained on, and metrics. weight_version: of the policy that is about to
+        be trained."""
         self._warn_of_long_sequences(samples)
         samples = self._with_routes(samples)
         with self.progress.phase("balance") if self.plan.linear_cost is not None else nullcontext():
@@ -226,8 +231,8 @@ class BatchMaker:
         weight_version: int,
         names: Sequence[str],
     ) -> list[LogProbOutput]:
-        """Old log-probs of this rank's samples, compared with the sampler's where it reported them and had the same weights (`fresh`).
-        names: of the samples."""
+        """Old log-probs of this rank's samples, compared with the sampler's where it reported them
+        and had the same weights (`fresh`). names: of the samples."""
         run = self.run
         masks = [s.loss_mask for s in local]
         when = "before the update"
@@ -271,8 +276,8 @@ class BatchMaker:
         stale: Sequence[Tensor],
         weight_version: int,
     ) -> dict[str, float]:
-        """The gate on tokens of older weights: how far the policy may have moved since, at most. Without
-        it an engine could switch the check off by calling its tokens old."""
+        """The gate on tokens of older weights: how far the policy may have moved since, at most.
+        Without it an engine could switch the check off by calling its tokens old."""
         told = all(s.rollout_log_probs is not None for s in samples)
         if self.run.algorithm.use_rollout_logprobs or not told:
             return {}
@@ -291,7 +296,8 @@ class BatchMaker:
     def _teacher_log_probs(
         self, samples: Sequence[Sample], local: Sequence[TrainSample]
     ) -> list[Tensor] | None:
-        """[R] by sample of this rank, from the teacher on Megatron or from the served one; None without a teacher. samples: those of `local`."""
+        """[R] by sample of this rank, from the teacher on Megatron or from the served one; None
+        without a teacher. samples: those of `local`."""
         if self.backend.teacher is not None:
             return [
                 t.log_probs for t in self.backend.compute_log_probs(local, self.backend.teacher)
@@ -327,7 +333,8 @@ class BatchMaker:
         steps: Sequence[Sequence[TrainSample]],
         old: Sequence[LogProbOutput],
     ) -> tuple[list[SampleCorrection], dict[str, float]]:
-        """The off-policy correction of this rank's samples, and how far trainer and sampler are apart where the sampler told."""
+        """The off-policy correction of this rank's samples, and how far trainer and sampler are
+        apart where the sampler told."""
         config = self.run.off_policy
         require_sampler_log_probs(config, samples)
         if self.run.algorithm.use_rollout_logprobs or not sampler_told(samples):
@@ -347,8 +354,8 @@ class BatchMaker:
         teacher: Sequence[Tensor] | None,
         values: Sequence[Tensor] | None,
     ) -> TokenAdvantages:
-        """Per-token advantages of this rank's samples, `mine` among all. Groups are over all samples; the KL in the reward comes off first,
-        the teacher's part last."""
+        """Per-token advantages of this rank's samples, `mine` among all. Groups are over all
+        samples; the KL in the reward comes off first, the teacher's part last."""
         algorithm = self.run.algorithm
         masks = [s.loss_mask for s in local]
         kl = None

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """state: the trainer's, where a run goes on; None in a fresh one. initial_policy: the Hugging Face model that the policy is now, or
-    None. has_critic: the critic is that of the checkpoint."""
+    """state: the trainer's, where a run goes on; None in a fresh one. initial_policy: the Hugging
+    Face model that the policy is now, or None. has_critic: the critic is that of the checkpoint."""
 
     state: dict[str, Any] | None
     initial_policy: str | None
@@ -94,8 +94,9 @@ class RunCheckpoints:
         return start
 
     def _load_run(self) -> Start:
-        """A checkpoint goes on where it was taken (--finetune takes its weights only), a Hugging Face model gives the weights of a fresh
-        run. A folder that is also --save and holds no checkpoint yet is that of the first run of several."""
+        """A checkpoint goes on where it was taken (--finetune takes its weights only), a Hugging
+        Face model gives the weights of a fresh run. A folder that is also --save and holds no
+        checkpoint yet is that of the first run of several."""
         root, config = self.config.load, self.config
         initial = self.run.model.hf_checkpoint if self.run.lora.lora_adapter_path is None else None
         if root is None:
@@ -172,7 +173,8 @@ class RunCheckpoints:
             )
 
     def _takes_critic_of(self, folder: Path) -> bool:
-        """A run goes on with the critic that was saved with the policy. --finetune prefers --critic-load."""
+        """A run goes on with the critic that was saved with the policy. --finetune prefers
+        --critic-load."""
         wanted, there = self.backend.critic is not None, "critic" in saved_networks(folder)
         if there and not wanted:
             warn_rank_0(
@@ -200,8 +202,9 @@ class RunCheckpoints:
     def after_rollout(
         self, rollouts: int, state: dict[str, Any], *, last: bool
     ) -> dict[str, float]:
-        """Publish what has been written meanwhile; save when due, and always after the last rollout, where it is also waited for. Returns
-        metrics. Raises SaveError, unless --on-save-failure continue and there is something to continue with."""
+        """Publish what has been written meanwhile; save when due, and always after the last
+        rollout, where it is also waited for. Returns metrics. Raises SaveError, unless
+        --on-save-failure continue and there is something to continue with."""
         assert self.saver is not None
         saver = self.saver
         from_rank_zero(lambda: confirm_held(saver.root))
@@ -258,7 +261,8 @@ class RunCheckpoints:
 
 
 def reference_digest(run: RunConfig) -> str | None:
-    """Tells the reference model from others: it never changes, so that checkpoints need not hold its weights. None without one."""
+    """Tells the reference model from others: it never changes, so that checkpoints need not hold
+    its weights. None without one."""
     root = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
     if root is None or not needs_reference(run.algorithm):
         return None

@@ -1,4 +1,5 @@
-"""From a checked configuration to a finished run: patches, process groups, the trainer, and the report at the end."""
+"""From a checked configuration to a finished run: patches, process groups, the trainer, and the
+report at the end."""
 
 from __future__ import annotations
 
@@ -56,8 +57,9 @@ def run(config: RunConfig, rank: int, startup: Say = lambda what: None) -> int:
         startup: called with what begins, up to the first rollout.
 
     Returns:
-        The exit status: 0, 1 for an error, 75 when SIGTERM or SIGHUP ended the run and it may be continued, 130 after Ctrl-C. An error that
-        has a user's remedy is shown once, without a traceback.
+        The exit status: 0, 1 for an error, 75 when SIGTERM or SIGHUP ended the run and it may be
+        continued, 130 after Ctrl-C. An error that has a user's remedy is shown once, without a
+        traceback.
     """
     end_at_once(rank, resumable=config.checkpoint.save is not None)
     status = run_ranks(config, rank, startup)
@@ -123,7 +125,8 @@ def prepare(config: RunConfig, rank: int, cautions: Sequence[str]) -> None:
 
 
 def die_with_the_launcher() -> None:
-    """Under torchrun on Linux: a rank whose torchrun is killed ends too, rather than train on beside the run that is started next."""
+    """Under torchrun on Linux: a rank whose torchrun is killed ends too, rather than train on
+    beside the run that is started next."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -176,7 +179,8 @@ def train_watched(
 
 
 def fail(error: Exception, layout: ParallelLayout) -> int:
-    """The exit status of a rank that an error ended. One rank shows it, as what it comes of where other ranks are gone."""
+    """The exit status of a rank that an error ended. One rank shows it, as what it comes of where
+    other ranks are gone."""
     shown = message_of(error)
     if shown is not None:
         show(shown)
@@ -185,8 +189,9 @@ def fail(error: Exception, layout: ParallelLayout) -> int:
 
 
 def show(error: BaseException) -> None:
-    """One message where the user has a remedy: a setting, a file, a number that must hold. Anything else is ours, with its traceback.
-    SLIME_LIKE_TRACEBACK=1 in the environment shows the traceback of every error."""
+    """One message where the user has a remedy: a setting, a file, a number that must hold. Anything
+    else is ours, with its traceback. SLIME_LIKE_TRACEBACK=1 in the environment shows the traceback
+    of every error."""
     if not isinstance(error, ValueError | OSError | RunError) or os.environ.get(
         "SLIME_LIKE_TRACEBACK"
     ):
@@ -212,7 +217,8 @@ def command_to_continue(config: RunConfig, world_size: int) -> str:
 
 
 def shared_output_dir(config: RunConfig) -> Path:
-    """The same folder on every rank: --output-dir, that of the run that is continued, or one that is named by the time."""
+    """The same folder on every rank: --output-dir, that of the run that is continued, or one that
+    is named by the time."""
     from slime_like.distributed.collectives import from_rank_zero
 
     return Path(
@@ -227,8 +233,8 @@ def shared_output_dir(config: RunConfig) -> Path:
 
 
 def output_dir_of_the_run(config: RunConfig) -> str | None:
-    """Where the run wrote that --save and --load of one folder continue; None for the first start, and where another run begins from a
-    checkpoint (--finetune, --ckpt-step, another --save)."""
+    """Where the run wrote that --save and --load of one folder continue; None for the first start,
+    and where another run begins from a checkpoint (--finetune, --ckpt-step, another --save)."""
     from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
     from slime_like.checkpoints.state import read_trainer_state
 
@@ -251,7 +257,8 @@ def output_dir_of_the_run(config: RunConfig) -> str | None:
 
 
 def write_report(output_dir: Path) -> None:
-    """The plot and the table of the run. The run is done: what goes wrong here does not make it a failed one."""
+    """The plot and the table of the run. The run is done: what goes wrong here does not make it a
+    failed one."""
     from slime_like.metrics import report
 
     try:
@@ -261,7 +268,8 @@ def write_report(output_dir: Path) -> None:
 
 
 def quiet_dependencies() -> None:
-    """Libraries announce what is missing on a machine without a GPU; `--print-megatron-patches` says it better."""
+    """Libraries announce what is missing on a machine without a GPU; `--print-megatron-patches`
+    says it better."""
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\..*|transformers\..*")
     for name in ("megatron", "transformers", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)

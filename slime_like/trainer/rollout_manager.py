@@ -1,4 +1,5 @@
-"""Where the groups of each rollout come from: they are sampled (perhaps ahead of the training), recorded ones are read, or answers are given."""
+"""Where the groups of each rollout come from: they are sampled (perhaps ahead of the training),
+recorded ones are read, or answers are given."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutManager:
-    """Collective over all ranks. source, rollouter, evaluator, teacher: None in a run that needs none."""
+    """Collective over all ranks. source, rollouter, evaluator, teacher: None in a run that needs
+    none."""
 
     def __init__(
         self,
@@ -84,7 +86,8 @@ class RolloutManager:
         return self._ahead.take(step)
 
     def drain(self) -> None:
-        """Wait until nothing is being sampled: the engine and its weights are the caller's alone, until more groups are asked for."""
+        """Wait until nothing is being sampled: the engine and its weights are the caller's alone,
+        until more groups are asked for."""
         if self._ahead is not None:
             self._ahead.drain()
 
@@ -98,8 +101,8 @@ class RolloutManager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Continue where `state` was saved. Returns a sentence where rollouts that were sampled ahead are
-        sampled again, because this run may not train on them."""
+        """Continue where `state` was saved. Returns a sentence where rollouts that were sampled
+        ahead are sampled again, because this run may not train on them."""
         ahead = state.get("sampled_ahead")
         problem = None if ahead is None else self._problem_with_ahead(ahead["rollouts"])
         position = state if ahead is None or problem is not None else ahead["behind"]
@@ -240,7 +243,8 @@ def staleness_bound(run: RunConfig) -> int | None:
 
 
 def leaves_stragglers(run: RunConfig) -> bool:
-    """Whether servers are told to abort what a rollout does not need, in place of growing all responses in rounds that ranks take together."""
+    """Whether servers are told to abort what a rollout does not need, in place of growing all
+    responses in rounds that ranks take together."""
     config, rollout = run.scheduling, run.rollout
     estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
     in_rounds = (
@@ -259,7 +263,8 @@ def leaves_stragglers(run: RunConfig) -> bool:
 def function_evaluator(
     run: RunConfig, rollouter: Rollouter | None, evaluator: Evaluator | None, supply: RolloutManager
 ) -> Evaluator | FunctionEvaluator | None:
-    """`evaluator`, or in its place the user's function for evaluations, which is that of rollouts where none is named."""
+    """`evaluator`, or in its place the user's function for evaluations, which is that of rollouts
+    where none is named."""
     config = run.scheduling
     flag = (
         "--rollout-function-path" if config.eval_function_path is None else "--eval-function-path"
@@ -331,7 +336,8 @@ def make_rollouter(
 
 
 def make_teacher(run: RunConfig, tokenizer: Any) -> ServedTeacher | None:
-    """The teacher behind servers, where the run has one; it answers, and has the policy's tokenizer. A collective; raises RunError."""
+    """The teacher behind servers, where the run has one; it answers, and has the policy's
+    tokenizer. A collective; raises RunError."""
     config = run.distillation
     if not config.served:
         return None

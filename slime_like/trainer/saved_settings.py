@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from arguments.run_config import RunConfig
 from slime_like.config import flag_name
 
-# What is learned, and from what. Learning rates and weight decay are the schedule's to compare; layouts and folders may change.
+# What is learned, and from what. Learning rates and weight decay are the schedule's to compare;
+# layouts and folders may change.
 GROUPS = (
     "data", "rollout", "scheduling", "reward", "algorithm", "distillation", "off_policy", "policy_loss", "value_loss",
     "critic", "gates",
@@ -32,7 +33,8 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         run: complete.
 
     Returns:
-        Values by flag. A flag that names a file of a user's function has the digest of the file too. Addresses are without credentials.
+        Values by flag. A flag that names a file of a user's function has the digest of the file
+        too. Addresses are without credentials.
     """
     found: dict[str, Any] = {}
     for group in GROUPS:

@@ -43,8 +43,9 @@ _GATES = {"": "policy", "critic_": "critic"}  # prefix of the names in a checkpo
 class TrainStep:
     """Collective over all ranks.
 
-    rollout_gate: on the difference to the sampler, which the log-prob pass has otherwise; stale_gate: in its place where tokens are of older weights. warn: shows a warning, where it is given one.
-    initial_policy: the Hugging Face model that the run starts from; None for another.
+    rollout_gate: on the difference to the sampler, which the log-prob pass has otherwise;
+    stale_gate: in its place where tokens are of older weights. warn: shows a warning, where it is
+    given one. initial_policy: the Hugging Face model that the run starts from; None for another.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class TrainStep:
     def train_policy(
         self, step: int, batches: Sequence[TrainBatch], *, weight_version: int, on_policy: bool
     ) -> dict[str, float]:
-        """Metrics are averaged over the optimizer steps. on_policy: all tokens are of the current weights, of this version."""
+        """Metrics are averaged over the optimizer steps. on_policy: all tokens are of the current
+        weights, of this version."""
         gate = self.skip_gates["policy"]
         results = []
         with self.progress.phase("train"):
@@ -110,7 +112,8 @@ class TrainStep:
         return averages(results, gate)
 
     def train_critic(self, batches: Sequence[TrainBatch], *, values_abs: float) -> dict[str, float]:
-        """As `train_policy`, for the critic. values_abs: mean absolute value of the rollout's values."""
+        """As `train_policy`, for the critic. values_abs: mean absolute value of the rollout's
+        values."""
         gate = self.skip_gates["critic"]
         results = []
         with self.progress.phase("train_critic"):
@@ -134,8 +137,9 @@ class TrainStep:
     def _check_loss(
         self, batch: TrainBatch, pending: PendingStep, index: int, *, critic: bool = False
     ) -> None:
-        """A loss that is not finite changes no weight: a clamp may keep its NaN out of the gradient, and a step without one of its terms
-        would be taken. Collective only where it raises, for all ranks have the same metrics. Raises GateError naming the first culprit."""
+        """A loss that is not finite changes no weight: a clamp may keep its NaN out of the
+        gradient, and a step without one of its terms would be taken. Collective only where it
+        raises, for all ranks have the same metrics. Raises GateError naming the first culprit."""
         broken = non_finite_losses(pending.metrics)
         if not broken:
             return
@@ -234,7 +238,8 @@ def entropy_controller(run: RunConfig) -> EntropyController:
 def averages(
     results: Sequence[StepResult], gate: SkippedStepGate, prefix: str = ""
 ) -> dict[str, float]:
-    """Metrics of the optimizer steps of one rollout, averaged over them. prefix: of the names that every network has."""
+    """Metrics of the optimizer steps of one rollout, averaged over them. prefix: of the names that
+    every network has."""
     names = sorted({name for r in results for name in r.metrics})
     metrics = {
         n if n.startswith("perf/") else f"train/{n}": mean(

@@ -1,4 +1,5 @@
-"""The loop: prompts, rollouts, log-probs, advantages, optimizer steps, weights to the engine; evaluation and checkpoints when due."""
+"""The loop: prompts, rollouts, log-probs, advantages, optimizer steps, weights to the engine;
+evaluation and checkpoints when due."""
 
 from __future__ import annotations
 
@@ -104,9 +105,8 @@ class Trainer:
             teacher=teacher,
         )
         self.evaluator = function_evaluator(run, self.rollouter, evaluator, self.supply)
-        self.weight_version = (
-            1  # of the policy; the engine has its own, which lags until the next sync
-        )
+        # of the policy; the engine has its own, which lags until the next sync
+        self.weight_version = 1
         self.start = 0
         self._evaluation_due = False  # of rollout `start`, which another run trained
         self._warned_of_truncated_answers = False
@@ -146,7 +146,8 @@ class Trainer:
             )
 
     def run(self) -> int:
-        """The whole run, from the first rollout or from where it was resumed. Returns the exit status: 0, or that of a `ExitRequest`."""
+        """The whole run, from the first rollout or from where it was resumed. Returns the exit
+        status: 0, or that of a `ExitRequest`."""
         run = self.run_config
         self.stop.catch(signal.SIGINT)
         if run.checkpoint.save is not None:
@@ -180,13 +181,15 @@ class Trainer:
         return 0
 
     def _rollout(self, step: int) -> ExitRequest | None:
-        """One rollout, then what is due after it: evaluation, checkpoint, metrics. Returns why the run stops here, or None."""
+        """One rollout, then what is due after it: evaluation, checkpoint, metrics. Returns why the
+        run stops here, or None."""
         run = self.run_config
         metrics = self.step(step)
         metrics |= self._check_health(metrics)
         stop = self.stop.requested(step + 1, any_rank)
         due = self.evaluator is not None and is_due(step, run.eval.eval_interval, self.num_rollouts)
-        # who asked may not wait for an evaluation: the checkpoint comes first, and knows what is missing
+        # who asked may not wait for an evaluation: the checkpoint comes first, and knows what is
+        # missing
         later = due and stop is not None and stop.hurried and run.checkpoint.save is not None
         if due and not later:
             metrics |= self._evaluate(step)
@@ -208,7 +211,8 @@ class Trainer:
         return stop
 
     def _make_up_evaluation(self) -> None:
-        """The evaluation that a run left when it had to stop, under the weights that it had; in the metrics of its last rollout."""
+        """The evaluation that a run left when it had to stop, under the weights that it had; in the
+        metrics of its last rollout."""
         metrics_logger = self.logger
         done = from_rank_zero(
             lambda: (
@@ -352,7 +356,8 @@ class Trainer:
             return self.evaluator.evaluate(step)
 
     def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """What a checkpoint holds beside the networks; plain JSON. metrics: of the last rollout, whose line is not written yet."""
+        """What a checkpoint holds beside the networks; plain JSON. metrics: of the last rollout,
+        whose line is not written yet."""
         return {
             **self.supply.state_dict(),
             **self.updates.state_dict(),
@@ -384,7 +389,8 @@ class Trainer:
 
 
 def run_tokenizer(run: RunConfig) -> Any:
-    """The tokenizer of --hf-checkpoint; None in a run that reads recorded tokens only. Raises ValueError."""
+    """The tokenizer of --hf-checkpoint; None in a run that reads recorded tokens only. Raises
+    ValueError."""
     if run.model.hf_checkpoint is None:
         return None
     return load_tokenizer(

@@ -1,4 +1,5 @@
-"""The critic's part of a rollout: its own data-parallel ranks share the samples, and values and returns pass between both ways of sharing."""
+"""The critic's part of a rollout: its own data-parallel ranks share the samples, and values and
+returns pass between both ways of sharing."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from slime_like.types import Sample, TrainBatch, TrainSample
 class ValueExchange:
     """One rollout under the critic's layout. All ranks call each method together.
 
-    samples: of the rollout, equal on all ranks. steps: this rank's of each optimizer step, by the critic's `shares`. policy, policy_shares: the
-    layout that everything outside the critic is computed in.
+    samples: of the rollout, equal on all ranks. steps: this rank's of each optimizer step, by the
+    critic's `shares`. policy, policy_shares: the layout that everything outside the critic is
+    computed in.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class ValueExchange:
         return self._moved(self._values, self._shares, self._critic, self._policy_shares)
 
     def batches(self, returns: Sequence[Tensor]) -> list[TrainBatch]:
-        """What the critic is trained on, by the values of `compute_values`. returns: [R] float32 by sample of the policy's share."""
+        """What the critic is trained on, by the values of `compute_values`. returns: [R] float32 by
+        sample of the policy's share."""
         own = self._moved(returns, self._policy_shares, self._policy, self._shares)
         return map_steps(
             self._steps,
@@ -75,8 +78,8 @@ def over_all_ranks(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> list[Tensor]:
-    """[R] float32 by sample of the rollout, on every rank. values: of this rank's samples. lengths: R of every sample. group: the data-parallel
-    ranks of `shares`, in its order. Collective."""
+    """[R] float32 by sample of the rollout, on every rank. values: of this rank's samples. lengths:
+    R of every sample. group: the data-parallel ranks of `shares`, in its order. Collective."""
     places = [shares.indices_of(rank) for rank in range(group.size())]
     totals = [sum(lengths[i] for i in of_rank) for of_rank in places]
     mine = torch.zeros(max(totals), dtype=torch.float32, device=device)

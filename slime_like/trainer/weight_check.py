@@ -1,4 +1,5 @@
-"""Whether the servers have the weights that the trainer has: both compute the log-probs of freshly sampled tokens."""
+"""Whether the servers have the weights that the trainer has: both compute the log-probs of freshly
+sampled tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class WeightCheck:
         ]
 
     def run(self, version: int) -> Mapping[str, float]:
-        """The largest mean difference of a server. Raises RunError, on every rank, naming a server whose log-probs are not the trainer's."""
+        """The largest mean difference of a server. Raises RunError, on every rank, naming a server
+        whose log-probs are not the trainer's."""
         worst = 0.0
         answers = from_rank_zero(self._answers)
         if (
@@ -68,7 +70,8 @@ class WeightCheck:
         return {"engine/weight_check_log_prob_diff": worst}
 
     def _answers(self) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[float, ...]]]]]:
-        """On rank 0: tokens and log-probs of every server, by its address. Raises RunError; see `SglangEngine.probe`."""
+        """On rank 0: tokens and log-probs of every server, by its address. Raises RunError; see
+        `SglangEngine.probe`."""
         answers = self._engine.probe(self._requests, self._sampling)
         return [(url, [(o.tokens, o.log_probs) for o in outputs]) for url, outputs in answers]
 

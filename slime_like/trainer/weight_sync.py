@@ -1,4 +1,5 @@
-"""The rollout engine of a run, and the policy's weights to it: again where a server failed in the middle, and checked where servers got them."""
+"""The rollout engine of a run, and the policy's weights to it: again where a server failed in the
+middle, and checked where servers got them."""
 
 from __future__ import annotations
 
@@ -36,14 +37,16 @@ class WeightSync:
         self.metrics: dict[str, float] = {}  # of the latest check
 
     def sync(self, version: int) -> None:
-        """Unless the engine has them. Raises RunError when it cannot get them, or has others after it."""
+        """Unless the engine has them. Raises RunError when it cannot get them, or has others after
+        it."""
         self._engine.check_health()
         if self._engine.weight_version == version:
             return
         with self._progress.phase("sync"):
             for attempt in range(ATTEMPTS):
                 if attempt:
-                    self._engine.check_health()  # waits for a server that is started again, where none is left
+                    # waits for a server that is started again, where none is left
+                    self._engine.check_health()
                 self._engine.update_weights(self._backend.export_weights(), version)
                 if self._engine.weight_version == version:
                     break

@@ -1,8 +1,10 @@
-"""One declarative map per model family: megatron-core's parameter name -> how it is made of Hugging Face tensors.
+"""One declarative map per model family: megatron-core's parameter name -> how it is made of Hugging
+Face tensors.
 
-Names are those of the layer spec without Transformer Engine; with it, the norm in front of a linear layer is a parameter
-of that layer, its grouped experts are numbered parameters of one layer, and `canonical_name` takes such names back to ours.
-An expert's number in a name is that of the whole model, "{expert}" in a map.
+Names are those of the layer spec without Transformer Engine; with it, the norm in front of a linear
+layer is a parameter of that layer, its grouped experts are numbered parameters of one layer, and
+`canonical_name` takes such names back to ours. An expert's number in a name is that of the whole
+model, "{expert}" in a map.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ _EXPERT = f"{_MEGATRON_MLP}.experts.local_experts.{{expert}}"
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> dict[str, Mapping]:
-    """Router and experts of a layer. block: the layer's name in the file; gate, up, down: an expert's three projections."""
+    """Router and experts of a layer. block: the layer's name in the file; gate, up, down: an
+    expert's three projections."""
     expert = f"{block}.experts.{{expert}}"
     return {
         f"{_MEGATRON_MLP}.router.weight": ReplicatedRows(f"{block}.gate.weight", "experts"),
@@ -110,7 +113,8 @@ QWEN2_MOE: dict[str, Mapping] = {
 }
 
 _LATENT = "decoder.layers.{layer}.self_attention"
-# megatron-core turns the rotated part of queries and keys from pairs into halves itself, as the file's architecture does
+# megatron-core turns the rotated part of queries and keys from pairs into halves itself, as the
+# file's architecture does
 DEEPSEEK_V3: dict[str, Mapping] = {
     **{name: mapping for name, mapping in LLAMA.items() if ".self_attention." not in name},
     f"{_LATENT}.linear_q_proj.weight": ColumnParallel(
@@ -172,7 +176,8 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
 }
 
-# A critic's head, under the names of *ForTokenClassification. *ForSequenceClassification has the same weight and no bias.
+# A critic's head, under the names of *ForTokenClassification. *ForSequenceClassification has the
+# same weight and no bias.
 VALUE_HEAD: dict[str, Mapping] = {
     "output_layer.weight": ReplicatedRows("score.weight", "one"),
     "output_layer.bias": Replicated("score.bias", "one"),
@@ -199,11 +204,13 @@ _OF_COMPRESSED_QUERIES = tuple(
 def family_map(
     architecture: str, config: Any, *, tied: bool, value_head: bool = False
 ) -> dict[str, Mapping]:
-    """Every parameter of the whole model, in the order of the network. Layer numbers are global, from 0.
+    """Every parameter of the whole model, in the order of the network. Layer numbers are global,
+    from 0.
 
-    config: the model's TransformerConfig. tied: the output layer is the embedding. (Where they are on different pipeline stages megatron-core
-    keeps a copy of it as the last stage's output_layer.weight.) value_head: a critic, which has no
-    output layer. Raises ValueError for an architecture without a map.
+    config: the model's TransformerConfig. tied: the output layer is the embedding. (Where they are
+    on different pipeline stages megatron-core keeps a copy of it as the last stage's
+    output_layer.weight.) value_head: a critic, which has no output layer. Raises ValueError for an
+    architecture without a map.
     """
     if architecture not in FAMILIES:
         raise ValueError(
@@ -253,22 +260,26 @@ def family_map(
 
 
 def _of_sparse_layers(name: str) -> bool | None:
-    """Whether a map's parameter is in layers with experts only (True), in dense ones only (False), or in all (None)."""
+    """Whether a map's parameter is in layers with experts only (True), in dense ones only (False),
+    or in all (None)."""
     _, in_mlp, rest = name.partition(".mlp.")
     return rest.startswith(("router.", "experts.", "shared_experts.")) if in_mlp else None
 
 
 def expert_number(name: str) -> int | None:
-    """The expert that a parameter belongs to, by its canonical name; None for parameters that are not an expert's.
+    """The expert that a parameter belongs to, by its canonical name; None for parameters that are
+    not an expert's.
 
-    The experts' parameters are cut and replicated by the grid of expert-tensor- and expert-parallel ranks.
+    The experts' parameters are cut and replicated by the grid of expert-tensor- and expert-parallel
+    ranks.
     """
     _, found, rest = name.partition(".mlp.experts.local_experts.")
     return int(rest.partition(".")[0]) if found else None
 
 
 def any_expert(name: str) -> str:
-    """The name of an expert's parameter without its number: what holds for one expert of a layer holds for all."""
+    """The name of an expert's parameter without its number: what holds for one expert of a layer
+    holds for all."""
     return _LOCAL_EXPERT.sub(r"\1*\3", name)
 
 
@@ -329,7 +340,8 @@ def named_weights(chunk: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def global_parameters(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """(canonical name with the global layer number and the global expert number, parameter) of everything on this rank."""
+    """(canonical name with the global layer number and the global expert number, parameter) of
+    everything on this rank."""
     for chunk in map(unwrap, model_chunks):
         for name, parameter in named_weights(chunk):
             prefix, full = "decoder.layers.", canonical_name(name)

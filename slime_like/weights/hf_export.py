@@ -1,4 +1,5 @@
-"""The shards of all ranks -> a stream of whole tensors under their Hugging Face names, the same on every rank."""
+"""The shards of all ranks -> a stream of whole tensors under their Hugging Face names, the same on
+every rank."""
 
 from __future__ import annotations
 
@@ -40,12 +41,14 @@ def export_hf_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of every Hugging Face tensor, in the order of the network.
 
-    A collective operation: all ranks of a copy of the model (tensor-, pipeline- and expert-parallel) must take the same steps of
-    the iterator, to the end; all get the same tensors. Tensors are new ones on the model's device, in `dtype` or that of the
-    parameter. At any time one parameter is held whole (twice while it is put together). Padding is dropped; a tied output
-    layer is not repeated. value_head: the network is a critic. deltas: by a parameter's canonical name, what is added to this
-    rank's shard of it, in float32. own_head: of a tied model, the output layer is a weight of its own in what comes out, for there is a
-    delta to it alone. Raises RuntimeError when no stage has a parameter that the family needs.
+    A collective operation: all ranks of a copy of the model (tensor-, pipeline- and
+    expert-parallel) must take the same steps of the iterator, to the end; all get the same tensors.
+    Tensors are new ones on the model's device, in `dtype` or that of the parameter. At any time one
+    parameter is held whole (twice while it is put together). Padding is dropped; a tied output
+    layer is not repeated. value_head: the network is a critic. deltas: by a parameter's canonical
+    name, what is added to this rank's shard of it, in float32. own_head: of a tied model, the
+    output layer is a weight of its own in what comes out, for there is a delta to it alone. Raises
+    RuntimeError when no stage has a parameter that the family needs.
     """
     config = unwrap(model_chunks[0]).config
     sizes = model_sizes(config, gpt)
@@ -94,7 +97,8 @@ def shards_of_all_ranks(
     sizes: Sizes,
     layout: ParallelLayout,
 ) -> list[Tensor]:
-    """Fill `shard` from pipeline stage `stage` (and the rank that has `expert`), then gather those of its tensor-parallel group."""
+    """Fill `shard` from pipeline stage `stage` (and the rank that has `expert`), then gather those
+    of its tensor-parallel group."""
     holder = None if expert is None else expert * layout.ep_size // sizes.experts
     if layout.pp_size > 1 and holder in (None, layout.ep_rank):
         dist.broadcast(
@@ -118,8 +122,9 @@ Owner = tuple[int, tuple[int, ...], torch.dtype]
 
 
 def _owners(local: dict[str, Tensor], layout: ParallelLayout) -> dict[str, Owner]:
-    """Which pipeline stage has each parameter, and its shard's shape and dtype there. The first one where several have it. Experts
-    without their numbers: the stages' ranks in one group have the same ones."""
+    """Which pipeline stage has each parameter, and its shard's shape and dtype there. The first one
+    where several have it. Experts without their numbers: the stages' ranks in one group have the
+    same ones."""
     mine = {
         any_expert(name): (layout.pp_rank, tuple(parameter.shape), parameter.dtype)
         for name, parameter in local.items()
@@ -134,7 +139,8 @@ def _owners(local: dict[str, Tensor], layout: ParallelLayout) -> dict[str, Owner
 def gather_full_tensors(
     mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes
 ) -> dict[str, Tensor]:
-    """The Hugging Face tensors of one parameter, put together from the shards of all tensor-parallel ranks."""
+    """The Hugging Face tensors of one parameter, put together from the shards of all
+    tensor-parallel ranks."""
     whole = {name: shards[0].new_empty(shape) for name, shape in mapping.hf_shapes(sizes).items()}
     for tp_rank, shard in enumerate(shards):
         position = 0

@@ -33,13 +33,15 @@ def load_hf_weights(
     layout: ParallelLayout,
     value_head: bool = False,
 ) -> None:
-    """Fill every parameter of this rank's model chunks from the safetensors files in `folder`, cast to its dtype.
+    """Fill every parameter of this rank's model chunks from the safetensors files in `folder`, cast
+    to its dtype.
 
-    model_chunks: this rank's GPTModels, wrapped or not. An optimizer built before must take the new values over
-    (`reload_model_params`). Padding rows of the vocabulary become zero. value_head: the network is a critic; a head that the files do not
-    have, weight or bias, becomes zero, and the output layer that they may have is left.
-    Raises ValueError, the same on every rank and before any parameter has changed: an unreadable file, tensors that are
-    missing, tensors that the model has no place for, shapes that differ (both are named), dtypes that are no floats.
+    model_chunks: this rank's GPTModels, wrapped or not. An optimizer built before must take the new
+    values over (`reload_model_params`). Padding rows of the vocabulary become zero. value_head: the
+    network is a critic; a head that the files do not have, weight or bias, becomes zero, and the
+    output layer that they may have is left. Raises ValueError, the same on every rank and before
+    any parameter has changed: an unreadable file, tensors that are missing, tensors that the model
+    has no place for, shapes that differ (both are named), dtypes that are no floats.
     """
     local = dict(global_parameters(model_chunks))
     with WeightFiles(folder) as files:
@@ -59,8 +61,8 @@ def load_hf_weights(
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """How this rank's parameters are made of a Hugging Face folder's tensors, all of which have been checked. absent: parts of a critic's head
-    that are not there."""
+    """How this rank's parameters are made of a Hugging Face folder's tensors, all of which have
+    been checked. absent: parts of a critic's head that are not there."""
 
     family: MappingOf[str, Mapping]
     parts: MappingOf[str, Sequence[Part]]
@@ -85,7 +87,8 @@ def plan_loading(
     layout: ParallelLayout,
     value_head: bool = False,
 ) -> LoadPlan:
-    """local: this rank's parameters by canonical name; only their shapes are looked at. chunk: one of its model chunks. Raises as
+    """local: this rank's parameters by canonical name; only their shapes are looked at. chunk: one
+    of its model chunks. Raises as
     `load_hf_weights`."""
     config = unwrap(chunk).config
     sizes = model_sizes(config, gpt)
@@ -151,7 +154,8 @@ def own_experts(sizes: Sizes, layout: ParallelLayout) -> range:
 def _check_model(
     local: dict[str, Tensor], family: dict[str, Mapping], architecture: str, experts: range
 ) -> None:
-    """The model's layers have exactly the parameters of the family, of the experts those in `experts`."""
+    """The model's layers have exactly the parameters of the family, of the experts those in
+    `experts`."""
     layers = {name.split(".")[2] for name in local if name.startswith("decoder.layers.")}
 
     def belongs_here(name: str) -> bool:
@@ -176,7 +180,8 @@ def _check_names(files: WeightFiles, family: dict[str, Mapping], folder: str, si
     problems = []
     if missing := wanted - files.names:
         problems.append(f"missing tensors: {listed(missing)}")
-    # A tied model's file may repeat the embedding as lm_head, and old files hold rotary tables: transformers ignores both.
+    # A tied model's file may repeat the embedding as lm_head, and old files hold rotary tables:
+    # transformers ignores both.
     surplus = {
         name
         for name in files.names - wanted

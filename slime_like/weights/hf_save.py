@@ -18,7 +18,8 @@ from slime_like.weights.families import LM_HEAD
 from slime_like.weights.safetensors_reader import file_names
 from slime_like.weights.safetensors_writer import ShardPlan, TensorPlan, main_dtype, write_index
 
-# What a folder needs besides weights and config.json: tokenizer, chat template, generation settings.
+# What a folder needs besides weights and config.json: tokenizer, chat template, generation
+# settings.
 COPIED = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -39,14 +40,17 @@ def save_hf(
     config_source_folder: str,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Write `stream` as safetensors (in shards, with an index, when over `max_shard_bytes`), with config.json and the
-    tokenizer files of `config_source_folder`.
+    """Write `stream` as safetensors (in shards, with an index, when over `max_shard_bytes`), with
+    config.json and the tokenizer files of `config_source_folder`.
 
-    Every rank must call it, for taking the stream's tensors is a collective operation. Rank 0 alone writes, holding at most
-    `max_shard_bytes` of tensors (or one tensor) in CPU memory. All is written beside `folder` and renamed once it is on
-    disk: a reader sees a whole folder or none. An earlier save at `folder` is replaced.
-    Raises, on every rank: ValueError when `folder` holds something other than a Hugging Face model or is the source
-    itself, or the source has no config.json; RunError when writing fails (disk full, no permission).
+    Every rank must call it, for taking the stream's tensors is a collective operation. Rank 0 alone
+    writes, holding at most
+    `max_shard_bytes` of tensors (or one tensor) in CPU memory. All is written beside `folder` and
+    renamed once it is on
+    disk: a reader sees a whole folder or none. An earlier save at `folder` is replaced. Raises, on
+    every rank: ValueError when `folder` holds something other than a Hugging Face model or is the
+    source itself, or the source has no config.json; RunError when writing fails (disk full, no
+    permission).
     """
     error: Exception | None = None
     if is_rank_zero():
@@ -56,7 +60,8 @@ def save_hf(
             kind = ValueError if isinstance(caught, ValueError) else RunError
             error = kind(f"saving to Hugging Face format failed: {caught}")
             error.__cause__ = caught
-    for _ in stream:  # the rest on rank 0 after an error, all of it elsewhere: the collectives must go on together
+    # the rest on rank 0 after an error, all of it elsewhere: the collectives must go on together
+    for _ in stream:
         pass
     share(None, error)
 
@@ -67,7 +72,8 @@ def write_hf(
     source: Path,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Rank 0's part of `save_hf`, which raises its errors here: the other ranks take their tensors of the stream meanwhile."""
+    """Rank 0's part of `save_hf`, which raises its errors here: the other ranks take their tensors
+    of the stream meanwhile."""
     check_folders(folder, source)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     temporary.mkdir(parents=True)
@@ -90,17 +96,17 @@ def finish_folder(
     value_head: bool = False,
     own_head: bool = False,
 ) -> None:
-    """Give a folder that has the weights all the rest, config.json last, and then its name. dtype: of most weights. value_head: they are a
-    critic's, which transformers loads as a model that classifies tokens. own_head: the output layer's weight is among them, and so is not the
+    """Give a folder that has the weights all the rest, config.json last, and then its name. dtype:
+    of most weights. value_head: they are a critic's, which transformers loads as a model that
+    classifies tokens. own_head: the output layer's weight is among them, and so is not the
     embedding, whatever the source says."""
     for pattern in COPIED:
         for path in source.glob(pattern):
             if path.is_file():
                 shutil.copyfile(path, temporary / path.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = (
-        dtype  # transformers 4, transformers 5
-    )
+    # transformers 4, transformers 5
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     if own_head and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False
     if value_head:
@@ -131,7 +137,8 @@ def check_folders(folder: Path, source: Path) -> None:
 def _write_weights(
     folder: Path, stream: Iterator[tuple[str, Tensor]], max_shard_bytes: int
 ) -> list[ShardPlan]:
-    """Write all tensors and the index. How many files there will be, and so their names, is known at the end."""
+    """Write all tensors and the index. How many files there will be, and so their names, is known
+    at the end."""
     groups: list[tuple[TensorPlan, ...]] = []
     pending: dict[str, Tensor] = {}
 

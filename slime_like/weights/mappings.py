@@ -1,8 +1,9 @@
 """How one megatron-core parameter is made of Hugging Face tensors.
 
-A mapping says, for each tensor-parallel rank, of which pieces of which Hugging Face tensors that rank's shard consists, in
-order along one dimension. Loading copies these pieces into the shard, exporting copies the gathered shards back into the
-tensors: both directions follow from the one statement. A mapping for a layer has "{layer}" in its names; see `Mapping.at`.
+A mapping says, for each tensor-parallel rank, of which pieces of which Hugging Face tensors that
+rank's shard consists, in order along one dimension. Loading copies these pieces into the shard,
+exporting copies the gathered shards back into the tensors: both directions follow from the one
+statement. A mapping for a layer has "{layer}" in its names; see `Mapping.at`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Sizes:
     experts: int = 0  # of an expert layer
     expert_ffn: int = 0  # inner size of one expert
     shared_ffn: int = 0  # inner size of the shared expert
-    q_latent: int = 0  # latent attention: ranks of the compressed queries, and of keys and values with the part that is rotated
+    # latent attention: ranks of the compressed queries, and of keys and values with the part that
+    # is rotated
+    q_latent: int = 0
     kv_latent: int = 0
     rotary: int = 0
     head_key: int = 0  # of one head: the query or key without and with that part, the value
@@ -66,7 +69,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows [start, stop) of the tensor `hf` along the mapping's dimension; `hf` None: so many rows of padding."""
+    """Rows [start, stop) of the tensor `hf` along the mapping's dimension; `hf` None: so many rows
+    of padding."""
 
     hf: str | None
     start: int
@@ -78,9 +82,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Mapping(ABC):
-    """Base of all. dim: the dimension along which the shards are cut. sharded: False when every rank has the whole.
+    """Base of all. dim: the dimension along which the shards are cut. sharded: False when every
+    rank has the whole.
 
-    "Tensor-parallel" means the experts' own tensor parallelism where the parameter is one of an expert."""
+    "Tensor-parallel" means the experts' own tensor parallelism where the parameter is one of an
+    expert."""
 
     dim: ClassVar[int] = 0
     sharded: ClassVar[bool] = True
@@ -91,10 +97,12 @@ class Mapping(ABC):
 
     @abstractmethod
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        """What the shard of `tp_rank` consists of. rows: its length along `dim`; only padding depends on it."""
+        """What the shard of `tp_rank` consists of. rows: its length along `dim`; only padding
+        depends on it."""
 
     def at(self: M, layer: int, expert: int = 0) -> M:
-        """The mapping with its names filled in for the global layer number `layer` and, in expert layers, `expert` (both from 0)."""
+        """The mapping with its names filled in for the global layer number `layer` and, in expert
+        layers, `expert` (both from 0)."""
         names = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return dataclasses.replace(
             self,
@@ -113,7 +121,8 @@ def _share(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Replicated(Mapping):
-    """The whole tensor on every tensor-parallel rank: norm weights. size: a field of Sizes, the only dimension."""
+    """The whole tensor on every tensor-parallel rank: norm weights. size: a field of Sizes, the
+    only dimension."""
 
     hf: str
     size: str = "hidden"
@@ -128,7 +137,8 @@ class Replicated(Mapping):
 
 @dataclass(frozen=True)
 class ReplicatedRows(Mapping):
-    """[rows, hidden], whole on every tensor-parallel rank: a router, or the gate of a shared expert. rows: a field of Sizes."""
+    """[rows, hidden], whole on every tensor-parallel rank: a router, or the gate of a shared
+    expert. rows: a field of Sizes."""
 
     hf: str
     rows: str
@@ -143,7 +153,8 @@ class ReplicatedRows(Mapping):
 
 @dataclass(frozen=True)
 class RowParallel(Mapping):
-    """[hidden, inner], the input dimension cut: a projection back into the residual stream. inner: a field of Sizes."""
+    """[hidden, inner], the input dimension cut: a projection back into the residual stream. inner:
+    a field of Sizes."""
 
     hf: str
     inner: str
@@ -173,7 +184,8 @@ class ColumnParallel(Mapping):
 
 @dataclass(frozen=True)
 class VocabParallel(Mapping):
-    """[vocab, hidden], the vocabulary cut: embedding and output layer. megatron-core's last rows are padding."""
+    """[vocab, hidden], the vocabulary cut: embedding and output layer. megatron-core's last rows
+    are padding."""
 
     hf: str
 
@@ -188,7 +200,8 @@ class VocabParallel(Mapping):
 
 @dataclass(frozen=True)
 class GatedMLP(Mapping):
-    """Gate and up projection [inner, hidden], one above the other: each rank has its share of both. inner: a field of Sizes."""
+    """Gate and up projection [inner, hidden], one above the other: each rank has its share of both.
+    inner: a field of Sizes."""
 
     gate: str
     up: str
@@ -204,10 +217,11 @@ class GatedMLP(Mapping):
 
 @dataclass(frozen=True)
 class QKV(Mapping):
-    """Query, key and value projections, interleaved: for each group its query heads, its key head, its value head.
+    """Query, key and value projections, interleaved: for each group its query heads, its key head,
+    its value head.
 
-    Weights [out, hidden] or, with bias=True, biases [out]. A rank's share of the interleaved rows need not hold whole
-    groups: with more ranks than groups it holds a part of one.
+    Weights [out, hidden] or, with bias=True, biases [out]. A rank's share of the interleaved rows
+    need not hold whole groups: with more ranks than groups it holds a part of one.
     """
 
     query: str

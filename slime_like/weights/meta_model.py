@@ -1,6 +1,8 @@
-"""A model without its weights: every parameter of this rank by name and shape, and how a distributed checkpoint calls its pieces.
+"""A model without its weights: every parameter of this rank by name and shape, and how a
+distributed checkpoint calls its pieces.
 
-Conversion goes through a model one parameter at a time, so that it needs memory for a few parameters whatever the model's size.
+Conversion goes through a model one parameter at a time, so that it needs memory for a few
+parameters whatever the model's size.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ NO_ACCELERATOR = Machine(cuda=False, transformer_engine=False, gradient_fusion=F
 
 @dataclass(frozen=True)
 class Blueprint:
-    """chunks: this rank's GPTModels, on the meta device. state: their sharded state, as checkpoints are written from. parameters: the
-    canonical name of each parameter -> itself, on the meta device."""
+    """chunks: this rank's GPTModels, on the meta device. state: their sharded state, as checkpoints
+    are written from. parameters: the canonical name of each parameter -> itself, on the meta
+    device."""
 
     hf: HfModel
     gpt: GPTModelConfig
@@ -44,8 +47,8 @@ class Blueprint:
     _entries: dict[str, Any]
 
     def pieces(self, name: str, data: Tensor | None = None) -> list[ShardedTensor]:
-        """What a checkpoint holds of a parameter: one tensor, or several (gate and up projection). data: views of it are the pieces' data;
-        None: of the parameter on the meta device."""
+        """What a checkpoint holds of a parameter: one tensor, or several (gate and up projection).
+        data: views of it are the pieces' data; None: of the parameter on the meta device."""
         entry = self._entries[name]
         if data is not None:  # of any dtype; a factory takes that of its data
             entry = dataclasses.replace(
@@ -68,7 +71,8 @@ def conversion_layout(
     expert: int = 1,
     expert_tensor: int | None = None,
 ) -> ParallelConfig:
-    """The layout in which a model is converted; the default is one rank's, which every process has for itself."""
+    """The layout in which a model is converted; the default is one rank's, which every process has
+    for itself."""
     return ParallelConfig(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,

@@ -1,4 +1,5 @@
-"""The safetensors files of a Hugging Face folder: what they are called, and tensors or parts of them, read when they are wanted."""
+"""The safetensors files of a Hugging Face folder: what they are called, and tensors or parts of
+them, read when they are wanted."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def file_names(number: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies. start: byte in the file. size: bytes. dtype: safetensors' name, perhaps one that we cannot read."""
+    """Where a tensor lies. start: byte in the file. size: bytes. dtype: safetensors' name, perhaps
+    one that we cannot read."""
 
     file: int  # descriptor
     start: int
@@ -52,10 +54,11 @@ class StoredTensor:
 
 
 class WeightFiles:
-    """The tensors of a Hugging Face folder, opened lazily. A context manager; raises ValueError naming what is wrong.
+    """The tensors of a Hugging Face folder, opened lazily. A context manager; raises ValueError
+    naming what is wrong.
 
-    Files are read, not mapped: pages of a mapped file count as this process's memory for as long as it is open, which for the whole of a
-    model are as many bytes as it has."""
+    Files are read, not mapped: pages of a mapped file count as this process's memory for as long as
+    it is open, which for the whole of a model are as many bytes as it has."""
 
     def __init__(self, folder: str) -> None:
         self._files: list[int] = []
@@ -105,7 +108,8 @@ class WeightFiles:
         )
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) along `dim` (0 or 1), in the file's dtype. Along dimension 1 whole rows are read, some at a time."""
+        """Rows [start, stop) along `dim` (0 or 1), in the file's dtype. Along dimension 1 whole
+        rows are read, some at a time."""
         stored = self._where[name]
         dtype = TORCH_DTYPES[stored.dtype]
         row = math.prod(stored.shape[1:]) * dtype.itemsize
@@ -123,8 +127,9 @@ class WeightFiles:
 
 
 def weights_digest(folder: str) -> str:
-    """Tells a Hugging Face folder's weights from others' without reading them whole: of every tensor its name, dtype, shape, first and last
-    bytes. Raises ValueError naming a file that cannot be read."""
+    """Tells a Hugging Face folder's weights from others' without reading them whole: of every
+    tensor its name, dtype, shape, first and last bytes. Raises ValueError naming a file that cannot
+    be read."""
     digest = hashlib.sha256()
     with WeightFiles(folder) as files:
         for name in sorted(files.names):
@@ -151,7 +156,8 @@ def _stored_tensors(file: int) -> dict[str, StoredTensor]:
 
 
 def _read_into(tensor: Tensor, file: int, position: int) -> None:
-    """Fill a contiguous tensor with a file's bytes from `position` on. Raises ValueError when the file ends early."""
+    """Fill a contiguous tensor with a file's bytes from `position` on. Raises ValueError when the
+    file ends early."""
     if not tensor.numel():
         return
     view = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -164,7 +170,8 @@ def _read_into(tensor: Tensor, file: int, position: int) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder: the ones its index names, else model.safetensors."""
+    """The safetensors files of a Hugging Face folder: the ones its index names, else
+    model.safetensors."""
     index = folder / INDEX
     if index.is_file():
         try:

@@ -1,4 +1,5 @@
-"""Safetensors files of known content, written one tensor at a time, and taken over when they are whole already."""
+"""Safetensors files of known content, written one tensor at a time, and taken over when they are
+whole already."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def write_shard(
     identity: str,
     advance: Callable[[int], None],
 ) -> FileRecord:
-    """Write the file under another name, sync, rename, and leave a note that it is whole. `tensors` gives the plan's, in its order."""
+    """Write the file under another name, sync, rename, and leave a note that it is whole. `tensors`
+    gives the plan's, in its order."""
     part = folder / (plan.file_name + ".part")
     with hashed_file(part) as file:
         file.write(header(plan.tensors))
@@ -127,7 +129,8 @@ def kept_shard(folder: Path, plan: ShardPlan, identity: str) -> FileRecord | Non
 
 
 def header(tensors: Sequence[TensorPlan]) -> bytes:
-    """What a safetensors file begins with: the length of the JSON in 8 bytes, and the JSON, padded to a multiple of 8."""
+    """What a safetensors file begins with: the length of the JSON in 8 bytes, and the JSON, padded
+    to a multiple of 8."""
     entries: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in tensors:

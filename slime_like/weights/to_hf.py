@@ -1,7 +1,8 @@
 """A network of a checkpoint, saved in any layout -> a Hugging Face folder, one parameter at a time.
 
-The processes share the output's files out among themselves, and each reads what its files need straight from the checkpoint's. All is written
-beside the output folder, which appears when it is whole; a file that is whole is kept by the next attempt.
+The processes share the output's files out among themselves, and each reads what its files need
+straight from the checkpoint's. All is written beside the output folder, which appears when it is
+whole; a file that is whole is kept by the next attempt.
 """
 
 from __future__ import annotations
@@ -57,12 +58,14 @@ class Exported:
 
 
 class NetworkSource:
-    """The Hugging Face tensors of a network in a checkpoint. blueprint: of the template, in a layout of one rank."""
+    """The Hugging Face tensors of a network in a checkpoint. blueprint: of the template, in a
+    layout of one rank."""
 
     def __init__(
         self, blueprint: Blueprint, folder: Path, template: str, dtype: torch.dtype | None
     ) -> None:
-        """dtype: None: as stored. Raises ConfigError when the template is of another model, ValueError when the checkpoint is damaged."""
+        """dtype: None: as stored. Raises ConfigError when the template is of another model,
+        ValueError when the checkpoint is damaged."""
         self.blueprint = blueprint
         self.stored = CheckpointTensors(folder)
         self._dtype = dtype
@@ -123,7 +126,8 @@ class NetworkSource:
         return self._dtype or self.stored.dtype(self._keys[self.blueprint.pieces(name)[0].key])
 
     def parameter(self, name: str) -> Tensor:
-        """The whole of a parameter as one rank would have it; padding of the vocabulary, which differs between layouts, is zero."""
+        """The whole of a parameter as one rank would have it; padding of the vocabulary, which
+        differs between layouts, is zero."""
         whole = torch.zeros(self.blueprint.parameters[name].shape, dtype=self.dtype_of(name))
         for piece in self.blueprint.pieces(name, whole):
             assert piece.data is not None
@@ -135,7 +139,8 @@ class NetworkSource:
         return whole
 
     def stream(self, shard: ShardPlan) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a file; a parameter is read once for those of its tensors that follow each other."""
+        """The tensors of a file; a parameter is read once for those of its tensors that follow each
+        other."""
         at: str | None = None
         made: dict[str, Tensor] = {}
         for planned in shard.tensors:
@@ -159,8 +164,9 @@ def convert_to_hf(
     workers: int = 1,
     advance: Advance = lambda size: None,
 ) -> Exported:
-    """Write the network as a Hugging Face folder at `output`. Collective; each of `workers` threads writes a file and holds one parameter,
-    twice, at a time. Raises ValueError or OSError on every rank; what was written stays for the next attempt, beside `output`."""
+    """Write the network as a Hugging Face folder at `output`. Collective; each of `workers` threads
+    writes a file and holds one parameter, twice, at a time. Raises ValueError or OSError on every
+    rank; what was written stays for the next attempt, beside `output`."""
     folder, value_head = Path(output), source.blueprint.value_head
     from_rank_zero(lambda: check_folders(folder, Path(template)))
     shards = plan_shards((planned for _, planned in source.tensors.values()), max_shard_bytes)
@@ -205,7 +211,8 @@ def _identity(checkpoint: Path, shards: list[ShardPlan]) -> str:
 
 
 def _prepare(partial: Path, shards: list[ShardPlan], identity: str) -> dict[str, FileRecord]:
-    """The folder to write in, with nothing in it but whole files of the same conversion. Returns these."""
+    """The folder to write in, with nothing in it but whole files of the same conversion. Returns
+    these."""
     partial.mkdir(parents=True, exist_ok=True)
     kept = {
         shard.file_name: record
@@ -224,8 +231,8 @@ def _prepare(partial: Path, shards: list[ShardPlan], identity: str) -> dict[str,
 
 
 def model_differences(saved: dict[str, Any], blueprint: Blueprint) -> list[str]:
-    """Settings of the checkpoint's model that the template's has otherwise. saved: "model" of the trainer's state. A critic has no output
-    weights, and a tied policy is told by its tensors."""
+    """Settings of the checkpoint's model that the template's has otherwise. saved: "model" of the
+    trainer's state. A critic has no output weights, and a tied policy is told by its tensors."""
     here = blueprint.shape()
     names = [
         name

@@ -1,7 +1,9 @@
-"""Hugging Face folder -> a checkpoint of weights that --load, --ref-load and --critic-load read, one parameter at a time.
+"""Hugging Face folder -> a checkpoint of weights that --load, --ref-load and --critic-load read,
+one parameter at a time.
 
-Every rank of the layout writes what it would own in a run, in files of bounded size. A file that is whole has a note beside it; what an
-interrupted conversion has left is taken over by the next one of the same model in the same layout.
+Every rank of the layout writes what it would own in a run, in files of bounded size. A file that is
+whole has a note beside it; what an interrupted conversion has left is taken over by the next one of
+the same model in the same layout.
 """
 
 from __future__ import annotations
@@ -82,10 +84,12 @@ def convert_to_megatron(
     file_bytes: int = FILE_BYTES,
     advance: Advance = lambda size: None,
 ) -> Converted:
-    """Write the model in `source` as checkpoint 0 in `root`, under the name `network` ("policy" or "critic"). Collective.
+    """Write the model in `source` as checkpoint 0 in `root`, under the name `network` ("policy" or
+    "critic"). Collective.
 
-    Each of `workers` threads holds one parameter of this rank. Raises, on every rank: ValueError when the model's files are not as its
-    config.json says; ConfigError when `root` has checkpoints already; RunError when writing fails.
+    Each of `workers` threads holds one parameter of this rank. Raises, on every rank: ValueError
+    when the model's files are not as its config.json says; ConfigError when `root` has checkpoints
+    already; RunError when writing fails.
     """
     folder = writing_folder(root, STEP)
     from_rank_zero(lambda: _check_root(Path(root)))
@@ -166,7 +170,8 @@ class _Job:
     advance: Advance
 
     def split(self, items: Sequence[tuple[Any, Any]], file_bytes: int) -> list[FilePlan]:
-        """Write items into files of about `file_bytes`, the pieces of one parameter beside each other."""
+        """Write items into files of about `file_bytes`, the pieces of one parameter beside each
+        other."""
         order = {place: number for number, place in enumerate(self._places())}
         items = sorted(items, key=lambda item: order.get(_place(item[0].index), -1))
         plans: list[FilePlan] = []
@@ -223,7 +228,8 @@ class _Job:
         return plan.name, record, results, False
 
     def _kept(self, plan: FilePlan) -> Written | None:
-        """The file, if a conversion of the same model in the same layout has written it and it is whole."""
+        """The file, if a conversion of the same model in the same layout has written it and it is
+        whole."""
         try:
             note = json.loads((self.folder / (plan.name + NOTE)).read_text())
             record = FileRecord(note["size"], note["sha256"])
@@ -248,7 +254,8 @@ class _Job:
     def _filled(
         self, plan: FilePlan, places: dict[tuple[str, tuple[int, ...]], tuple[str, int]]
     ) -> Iterator[tuple[Any, Any]]:
-        """The items with their data: objects as they are, tensors read from the model's files one parameter at a time."""
+        """The items with their data: objects as they are, tensors read from the model's files one
+        parameter at a time."""
         at: str | None = None
         pieces: list[Tensor] = []
         for item, data in plan.items:

@@ -1,6 +1,8 @@
-"""Is a conversion right? Two judges: the bits of every parameter, and the answers of transformers' model beside those of megatron-core's.
+"""Is a conversion right? Two judges: the bits of every parameter, and the answers of transformers'
+model beside those of megatron-core's.
 
-Both work on a network in a checkpoint and a Hugging Face folder, whichever was made of the other, in a layout of one rank.
+Both work on a network in a checkpoint and a Hugging Face folder, whichever was made of the other,
+in a layout of one rank.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.to_hf import NetworkSource
 
 TOKENS = 64  # of the sequence whose logits are compared
-TOLERANCE = 1e-3  # of the largest difference, over the standard deviation of all logits; two networks that differ are near 1
+# of the largest difference, over the standard deviation of all logits; two networks that differ are
+# near 1
+TOLERANCE = 1e-3
 
 
 def compare_bits(
     source: NetworkSource, folder: str, advance: Callable[[int], None] = lambda size: None
 ) -> int:
-    """Read the folder as a run would, and compare every parameter with the checkpoint's, bit by bit in the source's dtype. Collective; the
-    ranks share the parameters out. Returns their number. Raises ValueError naming those that differ."""
+    """Read the folder as a run would, and compare every parameter with the checkpoint's, bit by bit
+    in the source's dtype. Collective; the ranks share the parameters out. Returns their number.
+    Raises ValueError naming those that differ."""
     blueprint, rank, world = source.blueprint, dist.get_rank(), dist.get_world_size()
     names = [name for name in source.family if name in blueprint.parameters]
 
@@ -58,7 +63,8 @@ def compare_bits(
 
 
 def _without_padding(parameter: Tensor, source: NetworkSource, name: str) -> None:
-    """Loading makes the padding of the vocabulary zero; a trained checkpoint may have other numbers there."""
+    """Loading makes the padding of the vocabulary zero; a trained checkpoint may have other numbers
+    there."""
     mapping = source.family[name]
     position = 0
     for part in mapping.parts(source.sizes, 0, 1, rows=parameter.shape[mapping.dim]):
@@ -68,8 +74,9 @@ def _without_padding(parameter: Tensor, source: NetworkSource, name: str) -> Non
 
 
 def compare_logits(source: NetworkSource, folder: str) -> float:
-    """The largest difference between the logits (a critic: values) of both models on `TOKENS` fixed tokens, over their standard deviation.
-    In float32, whatever the weights' dtype. Collective; rank 0 computes, and holds one whole model at a time. Raises ValueError above
+    """The largest difference between the logits (a critic: values) of both models on `TOKENS` fixed
+    tokens, over their standard deviation. In float32, whatever the weights' dtype. Collective; rank
+    0 computes, and holds one whole model at a time. Raises ValueError above
     `TOLERANCE`."""
 
     def compare() -> float:
@@ -114,7 +121,8 @@ def megatron_logits(source: NetworkSource, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Tensor:
-    """As `megatron_logits`. A critic's head, or its bias, that the folder does not have is zero, as where a run loads it."""
+    """As `megatron_logits`. A critic's head, or its bias, that the folder does not have is zero, as
+    where a run loads it."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

@@ -1,4 +1,5 @@
-"""tinker-cookbook's loops, unmodified, on local files: its library's (through examples/tinker/cookbook_*.py), and its flat recipes."""
+"""tinker-cookbook's loops, unmodified, on local files: its library's (through
+examples/tinker/cookbook_*.py), and its flat recipes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 from tests.cookbook.conftest import Cookbook
 from tests.e2e.api_server import ApiServer
 
-HUB_NAME = "Qwen/Qwen3-8B-Base"  # recipes look the renderer up by a name they know; here it is a folder with the demo's model
+# recipes look the renderer up by a name they know; here it is a folder with the demo's model
+HUB_NAME = "Qwen/Qwen3-8B-Base"
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 # as tinker_cookbook.recipes.rl_loop begins every conversation
@@ -38,7 +40,8 @@ def column(folder: Path, name: str) -> list[float]:
 
 
 def test_the_librarys_loops(demo: Path, cookbook: Cookbook, tmp_path: Path) -> None:
-    """supervised.train from nothing with the SDK's defaults, rl.train from its state, and rl.train again from where that one ended."""
+    """supervised.train from nothing with the SDK's defaults, rl.train from its state, and rl.train
+    again from where that one ended."""
     sl, rl = tmp_path / "sl", tmp_path / "rl"
     with ApiServer(demo / "model", tmp_path / "server") as server:
         common = ("--base-url", server.url, "--model", demo / "model")
@@ -83,7 +86,8 @@ def test_the_librarys_loops(demo: Path, cookbook: Cookbook, tmp_path: Path) -> N
 
 
 def test_the_recipes(demo: Path, cookbook: Cookbook, tmp_path: Path) -> None:
-    """recipes.sl_loop teaches the form of an answer, recipes.rl_loop goes on from its state: data and model lie under their hub names."""
+    """recipes.sl_loop teaches the form of an answer, recipes.rl_loop goes on from its state: data
+    and model lie under their hub names."""
     rng = random.Random(0)
     asked = [rng.randrange(10) for _ in range(512)]
     questions = [

@@ -1,4 +1,5 @@
-"""What tests/dist/test_algorithms.py runs: the second optimizer step of a rollout, whose ratios are not 1, through `Trainer`'s parts."""
+"""What tests/dist/test_algorithms.py runs: the second optimizer step of a rollout, whose ratios are
+not 1, through `Trainer`'s parts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
     "PP2": ({"pp": 2}, "--pipeline-model-parallel-size 2"),
     "CP2": ({"cp": 2}, "--context-parallel-size 2"),
 }
-# Plain gradient descent, so that rounding in the first step's gradient is not blown up. Far enough that ratios leave the usual ranges.
+# Plain gradient descent, so that rounding in the first step's gradient is not blown up. Far enough
+# that ratios leave the usual ranges.
 SUPERVISED = "supervised"
 COMMON = "--optimizer sgd --sgd-momentum 0 --lr 1.0 --clip-grad 0 --weight-decay 0 --num-steps-per-rollout 2 --micro-batch-size 2"
 
@@ -43,7 +45,8 @@ def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
 def second_step(
     folder: str, layout: ParallelLayout, out: str, flags: str
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics, and gradients by name. flags: SUPERVISED trains cross_entropy on the recorded responses."""
+    """Metrics, and gradients by name. flags: SUPERVISED trains cross_entropy on the recorded
+    responses."""
     with make_trainer(folder, layout, out, f"{COMMON} {flags.replace(SUPERVISED, '')}") as trainer:
         if SUPERVISED in flags:
             loss = policy_losses.get("cross_entropy")
@@ -71,7 +74,8 @@ def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str,
 
 
 def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Every case in each layout: metrics, and how far the gradient is from that of one process, by its worst tensor."""
+    """Every case in each layout: metrics, and how far the gradient is from that of one process, by
+    its worst tensor."""
     expected = torch.load(Path(arguments["out"]) / "gradients.pt", weights_only=True)
     result: dict[str, Any] = {}
     for layout_name, (sizes, more) in LAYOUTS.items():

@@ -1,4 +1,5 @@
-"""What tests/dist/test_backend.py and test_vocab_parallel.py run on several processes: a `MegatronBackend`, or a `Trainer`, on random samples."""
+"""What tests/dist/test_backend.py and test_vocab_parallel.py run on several processes: a
+`MegatronBackend`, or a `Trainer`, on random samples."""
 
 from __future__ import annotations
 
@@ -153,7 +154,8 @@ def spoiled(
 
 
 def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
-    """One number of the last rank's reference is not finite: in the log-prob pass, or not before the loss. The gradient would not show it."""
+    """One number of the last rank's reference is not finite: in the log-prob pass, or not before
+    the loss. The gradient would not show it."""
     flags = f"--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k3 --ref-load {ref}"
     spoilt_rank = layout.rank == layout.world_size - 1
     found = {}
@@ -194,7 +196,8 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
 
 
 def check_adaptive_entropy(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
-    """Two optimizer steps with a bonus that has to rise, and a second trainer that goes on from the first one's state."""
+    """Two optimizer steps with a bonus that has to rise, and a second trainer that goes on from the
+    first one's state."""
     flags = "--entropy-ctrl-type adaptive --entropy-target 100 --entropy-coef 0.001 --entropy-coef-delta 0.0005"
     with make_trainer(folder, layout, out, flags) as trainer:
         groups, _ = trainer.supply.groups_of(0)
@@ -213,7 +216,8 @@ def check_adaptive_entropy(folder: str, layout: ParallelLayout, out: str) -> dic
 
 
 def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
-    """Advantages of this rank's samples with a KL penalty, and what a hand computation needs: log-probs of policy and reference."""
+    """Advantages of this rank's samples with a KL penalty, and what a hand computation needs:
+    log-probs of policy and reference."""
     with make_trainer(
         folder, layout, out, f"--kl-coef 0.5 --ref-load {ref} --advantage-estimator grpo"
     ) as trainer:
@@ -273,7 +277,8 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
 
 
 def vocab_differences(layout: ParallelLayout) -> list[float]:
-    """Largest differences from one rank of log-probs, entropies and gradients, relative to the largest value."""
+    """Largest differences from one rank of log-probs, entropies and gradients, relative to the
+    largest value."""
     worst = [0.0, 0.0, 0.0]
     for vocab_size, temperature in ((61, 1.0), (61, 0.7), (33, 1.0), (64, 1.3)):
         torch.manual_seed(5)

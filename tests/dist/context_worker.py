@@ -1,4 +1,5 @@
-"""What tests/dist/test_context_parallel.py runs on several processes: attention, losses and whole optimizer steps on shared sequences."""
+"""What tests/dist/test_context_parallel.py runs on several processes: attention, losses and whole
+optimizer steps on shared sequences."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ ATTENTION_CASES = {"alike": (3, 2, 3), "uneven": (1, 12, 1, 1), "one": (5,)}
 
 
 def attention_differences(layout: ParallelLayout, case: str, groups: int) -> dict[str, Any]:
-    """Largest differences of outputs and gradients from the whole rows on one process, relative to the largest value."""
+    """Largest differences of outputs and gradients from the whole rows on one process, relative to
+    the largest value."""
     cp = layout.cp_size
     lengths = torch.tensor(ATTENTION_CASES[case]) * 2 * cp
     cu_seqlens = torch.zeros(lengths.numel() + 1, dtype=torch.int32)
@@ -73,7 +75,8 @@ def attention_differences(layout: ParallelLayout, case: str, groups: int) -> dic
 
 
 def packed_inputs(cp: int, active: str) -> tuple[LossInputs, Tensor]:
-    """Float64 inputs of whole rows, six sequences, and their cu_seqlens. active: "many" tokens, "one", or "none"."""
+    """Float64 inputs of whole rows, six sequences, and their cu_seqlens. active: "many" tokens,
+    "one", or "none"."""
     lengths = torch.tensor([1, 3, 1, 2, 1, 1]) * 2 * cp
     cu_seqlens = torch.zeros(7, dtype=torch.int32)
     cu_seqlens[1:] = lengths.cumsum(0)
@@ -162,7 +165,8 @@ def rows_of(inputs: LossInputs, rows: Tensor, group: dist.ProcessGroup) -> LossI
 
 
 def loss_differences(layout: ParallelLayout, case: str, active: str) -> dict[str, Any]:
-    """Differences from one process that holds all rows: the summed loss, this rank's gradients, reduced metrics."""
+    """Differences from one process that holds all rows: the summed loss, this rank's gradients,
+    reduced metrics."""
     whole, cu_seqlens = packed_inputs(layout.cp_size, active)
     name, changes, terms = LOSS_CASES[case]
     whole = dataclasses.replace(whole, **changes)

@@ -1,4 +1,5 @@
-"""What tests/dist/test_convert_checkpoints.py runs on several processes: conversions in one layout after the other."""
+"""What tests/dist/test_convert_checkpoints.py runs on several processes: conversions in one layout
+after the other."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from tests.dist.convert_worker import build, parallel, stored_weights  # noqa: E
 
 
 def round_trips(rank: int, world_size: int, arguments: dict[str, Any]) -> list[str]:
-    """(folder, layout it is written in, layout it is loaded in) -> written, loaded by megatron-core, converted back, all bit by bit."""
+    """(folder, layout it is written in, layout it is loaded in) -> written, loaded by
+    megatron-core, converted back, all bit by bit."""
     done = []
     for folder, written, loaded in arguments["cases"]:
         case = f"{Path(folder).name}-{'-'.join(map(str, (*written, *loaded)))}"

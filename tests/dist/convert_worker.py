@@ -33,8 +33,9 @@ from slime_like.weights.hf_export import export_hf_weights  # noqa: E402
 from slime_like.weights.hf_import import load_hf_weights  # noqa: E402
 from slime_like.weights.hf_save import save_hf  # noqa: E402
 
-# Both sides of a comparison with transformers round, in orders of summation that differ by processor,
-# thread count and layout. A weight in the wrong place costs about 1e5 times one process's rounding.
+# Both sides of a comparison with transformers round, in orders of summation that differ by
+# processor, thread count and layout. A weight in the wrong place costs about 1e5 times one
+# process's rounding.
 ROUNDINGS = 20.0
 
 
@@ -45,7 +46,8 @@ def build(
     *,
     value_head: bool = False,
 ) -> tuple[list[Any], HfModel, GPTModelConfig]:
-    """This rank's chunks for the model in `folder`, with random weights. The padding fits no vocabulary used here."""
+    """This rank's chunks for the model in `folder`, with random weights. The padding fits no
+    vocabulary used here."""
     hf = read_hf_model(folder, value_head=value_head)
     gpt = GPTModelConfig(**hf.gpt, make_vocab_size_divisible_by=32)
     config = (
@@ -76,7 +78,8 @@ def build(
 def logits_of(
     chunks: list[Any], tokens: Tensor, layout: ParallelLayout, vocab_size: int
 ) -> Tensor | None:
-    """[T, vocab] of one sequence `tokens` [T], on the last stage. Stages take turns; no schedule is involved."""
+    """[T, vocab] of one sequence `tokens` [T], on the last stage. Stages take turns; no schedule is
+    involved."""
     rows = packed_rows(torch.tensor([0, tokens.numel()], dtype=torch.int32))
     positions = torch.arange(tokens.numel())[None]
     hidden = torch.empty(
@@ -197,7 +200,8 @@ def over_the_limit(ranks: list[dict[str, dict[str, float]]], cases: int) -> dict
 def check_names_of_transformer_engine(
     chunks: list[Any], folder: str, expected: list[tuple[str, Tensor]], **model: Any
 ) -> None:
-    """Loading and exporting when parameters have the names of grouped experts, a numbered one for each of the rank's, and of fused norms."""
+    """Loading and exporting when parameters have the names of grouped experts, a numbered one for
+    each of the rank's, and of fused norms."""
     renamed = 0
 
     def named_weights(chunk: Any) -> Iterator[tuple[str, Tensor]]:
@@ -243,7 +247,8 @@ def check_half_precision(rank: int, world_size: int, arguments: dict[str, Any]) 
 
 
 def check_saving(rank: int, world_size: int, arguments: dict[str, Any]) -> list[str]:
-    """Save from TP2 PP2 twice over, then into a folder that must not be touched; the messages that this rank saw."""
+    """Save from TP2 PP2 twice over, then into a folder that must not be touched; the messages that
+    this rank saw."""
     folder, out, taken = arguments["folder"], arguments["out"], arguments["taken"]
     seen = []
     with parallel(2, 2) as layout:

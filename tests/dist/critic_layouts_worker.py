@@ -1,4 +1,5 @@
-"""What tests/dist/test_critic_layouts.py runs on several processes: policy and critic of a `MegatronBackend`, each in a layout of its own."""
+"""What tests/dist/test_critic_layouts.py runs on several processes: policy and critic of a
+`MegatronBackend`, each in a layout of its own."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ def starts_alike(backend: MegatronBackend) -> bool:
 
 
 def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str, Any]:
-    """Values of this rank's samples, then STEPS times an optimizer step of the critic and one of the policy; rank 0 writes both networks'
-    weights to `out`."""
+    """Values of this rank's samples, then STEPS times an optimizer step of the critic and one of
+    the policy; rank 0 writes both networks' weights to `out`."""
     backend = MegatronBackend(settings(folder, FLAGS + flags), layout, total_steps=8)
     assert backend.critic is not None
     alike = starts_alike(backend)
@@ -96,8 +97,8 @@ def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str
 
 
 def replicas_apart(folder: str, layout: ParallelLayout, flags: str) -> float:
-    """With dropout: how far parameters that tensor-parallel ranks of the critic hold alike are apart after a step; they draw the same numbers
-    for positions that they share."""
+    """With dropout: how far parameters that tensor-parallel ranks of the critic hold alike are
+    apart after a step; they draw the same numbers for positions that they share."""
     backend = MegatronBackend(settings(folder, FLAGS + flags), layout, total_steps=8)
     assert backend.critic is not None
     backend.critic.load_hf(f"{folder}/critic")

@@ -1,4 +1,5 @@
-"""What tests/dist/test_critic.py runs on several processes: the critic of a `MegatronBackend` on random samples."""
+"""What tests/dist/test_critic.py runs on several processes: the critic of a `MegatronBackend` on
+random samples."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from slime_like.weights.hf_export import export_hf_weights
 from tests.dist.backend_worker import poison_one_rank, random_samples, settings, share
 
 STEPS = 3
-# a clip range that some values leave within three steps; see benchmarks/parity_table.py for Adam's epsilon
+# a clip range that some values leave within three steps; see benchmarks/parity_table.py for Adam's
+# epsilon
 FLAGS = (
     "--advantage-estimator ppo --lr 1e-3 --critic-lr 3e-3 --adam-eps 1e-4 --clip-grad 0.5 --weight-decay 0.1 --value-clip 0.1 "
     "--critic-lr-warmup-iters 1 "
@@ -50,7 +52,8 @@ TWO_RANKS = {
 
 
 def critic_samples(seed: int) -> list[TrainSample]:
-    """Random samples with values near 0 and returns of all sizes; one has no target, and one no active token."""
+    """Random samples with values near 0 and returns of all sizes; one has no target, and one no
+    active token."""
     g = torch.Generator().manual_seed(100 + seed)
     samples = []
     for i, sample in enumerate(random_samples(seed)):
@@ -68,7 +71,8 @@ def critic_samples(seed: int) -> list[TrainSample]:
 
 
 def make_backend(folder: str, layout: ParallelLayout, flags: str) -> MegatronBackend:
-    """With the critic of `folder`/critic, whose head is not zero: gradients reach the whole network from the first step on."""
+    """With the critic of `folder`/critic, whose head is not zero: gradients reach the whole network
+    from the first step on."""
     backend = MegatronBackend(settings(folder, FLAGS + flags), layout, total_steps=8)
     assert backend.critic is not None
     backend.critic.load_hf(f"{folder}/critic")
@@ -89,7 +93,8 @@ def critic_weights(backend: MegatronBackend) -> dict[str, Tensor]:
 
 
 def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str, Any]:
-    """Values of this rank's samples, then STEPS optimizer steps; rank 0 writes the critic's weights before and after to `out`."""
+    """Values of this rank's samples, then STEPS optimizer steps; rank 0 writes the critic's weights
+    before and after to `out`."""
     backend = make_backend(folder, layout, flags)
     before, policy = (
         critic_weights(backend),

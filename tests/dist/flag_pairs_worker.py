@@ -1,4 +1,5 @@
-"""What tests/dist/test_flag_pairs.py runs: training with the flags of several features, and how far it is from one process without them."""
+"""What tests/dist/test_flag_pairs.py runs: training with the flags of several features, and how far
+it is from one process without them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
 
 
 def on_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """By flags, the largest difference of each thing compared. Those of the same groups are run together."""
+    """By flags, the largest difference of each thing compared. Those of the same groups are run
+    together."""
     base, found = torch.load(Path(arguments["base"])), {}
     cases: dict[tuple[tuple[str, int], ...], list[tuple[str, str]]] = {}
     for model, flags in arguments["cases"]:

@@ -1,4 +1,5 @@
-"""What tests/dist/test_layer_specs.py runs: checkpoints from megatron-core's local layers to its Transformer Engine layers, and back."""
+"""What tests/dist/test_layer_specs.py runs: checkpoints from megatron-core's local layers to its
+Transformer Engine layers, and back."""
 
 from __future__ import annotations
 
@@ -78,8 +79,9 @@ def bits_of(backend: MegatronBackend) -> dict[str, str]:
 
 
 def there_and_back(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """By case: the three steps after the checkpoint of local layers that went on, of Transformer Engine's that took it up, and of local ones
-    that took up what those saved; and the names on the disk."""
+    """By case: the three steps after the checkpoint of local layers that went on, of Transformer
+    Engine's that took it up, and of local ones that took up what those saved; and the names on the
+    disk."""
     found = {}
     for name, (folder, flags) in arguments["cases"].items():
         roots = [Path(arguments["out"]) / f"{name}-{world_size}-{kind}" for kind in ("local", "te")]

@@ -28,7 +28,8 @@ def differences(
     sequence_parallel: bool,
     sets: bool = False,
 ) -> list[float]:
-    """Largest differences from one rank of log-probs, entropies and the gradients by hidden states, weight and bias on this rank."""
+    """Largest differences from one rank of log-probs, entropies and the gradients by hidden states,
+    weight and bias on this rank."""
     torch.manual_seed(3)
     hidden, weight, bias = torch.randn(T, H), 2 * torch.randn(COLUMNS, H), torch.randn(COLUMNS)
     bias[1:3] = float("-inf")

@@ -1,4 +1,5 @@
-"""What tests/dist/test_lora_critic.py runs, on one process and on several: a critic that is an adapter, beside its policy's on one base."""
+"""What tests/dist/test_lora_critic.py runs, on one process and on several: a critic that is an
+adapter, beside its policy's on one base."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def critic_pass(host: ModelHost, seed: int, **changes: Any) -> Any:
 
 
 def whole(host: ModelHost, *, gradient: bool = False) -> dict[str, Tensor]:
-    """Factors by name and the value head, or their gradients, on every rank. Gradients after they were reduced."""
+    """Factors by name and the value head, or their gradients, on every rank. Gradients after they
+    were reduced."""
     network = network_of(host)
 
     def value(parameter: torch.nn.Parameter) -> Tensor:
@@ -120,8 +122,8 @@ def start_from_noise(host: ModelHost) -> None:
 
 
 def train(host: ModelHost) -> dict[str, Any]:
-    """Steps of two passes each; gradients as the optimizer gets them, norms, what the passes tell, what is trained at the end. In between the
-    policy on the same base takes a pass."""
+    """Steps of two passes each; gradients as the optimizer gets them, norms, what the passes tell,
+    what is trained at the end. In between the policy on the same base takes a pass."""
     told: list[Any] = []
     gradients: dict[str, Tensor] = {}
     norms = []
@@ -155,7 +157,8 @@ def train(host: ModelHost) -> dict[str, Any]:
 
 
 def layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Each layout of arguments["layouts"]: {name: flags}. A state that one layout has saved is loaded by the next ones."""
+    """Each layout of arguments["layouts"]: {name: flags}. A state that one layout has saved is
+    loaded by the next ones."""
     for name, flags in arguments["layouts"].items():
         with parallel(**sizes_of(flags)) as layout:
             host = make_host(arguments["model"], layout, flags)

@@ -1,4 +1,5 @@
-"""What tests/dist/test_lora.py runs on several processes: a policy with adapters, in every layout, from the same start."""
+"""What tests/dist/test_lora.py runs on several processes: a policy with adapters, in every layout,
+from the same start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What tests/dist/test_parity_micro_batches.py runs: a `Trainer` on recorded rollouts of very uneven lengths, cut in several ways."""
+"""What tests/dist/test_parity_micro_batches.py runs: a `Trainer` on recorded rollouts of very
+uneven lengths, cut in several ways."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ FLAGS = (
     "--debug-train-only --lr 3e-4 --adam-eps 1e-6 --weight-decay 0.1 --rollout-batch-size 3 --n-samples-per-prompt 3 --num-rollout 2 "
     "--use-kl-loss --kl-loss-coef 0.3 --entropy-coef 0.05 --policy-loss-type sapo --no-tensorboard --no-progress"
 )
-# an odd number of samples, one as long as all others together: ranks and micro-batches hold different numbers of them
+# an odd number of samples, one as long as all others together: ranks and micro-batches hold
+# different numbers of them
 RESPONSES = (60, 2, 5, 9, 3, 14, 1, 7, 4)
 
 

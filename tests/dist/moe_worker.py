@@ -1,4 +1,5 @@
-"""What tests/dist/test_moe.py runs on several processes: a `MegatronBackend` with experts, in layout after layout."""
+"""What tests/dist/test_moe.py runs on several processes: a `MegatronBackend` with experts, in
+layout after layout."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ ADAM = "--adam-eps 1e-6 --lr 3e-4"
 
 
 def three_steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
-    """Losses, gradients, gradient norms and router metrics of three steps, and the weights after them. With --use-routing-replay the routes
-    of all three steps are those of the first weights, and the steps are large."""
+    """Losses, gradients, gradient norms and router metrics of three steps, and the weights after
+    them. With --use-routing-replay the routes of all three steps are those of the first weights,
+    and the steps are large."""
     replay = "--use-routing-replay" in flags
     backend = MegatronBackend(
         settings(folder, f"{flags} {ADAM}{' --lr 2e-3' if replay else ''}"), layout, total_steps=8
@@ -57,7 +59,8 @@ def three_steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, An
 
 
 def random_routes(samples: list[TrainSample], backend: MegatronBackend) -> list[TrainSample]:
-    """With random experts for all tokens but the last, in all expert layers of the model: a sampler's."""
+    """With random experts for all tokens but the last, in all expert layers of the model: a
+    sampler's."""
     g = torch.Generator().manual_seed(int(samples[0].tokens.sum()))
     config = backend.transformer
     layers = sum(moe_layers(config.moe_layer_freq, config.num_layers))
@@ -100,7 +103,8 @@ SIGMOID = """--debug-train-only --load-debug-rollout-data {rollout_id} --lr 1e-2
 
 
 def expert_bias(layout: ParallelLayout, flags: str) -> dict[str, Any]:
-    """Loads of all ranks in a step and the biases after it, then after a step that is skipped; whether checkpoints have them."""
+    """Loads of all ranks in a step and the biases after it, then after a step that is skipped;
+    whether checkpoints have them."""
     backend = MegatronBackend(
         parse_args(f"{SIGMOID} {flags}".split(), layout.world_size), layout, total_steps=8
     )
@@ -145,7 +149,8 @@ def balancing(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
 
 
 def auxiliary_gradients(rank: int, arguments: dict[str, Any]) -> None:
-    """For every case, by name: gradients and metrics of a step in which only the auxiliary losses count. Rank 0 writes them to `out`."""
+    """For every case, by name: gradients and metrics of a step in which only the auxiliary losses
+    count. Rank 0 writes them to `out`."""
     results: dict[str, Any] = {}
     for name, flags in arguments["cases"].items():
         with parallel(**sizes_of(flags)) as layout:

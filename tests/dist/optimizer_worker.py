@@ -1,4 +1,5 @@
-"""What tests/dist/test_optimizer_memory.py runs on several processes: the same steps with megatron-core's optimizer and with others."""
+"""What tests/dist/test_optimizer_memory.py runs on several processes: the same steps with
+megatron-core's optimizer and with others."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
 
 
 def compare(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """By layout and kind of state: the largest difference of norms and the relative one of all weights from megatron-core's own."""
+    """By layout and kind of state: the largest difference of norms and the relative one of all
+    weights from megatron-core's own."""
     found: dict[str, Any] = {}
     for name, (folder, flags) in arguments["layouts"].items():
         with parallel(**sizes_of(flags)) as layout:

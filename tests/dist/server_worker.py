@@ -1,4 +1,5 @@
-"""Rank programs of test_server.py: the workers' loop with a host whose commands go wrong on some ranks."""
+"""Rank programs of test_server.py: the workers' loop with a host whose commands go wrong on some
+ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Every loss, reduction and off-policy correction on Megatron: two data-, tensor-, pipeline- or context-parallel ranks give the loss and the gradient of every
-parameter of one process, to 1e-5. The ratios are those of a rollout's second optimizer step, with a KL to another model and an entropy bonus.
+"""Every loss, reduction and off-policy correction on Megatron: two data-, tensor-, pipeline- or
+context-parallel ranks give the loss and the gradient of every parameter of one process, to 1e-5.
+The ratios are those of a rollout's second optimizer step, with a KL to another model and an entropy
+bonus.
 
 All combinations, on pure functions: tests/unit/test_losses_invariance.py.
 """
@@ -40,7 +42,8 @@ WIDER = {
 
 
 def covering_cases() -> dict[str, tuple[str, str, str]]:
-    """A case for each variant of each loss, each with the legal reduction and correction that have been used least."""
+    """A case for each variant of each loss, each with the legal reduction and correction that have
+    been used least."""
     reductions, corrections, cases = Counter[str](), Counter[str](), {}
     for variant in VARIANTS:
         if (

@@ -1,4 +1,5 @@
-"""MegatronBackend on two processes: non-finite gradients, gates, KL in the reward, bf16. And on one, against plain transformers."""
+"""MegatronBackend on two processes: non-finite gradients, gates, KL in the reward, bf16. And on
+one, against plain transformers."""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def test_the_adaptive_entropy_bonus_rises_and_is_resumed(two: list[dict[str, Any
 
 
 def test_kl_in_the_reward(two: list[dict[str, Any]]) -> None:
-    """Reward less 0.5 times the sample's summed log-ratio to the reference, over both ranks, then the group's mean and deviation."""
+    """Reward less 0.5 times the sample's summed log-ratio to the reference, over both ranks, then
+    the group's mean and deviation."""
     count = sum(len(rank["kl"]["indices"]) for rank in two)
     penalties, found = [math.nan] * count, [[] for _ in range(count)]
     for rank in two:
@@ -158,8 +160,9 @@ def transformers_loss(
 def test_one_step_is_that_of_plain_autograd(
     alone: Any, files: dict[str, str], micro_batch_size: int
 ) -> None:
-    """With plain gradient descent the change of the weights is the gradient: packing, the scale of the schedule and the conversion
-    together give what transformers and a loss written by hand give."""
+    """With plain gradient descent the change of the weights is the gradient: packing, the scale of
+    the schedule and the conversion together give what transformers and a loss written by hand give.
+    """
     flags = f"--optimizer sgd --sgd-momentum 0 --lr 0.1 --weight-decay 0 --clip-grad 0 --micro-batch-size {micro_batch_size}"
     backend = worker.MegatronBackend(worker.settings(files["model"], flags), alone, total_steps=4)
     samples = worker.random_samples(1)

@@ -1,4 +1,5 @@
-"""Context parallelism on two and four processes gives the numbers of one: attention, every loss, and whole optimizer steps."""
+"""Context parallelism on two and four processes gives the numbers of one: attention, every loss,
+and whole optimizer steps."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def everything(
 
 
 def check_attention(ranks: list[dict[str, Any]]) -> None:
-    """Every rank's outputs and gradients are those of the whole rows; a chunk is given no keys beyond its end."""
+    """Every rank's outputs and gradients are those of the whole rows; a chunk is given no keys
+    beyond its end."""
     for rank in ranks:
         for name, seen in rank["attention"].items():
             assert max(seen["apart"]) < LIMIT, (name, seen)
@@ -125,7 +127,8 @@ def check_attention(ranks: list[dict[str, Any]]) -> None:
 
 
 def check_losses(ranks: list[dict[str, Any]]) -> None:
-    """In float64 the sum of the partial losses, its gradient and the metrics are exact, tokens or not."""
+    """In float64 the sum of the partial losses, its gradient and the metrics are exact, tokens or
+    not."""
     for rank in ranks:
         for name, seen in rank["losses"].items():
             assert seen["loss"] < 1e-10, (name, seen)

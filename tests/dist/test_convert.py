@@ -1,4 +1,5 @@
-"""slime_like/weights: logits against transformers and bit-equal round trips under every layout; saving; errors."""
+"""slime_like/weights: logits against transformers and bit-equal round trips under every layout;
+saving; errors."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ LAYOUTS = [
     (2, 2, 2),
 ]  # tensor, pipeline, virtual
 SIZES: dict[str, Any] = dict(
-    vocab_size=90,  # 96 or 128 with padding: the last of four tensor-parallel ranks has nothing but padding
+    # 96 or 128 with padding: the last of four tensor-parallel ranks has nothing but padding
+    vocab_size=90,
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=4,
@@ -62,7 +64,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Tiny models as transformers saves them, with what they answer to some tokens. One is in several files."""
+    """Tiny models as transformers saves them, with what they answer to some tokens. One is in
+    several files."""
     import transformers
 
     result = {}
@@ -282,7 +285,8 @@ def test_what_transformers_ignores_is_ignored(
 
 
 def test_names_of_the_transformer_engine_spec(alone: Any, folders: dict[str, str]) -> None:
-    """There the norms before a linear layer are parameters of that layer. Move them as it would have them, then load and export."""
+    """There the norms before a linear layer are parameters of that layer. Move them as it would
+    have them, then load and export."""
     source = folders["qwen3-untied"]
     chunks, hf, gpt = convert_worker.build(source, alone)
     for layer in chunks[0].decoder.layers:

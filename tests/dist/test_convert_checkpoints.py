@@ -1,4 +1,5 @@
-"""Every family from Hugging Face's files to a checkpoint written in one layout, loaded in another, and back: bit by bit."""
+"""Every family from Hugging Face's files to a checkpoint written in one layout, loaded in another,
+and back: bit by bit."""
 
 from __future__ import annotations
 

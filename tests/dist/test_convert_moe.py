@@ -1,4 +1,5 @@
-"""slime_like/weights with experts: logits against transformers and bit-equal round trips under every layout of the experts."""
+"""slime_like/weights with experts: logits against transformers and bit-equal round trips under
+every layout of the experts."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ MORE_LAYOUTS = [(1, 1, 1, 1, 1), (1, 1, 1, 2, 1), (2, 1, 1, 2, 1), (1, 2, 1, 2, 
 
 
 def make_models(folder: Path, names: list[str], **changes: Any) -> dict[str, str]:
-    """Tiny models as transformers saves them, with what they answer to some tokens. changes: to their sizes."""
+    """Tiny models as transformers saves them, with what they answer to some tokens. changes: to
+    their sizes."""
     import transformers
 
     made = {}
@@ -137,7 +139,8 @@ def test_logits_and_round_trips_under_every_layout(
 
 @pytest.mark.parametrize(("impl", "whole"), [("local", False), ("transformer_engine", True)])
 def test_latent_attention_of_the_transformer_engine_spec(impl: str, whole: bool) -> None:
-    """There the norms of the latents belong to the up-projections, and the down-projections are whole on every tensor-parallel rank."""
+    """There the norms of the latents belong to the up-projections, and the down-projections are
+    whole on every tensor-parallel rank."""
     layer = "decoder.layers.0.self_attention."
     for latent in ("q", "kv"):
         assert (
@@ -160,7 +163,8 @@ def test_latent_attention_of_the_transformer_engine_spec(impl: str, whole: bool)
 
 
 def test_grouped_experts_of_the_transformer_engine_spec() -> None:
-    """There an expert's weight is a numbered parameter of one layer for all; the number is the rank's own until `global_parameters`."""
+    """There an expert's weight is a numbered parameter of one layer for all; the number is the
+    rank's own until `global_parameters`."""
     assert (
         canonical_name("decoder.layers.3.mlp.experts.linear_fc1.weight5")
         == "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"

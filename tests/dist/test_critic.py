@@ -1,4 +1,5 @@
-"""The critic on two processes, in every layout, against one process; and on one, against transformers' model for classifying tokens."""
+"""The critic on two processes, in every layout, against one process; and on one, against
+transformers' model for classifying tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def two(files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list
 def test_layouts_train_the_critic_of_one_process(
     two: list[dict[str, Any]], alone: Any, files: dict[str, str]
 ) -> None:
-    """Values, losses, gradient norms and the weights after three steps, in each tensor, to 1e-5. Ranks hold different samples."""
+    """Values, losses, gradient norms and the weights after three steps, in each tensor, to 1e-5.
+    Ranks hold different samples."""
     one = worker.train(files["model"], alone, "", f"{files['out']}/one.pt")
     assert (
         min(one["grad_norms"]) > 1e-2 and max(one["grad_norms"]) > 0.5 and max(one["clipped"]) > 0
@@ -111,7 +113,8 @@ def transformers_critic(folder: str) -> Any:
 
 
 def test_values_are_those_of_transformers(alone: Any, files: dict[str, str]) -> None:
-    """The value of a state, the text up to a token, stands at the token that follows; the sampling temperature does not enter."""
+    """The value of a state, the text up to a token, stands at the token that follows; the sampling
+    temperature does not enter."""
     model = transformers_critic(files["model"])
     backend = worker.make_backend(
         files["model"], alone, "--rollout-temperature 0.7 --micro-batch-size 2"
@@ -129,7 +132,8 @@ def test_values_are_those_of_transformers(alone: Any, files: dict[str, str]) -> 
 def test_one_step_is_that_of_plain_autograd(
     alone: Any, files: dict[str, str], micro_batch_size: int
 ) -> None:
-    """With plain gradient descent the change of the weights is the gradient, of the loss written out over transformers' values."""
+    """With plain gradient descent the change of the weights is the gradient, of the loss written
+    out over transformers' values."""
     flags = f"--optimizer sgd --sgd-momentum 0 --critic-lr 0.1 --critic-lr-warmup-iters 0 --weight-decay 0 --clip-grad 0 --micro-batch-size {micro_batch_size}"
     backend = worker.make_backend(files["model"], alone, flags)
     samples = worker.critic_samples(1)

@@ -1,5 +1,6 @@
-"""Layout, rows, recompute, head and memory together: a covering set of command lines, in which every two features that go together occur at least
-once, trains on two ranks to the loss, gradients and weights of one process, to 1e-5. What does not go together: tests/unit/test_flag_pairs.py."""
+"""Layout, rows, recompute, head and memory together: a covering set of command lines, in which
+every two features that go together occur at least once, trains on two ranks to the loss, gradients
+and weights of one process, to 1e-5. What does not go together: tests/unit/test_flag_pairs.py."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def go_together(names: tuple[str, ...]) -> bool:
 
 
 def covering(axes: tuple[tuple[str, ...], ...]) -> list[tuple[str, ...]]:
-    """Greedily chosen rows, until every pair of values that occurs in an allowed row occurs in one that is chosen."""
+    """Greedily chosen rows, until every pair of values that occurs in an allowed row occurs in one
+    that is chosen."""
     allowed = {
         names: {(i, a, j, b) for (i, a), (j, b) in combinations(enumerate(names), 2)}
         for names in product(*axes)

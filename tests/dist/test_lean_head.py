@@ -1,4 +1,5 @@
-"""The lean head on 2 and 4 tensor-parallel ranks, with and without sequence parallelism, against one rank."""
+"""The lean head on 2 and 4 tensor-parallel ranks, with and without sequence parallelism, against
+one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Adapters: one process against plain autograd in float64 and against PEFT, other layouts against one process."""
+"""Adapters: one process against plain autograd in float64 and against PEFT, other layouts against
+one process."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ TWO_RANKS = {
     "DP2 distributed optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     "TP2 SP recompute": "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
-WITH_HEAD = "--lora-target-modules all-linear unembed "  # the small model's output layer is its embedding, which has no adapter
+# the small model's output layer is its embedding, which has no adapter
+WITH_HEAD = "--lora-target-modules all-linear unembed "
 EVERYTHING = f"{WITH_HEAD}--clip-grad 0.5"
 EXPERT_LAYOUTS = {
     "EP2": "--expert-model-parallel-size 2 --use-distributed-optimizer",
@@ -78,7 +80,8 @@ def policy_loss(model: Any, samples: list[Any]) -> Tensor:
 def with_adapters(
     folder: str, factors: dict[str, Tensor], scale: float
 ) -> tuple[Any, dict[str, Tensor]]:
-    """transformers' model in float64 whose linear layers add scale * B A x, and these factors as leaves."""
+    """transformers' model in float64 whose linear layers add scale * B A x, and these factors as
+    leaves."""
     from transformers import AutoModelForCausalLM
 
     model = (
@@ -100,7 +103,8 @@ def with_adapters(
 def take_the_same_steps(
     backend: MegatronBackend, alone: Any, model: Any, leaves: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Three steps of AdamW here and on the leaves of a transformers model; losses, gradients, norms and factors agree. Returns the factors."""
+    """Three steps of AdamW here and on the leaves of a transformers model; losses, gradients, norms
+    and factors agree. Returns the factors."""
     optimizer = torch.optim.AdamW(leaves.values(), **ADAM)  # type: ignore[arg-type]
     for step in range(1, STEPS + 1):
         samples = random_samples(step)
@@ -131,7 +135,8 @@ def take_the_same_steps(
 
 
 def test_one_process_takes_the_steps_of_plain_autograd(alone: Any, files: dict[str, str]) -> None:
-    """Losses, gradients of every factor and the factors after three steps of AdamW; nothing of the base has moved, or has a gradient."""
+    """Losses, gradients of every factor and the factors after three steps of AdamW; nothing of the
+    base has moved, or has a gradient."""
     backend = MegatronBackend(
         worker.settings(files["model"], PLAIN + WITH_HEAD), alone, total_steps=STEPS
     )
@@ -156,7 +161,8 @@ def test_one_process_takes_the_steps_of_plain_autograd(alone: Any, files: dict[s
 
 
 def test_an_adapter_starts_as_its_base(alone: Any, files: dict[str, str]) -> None:
-    """The new adapter's log-probs are the base's, bit by bit; and the base is the reference model also after a step."""
+    """The new adapter's log-probs are the base's, bit by bit; and the base is the reference model
+    also after a step."""
     backend = worker.make_backend(files["model"], alone, "")
     samples = random_samples(1)
     reference = backend.compute_log_probs(samples, backend.reference)
@@ -267,8 +273,9 @@ def test_latent_attention(alone: Any, files: dict[str, str], tmp_path: Path) -> 
 def test_one_process_takes_the_steps_of_peft(
     alone: Any, files: dict[str, str], tmp_path: Path
 ) -> None:
-    """The PEFT library on the same model: an adapter that it made is loaded here, both train, the adapter that is saved here is loaded
-    there. Losses, gradients, factors, logits; and the merged weights are PEFT's merged weights."""
+    """The PEFT library on the same model: an adapter that it made is loaded here, both train, the
+    adapter that is saved here is loaded there. Losses, gradients, factors, logits; and the merged
+    weights are PEFT's merged weights."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -317,7 +324,8 @@ def test_one_process_takes_the_steps_of_peft(
     merged = {
         name: tensor.clone() for name, tensor in loaded.merge_and_unload().state_dict().items()
     }
-    # PEFT adds the output layer's product to the embedding too, for they are one tensor there; its model before the merge does not
+    # PEFT adds the output layer's product to the embedding too, for they are one tensor there; its
+    # model before the merge does not
     assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
     merged["model.embed_tokens.weight"] -= head
     for name, tensor in worker.weights(backend).items():

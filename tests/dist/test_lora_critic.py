@@ -1,4 +1,5 @@
-"""A critic that is an adapter: one process against plain autograd in float64, other layouts against one process, save and load."""
+"""A critic that is an adapter: one process against plain autograd in float64, other layouts against
+one process, save and load."""
 
 from __future__ import annotations
 
@@ -93,8 +94,9 @@ def scores(told: Any) -> Tensor:
 def test_one_process_takes_the_steps_of_plain_autograd(
     alone: Any, model: str, tmp_path: Path
 ) -> None:
-    """Values, losses, gradients of every factor and of the head, norms, and all of them after two steps of AdamW on a clipped gradient. A new
-    critic gives values of 0. The base stays as it is bit by bit, and so does the policy's adapter, which has gradients of its own waiting."""
+    """Values, losses, gradients of every factor and of the head, norms, and all of them after two
+    steps of AdamW on a clipped gradient. A new critic gives values of 0. The base stays as it is
+    bit by bit, and so does the policy's adapter, which has gradients of its own waiting."""
     host = worker.make_host(model, alone)
     assert scores(worker.critic_pass(host, 0, forward_only=True)).tolist() == [0.0] * sum(
         worker.LENGTHS
@@ -158,7 +160,8 @@ def test_one_process_takes_the_steps_of_plain_autograd(
 def test_layouts_train_the_critic_of_one_process(
     names: tuple[str, ...], alone: Any, model: str, tmp_path: Path
 ) -> None:
-    """Values, gradients, norms and the end; and each layout loads the state that one process has saved."""
+    """Values, gradients, norms and the end; and each layout loads the state that one process has
+    saved."""
     host = worker.make_host(model, alone)
     worker.start_from_noise(host)
     one = worker.train(host)

@@ -1,7 +1,9 @@
-"""Experts in every layout: loss, every gradient, and the weights after three steps are those of one process.
+"""Experts in every layout: loss, every gradient, and the weights after three steps are those of one
+process.
 
-Aux coefficients are 0 and no token is dropped (what each micro-batch computes then depends on its tokens alone); every data-parallel rank
-has other samples. The auxiliary losses have a test of their own.
+Aux coefficients are 0 and no token is dropped (what each micro-batch computes then depends on its
+tokens alone); every data-parallel rank has other samples. The auxiliary losses have a test of their
+own.
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ OTHERS = tuple(name for ranks in (2, 4) for name in CASES[ranks] if name not in 
 
 
 def run_all(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """The cases in `names` and what they are compared with. One launch for each number of processes."""
+    """The cases in `names` and what they are compared with. One launch for each number of
+    processes."""
     bases = {base_of(*(CASES[2] | CASES[4])[name]) for name in names}
     models = make_models(
         folder,
@@ -201,12 +204,14 @@ def check(results: dict[str, Any], name: str) -> None:
 
 
 def test_replay_is_of_other_choices(results: dict[str, Any]) -> None:
-    """Nothing differs before the weights change; later the router would have chosen otherwise, and that matters."""
+    """Nothing differs before the weights change; later the router would have chosen otherwise, and
+    that matters."""
     first, *later = (step["moe_replay_disagreement"] for step in results["one, replay"]["moe"])
     assert first == 0 and all(0.01 < share < 1 for share in later)
 
 
 def test_the_samplers_routes_are_taken(results: dict[str, Any]) -> None:
-    """Random ones, which the routers would hardly choose: three of four experts, so that a quarter of the tokens agree by chance."""
+    """Random ones, which the routers would hardly choose: three of four experts, so that a quarter
+    of the tokens agree by chance."""
     for step in results["one, sampler's routes"]["moe"]:
         assert 0.6 < step["moe_replay_disagreement"] < 0.9

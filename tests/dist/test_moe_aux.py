@@ -1,7 +1,8 @@
-"""Gradients and values of the auxiliary losses against a float64 reference, written from the papers on transformers' model.
+"""Gradients and values of the auxiliary losses against a float64 reference, written from the papers
+on transformers' model.
 
-Token weights are 0, so that nothing but the auxiliary losses moves the weights. megatron-core averages them over micro-batches and
-data-parallel ranks (algorithms.md, section 4).
+Token weights are 0, so that nothing but the auxiliary losses moves the weights. megatron-core
+averages them over micro-batches and data-parallel ranks (algorithms.md, section 4).
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ CASES: dict[str, tuple[str, int, dict[str, float]]] = {
         f"{EP2} {KINDS} seq_aux_loss --moe-aux-loss-coeff 0.5 --recompute-granularity selective --recompute-modules moe",
         2, {"moe_seq_aux_loss": 0.5},
     ),
-    # one row for each rank, padded to the longest; megatron-core divides by the data-parallel size once more
+    # one row for each rank, padded to the longest; megatron-core divides by the data-parallel size
+    # once more
     "EP2, global": (f"{EP2} {KINDS} global_aux_loss --moe-aux-loss-coeff 0.5 --moe-token-dispatcher-type allgather", 8, {"moe_global_aux_loss": 0.25}),
 }  # fmt: skip
 
 
 def balance(logits: Tensor, topk: int) -> Tensor:
-    """E * sum of f_e * P_e over experts (Switch Transformer, 2101.03961), f_e counted over the topk choices. logits: [t, E] of one batch."""
+    """E * sum of f_e * P_e over experts (Switch Transformer, 2101.03961), f_e counted over the topk
+    choices. logits: [t, E] of one batch."""
     probs = logits.softmax(-1)
     tokens, experts = probs.shape
     total = probs.new_zeros(())
@@ -75,7 +78,8 @@ def router_logits(model: Any, tokens: Tensor) -> list[Tensor]:
 def reference(
     folder: str, per_micro_batch: int, coefficients: dict[str, float]
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Gradients by checkpoint name and values, averaged over micro-batches; values also over layers."""
+    """Gradients by checkpoint name and values, averaged over micro-batches; values also over
+    layers."""
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -140,7 +144,8 @@ def test_gradients_and_values(found: tuple[str, dict[str, Any], dict[str, Any]],
 def test_the_expert_bias_follows_the_load(
     found: tuple[str, dict[str, Any], dict[str, Any]],
 ) -> None:
-    """2408.15664: up by the rate for an expert with less than the mean load over all ranks, down for one with more. Not moved by a step that
+    """2408.15664: up by the rate for an expert with less than the mean load over all ranks, down for
+    one with more. Not moved by a step that
     is skipped, nor by the pass of the log-probs."""
     bias = found[2]
     tokens = sum(s.tokens.numel() for s in random_samples(1))

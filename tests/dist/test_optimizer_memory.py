@@ -1,4 +1,5 @@
-"""Optimizer state in other types and on the CPU, in layouts with experts, pipelines and overlap: what it trains is what megatron-core's own does."""
+"""Optimizer state in other types and on the CPU, in layouts with experts, pipelines and overlap:
+what it trains is what megatron-core's own does."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-p
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_layouts_train_as_with_megatron_cores_own(tmp_path: Path, ranks: int) -> None:
-    """In float32 the same bits; offloaded up to the order of operations in torch's fused kernel; in bf16 up to its rounding. One step of the
-    five is skipped, and leaves no trace."""
+    """In float32 the same bits; offloaded up to the order of operations in torch's fused kernel; in
+    bf16 up to its rounding. One step of the five is skipped, and leaves no trace."""
     make_model(tmp_path / "dense", seed=3)
     make_moe_model(tmp_path / "experts")
     dense, experts = str(tmp_path / "dense"), str(tmp_path / "experts")

@@ -1,7 +1,8 @@
-"""Every layout gives the numbers of one process: losses, gradient norms and exported weights of three optimizer steps, to 1e-5.
+"""Every layout gives the numbers of one process: losses, gradient norms and exported weights of
+three optimizer steps, to 1e-5.
 
-The runs are those of benchmarks/parity_table.py: `train.py` on recorded rollouts of uneven lengths, with a KL and an entropy term, Adam, weight
-decay and clipping.
+The runs are those of benchmarks/parity_table.py: `train.py` on recorded rollouts of uneven lengths,
+with a KL and an entropy term, Adam, weight decay and clipping.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Corrections and token advantages through train.py: two data-parallel ranks give the numbers of one process.
+"""Corrections and token advantages through train.py: two data-parallel ranks give the numbers of
+one process.
 
-The recorded rollouts of benchmarks/parity_table.py come from another sampler, so that every mask of the correction rejects something.
+The recorded rollouts of benchmarks/parity_table.py come from another sampler, so that every mask of
+the correction rejects something.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The parity matrix: a part of its cells, and that a wrong figure is seen. `make parity-full` runs all of it."""
+"""The parity matrix: a part of its cells, and that a wrong figure is seen. `make parity-full` runs
+all of it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from benchmarks.parity.results import WORDS, Folder, Found, append, over_limit
 
 LIMIT = PRECISIONS["float32"].limit
 
-# every precision; gradients in what the other tests of layouts leave out: padded rows, budgets and full recompute beyond context parallelism
+# every precision; gradients in what the other tests of layouts leave out: padded rows, budgets and
+# full recompute beyond context parallelism
 IN_MAKE_TEST = (
     Cell("PP2", "ppo", "padded", "recompute"),
     Cell("DP2 distributed optimizer", "cispo", "budgets", "recompute"),
@@ -61,7 +63,8 @@ def launches(
     fails: tuple[Cell, ...] = (),
     at_once: int = 100,
 ) -> list[list[Cell]]:
-    """Cells have figures without running; `fails` end their launch, which begins no more than `at_once`. Gives the cells of each launch."""
+    """Cells have figures without running; `fails` end their launch, which begins no more than
+    `at_once`. Gives the cells of each launch."""
     seen: list[list[Cell]] = []
 
     def launch(function: str, ranks: int, arguments: dict[str, Any], *, show: bool) -> None:

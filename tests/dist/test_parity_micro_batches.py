@@ -1,5 +1,6 @@
-"""However samples are shared by ranks and cut into micro-batches, the numbers are those of one process with one sample at a time: losses,
-gradient norms and weights of two optimizer steps, to 1e-5. Old log-probs are recomputed, so that their order is checked too."""
+"""However samples are shared by ranks and cut into micro-batches, the numbers are those of one
+process with one sample at a time: losses, gradient norms and weights of two optimizer steps, to
+1e-5. Old log-probs are recomputed, so that their order is checked too."""
 
 from __future__ import annotations
 
@@ -164,7 +165,8 @@ def test_a_sequence_beyond_the_budget_is_told_once(
 def test_a_wrong_order_would_be_seen(
     alone: Any, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old log-probs given back in the order of the micro-batches, not of the samples, do not fit the samples."""
+    """Old log-probs given back in the order of the micro-batches, not of the samples, do not fit
+    the samples."""
     from slime_like.megatron.micro_batching import MicroBatches
 
     monkeypatch.setattr(MicroBatches, "in_order", lambda self, values: list(values))

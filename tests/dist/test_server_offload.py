@@ -1,4 +1,5 @@
-"""Models of the server that wait in host memory: they hold nothing on the device, and go on bit by bit."""
+"""Models of the server that wait in host memory: they hold nothing on the device, and go on bit by
+bit."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ def held(host: ModelHost, name: str) -> int:
 
 
 def trained(model: Path, *flags: str) -> dict[str, Any]:
-    """Five models in turns, one of them a critic: a pass of each, a second pass of each, a step of each, twice; then their weights and moments, and what the adapters
-    held in between."""
+    """Five models in turns, one of them a critic: a pass of each, a second pass of each, a step of
+    each, twice; then their weights and moments, and what the adapters held in between."""
     run = parse_args(["--hf-checkpoint", str(model), *flags], 1, SERVER)
     seen: dict[str, Any] = {"norms": [], "held": []}
     with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
@@ -91,7 +92,8 @@ def trained(model: Path, *flags: str) -> dict[str, Any]:
 def test_models_that_wait_hold_nothing_and_go_on_bit_by_bit(
     model: Path, precision: tuple[str, ...]
 ) -> None:
-    """Gradients that wait for a step, moments and weights go to host memory and come back; an adapter that waits has no storage left."""
+    """Gradients that wait for a step, moments and weights go to host memory and come back; an
+    adapter that waits has no storage left."""
     all_inside = trained(model, *precision)
     in_turns = trained(
         model, *precision, "--max-resident-adapters", "1", "--max-resident-models", "1"
@@ -118,8 +120,9 @@ def test_models_that_wait_hold_nothing_and_go_on_bit_by_bit(
 def test_models_that_were_saved_and_loaded_wait_too(
     model: Path, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
-    """One is saved, a second one is loaded from that, a third one takes the place of the first, which takes that of the second: an optimizer that
-    was loaded does not hold its tensors in the order of a new one."""
+    """One is saved, a second one is loaded from that, a third one takes the place of the first,
+    which takes that of the second: an optimizer that was loaded does not hold its tensors in the
+    order of a new one."""
     run = parse_args(
         [
             "--hf-checkpoint",

@@ -1,4 +1,5 @@
-"""SGLang servers as the server's sampler: which snapshot answers, what is exchanged when, and what goes wrong."""
+"""SGLang servers as the server's sampler: which snapshot answers, what is exchanged when, and what
+goes wrong."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def ask(sampler: SglangSampler, folder: str, **changes: Any) -> list[dict[str, A
 
 
 def assert_of(answers: list[dict[str, Any]], folder: str) -> None:
-    """They are what the weights in the folder give: tokens, log-probs, ends, and log-probs of the prompts."""
+    """They are what the weights in the folder give: tokens, log-probs, ends, and log-probs of the
+    prompts."""
     engine = LocalEngine(folder, None)
     engine.update_weights(iter(load_file(Path(folder) / "model.safetensors").items()), 1)
     params = SamplingParams(**{**SAMPLING, "stop": (), "stop_token_ids": (4,)})
@@ -160,7 +162,8 @@ def test_a_fault_is_an_error_and_the_next_request_is_served(
 def test_weights_that_cannot_be_loaded(
     pair: SimpleNamespace, snapshots: list[str], tmp_path: Path
 ) -> None:
-    """A folder that is gone, one of another shape, a server that refuses: errors with words, and the snapshot before is not taken for it."""
+    """A folder that is gone, one of another shape, a server that refuses: errors with words, and
+    the snapshot before is not taken for it."""
     assert_of(ask(pair.sampler, snapshots[1]), snapshots[1])
     with pytest.raises(ValueError, match="is gone"):
         ask(pair.sampler, str(tmp_path / "none"))

@@ -1,4 +1,5 @@
-"""Whitening, the KL in the reward and M2PO over data-parallel ranks: two ranks give the numbers of one."""
+"""Whitening, the KL in the reward and M2PO over data-parallel ranks: two ranks give the numbers of
+one."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ SETTINGS = {
 
 
 def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """By estimator, the advantages of this rank's samples; and the tokens that M2PO keeps of them. `shares`: whose each sample is."""
+    """By estimator, the advantages of this rank's samples; and the tokens that M2PO keeps of them.
+    `shares`: whose each sample is."""
     generator = torch.Generator().manual_seed(0)
     masks = [torch.rand(n, generator=generator) > 0.3 for n in LENGTHS]
     kl = [

@@ -1,6 +1,7 @@
-"""A stand-in for the package `transformer_engine`: the layers that megatron-core's own wrappers of it derive from, in plain torch, with
-Transformer Engine's names, shapes and extra state, and without its kernels. Layers compute what Transformer Engine's do, in one process;
-tensor-parallel ones hold their part and do not communicate.
+"""A stand-in for the package `transformer_engine`: the layers that megatron-core's own wrappers of
+it derive from, in plain torch, with Transformer Engine's names, shapes and extra state, and without
+its kernels. Layers compute what Transformer Engine's do, in one process; tensor-parallel ones hold
+their part and do not communicate.
 
     install()   # before anything of megatron-core is imported
 
@@ -19,11 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VERSION = "1.12.0"  # the newest for which megatron-core imports nothing but layers; names in checkpoints are the same since 1.9
+# the newest for which megatron-core imports nothing but layers; names in checkpoints are the same
+# since 1.9
+VERSION = "1.12.0"
 
 
 class _WithExtraState(nn.Module):
-    """Transformer Engine's modules keep their fp8 state as a pickle in a tensor of bytes, empty without fp8."""
+    """Transformer Engine's modules keep their fp8 state as a pickle in a tensor of bytes, empty
+    without fp8."""
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)

@@ -24,7 +24,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 @pytest.fixture(scope="session")
 def api(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """tests.e2e.api_server.ApiServer, of three resident models and many more that wait in host memory."""
+    """tests.e2e.api_server.ApiServer, of three resident models and many more that wait in host
+    memory."""
     from tests.e2e.api_server import ApiServer  # imports the SDK
 
     flags = (

@@ -1,4 +1,5 @@
-"""What tests do to a run from the inside: functions that a rank calls before it starts (see TrainServer.train(hook=...)).
+"""What tests do to a run from the inside: functions that a rank calls before it starts (see
+TrainServer.train(hook=...)).
 
 Each gets the rank and the words of the hook."""
 
@@ -28,7 +29,8 @@ class Payload:
 
 
 def write_payload(path: Path, mark: Path) -> None:
-    """Make `path` a pickle, torch's where the name is one of torch's files, that makes the folder `mark` when it is loaded."""
+    """Make `path` a pickle, torch's where the name is one of torch's files, that makes the folder
+    `mark` when it is loaded."""
     if path.suffix in (".pt", ".distcp", ".bin"):
         import torch
 
@@ -44,8 +46,9 @@ EVERY = 256  # of the thousands of writes of a save, where a test cannot be at e
 
 
 def before_each_call(action: Callable[[str], None]) -> None:
-    """Run `action` before every write, sync, rename, removal and new folder of a checkpoint, with the name of the call. Writes are called
-    "open" (the first to a file), "write" (every 256th) and ""."""
+    """Run `action` before every write, sync, rename, removal and new folder of a checkpoint, with
+    the name of the call. Writes are called "open" (the first to a file), "write" (every 256th) and
+    ""."""
     from slime_like.checkpoints import files
 
     def guarded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,7 +109,8 @@ def kill_in_second_save(rank: int, call: str, point: str) -> None:
 
 
 def look_in_second_save(rank: int, root: str, report: str) -> None:
-    """Before each call: what would a process find that started now, had this one been killed? SIGKILL leaves what was written before it. A line of
+    """Before each call: what would a process find that started now, had this one been killed?
+    SIGKILL leaves what was written before it. A line of
     `report` for each call: its name, the complete steps, the tracker's."""
     from slime_like.checkpoints.folders import complete_steps, newest_step
 
@@ -228,7 +232,8 @@ def kill_in_shard(rank: int, number: str) -> None:
 
 
 def exchange_gate_and_up(rank: int, layer: str) -> None:
-    """A map that is wrong while the files are written, and right afterwards: the gate and the up projection of one expert change places."""
+    """A map that is wrong while the files are written, and right afterwards: the gate and the up
+    projection of one expert change places."""
     from slime_like.weights import to_hf
 
     whole = to_hf.gather_full_tensors

@@ -1,4 +1,5 @@
-"""A tiny model, its tokenizer, prompts and a reward that a random model can earn; and what to read of a finished run."""
+"""A tiny model, its tokenizer, prompts and a reward that a random model can earn; and what to read
+of a finished run."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Workspace:
     reward: Path
 
     def flags(self, out: Path, **changes: str | int | float | Path | None) -> list[str]:
-        """A right command line of a small RL run. changes: values by flag, with underscores; "" makes a switch, None leaves it out."""
+        """A right command line of a small RL run. changes: values by flag, with underscores; ""
+        makes a switch, None leaves it out."""
         values: dict[str, Any] = {
             "hf_checkpoint": self.model, "prompt_data": self.prompts, "label_key": "answer", "apply_chat_template": "",
             "input_key": "messages", "custom_rm_path": f"{self.reward}:letters", "rm_num_workers": 1, "rollout_shuffle": "",
@@ -65,7 +67,9 @@ def make_workspace(folder: Path) -> Workspace:
     )
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, hidden_size=32, num_layers=2, seed=1)
-    with torch.no_grad():  # transformers makes this row zero, where the gradient of a root mean square is a thousand times larger
+    # transformers makes this row zero, where the gradient of a root mean square is a thousand times
+    # larger
+    with torch.no_grad():
         model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_(std=0.05)
     model.save_pretrained(work.model)
     tokenizer.save_pretrained(work.model)
@@ -82,7 +86,8 @@ def make_workspace(folder: Path) -> Workspace:
 def save_other_model(
     folder: Path, *, seed: int, std: float, hidden_size: int = 32, num_layers: int = 2
 ) -> Path:
-    """A model with the workspace's tokens and other weights; std, of its embedding: how far from equal its logits are."""
+    """A model with the workspace's tokens and other weights; std, of its embedding: how far from
+    equal its logits are."""
     model = make_model(make_tokenizer(), hidden_size=hidden_size, num_layers=num_layers, seed=seed)
     with torch.no_grad():
         model.get_input_embeddings().weight.normal_(std=std)

@@ -1,4 +1,5 @@
-"""The layouts in which runs are interrupted and taken up, by what is trained. A new one is one line."""
+"""The layouts in which runs are interrupted and taken up, by what is trained. A new one is one
+line."""
 
 from __future__ import annotations
 

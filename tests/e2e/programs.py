@@ -3,9 +3,11 @@
     with TrainServer() as server:
         done = server.train(["--lr", "1e-3", ...], ranks=2)
 
-Importing torch, transformers and megatron-core costs seconds for each process, so a server imports them once and forks the ranks of every
-run. A rank calls `train.main()`, or another program's, with a command line, an environment and files for its output of its own. As under torchrun, the others are
-ended when one fails. Every process ends with the server. Runs that test the launching itself use `torchrun` below.
+Importing torch, transformers and megatron-core costs seconds for each process, so a server imports
+them once and forks the ranks of every run. A rank calls `train.main()`, or another program's, with
+a command line, an environment and files for its output of its own. As under torchrun, the others
+are ended when one fails. Every process ends with the server. Runs that test the launching itself
+use `torchrun` below.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "2
 
 @dataclass(frozen=True)
 class Done:
-    """A finished run. status: 0, or that of the first rank that failed. out, err: of all ranks together."""
+    """A finished run. status: 0, or that of the first rank that failed. out, err: of all ranks
+    together."""
 
     status: int
     out: str
@@ -104,8 +107,9 @@ class TrainServer:
         timeout_s: float = 120,
         hook: str = "",
     ) -> Done:
-        """Run main() of the module `program`; its output is kept in `folder`. hook: "module:function word ...", called by each rank with its
-        number and the words before it starts; see tests/e2e/faults.py."""
+        """Run main() of the module `program`; its output is kept in `folder`. hook:
+        "module:function word ...", called by each rank with its number and the words before it
+        starts; see tests/e2e/faults.py."""
         folder.mkdir(parents=True, exist_ok=True)
         words = [str(word) for word in argv]
         request = {
@@ -184,7 +188,8 @@ _GIVEN: deque[int] = deque(maxlen=100)  # not twice in a row
 
 
 def free_port() -> int:
-    """Of a range that the system gives to no outgoing connection, and no other test process looks in: nobody takes it meanwhile."""
+    """Of a range that the system gives to no outgoing connection, and no other test process looks
+    in: nobody takes it meanwhile."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12
     while True:
         port = 20000 + 1000 * worker + random.randrange(1000)

@@ -1,4 +1,5 @@
-"""Rollouts sampled ahead of the training: with a bound of 0 the synchronous run bit by bit; with 1, tokens that are one version old."""
+"""Rollouts sampled ahead of the training: with a bound of 0 the synchronous run bit by bit; with 1,
+tokens that are one version old."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def test_a_bound_of_0_is_the_synchronous_run(
 def test_one_version_behind(
     server: TrainServer, work: Workspace, tmp_path: Path, ranks: int
 ) -> None:
-    """Prompts are those of the synchronous run, tokens are never older than the bound, and a resumed run leaves no prompt out."""
+    """Prompts are those of the synchronous run, tokens are never older than the bound, and a
+    resumed run leaves no prompt out."""
     out = tmp_path / "out"
     flags = dict(micro_batch_size=2, async_rollout="", tis_ratio_type="token", save=out / "c",
                  save_debug_rollout_data=out / "r_{rollout_id}")  # fmt: skip
@@ -69,8 +71,8 @@ def test_one_version_behind(
 def test_a_resumed_run_trains_on_what_was_sampled_ahead(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """Stopped after two rollouts and resumed, the run is the one that was not stopped, bit by bit: what
-    was sampled a version ahead is in the checkpoint."""
+    """Stopped after two rollouts and resumed, the run is the one that was not stopped, bit by bit:
+    what was sampled a version ahead is in the checkpoint."""
     outs = [tmp_path / "straight", tmp_path / "stopped"]
     for out in outs:
         flags = work.flags(

@@ -1,5 +1,6 @@
-"""The checkpoint half of the fault table, on whole runs: kills at any instant of a save, full disks, damage, payloads. After each the newest
-complete checkpoint loads, or the run ends with one named error; nothing hangs, nothing starts at 0 in silence, no process is left."""
+"""The checkpoint half of the fault table, on whole runs: kills at any instant of a save, full
+disks, damage, payloads. After each the newest complete checkpoint loads, or the run ends with one
+named error; nothing hangs, nothing starts at 0 in silence, no process is left."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ FAULTS = "tests.e2e.faults"
 
 
 def flags(work: Workspace, out: Path, **changes: str | int | float | Path | None) -> list[str]:
-    """Supervised, so that a run is its optimizer steps and its checkpoints; a step of 1 rollout each."""
+    """Supervised, so that a run is its optimizer steps and its checkpoints; a step of 1 rollout
+    each."""
     values = {
         "num_rollout": 4, "num_steps_per_rollout": 1, "loss_type": "sft_loss", "policy_loss_type": None, "n_samples_per_prompt": None,
         "custom_rm_path": None, "rm_num_workers": None, "rollout_max_response_len": 64, "weight_decay": 0.1,
@@ -60,7 +62,8 @@ def resumes(
     ranks: int = 1,
     **more: Any,
 ) -> None:
-    """The same command line goes on from step `least` or later, and ends as a run that was never interrupted."""
+    """The same command line goes on from step `least` or later, and ends as a run that was never
+    interrupted."""
     done = server.train(
         flags(work, out, save=root, load=root, save_interval=2, **more),
         out / "log-resumed",
@@ -96,7 +99,8 @@ def no_process_left(server: TrainServer) -> None:
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 
-# (call, how many of it a save has at least, points that every test run takes), see faults.before_each_call
+# (call, how many of it a save has at least, points that every test run takes), see
+# faults.before_each_call
 CALLS = (
     ("mkdir", 3, (2,)), ("open", 6, (0, 4)), ("write", 6, (3,)), ("fsync", 10, (5, 11)), ("rename", 1, (0,)), ("replace", 1, (0,)),
 )  # fmt: skip
@@ -130,8 +134,8 @@ def test_killed_at_a_write_sync_or_rename(
     points: Sequence[int],
     least: int,
 ) -> None:
-    """SIGKILL before the n-th such call of rank 0 in the second save of a run that saves after 2 rollouts and after 4. The folder is then
-    taken up by the same command line."""
+    """SIGKILL before the n-th such call of rank 0 in the second save of a run that saves after 2
+    rollouts and after 4. The folder is then taken up by the same command line."""
     for point in points:
         out, root = tmp_path / f"run-{point}", tmp_path / f"checkpoints-{point}"
         more = {mode: ""} if mode else {}
@@ -164,7 +168,8 @@ def test_killed_at_a_write_sync_or_rename(
 def test_at_each_of_its_writes_a_save_could_be_killed(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, mode: str
 ) -> None:
-    """What a kill at each call would leave, thousands of writes included: the checkpoint before, and from the renaming on the new one."""
+    """What a kill at each call would leave, thousands of writes included: the checkpoint before,
+    and from the renaming on the new one."""
     root, report = tmp_path / "checkpoints", tmp_path / "report"
     argv = flags(work, tmp_path, save=root, save_interval=2, **({mode: ""} if mode else {}))
     server.train(argv, tmp_path / "log", hook=f"{FAULTS}:look_in_second_save {root} {report}").ok()
@@ -363,8 +368,8 @@ def damage(path: Path, kind: str) -> None:
 def test_every_damaged_file_is_named(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
-    """Each file of the newest checkpoint in turn, with each kind of damage in turn; without a manifest it is not complete, and an earlier
-    one is taken, with a warning."""
+    """Each file of the newest checkpoint in turn, with each kind of damage in turn; without a
+    manifest it is not complete, and an earlier one is taken, with a warning."""
     names = model_files(whole / "checkpoints" / "iter_0000004")
     assert {".metadata", "common.pt", "metadata.json", "trainer.json", MANIFEST} <= {
         Path(name).name for name in names
@@ -417,7 +422,8 @@ def test_bits_that_change_after_they_were_read_stop_the_run(
 def test_a_payload_in_any_file_is_refused_and_runs_nothing(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
-    """Each file in turn becomes a pickle, plain or torch's, and the manifest is made to agree: who can write one can write the other."""
+    """Each file in turn becomes a pickle, plain or torch's, and the manifest is made to agree: who
+    can write one can write the other."""
     for index, name in enumerate(model_files(whole / "checkpoints" / "iter_0000004")):
         root, out, mark = (
             tmp_path / f"checkpoints-{index}",
@@ -440,7 +446,8 @@ def test_a_payload_in_any_file_is_refused_and_runs_nothing(
 def test_a_payload_where_tensors_lie_runs_nothing(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, declared: str
 ) -> None:
-    """torch unpickles what `.metadata` calls an object, so that a tensor's name is enough to be read so."""
+    """torch unpickles what `.metadata` calls an object, so that a tensor's name is enough to be
+    read so."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 

@@ -1,4 +1,5 @@
-"""The conversion scripts as a user calls them: both directions, interrupted ones, damage, wrong templates, what inspect says."""
+"""The conversion scripts as a user calls them: both directions, interrupted ones, damage, wrong
+templates, what inspect says."""
 
 from __future__ import annotations
 
@@ -106,8 +107,8 @@ def refused(done: Done, status: int) -> str:
 def test_two_processes_and_another_dtype(
     server: TrainServer, models: Path, tmp_path: Path, network: str
 ) -> None:
-    """bfloat16 -> a checkpoint in float32, cut in two -> bfloat16: no bit is lost, and every step agrees with its source. A critic's head
-    starts at zero, and stays."""
+    """bfloat16 -> a checkpoint in float32, cut in two -> bfloat16: no bit is lost, and every step
+    agrees with its source. A critic's head starts at zero, and stays."""
     root, out = tmp_path / "ck", tmp_path / "hf"
     common = ("--no-progress", "--network", network, "--verify", "checksums", "logits")
     words = (
@@ -188,7 +189,8 @@ def test_a_script_starts_under_torchrun(models: Path, tmp_path: Path) -> None:
 def test_interrupted_conversion_goes_on(
     server: TrainServer, models: Path, converted: Path, tmp_path: Path
 ) -> None:
-    """One whole file is kept, one with a flipped byte and a partial one are written again; there is no output folder until all is whole."""
+    """One whole file is kept, one with a flipped byte and a partial one are written again; there is
+    no output folder until all is whole."""
     out = tmp_path / "hf"
     words = (
         "--load",
@@ -341,7 +343,8 @@ def test_inspect_runs_nothing(converted: Path, tmp_path: Path) -> None:
 def test_a_payload_in_any_file_runs_nothing(
     server: TrainServer, models: Path, converted: Path, tmp_path: Path
 ) -> None:
-    """Of a checkpoint, with a manifest that agrees, and of a Hugging Face folder. What a conversion does not read it does not refuse."""
+    """Of a checkpoint, with a manifest that agrees, and of a Hugging Face folder. What a conversion
+    does not read it does not refuse."""
     mark, out = tmp_path / "ran", tmp_path / "hf"
     files = sorted(path.relative_to(converted) for path in converted.rglob("*") if path.is_file())
     for number, name in enumerate(files):

@@ -1,4 +1,5 @@
-"""train.py with a critic in a layout of its own: the run of one process, resuming bit by bit, and resuming in other layouts."""
+"""train.py with a critic in a layout of its own: the run of one process, resuming bit by bit, and
+resuming in other layouts."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
 def test_the_second_half_of_a_run_of_one_process(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, pair: str
 ) -> None:
-    """Resumed with policy and critic in other layouts, up to the order of sums: samples, values, losses, gradient norms, weights."""
+    """Resumed with policy and critic in other layouts, up to the order of sums: samples, values,
+    losses, gradient norms, weights."""
     words, ranks = PAIRS[pair]
     recorded = tmp_path / "rollout_{rollout_id}"
     changes: dict[str, Any] = dict(

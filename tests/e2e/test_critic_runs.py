@@ -1,4 +1,5 @@
-"""PPO with a critic through train.py: resuming, what the critic starts from, rollouts for the critic alone."""
+"""PPO with a critic through train.py: resuming, what the critic starts from, rollouts for the
+critic alone."""
 
 from __future__ import annotations
 
@@ -167,7 +168,8 @@ def test_rollouts_for_the_critic_alone(
 def test_what_the_critic_starts_from(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
-    """Checkpoints of an earlier critic; the critic of the checkpoint with --finetune; a Hugging Face model without a head."""
+    """Checkpoints of an earlier critic; the critic of the checkpoint with --finetune; a Hugging
+    Face model without a head."""
     recorded = dict(
         debug_train_only="", load_debug_rollout_data=whole / "rollout_{rollout_id}", num_rollout=1
     )

@@ -1,4 +1,5 @@
-"""On-policy distillation through train.py: the policy moves towards a teacher of another shape, with rewards that are all 0."""
+"""On-policy distillation through train.py: the policy moves towards a teacher of another shape,
+with rewards that are all 0."""
 
 from __future__ import annotations
 

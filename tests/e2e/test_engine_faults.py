@@ -1,4 +1,5 @@
-"""Servers that fail under a whole run of two ranks: it survives what passes, and stops by name, in bounded time, over what lasts."""
+"""Servers that fail under a whole run of two ranks: it survives what passes, and stops by name, in
+bounded time, over what lasts."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def train(
 def test_passing_faults_cost_time_and_wrong_answers_their_samples(
     server: TrainServer, work: Workspace, servers: list[FakeServer], tmp_path: Path
 ) -> None:
-    """Of the 16 samples of the first rollout, 5 are asked for again and 2 are given up; the second rollout has all of its own."""
+    """Of the 16 samples of the first rollout, 5 are asked for again and 2 are given up; the second
+    rollout has all of its own."""
     no_number = changed(
         lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(0, float("nan"))
     )
@@ -92,7 +94,8 @@ def test_passing_faults_cost_time_and_wrong_answers_their_samples(
 def test_a_quota_of_dropped_samples_stops_the_run(
     server: TrainServer, work: Workspace, servers: list[FakeServer], tmp_path: Path
 ) -> None:
-    """One server that always fails beside one that works costs nothing but time; when both fail, the run stops and tells what was met."""
+    """One server that always fails beside one that works costs nothing but time; when both fail,
+    the run stops and tells what was met."""
     servers[0].faults = [status(500, "out of memory")] * 1000
     servers[1].faults = [None] * 20 + [
         status(403, "not you")

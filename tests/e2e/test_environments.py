@@ -1,4 +1,5 @@
-"""Whole runs with functions that make responses, rewards of groups, and evaluation sets with settings of their own."""
+"""Whole runs with functions that make responses, rewards of groups, and evaluation sets with
+settings of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def by_length(args, samples):
 def test_the_game_over_a_reasoning_gym_task(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """Several turns, feedback between them that is not trained on; the trainer's log-probs equal the sampler's where the model wrote."""
+    """Several turns, feedback between them that is not trained on; the trainer's log-probs equal
+    the sampler's where the model wrote."""
     flags = dict(prompt_data="reasoning_gym:chain_sum?size=20&min_digits=1&max_digits=1", custom_rm_path=None, label_key=None, input_key=None,
                  custom_generate_function_path="examples/guessing_game/game.py:generate", rollout_max_response_len=90,
                  save_debug_rollout_data=tmp_path / "r_{rollout_id}", n_samples_per_prompt=2)  # fmt: skip
@@ -43,7 +45,8 @@ def test_the_game_over_a_reasoning_gym_task(
 def test_the_calculator_with_rewards_of_groups(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """Two ranks train as one does, group rewards included; evaluation sets have their own sampling and reward."""
+    """Two ranks train as one does, group rewards included; evaluation sets have their own sampling
+    and reward."""
     (tmp_path / "by.py").write_text(GROUP_REWARD)
     (tmp_path / "eval.yaml").write_text(
         "defaults: {max_response_len: 4}\n"

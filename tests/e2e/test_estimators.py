@@ -1,4 +1,5 @@
-"""Estimators that need more than rewards, through train.py: ReMax's greedy responses, and a KL coefficient that outlives its run."""
+"""Estimators that need more than rewards, through train.py: ReMax's greedy responses, and a KL
+coefficient that outlives its run."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.e2e.programs import TrainServer
 
 
 def test_remax(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
-    """Every sample knows the reward of the greedy response to its prompt; recorded rollouts train to the same numbers without an engine."""
+    """Every sample knows the reward of the greedy response to its prompt; recorded rollouts train
+    to the same numbers without an engine."""
     flags: dict[str, Any] = {"advantage_estimator": "remax", "use_tis": "", "num_rollout": 2}
     recorded = tmp_path / "rollout_{rollout_id}"
     server.train(

@@ -1,4 +1,5 @@
-"""GSM8K-shaped rows through train.py: tokenise, roll out, grade with --rm-type gsm8k. The rows are hand-made in the public form."""
+"""GSM8K-shaped rows through train.py: tokenise, roll out, grade with --rm-type gsm8k. The rows are
+hand-made in the public form."""
 
 from __future__ import annotations
 

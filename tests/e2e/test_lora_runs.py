@@ -1,4 +1,5 @@
-"""train.py with adapters: it learns, resumes bit by bit, in other layouts too, and gives what PEFT and the engine understand."""
+"""train.py with adapters: it learns, resumes bit by bit, in other layouts too, and gives what PEFT
+and the engine understand."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def server() -> Iterator[TrainServer]:
 def test_a_run_learns_saves_and_resumes(
     work: Workspace, server: TrainServer, tmp_path: Path
 ) -> None:
-    """Three rollouts at once, and two and one of them: the same numbers, adapter and merged weights bit by bit. The base is not saved."""
+    """Three rollouts at once, and two and one of them: the same numbers, adapter and merged weights
+    bit by bit. The base is not saved."""
     whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
     ends = dict(lora_save_path=tmp_path / "adapter", save_hf=tmp_path / "merged")
     server.train(work.flags(whole, num_rollout=3, **LORA, **ends), whole).ok()
@@ -144,8 +146,9 @@ def test_checkpoints_of_another_adapter_or_base_are_refused(
 def test_a_critic_of_adapters_learns_saves_and_resumes(
     work: Workspace, server: TrainServer, tmp_path: Path
 ) -> None:
-    """On the policy's base: two rollouts at once, and one and one of them, the same numbers. A critic of all weights beside a policy with adapters
-    starts from the same base, and is another model in a checkpoint."""
+    """On the policy's base: two rollouts at once, and one and one of them, the same numbers. A
+    critic of all weights beside a policy with adapters starts from the same base, and is another
+    model in a checkpoint."""
     whole, first, second, full = (tmp_path / name for name in ("whole", "first", "second", "full"))
     ppo = dict(
         LORA,

@@ -1,4 +1,5 @@
-"""A run with experts, from sampling to the saved model, on two ranks that share the experts; interrupted and resumed."""
+"""A run with experts, from sampling to the saved model, on two ranks that share the experts;
+interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_two_and_two_are_four(
     assert [name for name in after if not torch.equal(after[name], resumed[name])] == []
     AutoModelForCausalLM.from_pretrained(whole / "hf")
 
-    # the weights, without the optimizer, in a run that does not share the experts; steps this small change nothing
+    # the weights, without the optimizer, in a run that does not share the experts; steps this small
+    # change nothing
     alone = tmp_path / "alone"
     argv = work.flags(
         alone,
@@ -90,7 +92,8 @@ def test_two_and_two_are_four(
 def test_the_samplers_routes_are_replayed(
     server: TrainServer, work: Workspace, model: Path, tmp_path: Path
 ) -> None:
-    """At the same weights the trainer chooses what the sampler chose, token by token; a recorded rollout with other routes is trained on those."""
+    """At the same weights the trainer chooses what the sampler chose, token by token; a recorded
+    rollout with other routes is trained on those."""
     whole, again, record = (
         tmp_path / "whole",
         tmp_path / "again",

@@ -1,4 +1,5 @@
-"""Every recipe of scripts/examples trains: one rollout of the tiny model, with the script's own command line."""
+"""Every recipe of scripts/examples trains: one rollout of the tiny model, with the script's own
+command line."""
 
 from __future__ import annotations
 

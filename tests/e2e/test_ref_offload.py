@@ -1,4 +1,5 @@
-"""--ref-offload through train.py: a reference model that borrows the policy's place gives the numbers of a resident one, and the policy is
+"""--ref-offload through train.py: a reference model that borrows the policy's place gives the numbers
+of a resident one, and the policy is
 as it was."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Checkpoints: a run that was interrupted ends bit by bit as one that was not; what --load means; and what is refused."""
+"""Checkpoints: a run that was interrupted ends bit by bit as one that was not; what --load means;
+and what is refused."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
 def test_the_same_command_line_after_a_kill(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
-    """--load is --save: the first start finds no folder and begins, the second goes on; SIGKILL comes after the first checkpoint."""
+    """--load is --save: the first start finds no folder and begins, the second goes on; SIGKILL comes
+    after the first checkpoint."""
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, num_rollout=4, save=root, load=root, save_interval=2)
     slowly = f"""
@@ -118,7 +120,8 @@ def test_finetune_takes_the_weights_only(
 def test_a_kl_to_the_first_model_after_finetuning_is_no_breach(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
-    """The gate on the first KL holds for a policy that is the reference, not for one that was loaded."""
+    """The gate on the first KL holds for a policy that is the reference, not for one that was
+    loaded."""
     kl = dict(num_rollout=1, ref_load=work.model, use_kl_loss="", kl_loss_coef=0.1)
     server.train(
         flags(work, tmp_path / "a", load=whole / "checkpoints", finetune="", **kl),
@@ -254,7 +257,8 @@ def test_what_cannot_be_loaded(
 
 
 def test_the_exported_model_answers_as_the_engine_does(work: Workspace, whole: Path) -> None:
-    """transformers' own greedy generation from --save-hf, against the local engine with the same weights."""
+    """transformers' own greedy generation from --save-hf, against the local engine with the same
+    weights."""
     import transformers
 
     from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
@@ -292,7 +296,8 @@ def test_the_exported_model_answers_as_the_engine_does(work: Workspace, whole: P
 def test_a_run_is_continued_in_its_own_folder(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """Without --output-dir the folder is named by the time of the first start. One set of numbers, one plot; nothing is a warning."""
+    """Without --output-dir the folder is named by the time of the first start. One set of numbers,
+    one plot; nothing is a warning."""
     root, hook = tmp_path / "ck", f"tests.e2e.faults:work_in {tmp_path}"
     settings = dict(output_dir=None, save_hf=None, num_rollout=4, load=root, exit_interval=2)
     argv = flags(work, tmp_path, save=root, **settings)

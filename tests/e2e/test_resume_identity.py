@@ -1,4 +1,5 @@
-"""What a resumed run must share with the one that saved, what it may change, and evaluations that a stop left."""
+"""What a resumed run must share with the one that saved, what it may change, and evaluations that a
+stop left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A run that is killed and taken up ends as one that was not: bit by bit in the same layout, up to the order of sums in another one."""
+"""A run that is killed and taken up ends as one that was not: bit by bit in the same layout, up to
+the order of sums in another one."""
 
 from __future__ import annotations
 
@@ -77,8 +78,9 @@ def numbers_of(out: Path, kind: str) -> list[dict[str, float]]:
 def test_three_a_kill_and_three_are_six(
     server: TrainServer, work: Workspace, tmp_path: Path, kind: str, layout: str
 ) -> None:
-    """Reinforcement learning with an adaptive KL penalty, or PPO with a critic; SIGKILL to the last rank within the fifth rollout. Weights,
-    sampled tokens and numbers of all six rollouts, and with them the first gradient norm after the resume."""
+    """Reinforcement learning with an adaptive KL penalty, or PPO with a critic; SIGKILL to the last
+    rank within the fifth rollout. Weights, sampled tokens and numbers of all six rollouts, and with
+    them the first gradient norm after the resume."""
     ranks = KINDS[kind][layout][1]
 
     def argv(out: Path, **changes: Any) -> list[str]:
@@ -124,7 +126,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steady(work: Workspace, out: Path, kind: str, layout: str, **changes: Any) -> list[str]:
-    """A run whose numbers depend on its layout by rounding only: supervised, or, with a critic, on recorded rollouts."""
+    """A run whose numbers depend on its layout by rounding only: supervised, or, with a critic, on
+    recorded rollouts."""
     own = PPO if kind == "critic" else SUPERVISED
     return flags(work, out, kind, layout, **{**own, **changes})
 
@@ -200,7 +203,8 @@ def test_into_another_layout(
     before: str,
     after: str,
 ) -> None:
-    """The three steps after the change are those of one process that never stopped, up to the order of sums."""
+    """The three steps after the change are those of one process that never stopped, up to the order
+    of sums."""
     layouts = KINDS[kind]
     root = checkpoints_of(server, work, folder, kind, before)
     ranks = layouts[after][1]
@@ -262,7 +266,8 @@ def test_without_random_states_there_is_no_warning(
 def test_a_reference_from_a_checkpoint(
     server: TrainServer, work: Workspace, folder: Path, tmp_path: Path
 ) -> None:
-    """--ref-load of checkpoints: the KL of a policy to itself vanishes, and to the first model it does not."""
+    """--ref-load of checkpoints: the KL of a policy to itself vanishes, and to the first model it does
+    not."""
     root = checkpoints_of(server, work, folder, "dense", "TP2")
     kl = dict(
         load=root,
@@ -286,8 +291,9 @@ def test_a_reference_from_a_checkpoint(
 def test_into_another_precision(
     server: TrainServer, work: Workspace, tmp_path: Path, before: str, after: str, layout: str
 ) -> None:
-    """The fp32 numbers that the optimizer has in half precision are the weights of a run in fp32, and the other way round: on each rank the
-    bits of what the optimizer works on are those that were saved, which the load itself checks."""
+    """The fp32 numbers that the optimizer has in half precision are the weights of a run in fp32,
+    and the other way round: on each rank the bits of what the optimizer works on are those that
+    were saved, which the load itself checks."""
     root, ranks = tmp_path / "ck", KINDS["dense"][layout][1]
     first = [
         *steady(work, tmp_path / "first", "dense", layout, num_rollout=3, save=root),

@@ -1,4 +1,5 @@
-"""Whole runs whose rollouts and evaluations are made by functions of the user's, in slime's convention."""
+"""Whole runs whose rollouts and evaluations are made by functions of the user's, in slime's
+convention."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def own(folder: Path, text: str, name: str = "rollout") -> str:
 def test_slimes_own_rollout_through_a_function_changes_nothing(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """Weights, metrics and evaluations bit by bit, on one rank; the same samples on two, of a pipeline."""
+    """Weights, metrics and evaluations bit by bit, on one rank; the same samples on two, of a
+    pipeline."""
     flags: dict[str, Any] = dict(
         eval_prompt_data=f"few {work.prompts}@[0:5]",
         eval_interval=1,
@@ -81,8 +83,8 @@ def test_slimes_own_rollout_through_a_function_changes_nothing(
 def test_the_example_carries_groups_over_and_resumes(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """Groups that it gives back are trained on a rollout later, under the version that wrote them; a resumed run goes on with them, and two
-    ranks sample what one does."""
+    """Groups that it gives back are trained on a rollout later, under the version that wrote them;
+    a resumed run goes on with them, and two ranks sample what one does."""
     flags: dict[str, Any] = dict(
         rollout_function_path=EXAMPLE,
         num_rollout=3,
@@ -186,7 +188,8 @@ def rollout(args, rollout_id, data_source, evaluation=False):
 def test_samples_of_foreign_weights_are_told_apart(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """They are trained on, and not compared with the trainer as if it had written them; an evaluation of rewards alone has its own scores."""
+    """They are trained on, and not compared with the trainer as if it had written them; an
+    evaluation of rewards alone has its own scores."""
     flags: dict[str, Any] = dict(eval_prompt_data=f"few {work.prompts}@[0:5]", eval_interval=1, skip_eval_before_train="", tis_ratio_type="token",
                                  token_tis_ratio_clip_high=2.0, num_rollout=4, max_train_rollout_diff=1e-3)  # fmt: skip
     path = own(tmp_path, FOREIGN)
@@ -222,7 +225,8 @@ def process(args, samples):
 def test_rewards_that_a_function_processes(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """The advantages are what it returns: with GRPO's own formula the run is the one without it, on one rank and on two."""
+    """The advantages are what it returns: with GRPO's own formula the run is the one without it, on
+    one rank and on two."""
     path = own(tmp_path, PROCESS, "process")
     runs = {"plain": {}, "own": {"custom_reward_post_process_path": path}}
     for name, more in runs.items():

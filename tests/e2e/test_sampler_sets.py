@@ -1,4 +1,5 @@
-"""--renormalize-sampled-log-probs: trainer and sampler agree under top-k and top-p, in every pass and layout."""
+"""--renormalize-sampled-log-probs: trainer and sampler agree under top-k and top-p, in every pass and
+layout."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ DIFFERENCE = "rollout/train_rollout_log_prob_diff_mean"
 
 
 def flags(work: Workspace, out: Path, **changes: str | int | float | Path | None) -> list[str]:
-    """With a reference that is the initial policy, so that the gate of the first step sees whether both are over the same tokens."""
+    """With a reference that is the initial policy, so that the gate of the first step sees whether
+    both are over the same tokens."""
     settings = dict(
         rollout_temperature=0.8, policy_loss_type="ppo", use_kl_loss="", kl_loss_coef=0.05, ref_load=work.model, entropy_coef=0.01,
         save_debug_rollout_data=out / TEMPLATE, renormalize_sampled_log_probs="", max_train_rollout_diff=1e-4,
@@ -119,7 +121,8 @@ def test_recorded_sets_train_alike_and_are_not_dropped(
 
 
 def test_a_teacher_is_restricted_too(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
-    """The initial policy is its own teacher: over the same tokens, there is nothing to learn in the first rollout."""
+    """The initial policy is its own teacher: over the same tokens, there is nothing to learn in the
+    first rollout."""
     argv = flags(
         work,
         tmp_path,

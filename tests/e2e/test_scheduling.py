@@ -110,7 +110,8 @@ def test_a_filter_that_keeps_nothing_is_an_error(
 
 
 def test_epochs_in_place_of_rollouts(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
-    """Two epochs of six prompts in rollouts of four: three rollouts, which have every prompt twice, each cut into two optimizer steps."""
+    """Two epochs of six prompts in rollouts of four: three rollouts, which have every prompt twice,
+    each cut into two optimizer steps."""
     out = tmp_path / "out"
     flags = work.flags(out, num_rollout=None, num_epoch=2, prompt_data=f"{work.prompts}@[0:6]", save_debug_rollout_data=out / "r_{rollout_id}",
                        n_samples_per_prompt=2, micro_batch_size=4)  # fmt: skip

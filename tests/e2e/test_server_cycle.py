@@ -1,4 +1,5 @@
-"""The unmodified SDK drives the server: train, save, load, sample; and the numbers are those of a plain implementation."""
+"""The unmodified SDK drives the server: train, save, load, sample; and the numbers are those of a
+plain implementation."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def log_probs(model: Any, one: types.Datum) -> torch.Tensor:
 def test_a_training_run_is_that_of_torch(
     api: ApiServer, client: tinker.ServiceClient, work: Workspace
 ) -> None:
-    """Cross-entropy with weights of any sign, two calls for each step, Adam's settings at every step."""
+    """Cross-entropy with weights of any sign, two calls for each step, Adam's settings at every
+    step."""
     model = reference(work)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
@@ -108,8 +110,8 @@ def test_targets_need_not_be_the_next_tokens(
 def test_several_weighted_targets_a_token(
     client: tinker.ServiceClient, api: ApiServer, work: Workspace
 ) -> None:
-    """Soft targets [N, K], of another K in each datum, one of them sparse: log-probs, losses and gradient norm of plain torch, for every weight
-    and adapter."""
+    """Soft targets [N, K], of another K in each datum, one of them sparse: log-probs, losses and
+    gradient norm of plain torch, for every weight and adapter."""
     rng = np.random.default_rng(4)
     rows, shapes = [tokens(n, 70 + n) for n in (8, 5, 11)], [(8, 3), (5, 1), (11, 30)]
     targets = [torch.tensor(rng.integers(5, 90, shape)) for shape in shapes]
@@ -230,7 +232,8 @@ def test_a_saved_state_goes_on_bit_by_bit(client: tinker.ServiceClient, api: Api
 def test_snapshots_stay_as_they_are(
     client: tinker.ServiceClient, api: ApiServer, work: Workspace
 ) -> None:
-    """Log-probs belong to the sampled tokens, and to the weights of the snapshot, whatever is trained later."""
+    """Log-probs belong to the sampled tokens, and to the weights of the snapshot, whatever is
+    trained later."""
     training = policy(client, api)
     sampler = training.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints([10, 20, 30])
@@ -312,7 +315,8 @@ def test_ends_of_responses(client: tinker.ServiceClient, api: ApiServer) -> None
 
 
 def test_a_custom_loss_of_the_client(client: tinker.ServiceClient, api: ApiServer) -> None:
-    """forward_backward_custom needs cross-entropy with weights of any sign: a squared loss on log-probs goes down."""
+    """forward_backward_custom needs cross-entropy with weights of any sign: a squared loss on
+    log-probs goes down."""
     training = policy(client, api)
     data = [datum(8, seed) for seed in range(3)]
 
@@ -334,8 +338,9 @@ def test_a_custom_loss_of_the_client(client: tinker.ServiceClient, api: ApiServe
 def test_a_critic_learns_its_returns(
     client: tinker.ServiceClient, api: ApiServer, rank: int
 ) -> None:
-    """Declared with user_metadata; starts at values of 0; its loss is a sum; asked without values and returns it only tells. rank 32, which the SDK
-    gives unless it is told otherwise: policy and critic are adapters on one base, and take turns on the device."""
+    """Declared with user_metadata; starts at values of 0; its loss is a sum; asked without values
+    and returns it only tells. rank 32, which the SDK gives unless it is told otherwise: policy and
+    critic are adapters on one base, and take turns on the device."""
     training = policy(client, api, rank=rank)
     judge = critic(client, api, rank=rank)
     info = judge.get_info()

@@ -72,9 +72,10 @@ def test_processes_and_folder(work: Any, tmp_path: Path) -> None:
             == 200
         )
         api = psutil.Process(server.api_pid)
-        for process in (api, server.process):  # so nobody answers the request before the restart
-            process.kill()
-            process.wait(timeout=300)
+        api.kill()  # first, so that nobody answers the request before the restart
+        server.process.kill()
+        server.process.wait(timeout=300)
+        api.wait(timeout=300)  # a child of the stopped process until now
         server.start()
         raw.http = server.http()
         told = wait_for(raw, f"{model}/3")

@@ -1,4 +1,5 @@
-"""Hostile and malformed requests: every one gets a 4xx or a named failure, none a 5xx or a hang; memory stays, and so does the state."""
+"""Hostile and malformed requests: every one gets a 4xx or a named failure, none a 5xx or a hang;
+memory stays, and so does the state."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def test_unknown_routes_and_methods(api: ApiServer) -> None:
 
 
 def test_a_large_body_is_refused_before_it_is_read(api: ApiServer) -> None:
-    """By its announced length, and where none is announced once it is too long. --max-body-mb is 8 here."""
+    """By its announced length, and where none is announced once it is too long. --max-body-mb is 8
+    here."""
     host, port = api.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as opened:
         opened.sendall(
@@ -199,7 +201,8 @@ def test_packed_bodies(api: ApiServer) -> None:
 
 
 def test_keys(work: Any, tmp_path: Path) -> None:
-    """With --api-key-file: 401 without a key or with another, and what one key has is not there for the other."""
+    """With --api-key-file: 401 without a key or with another, and what one key has is not there for
+    the other."""
     (tmp_path / "keys").write_text("tml-first-key-000\ntml-second-key-00\n")
     with ApiServer(
         work.model, tmp_path / "api", "--api-key-file", str(tmp_path / "keys")

@@ -1,4 +1,5 @@
-"""A loop against the SDK is train.py's: from the samples that a run of train.py took, the same optimizer steps."""
+"""A loop against the SDK is train.py's: from the samples that a run of train.py took, the same
+optimizer steps."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ SAPO = {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05, "entropy_coef": 0.01}
 
 
 def datum(sample: Sample, advantage: float, samples_of_step: int) -> types.Datum:
-    """A sequence counts with the mean of its tokens, a step with the mean of its sequences, as train.py's default reduction has it."""
+    """A sequence counts with the mean of its tokens, a step with the mean of its sequences, as
+    train.py's default reduction has it."""
     count = sample.response_length
 
     def spread(values: Any) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

@@ -1,4 +1,5 @@
-"""Adapters through the unmodified SDK: several on one base, each with its own optimizer, saved, loaded, merged for sampling."""
+"""Adapters through the unmodified SDK: several on one base, each with its own optimizer, saved,
+loaded, merged for sampling."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def scores(training: tinker.TrainingClient, data: list[types.Datum]) -> list[tor
 
 
 def test_adapters_on_one_base(server: ApiServer, work: Workspace) -> None:
-    """One adapter trains as plain torch does, while another, and a model of all weights, stay as they are."""
+    """One adapter trains as plain torch does, while another, and a model of all weights, stay as
+    they are."""
     client = server.client()
     first, other = (
         adapter(server, client, seed, train_mlp=False, train_unembed=False) for seed in (SEED, 8)
@@ -139,7 +141,8 @@ def test_adapters_on_one_base(server: ApiServer, work: Workspace) -> None:
 def test_the_defaults_train_the_output_layer_of_a_tied_model(
     server: ApiServer, work: Workspace
 ) -> None:
-    """The SDK asks for train_unembed. The embedding stays as it is, samplers get both, and other samplers the tied model."""
+    """The SDK asks for train_unembed. The embedding stays as it is, samplers get both, and other
+    samplers the tied model."""
     client = server.client()
     training = client.create_lora_training_client(str(server.model), rank=RANK, seed=SEED).result()
     unchanged = client.create_sampling_client(base_model=str(server.model))

@@ -1,4 +1,5 @@
-"""Order, repetition and refusal, by requests that the SDK would not send: every request of a model at its number, once, whatever arrives when."""
+"""Order, repetition and refusal, by requests that the SDK would not send: every request of a model
+at its number, once, whatever arrives when."""
 
 from __future__ import annotations
 
@@ -162,7 +163,8 @@ def test_a_failed_request_uses_its_number_up(raw: Raw) -> None:
 
 
 def test_a_gap_that_stays_fails_what_is_behind_it(raw: Raw) -> None:
-    """--seq-gap-s is 2 here. The missing one is named, comes too late, and the next ones are executed."""
+    """--seq-gap-s is 2 here. The missing one is named, comes too late, and the next ones are
+    executed."""
     model = raw.create(3)
     behind = [raw.send_pass(raw.pass_body(model, seq, batch(1))) for seq in (3, 2)]
     assert [f"request 1 of {model} never came" in raw.refused(id) for id in behind] == [True, True]
@@ -281,7 +283,8 @@ def test_roles(api: ApiServer) -> None:
 
 
 def test_losses_are_those_of_their_formulas(api: ApiServer) -> None:
-    """Each as Tinker's documents write it, on log-probs that the server itself reports; sums, without any normalisation."""
+    """Each as Tinker's documents write it, on log-probs that the server itself reports; sums,
+    without any normalisation."""
     training = policy(api.client(), api)
     rng = np.random.default_rng(0)
     lengths = (6, 9)

@@ -1,4 +1,5 @@
-"""Several ranks, and processes that die: the same gradient in every layout; what is lost is said, what is not goes on."""
+"""Several ranks, and processes that die: the same gradient in every layout; what is lost is said,
+what is not goes on."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ LAYOUTS = {
 
 
 def run(server: ApiServer) -> dict[str, Any]:
-    """Two steps of a policy, of batches that leave a data-parallel rank without a sample and that need several micro-batches; two critics';
-    a checkpoint; samples."""
+    """Two steps of a policy, of batches that leave a data-parallel rank without a sample and that
+    need several micro-batches; two critics'; a checkpoint; samples."""
     client = server.client()
     training = policy(client, server)
     norms, losses, scores = [], [], []
@@ -59,7 +60,8 @@ def run(server: ApiServer) -> dict[str, Any]:
         for s in (1, 2)
     ]
     for chunks in ([batch(5, 0), batch(1, 1)], [batch(3, 5), batch(3, 6)]):
-        for chunk in chunks:  # the adapters take turns on the device, between passes whose gradients wait for the step
+        # the adapters take turns on the device, between passes whose gradients wait for the step
+        for chunk in chunks:
             losses += [
                 adapter.forward_backward(chunk, "cross_entropy").result().metrics["loss:sum"]
                 for adapter in adapters
@@ -132,7 +134,8 @@ def test_every_layout_gives_the_same_gradient(
 
 @pytest.mark.slow
 def test_the_api_process_may_die(work: Workspace, tmp_path: Path) -> None:
-    """It is started again, reads its journal, and asks the workers: models, results and the order of requests are as before."""
+    """It is started again, reads its journal, and asks the workers: models, results and the order
+    of requests are as before."""
     with ApiServer(work.model, tmp_path) as server:
         training = policy(server.client(), server)
         first = training.forward_backward(batch(3), "cross_entropy").result().metrics["loss:sum"]
@@ -157,7 +160,8 @@ def test_the_api_process_may_die(work: Workspace, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_workers_may_die(work: Workspace, tmp_path: Path) -> None:
-    """The caller hears which model is lost and where to go on; new workers come to the same API process."""
+    """The caller hears which model is lost and where to go on; new workers come to the same API
+    process."""
     with ApiServer(work.model, tmp_path, ranks=2) as server:
         client = server.client()
         training = policy(client, server)

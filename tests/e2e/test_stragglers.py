@@ -1,4 +1,5 @@
-"""Whole runs against a server some of whose responses take long: a rollout with enough groups, or without time, does not wait for them."""
+"""Whole runs against a server some of whose responses take long: a rollout with enough groups, or
+without time, does not wait for them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def samples_of(out: Path, rollout: int) -> list[Sample]:
 def test_stragglers_are_aborted_and_go_on_in_the_next_rollout(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """Over-sampling: two of six groups are slow; four are enough. What the slow ones have is kept, with the version that wrote it."""
+    """Over-sampling: two of six groups are slow; four are enough. What the slow ones have is kept,
+    with the version that wrote it."""
     out = tmp_path / "out"
     with FakeServer(str(work.model)) as fake:
         fake.pace_s = slow_first(2)

@@ -1,4 +1,5 @@
-"""examples/tinker/ as a user starts them, against a server with the demo's model: each ends with a reward, and it is higher than at the start."""
+"""examples/tinker/ as a user starts them, against a server with the demo's model: each ends with a
+reward, and it is higher than at the start."""
 
 from __future__ import annotations
 

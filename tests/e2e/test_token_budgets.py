@@ -1,4 +1,5 @@
-"""train.py with token budgets: the run of one process with micro-batches of a fixed size, on two ranks, and supervised fine-tuning."""
+"""train.py with token budgets: the run of one process with micro-batches of a fixed size, on two
+ranks, and supervised fine-tuning."""
 
 from __future__ import annotations
 

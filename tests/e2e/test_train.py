@@ -1,4 +1,5 @@
-"""train.py as a whole: what a run leaves behind, the same samples in every layout, debugging flags, custom rewards, failures, signals."""
+"""train.py as a whole: what a run leaves behind, the same samples in every layout, debugging flags,
+custom rewards, failures, signals."""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ def test_two_ranks_sample_what_one_does(
 def test_an_interleaved_pipeline_takes_several_steps(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """Its micro-batches are padded to the longest; old log-probs are recomputed over all steps of a rollout at once."""
+    """Its micro-batches are padded to the longest; old log-probs are recomputed over all steps of a
+    rollout at once."""
     from scripts.make_demo import save_model
 
     model = tmp_path / "deeper"
@@ -301,8 +303,8 @@ SLOW = pytest.mark.slow
 def test_signals_leave_no_process_behind(
     work: Workspace, tmp_path: Path, what: str, ranks: int
 ) -> None:
-    """Neither ranks nor reward workers. With two ranks the signal goes to the launcher. Ctrl-C ends the run as SIGTERM does: saved, with
-    plot, table and the command that continues it."""
+    """Neither ranks nor reward workers. With two ranks the signal goes to the launcher. Ctrl-C ends
+    the run as SIGTERM does: saved, with plot, table and the command that continues it."""
     command = [
         *[word.replace("torch.distributed.run", "slime_like.torchrun") for word in torchrun(ranks)],
         *work.flags(tmp_path, num_rollout=100000, save=tmp_path / "ck", save_interval=1),

@@ -1,5 +1,5 @@
-"""A rank that is stopped, killed, slow or stuck, in every phase: the run ends in bounded time with the name of the rank, and can be taken up;
-or it goes on."""
+"""A rank that is stopped, killed, slow or stuck, in every phase: the run ends in bounded time with
+the name of the rank, and can be taken up; or it goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.e2e.programs import ENVIRONMENT, ROOT, Done, TrainServer, clean_envir
 FAULTS = "tests.e2e.faults"
 LIMIT_S = 6  # a process that starts on a loaded machine gives no sign of life for seconds
 HERE = f"host {socket.gethostname()}, process "
-# phase -> which entry of it: after the first checkpoint. An evaluation, and the sync for it, come before training and before every save
+# phase -> which entry of it: after the first checkpoint. An evaluation, and the sync for it, come
+# before training and before every save
 PHASES = {"generate": 2, "log_probs": 2, "train": 2, "sync": 3, "save": 2, "eval": 3}
 
 
@@ -117,7 +118,8 @@ def test_rank_0_killed_without_torchrun(
 def test_a_run_that_is_suspended_as_a_whole_goes_on(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """Longer than twice the limit; nobody is blamed when it continues. tests/unit/test_signed_store.py has the same in one process."""
+    """Longer than twice the limit; nobody is blamed when it continues.
+    tests/unit/test_signed_store.py has the same in one process."""
     hook = f"{FAULTS}:suspend_all_in_phase train 2 {3 * LIMIT_S}"
     done = server.train(
         flags(work, tmp_path), tmp_path / "log", ranks=2, hook=hook, timeout_s=250
@@ -146,8 +148,8 @@ def test_a_slow_rank_is_named_and_waited_for(
 def test_a_stuck_rank_is_named_when_the_collectives_time_out(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """Its process gives signs of life, so the limit for collectives decides (of megatron-core's groups, a minute at least); the message
-    says where it is."""
+    """Its process gives signs of life, so the limit for collectives decides (of megatron-core's
+    groups, a minute at least); the message says where it is."""
     done = fails(
         server, work, tmp_path, "sleep_in_phase train 1000 1", distributed_timeout_minutes=0.2
     )
@@ -160,7 +162,8 @@ def test_a_stuck_rank_is_named_when_the_collectives_time_out(
 
 @pytest.mark.slow
 def test_a_stopped_rank_under_torchrun(work: Workspace, tmp_path: Path) -> None:
-    """torchrun kills the process that is stopped, 30 seconds after it asked it to end; its port is free then."""
+    """torchrun kills the process that is stopped, 30 seconds after it asked it to end; its port is
+    free then."""
     log, command = tmp_path / "log.txt", torchrun(2)
     argv = flags(work, tmp_path, num_rollout=1000, save_interval=1000)
     with log.open("w") as file:

@@ -1,4 +1,5 @@
-"""Wrong command lines end at once, before any process group or model, with everything that is wrong, printed once."""
+"""Wrong command lines end at once, before any process group or model, with everything that is
+wrong, printed once."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.unit.command_lines import complete
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 10.0
-# what is added to a right command line, processes, flags that must be named; {folder} is the test's folder
+# what is added to a right command line, processes, flags that must be named; {folder} is the test's
+# folder
 WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("--polcy-loss-type sapo", 1, ("--polcy-loss-type",)),
     ("--policy-loss-type saap", 1, ("--policy-loss-type",)),
@@ -107,7 +109,8 @@ def test_there_are_enough() -> None:
 
 
 def run(command: list[str], limit_s: float) -> tuple[subprocess.CompletedProcess[str], float]:
-    """The finished process, and the processor seconds of it and its children: what it takes whatever else the machine does."""
+    """The finished process, and the processor seconds of it and its children: what it takes
+    whatever else the machine does."""
     environment = {
         key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")
     }

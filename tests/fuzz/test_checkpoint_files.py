@@ -1,4 +1,5 @@
-"""Checkpoints and model folders that somebody else has written: whatever their files hold, a reader ends soon, with a sentence that names the file."""
+"""Checkpoints and model folders that somebody else has written: whatever their files hold, a reader
+ends soon, with a sentence that names the file."""
 
 from __future__ import annotations
 

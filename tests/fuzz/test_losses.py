@@ -1,4 +1,5 @@
-"""Random masks, shapes and settings: a finite loss and gradient, or a ValueError; never NaN without a word."""
+"""Random masks, shapes and settings: a finite loss and gradient, or a ValueError; never NaN without
+a word."""
 
 from __future__ import annotations
 

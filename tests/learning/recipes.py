@@ -47,8 +47,8 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a run did. first, last: mean reward of the first rollout and of the last LAST. rollouts: how many there were.
-    cpu_s: processor seconds."""
+    """What a run did. first, last: mean reward of the first rollout and of the last LAST. rollouts:
+    how many there were. cpu_s: processor seconds."""
 
     first: float
     last: float

@@ -1,4 +1,5 @@
-"""The reward of the learning tests that are not graded by a built-in one (`--custom-rm-path tests/learning/rewards.py:right_prefix`)."""
+"""The reward of the learning tests that are not graded by a built-in one (`--custom-rm-path
+tests/learning/rewards.py:right_prefix`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Tasks that a model with random weights learns in a few minutes on a processor.
 
-`digits` is the public one: the end-to-end task of verl's tests (digit completion, a 4-layer Llama of random weights, passed
-with a mean reward above 0.2 within 200 steps). The other two are ours, and ask for something else: `copy` for attention to a place
-in the prompt, `largest` for learning from a reward of 0 or 1 alone.
+`digits` is the public one: the end-to-end task of verl's tests (digit completion, a 4-layer Llama
+of random weights, passed
+with a mean reward above 0.2 within 200 steps). The other two are ours, and ask for something else:
+`copy` for attention to a place in the prompt, `largest` for learning from a reward of 0 or 1 alone.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ TASKS: dict[str, Callable[[], Iterator[Pair]]] = {
 
 
 def write_task(folder: Path, task: str, seed: int, *, num_layers: int) -> None:
-    """Write `model/`, a Llama of random weights with its tokenizer, `train.jsonl` (4 of 5 prompts) and `heldout.jsonl`.
+    """Write `model/`, a Llama of random weights with its tokenizer, `train.jsonl` (4 of 5 prompts)
+    and `heldout.jsonl`.
 
     Args:
         folder: where to write; made if it is not there.

@@ -1,7 +1,8 @@
-"""Runs that must learn: a model of random weights, a task, a band for the reward at the end (`make test-learning`).
+"""Runs that must learn: a model of random weights, a task, a band for the reward at the end (`make
+test-learning`).
 
-Seeds are those of LEARNING_SEEDS, `1` unless it is set. `python benchmarks/learning_table.py` makes the table in
-docs/en/algorithms/results.md with the same recipes.
+Seeds are those of LEARNING_SEEDS, `1` unless it is set. `python benchmarks/learning_table.py` makes
+the table in docs/en/algorithms/results.md with the same recipes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Two real SGLang servers, a router and a small model for the tests of this folder, which `make test-sglang` runs. They are started once: a test
-leaves them as it found them, but for the weights."""
+"""Two real SGLang servers, a router and a small model for the tests of this folder, which `make
+test-sglang` runs. They are started once: a test leaves them as it found them, but for the weights.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def expert_demo(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """addresses: host:port of each. router: host:port of one that knows none of them unless a run told it."""
+    """addresses: host:port of each. router: host:port of one that knows none of them unless a run
+    told it."""
 
     addresses: tuple[str, ...]
     router: str
@@ -119,7 +121,8 @@ def wait_for(url: str, process: ServerProcess) -> None:
 
 @pytest.fixture(scope="session")
 def servers(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Two with a model of the demo's shape: those of $SGLANG_SERVERS ("host:port host:port router's-host:port"), or two that are started."""
+    """Two with a model of the demo's shape: those of $SGLANG_SERVERS ("host:port host:port
+    router's-host:port"), or two that are started."""
     with two_servers("SGLANG_SERVERS", demo / "model", tmp_path_factory.mktemp("servers")) as found:
         yield found
 
@@ -128,7 +131,8 @@ def servers(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 def expert_servers(
     expert_demo: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Servers]:
-    """Two with experts, that tell where tokens go: those of $SGLANG_EXPERT_SERVERS, or two that are started."""
+    """Two with experts, that tell where tokens go: those of $SGLANG_EXPERT_SERVERS, or two that are
+    started."""
     logs = tmp_path_factory.mktemp("expert_servers")
     with two_servers(
         "SGLANG_EXPERT_SERVERS", expert_demo / "model", logs, enable_return_routed_experts=True
@@ -138,7 +142,8 @@ def expert_servers(
 
 @contextlib.contextmanager
 def two_servers(variable: str, model: Path, logs: Path, **more: Any) -> Iterator[Servers]:
-    """With a router. variable: of the environment, which may name some that run. more: settings of a server."""
+    """With a router. variable: of the environment, which may name some that run. more: settings of
+    a server."""
     if os.environ.get(variable):
         first, second, router = os.environ[variable].split()
         yield Servers((first, second), router)
@@ -181,7 +186,8 @@ def running(url: str) -> int:
 
 
 def schedulers_below(pid: int) -> list[int]:
-    """Processes that a process has started, itself or through others, and that hold a server's model."""
+    """Processes that a process has started, itself or through others, and that hold a server's
+    model."""
     return [
         child.pid
         for child in psutil.Process(pid).children(recursive=True)

@@ -1,4 +1,5 @@
-"""train.py that samples ahead on real servers: every token has the version of the weights that wrote it, and with a bound of 0 nothing changes."""
+"""train.py that samples ahead on real servers: every token has the version of the weights that
+wrote it, and with a bound of 0 nothing changes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def samples(out: Path, rollout: int) -> list[Sample]:
 def test_one_version_behind(
     demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
 ) -> None:
-    """All weights that were sent are kept, and every token's log-prob is that of the ones that its version names."""
+    """All weights that were sent are kept, and every token's log-prob is that of the ones that its
+    version names."""
     out, kept = tmp_path / "out", tmp_path / "weights"
     line = command_line(
         demo, servers.flags, out, *AHEAD, "1", "--num-rollout", "5", "--rollout-max-response-len", "48", "--tis-ratio-type", "token",
@@ -87,7 +89,8 @@ def assert_versions_tell_the_weights(sample: Sample, networks: dict[int, torch.n
 def test_a_bound_of_0_is_the_synchronous_run(
     demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
 ) -> None:
-    """The likeliest token each time, as a server's draws are its own: the same tokens, and so the same updates."""
+    """The likeliest token each time, as a server's draws are its own: the same tokens, and so the
+    same updates."""
     outs = [tmp_path / "plain", tmp_path / "ahead"]
     for out, more in zip(outs, ((), (*AHEAD, "0")), strict=True):
         line = command_line(

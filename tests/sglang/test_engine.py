@@ -1,5 +1,6 @@
-"""The engine and real servers behind a router: weights replaced while they generate, when every token has the version that it was sampled under
-and the log-prob of those weights; requests that are aborted; memory released and taken back."""
+"""The engine and real servers behind a router: weights replaced while they generate, when every
+token has the version that it was sampled under and the log-prob of those weights; requests that are
+aborted; memory released and taken back."""
 
 from __future__ import annotations
 
@@ -166,7 +167,8 @@ def test_versions_and_log_probs_of_tokens_around_an_update(
 
 @pytest.mark.parametrize("routed", [True, False], ids=["router", "direct"])
 def test_an_abort_ends_requests_at_the_servers(demo: Path, servers: Servers, routed: bool) -> None:
-    """Of twelve long ones, all but two: what they have comes back, and the servers work on no others than these two."""
+    """Of twelve long ones, all but two: what they have comes back, and the servers work on no
+    others than these two."""
     model = str(demo / "model")
     kept = {REQUESTS[0].sample_id, REQUESTS[5].sample_id}
 
@@ -207,7 +209,8 @@ def test_an_abort_ends_requests_at_the_servers(demo: Path, servers: Servers, rou
 
 
 def test_memory_is_released_and_taken_back(demo: Path, servers: Servers) -> None:
-    """As around training on shared GPUs. A server without one takes the calls, and would end over one that is out of order."""
+    """As around training on shared GPUs. A server without one takes the calls, and would end over
+    one that is out of order."""
     model = str(demo / "model")
     with engine_of(model, servers.urls, "tensor", colocated=True) as engine:
         assert engine.fleet is not None

@@ -1,4 +1,5 @@
-"""Mixtures of experts on real servers: the trainer's experts arrive under the right names from every layout, and the routes come back."""
+"""Mixtures of experts on real servers: the trainer's experts arrive under the right names from
+every layout, and the routes come back."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ def test_experts_arrive_and_routes_come_back(
     layout: str,
     transport: str,
 ) -> None:
-    """Through a router, in small buckets. In each of three rollouts, with other weights each time, log-probs are the trainer's, and its routers
-    choose what the servers' chose; in the second update on a rollout they would choose otherwise, and follow the servers."""
+    """Through a router, in small buckets. In each of three rollouts, with other weights each time,
+    log-probs are the trainer's, and its routers choose what the servers' chose; in the second
+    update on a rollout they would choose otherwise, and follow the servers."""
     line = command_line(
         expert_demo, expert_servers.flags, tmp_path / "out", *LAYOUTS[layout].split(), "--update-weight-transport", transport,
         "--update-weight-buffer-size", "10000", "--check-weight-update-equal", "--use-rollout-routing-replay", "--moe-router-dtype", "fp32", "--micro-batch-size", "8",
@@ -47,7 +49,8 @@ def test_experts_arrive_and_routes_come_back(
 def test_routes_of_requests_that_new_weights_met(
     expert_demo: Path, expert_servers: Servers, programs: TrainServer, tmp_path: Path
 ) -> None:
-    """Asynchronous: weights change under requests, which are put back and computed again, and still bring as many routes as tokens."""
+    """Asynchronous: weights change under requests, which are put back and computed again, and still
+    bring as many routes as tokens."""
     out = tmp_path / "out"
     line = command_line(
         expert_demo, expert_servers.flags, out, "--async-rollout", "--max-staleness", "1", "--num-rollout", "4", "--rollout-max-response-len", "64",

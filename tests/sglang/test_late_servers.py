@@ -1,5 +1,6 @@
-"""Real servers that come back, that are started again, or that are added to a router while a run goes on: they get the run's current weights over a
-broadcast of their own before any request, and the others do not wait for it."""
+"""Real servers that come back, that are started again, or that are added to a router while a run
+goes on: they get the run's current weights over a broadcast of their own before any request, and
+the others do not wait for it."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def ask(url: str) -> GenerateOutput:
 
 
 def assert_has(url: str, model: str, version: int) -> None:
-    """By its name of its weights, and by its log-probs, which are far from those of the version before."""
+    """By its name of its weights, and by its log-probs, which are far from those of the version
+    before."""
     assert httpx.get(f"{url}/model_info", timeout=30).json()["weight_version"] == str(version)
     output = ask(url)
     assert set(output.weight_versions) == {version}
@@ -67,7 +69,8 @@ def is_ready(engine: SglangEngine, url: str) -> bool:
 
 
 def test_one_that_comes_back(demo: Path, servers: Servers) -> None:
-    """It was lost in the middle of an update: paused, inside a session, with other weights. The other one is busy all the while."""
+    """It was lost in the middle of an update: paused, inside a session, with other weights. The
+    other one is busy all the while."""
     model, lost = str(demo / "model"), servers.urls[1]
     with (
         engine_of(model, servers.urls, "broadcast", router=servers.router) as engine,
@@ -132,7 +135,8 @@ def test_one_that_is_none_of_the_runs_gets_nothing(demo: Path, servers: Servers)
 
 
 def test_the_only_one_is_killed_and_started_again(demo: Path, tmp_path: Path) -> None:
-    """In the middle of responses: they wait for it, and are made with the current weights, not with those that it starts with."""
+    """In the middle of responses: they wait for it, and are made with the current weights, not with
+    those that it starts with."""
     model = str(demo / "model")
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"

@@ -1,4 +1,5 @@
-"""train.py against real SGLang servers: weights arrive however they travel and whatever the trainer's layout, and a wrong one is caught."""
+"""train.py against real SGLang servers: weights arrive however they travel and whatever the
+trainer's layout, and a wrong one is caught."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def command_line(demo: Path, engines: Sequence[str], out: Path, *more: str) -> l
         "--hf-checkpoint", str(demo / "model"), "--prompt-data", str(demo / "train.jsonl"), "--input-key", "messages", "--label-key", "answer",
         "--apply-chat-template", "--rollout-shuffle", "--custom-rm-path", "scripts/demo_reward.py:score", "--rollout-max-response-len", "8",
         "--num-rollout", "3", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "2", "--micro-batch-size", "16",
-        "--lr", "1e-2", "--entropy-coef", "0.01",  # a gradient where a rollout's rewards happen to be equal, too
+        # a gradient where a rollout's rewards happen to be equal, too
+        "--lr", "1e-2", "--entropy-coef", "0.01",
         "--output-dir", str(out), "--no-tensorboard", "--no-progress", "--rollout-engine", "sglang", "--sglang-python", PYTHON,
         *engines, *more,
     ]  # fmt: skip
@@ -38,7 +40,8 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def assert_the_servers_have_the_weights(done: Done, out: Path, engines: int) -> None:
-    """In each of three rollouts, with other weights each time, trainer and servers agree on every token."""
+    """In each of three rollouts, with other weights each time, trainer and servers agree on every
+    token."""
     done.ok()
     found = rows(out)
     assert [row["rollout/weight_version_min"] for row in found] == [1, 2, 3]
@@ -55,8 +58,9 @@ def assert_the_servers_have_the_weights(done: Done, out: Path, engines: int) -> 
 def test_every_way_to_update_weights(
     demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path, transport: str, layout: str
 ) -> None:
-    """Through a router, from trainers that are tensor- and pipeline-parallel. The servers' weights are noise before the first update, small
-    buckets make the broadcast several messages, and after every update checksums and probes are compared."""
+    """Through a router, from trainers that are tensor- and pipeline-parallel. The servers' weights
+    are noise before the first update, small buckets make the broadcast several messages, and after
+    every update checksums and probes are compared."""
     line = command_line(
         demo, servers.flags, tmp_path / "out", layout, "2", "--update-weight-transport", transport, "--update-weight-buffer-size", "40000",
         "--check-weight-update-equal",
@@ -79,8 +83,9 @@ def test_a_wrong_weight_is_caught(
 def test_servers_that_the_run_starts_and_one_that_is_killed(
     demo: Path, programs: TrainServer, tmp_path: Path
 ) -> None:
-    """Servers and a router of the run's own. One is killed while it works on requests: every sample still arrives, the server is started again and
-    gets weights before requests, and at the end nothing is left running."""
+    """Servers and a router of the run's own. One is killed while it works on requests: every sample
+    still arrives, the server is started again and gets weights before requests, and at the end
+    nothing is left running."""
     out = tmp_path / "out"
     line = command_line(
         demo, [], out, "--rollout-num-gpus", "2", "--num-rollout", "8", "--rollout-max-response-len", "48", "--update-weight-transport", "disk",
@@ -103,7 +108,8 @@ def test_servers_that_the_run_starts_and_one_that_is_killed(
 
 
 def kill_a_busy_server(family: int, out: Path, killed: list[int], over: threading.Event) -> None:
-    """In a thread: one of the servers that the process `family` started, in a rollout after the first."""
+    """In a thread: one of the servers that the process `family` started, in a rollout after the
+    first."""
     while not over.wait(0.02):
         if not (out / "metrics.jsonl").exists():
             continue

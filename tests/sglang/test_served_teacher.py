@@ -1,4 +1,5 @@
-"""A teacher on a real server: its log-probs are the model's own, and a run learns from it as from one on Megatron."""
+"""A teacher on a real server: its log-probs are the model's own, and a run learns from it as from
+one on Megatron."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_log_probs_of_a_real_teacher(demo: Path, servers: Servers) -> None:
 def test_a_run_learns_from_it_as_from_one_on_megatron(
     demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
 ) -> None:
-    """The policy samples in its own process, and its teacher is what it was at the start. Later gaps are those of Megatron's teacher too."""
+    """The policy samples in its own process, and its teacher is what it was at the start. Later
+    gaps are those of Megatron's teacher too."""
     give_own_weights(servers, demo / "model")
     teachers = {
         "served": ["--opd-type", "sglang", "--opd-teacher-url", *servers.urls],

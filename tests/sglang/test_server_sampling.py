@@ -1,4 +1,5 @@
-"""The Tinker API with real SGLang servers as its sampler: the unmodified SDK gets what transformers computes from the same snapshot."""
+"""The Tinker API with real SGLang servers as its sampler: the unmodified SDK gets what transformers
+computes from the same snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""train.py on real servers whose responses take long: a rollout with enough groups, or out of time, has the servers abort the rest."""
+"""train.py on real servers whose responses take long: a rollout with enough groups, or out of time,
+has the servers abort the rest."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ SETTINGS = (
 def test_stragglers_are_aborted_at_the_servers_and_go_on_in_the_next_rollout(
     demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
 ) -> None:
-    """Over-sampling through a router: of ten groups the first four that end are taken, and the rest goes on under the next weights. All weights
-    that were sent are kept, and every token's log-prob is that of the ones that its version names."""
+    """Over-sampling through a router: of ten groups the first four that end are taken, and the rest
+    goes on under the next weights. All weights that were sent are kept, and every token's log-prob
+    is that of the ones that its version names."""
     out, kept, left = tmp_path / "out", tmp_path / "weights", tmp_path / "left"
     line = command_line(
         demo, servers.flags, out, *SETTINGS, "--tensor-model-parallel-size", "2", "--over-sampling-batch-size", "10", "--partial-rollout", "--tis-ratio-type", "token",

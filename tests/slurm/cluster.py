@@ -1,6 +1,8 @@
-"""A SLURM of one host: munged, slurmctld and a slurmd for each of two nodes, in a temporary folder, without systemd.
+"""A SLURM of one host: munged, slurmctld and a slurmd for each of two nodes, in a temporary folder,
+without systemd.
 
-Debian: apt-get install slurm-wlm munge. Everything started here is ended by its pid file, and takes what it runs with it."""
+Debian: apt-get install slurm-wlm munge. Everything started here is ended by its pid file, and takes
+what it runs with it."""
 
 from __future__ import annotations
 

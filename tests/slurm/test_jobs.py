@@ -81,8 +81,9 @@ def whole(cluster: Cluster, work: Workspace, tmp_path_factory: pytest.TempPathFa
 def test_a_preempted_job_goes_on_to_the_same_weights(
     cluster: Cluster, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
-    """SIGTERM to the ranks, after which the job requeues itself; then SLURM requeues it; over two nodes, so that the ranks of both agree when
-    to stop. The uninterrupted run had its processes on one."""
+    """SIGTERM to the ranks, after which the job requeues itself; then SLURM requeues it; over two
+    nodes, so that the ranks of both agree when to stop. The uninterrupted run had its processes on
+    one."""
     out = tmp_path / "run"
     job, log = submit(cluster, work, out, nodes=2, save_interval=10)
     cluster.wait_for_line(log, f"rollout  3/{ROLLOUTS}", STARTED_S)
@@ -202,7 +203,8 @@ else:
 
 
 def test_trainer_and_engines_on_nodes_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
-    """With stand-ins for both programs: who is started where, with which addresses, and that the engines end with the trainer."""
+    """With stand-ins for both programs: who is started where, with which addresses, and that the
+    engines end with the trainer."""
     programs = {}
     for name, text in (("engine", ENGINE), ("trainer", TRAINER)):
         programs[name] = tmp_path / name
@@ -241,8 +243,8 @@ def test_trainer_and_engines_on_nodes_of_their_own(cluster: Cluster, tmp_path: P
 
 @pytest.mark.skipif(not SGLANG.exists(), reason="no SGLang: make sglang-env")
 def test_trainer_and_a_real_engine_on_nodes_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
-    """The split job with SGLang on the second node: weights over a process group between the nodes, log-probs that agree, and nothing that
-    the job leaves behind."""
+    """The split job with SGLang on the second node: weights over a process group between the nodes,
+    log-probs that agree, and nothing that the job leaves behind."""
     demo, out, log = make_demo(tmp_path / "demo"), tmp_path / "run", tmp_path / "job.log"
     names = {
         "MODEL": str(demo / "model"),

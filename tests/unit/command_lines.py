@@ -1,4 +1,5 @@
-"""Command lines for tests: a complete one, and one with changes. The files that it names are written below a folder."""
+"""Command lines for tests: a complete one, and one with changes. The files that it names are
+written below a folder."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def write_files(folder: Path, **changes: Any) -> dict[str, str]:
 
 
 def complete(folder: Path, *more: str, without: tuple[str, ...] = ()) -> list[str]:
-    """A command line that is right, less the flags in `without`, followed by `more`. Supervised fine-tuning has neither groups nor
-    rewards."""
+    """A command line that is right, less the flags in `without`, followed by `more`. Supervised
+    fine-tuning has neither groups nor rewards."""
     files = write_files(folder)
     if "sft_loss" in more:
         without = (*without, "--n-samples-per-prompt", "--rm-type")
@@ -61,7 +62,8 @@ def complete(folder: Path, *more: str, without: tuple[str, ...] = ()) -> list[st
     ] + list(more)
 
 
-TWO_STEPS = "--num-steps-per-rollout 2 "  # an old policy that differs from the new one: without, some losses warn
+# an old policy that differs from the new one: without, some losses warn
+TWO_STEPS = "--num-steps-per-rollout 2 "
 
 
 def parse_flags(folder: Path, flags: str) -> RunConfig:

@@ -1,4 +1,5 @@
-"""Features of layout, rows, recompute, head, memory and experts, for the tests that take any two of them together."""
+"""Features of layout, rows, recompute, head, memory and experts, for the tests that take any two of
+them together."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ OTHERS_OF_EXPERTS = {
     "grouped GEMM": "--moe-grouped-gemm",
     "permute fusion": "--moe-permute-fusion",
 }
-# Those that one rules out in the other's presence, beside what megatron-core has on this machine no kernels for
+# Those that one rules out in the other's presence, beside what megatron-core has on this machine no
+# kernels for
 BUDGETS = ("budgets", "budgets, not balanced", "budget of log-probs")
 FULL_RECOMPUTE = ("full recompute", "recompute by block", "distributed activations")
 SELECTIVE_RECOMPUTE = (

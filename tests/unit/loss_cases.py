@@ -18,7 +18,8 @@ def make(
     seq_ids: Tensor | None = None,
     **fields: Any,
 ) -> tuple[Tensor, LossInputs]:
-    """Leaf log-probs [T] and inputs with the given log-ratio, to the old policy and to the sampler alike. fields: of LossInputs."""
+    """Leaf log-probs [T] and inputs with the given log-ratio, to the old policy and to the sampler
+    alike. fields: of LossInputs."""
     old = torch.linspace(-3, -0.1, log_ratio.numel(), dtype=torch.float64)
     leaf = (old + log_ratio).clone().requires_grad_()
     seq_ids = torch.zeros_like(log_ratio, dtype=torch.long) if seq_ids is None else seq_ids
@@ -36,7 +37,8 @@ def make(
 
 
 def grid() -> tuple[Tensor, Tensor]:
-    """Every sign of the advantage with ratios inside and on both sides of any clip range, +-50 included."""
+    """Every sign of the advantage with ratios inside and on both sides of any clip range, +-50
+    included."""
     log_ratio = torch.tensor(
         [0.0, 0.05, -0.05, 0.5, -0.5, 1.3, -3.0, 2.5, 50.0, -50.0], dtype=torch.float64
     )

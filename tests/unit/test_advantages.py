@@ -142,7 +142,8 @@ def test_no_finite_reward_at_all_raises() -> None:
 @pytest.mark.parametrize("estimator", OUTCOME)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1e6, -1 / 3])
 def test_equal_rewards_give_exactly_zero(estimator: str, reward: float) -> None:
-    """0.1 three times over has a mean that is not 0.1; divided by a tiny spread, rounding would become a signal."""
+    """0.1 three times over has a mean that is not 0.1; divided by a tiny spread, rounding would become
+    a signal."""
     for size in (2, 3, 7):
         output = compute(estimator, [reward] * size + [1.0, 0.0], [5] * size + [6, 6])
         assert output.values[:size].tolist() == [0.0] * size

@@ -1,4 +1,5 @@
-"""Estimators that give each token its own advantage, GAE, whitening, and the KL in the reward, against loops in float64."""
+"""Estimators that give each token its own advantage, GAE, whitening, and the KL in the reward,
+against loops in float64."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ REWARDS = (1.0, 0.0, 0.5, -1.0, 2.0, 3.0, 0.25)
 
 
 def samples(seed: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Masks with tool spans, leading and trailing inactive tokens, one empty and one wholly masked response; and a KL for each token."""
+    """Masks with tool spans, leading and trailing inactive tokens, one empty and one wholly masked
+    response; and a KL for each token."""
     generator = torch.Generator().manual_seed(seed)
     masks = [torch.rand(n, generator=generator) > 0.4 for n in LENGTHS]
     masks[0][:] = torch.tensor([False, True, True, False, False, True])
@@ -205,7 +207,8 @@ def test_gae(seed: int, gamma: float, lambd: float) -> None:
 @pytest.mark.parametrize("name", ["ppo", "gae"])
 @pytest.mark.parametrize(("gamma", "lambd"), [(1.0, 1.0), (0.9, 0.8)])
 def test_ppo(name: str, gamma: float, lambd: float) -> None:
-    """Rewards of tokens with the KL in them, through the recursion; the critic's targets are A + V before whitening."""
+    """Rewards of tokens with the KL in them, through the recursion; the critic's targets are A + V
+    before whitening."""
     masks, kl = samples(7)
     values = critic_values(masks)
     told = outcomes(masks)
@@ -262,7 +265,8 @@ def test_a_tools_output_is_passed_over_and_a_reward_crosses_it() -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_bad_reward_or_kl_leaves_the_others_alone(name: str, normalize: bool, bad: float) -> None:
-    """Whether a sample's reward or its KL is broken, the rest is as if its mask were empty and its reward missing; it gets 0 itself."""
+    """Whether a sample's reward or its KL is broken, the rest is as if its mask were empty and its
+    reward missing; it gets 0 itself."""
     masks, kl = samples(1)
     greedy = [0.5] * 7
     settings = AdvantageSettings(name, normalize=normalize, kl_coef=0.1)
@@ -286,7 +290,8 @@ def test_a_bad_reward_or_kl_leaves_the_others_alone(name: str, normalize: bool, 
 
 @pytest.mark.parametrize("name", advantage_estimators.names())
 def test_parts_of_a_rollout_give_what_the_whole_gives(name: str) -> None:
-    """Ranks hold different samples of the same rollout; without whitening they need nothing of each other but the KL's sums."""
+    """Ranks hold different samples of the same rollout; without whitening they need nothing of each
+    other but the KL's sums."""
     masks, _ = samples(2)
     settings, told = AdvantageSettings(name, gamma=0.9), outcomes(masks, greedy=[0.5] * 7)
     critic = critic_values(masks)

@@ -1,4 +1,5 @@
-"""The critic's layout on the command line: what it takes over from the policy's, and that the policy's rules hold for it."""
+"""The critic's layout on the command line: what it takes over from the policy's, and that the
+policy's rules hold for it."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def test_what_is_taken_over(tmp_path: Path, flags: str, expected: dict[str, Any]
 
 
 def test_who_has_groups_of_its_own(tmp_path: Path) -> None:
-    """Sequence parallelism alone is no other grid, nor is a layout that says the same in other words."""
+    """Sequence parallelism alone is no other grid, nor is a layout that says the same in other
+    words."""
 
     def same(flags: str) -> bool:
         run = parse(tmp_path, flags)
@@ -144,7 +146,8 @@ def test_what_is_wrong_with_both_is_told_once(tmp_path: Path) -> None:
 
 
 def test_experts(tmp_path: Path) -> None:
-    """The experts' layout is checked in the critic's, and their tensor-parallel size follows the critic's own."""
+    """The experts' layout is checked in the critic's, and their tensor-parallel size follows the
+    critic's own."""
     argv = on_experts(tmp_path, PPO)
     found = problems_of([*argv, "--critic-expert-model-parallel-size", "3"], 4)[0]
     assert found.flag == "--critic-expert-model-parallel-size" and "does not divide the" in str(

@@ -132,7 +132,8 @@ def test_supported_fields_exist_and_each_field_is_decided_once() -> None:
 
 
 def test_every_exposed_flag_of_megatron_core_has_a_sentence_of_its_own() -> None:
-    """And no sentence is about a flag that is refused or gone, nor names a flag that does not exist."""
+    """And no sentence is about a flag that is refused or gone, nor names a flag that does not
+    exist."""
     exposed = {flag.dest: flag for flag in megatron_flags() if not flag.refused}
     assert set(SENTENCES) == set(exposed)
     assert (

@@ -1,4 +1,5 @@
-"""The command line of policy losses: which one is chosen and how, their settings, and what is refused."""
+"""The command line of policy losses: which one is chosen and how, their settings, and what is
+refused."""
 
 from __future__ import annotations
 

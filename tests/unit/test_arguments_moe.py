@@ -1,4 +1,5 @@
-"""Mixtures of experts on the command line: config.json of the three families, flags that contradict it, layouts that do not fit."""
+"""Mixtures of experts on the command line: config.json of the three families, flags that contradict
+it, layouts that do not fit."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_qwen3_moe(tmp_path: Path) -> None:
     ],
 )
 def test_dense_layers(tmp_path: Path, changes: dict[str, Any], pattern: int | list[int]) -> None:
-    """As Qwen3MoeDecoderLayer chooses: not in mlp_only_layers, and (layer + 1) % decoder_sparse_step == 0."""
+    """As Qwen3MoeDecoderLayer chooses: not in mlp_only_layers, and (layer + 1) %
+    decoder_sparse_step == 0."""
     assert moe_of(tmp_path, {**QWEN3_MOE, **changes})["moe_layer_freq"] == pattern
 
 
@@ -324,7 +326,8 @@ def test_what_is_right_passes(tmp_path: Path, flags: str, world_size: int) -> No
 
 
 def test_modules_of_latent_attention(tmp_path: Path) -> None:
-    """An adapter is of modules that the model has: no keys and values apart, and queries in one piece or in two."""
+    """An adapter is of modules that the model has: no keys and values apart, and queries in one
+    piece or in two."""
     words = (
         "--lora-rank 4 --lora-target-modules k_proj q_proj q_a_proj kv_a_proj_with_mqa o_proj w1"
     )

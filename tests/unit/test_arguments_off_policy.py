@@ -1,4 +1,5 @@
-"""The off-policy correction on the command line: keys, aliases of slime and SkyRL, errors, warnings."""
+"""The off-policy correction on the command line: keys, aliases of slime and SkyRL, errors,
+warnings."""
 
 from __future__ import annotations
 

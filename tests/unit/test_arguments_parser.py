@@ -84,7 +84,8 @@ SWITCHES = sorted(
 
 
 def test_every_switch_reads_its_value_by_one_rule() -> None:
-    """A value has the meaning that it has, whichever way it is written, and nothing else switches on."""
+    """A value has the meaning that it has, whichever way it is written, and nothing else switches
+    on."""
     parser = get_parser()
     assert len(SWITCHES) > 100
     for name in SWITCHES:

@@ -1,4 +1,5 @@
-"""Rules about drawing, keeping and carrying over groups: each is broken once, alone, and names its flag and the remedy."""
+"""Rules about drawing, keeping and carrying over groups: each is broken once, alone, and names its
+flag and the remedy."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def read_sets(folder: Path, text: str, *flags: str) -> tuple[EvalSet, ...]:
 
 
 def test_slimes_own_rollout_functions(tmp_path: Path) -> None:
-    """The default is built in; the others name what there is in their place, and nothing is imported."""
+    """The default is built in; the others name what there is in their place, and nothing is
+    imported."""
     own = "slime.rollout.sglang_rollout.generate_rollout"
     run = parse_args(complete(tmp_path, "--rollout-function-path", own), 1)
     assert run.scheduling.rollout_function_path == own

@@ -34,7 +34,8 @@ IDLE = (
     "--use-kl-loss", "--kl-loss-type k3", "--kl-target 0.2", "--use-rollout-logprobs", "--rollout-temperature 0.5", "--rollout-top-k 5",
     "--rm-type math", "--custom-rm-path json.dumps",
 )  # fmt: skip
-# name of the rule, flags that are added, flags that are left out, processes, the flag that is named, words of the message
+# name of the rule, flags that are added, flags that are left out, processes, the flag that is
+# named, words of the message
 CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("world_is_divisible", "--tensor-model-parallel-size 2", (), 3, "--tensor-model-parallel-size", "does not divide the 3 processes"),
     ("world_is_divisible", "--context-parallel-size 2", (), 3, "--tensor-model-parallel-size", "--context-parallel-size 2 = 2 does not divide"),
@@ -172,8 +173,9 @@ NEEDS_A_DEVICE = {
     "local_layers_have_limits",
     "attention_backend_is_there",
 }
-# Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of validate_critic.py: test_arguments_critic.py;
-# of validate_moe.py: test_arguments_moe.py; of validate_scheduling.py: test_arguments_rollouts.py; of validate_lora.py: test_arguments_lora.py;
+# Those of validate_algorithm.py: test_arguments_off_policy.py and test_arguments_advantages.py; of
+# validate_critic.py: test_arguments_critic.py; of validate_moe.py: test_arguments_moe.py; of
+# validate_scheduling.py: test_arguments_rollouts.py; of validate_lora.py: test_arguments_lora.py;
 # of validate_sglang.py: test_arguments_sglang.py.
 ELSEWHERE = {
     rule.__name__
@@ -438,7 +440,8 @@ def test_attention_backends(
     environment: dict[str, str],
     said: str | None,
 ) -> None:
-    """What can be chosen depends on the layers. A second mistake is on the line, so that megatron-core need not be there for a GPU."""
+    """What can be chosen depends on the layers. A second mistake is on the line, so that
+    megatron-core need not be there for a GPU."""
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -1,4 +1,5 @@
-"""The server's command line: what it needs, what it refuses, and that every rule of its own is broken somewhere."""
+"""The server's command line: what it needs, what it refuses, and that every rule of its own is
+broken somewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Settings of SGLang servers: what is passed on to them, checked against an installation, and every rule broken."""
+"""Settings of SGLang servers: what is passed on to them, checked against an installation, and every
+rule broken."""
 
 from __future__ import annotations
 

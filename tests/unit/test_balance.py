@@ -59,7 +59,8 @@ def test_large_batches_are_level(
 
 
 def test_a_large_batch_takes_little_time() -> None:
-    """The target is 0.1 s on an idle machine; this bound holds on a loaded one, and no quadratic method would keep it."""
+    """The target is 0.1 s on an idle machine; this bound holds on a loaded one, and no quadratic
+    method would keep it."""
     costs = sequence_costs(lognormal(16384), A)
     seconds = []
     for _ in range(3):
@@ -71,7 +72,8 @@ def test_a_large_batch_takes_little_time() -> None:
 
 @pytest.mark.parametrize("equal_counts", [False, True])
 def test_small_partitions_against_all_there_are(equal_counts: bool) -> None:
-    """Six to eight items in two parts: never worse than 7/6 of the best, which is what greedy guarantees, and mostly the best."""
+    """Six to eight items in two parts: never worse than 7/6 of the best, which is what greedy
+    guarantees, and mostly the best."""
     rng = np.random.default_rng(3)
     best_found = 0
     for _ in range(60):
@@ -141,7 +143,8 @@ def test_any_number_of_rows_from_what_is_needed(more: int) -> None:
 
 
 def test_rows_that_only_a_tight_packing_fits() -> None:
-    """Levelling breaks the budget of 10 here, though the packing keeps it; the rows then stay as they were packed, and split."""
+    """Levelling breaks the budget of 10 here, though the packing keeps it; the rows then stay as
+    they were packed, and split."""
     tokens = np.array([9, 9, 7, 6, 3, 2, 2, 1])
     assert len(pack_by_budget(tokens, 10)) == 4
     assert max(tokens[part].sum() for part in partition(tokens, 4)) > 10
@@ -159,7 +162,8 @@ def test_the_same_on_every_rank() -> None:
 
 
 def test_linear_cost_counts_the_multiplications() -> None:
-    """Against FLOPs counted by hand for one sequence: matrices 2 * weights * L, causal attention 2 products of L^2 / 2 pairs."""
+    """Against FLOPs counted by hand for one sequence: matrices 2 * weights * L, causal attention 2
+    products of L^2 / 2 pairs."""
     hidden, ffn, heads, groups, dim, layers, vocab, length = 64, 160, 4, 2, 24, 3, 500, 37
     query, key = heads * dim, groups * dim
     matrices = (

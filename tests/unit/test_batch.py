@@ -1,4 +1,5 @@
-"""A rollout cut into optimizer steps: the same samples and weights for every number of data-parallel ranks."""
+"""A rollout cut into optimizer steps: the same samples and weights for every number of
+data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def test_map_steps_counts_over_all_steps() -> None:
 
 
 def test_positive_samples_of_the_whole_step_share_their_weight() -> None:
-    """VAPO's term: 1 / active tokens of the step's samples with a reward above 0, on every rank alike; the raw reward travels too."""
+    """VAPO's term: 1 / active tokens of the step's samples with a reward above 0, on every rank
+    alike; the raw reward travels too."""
     whole = train_samples(StepPlan(8, 1, 0), ROLLOUT, reduction="token_mean", positive_nll=True)[0]
     positive = [s.reward is not None and s.reward > 0 for s in ROLLOUT[:8]]
     tokens = sum(int(s.loss_mask.sum()) for s, good in zip(ROLLOUT, positive) if good)
@@ -133,7 +135,8 @@ def test_positive_samples_of_the_whole_step_share_their_weight() -> None:
 
 
 def test_log_probs_of_the_sampler_are_there_for_all_or_for_none() -> None:
-    """On every rank alike: a sample that trains nothing does not hide the others', and one that trains and has none does."""
+    """On every rank alike: a sample that trains nothing does not hide the others', and one that
+    trains and has none does."""
     failed = dataclasses.replace(
         make(1, 4), loss_mask=torch.zeros(4, dtype=torch.bool), rollout_log_probs=None, reward=None
     )
@@ -156,7 +159,8 @@ LONG_AND_SHORT = [make(i, length=40 if i % 8 == 0 else 1 + i % 5) for i in range
 
 @pytest.mark.parametrize("equal_counts", [False, True])
 def test_a_cost_changes_who_trains_on_what_and_nothing_else(equal_counts: bool) -> None:
-    """Of each step the ranks hold the same samples with the same weights; the rank of the long one has the fewer others."""
+    """Of each step the ranks hold the same samples with the same weights; the rank of the long one
+    has the fewer others."""
     plans = [
         StepPlan(8, 2, rank, linear_cost=100.0, equal_counts=equal_counts) for rank in range(2)
     ]

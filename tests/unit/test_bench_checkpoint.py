@@ -1,4 +1,5 @@
-"""The benchmarks of checkpoints and of conversions run, on an optimizer that has not stepped yet: both ways to save, and the loads of what they wrote."""
+"""The benchmarks of checkpoints and of conversions run, on an optimizer that has not stepped yet:
+both ways to save, and the loads of what they wrote."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_its_table_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_conversions_are_measured(tmp_path: Path) -> None:
-    """Against a copy and transformers, at two sizes. Loading a whole model takes its bytes, converting it does not."""
+    """Against a copy and transformers, at two sizes. Loading a whole model takes its bytes,
+    converting it does not."""
     result = tmp_path / "convert.json"
     words = (
         f"--layers 2 20 --hidden-size 512 --repeat 1 --folder {tmp_path / 'bench'} --json {result}"

@@ -1,5 +1,6 @@
-"""The benchmarks: every script starts, those of packing, balancing, attention, head and losses run at sizes that take no time, targets that are
-missed are told. Those of checkpoints and conversions are in test_bench_checkpoint.py."""
+"""The benchmarks: every script starts, those of packing, balancing, attention, head and losses run
+at sizes that take no time, targets that are missed are told. Those of checkpoints and conversions
+are in test_bench_checkpoint.py."""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ def test_missed_targets_are_told() -> None:
 
 
 def test_karmarkar_karp_gives_equal_counts_and_levels() -> None:
-    """What ours is compared with is the real method: on continuous lengths it is nearly perfect, and every item is in one part."""
+    """What ours is compared with is the real method: on continuous lengths it is nearly perfect,
+    and every item is in one part."""
     costs = LENGTHS["lognormal"](512).astype(np.float64)
     parts = bench_balancing.karmarkar_karp(costs, 8)
     assert sorted(np.concatenate(parts).tolist()) == list(range(512)) and {
@@ -159,7 +161,8 @@ def test_karmarkar_karp_gives_equal_counts_and_levels() -> None:
 
 
 def test_karmarkar_karp_by_hand() -> None:
-    """8, 7, 6, 5, 4, 3 in two: tuples (8, 7), (6, 5), (4, 3) of difference 1 each leave 1, the best there is."""
+    """8, 7, 6, 5, 4, 3 in two: tuples (8, 7), (6, 5), (4, 3) of difference 1 each leave 1, the best
+    there is."""
     parts = bench_balancing.karmarkar_karp(np.array([8.0, 7, 6, 5, 4, 3]), 2)
     assert sorted(float(np.array([8, 7, 6, 5, 4, 3])[part].sum()) for part in parts) == [16, 17]
 
@@ -204,7 +207,8 @@ def test_shares_of_attention_are_those_of_the_whole() -> None:
 
 @pytest.mark.slow
 def test_methods_of_the_training_step_compute_the_same() -> None:
-    """Packed, padded, two ranks, experts on two, and the loop that is written by hand: `compare` raises when a loss or a gradient norm differs."""
+    """Packed, padded, two ranks, experts on two, and the loop that is written by hand: `compare`
+    raises when a loss or a gradient norm differs."""
     sizes = bench_training_step.Sizes(64, 2, 128, 16, 12, 130, 8, 128, 1)
     for names in ([*bench_training_step.ONE_PROCESS, "DP2"], [bench_training_step.EXPERTS, "EP2"]):
         found = bench_training_step.compare(names, sizes, rounds=1)

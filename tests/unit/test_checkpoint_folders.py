@@ -1,4 +1,5 @@
-"""Folders of checkpoints without what is in them: the newest, what a kill leaves at any instant, what may go, what the manifest tells."""
+"""Folders of checkpoints without what is in them: the newest, what a kill leaves at any instant,
+what may go, what the manifest tells."""
 
 from __future__ import annotations
 
@@ -165,8 +166,8 @@ def test_a_tracker_that_was_about_to_change(
 
 
 def killed_at(point: int, action: Callable[[], None]) -> bool:
-    """Run `action` in a child that SIGKILLs itself just before its `point`th write, sync, rename, removal or new folder. Whether it got
-    that far."""
+    """Run `action` in a child that SIGKILLs itself just before its `point`th write, sync, rename,
+    removal or new folder. Whether it got that far."""
     pid = os.fork()
     if pid == 0:
         seen = 0
@@ -196,7 +197,8 @@ def killed_at(point: int, action: Callable[[], None]) -> bool:
 
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "same step"])
 def test_killed_at_every_write_sync_and_rename(tmp_path: Path, again: bool) -> None:
-    """Whatever the instant, the old checkpoint or the new one is whole and newest, after the clean-up of the next start."""
+    """Whatever the instant, the old checkpoint or the new one is whole and newest, after the
+    clean-up of the next start."""
     new = 2 if again else 4
     for point in range(200):
         root = tmp_path / str(point)

@@ -52,7 +52,8 @@ def tensor(key: str, *shape: int, **more: Any) -> ShardedTensor:
     ("wanted", "available", "found"),
     [
         (DENSE[1], DENSE, DENSE[1]),
-        (LAYERS + "mlp.linear_fc1.layer_norm_weight", MOE, MOE[1]),  # the local specification's name before a mixture of experts
+        # the local specification's name before a mixture of experts
+        (LAYERS + "mlp.linear_fc1.layer_norm_weight", MOE, MOE[1]),
         (LAYERS + "pre_mlp_layernorm.weight", DENSE, DENSE[1]),
         (LAYERS + "input_layernorm.weight", DENSE, DENSE[0]),
         ("optimizer.state.exp_avg." + LAYERS + "pre_mlp_layernorm.weight", ["optimizer.state.exp_avg." + DENSE[1]], "optimizer.state.exp_avg." + DENSE[1]),
@@ -60,9 +61,11 @@ def tensor(key: str, *shape: int, **more: Any) -> ShardedTensor:
         (LATENT[0], [LAYERS + "self_attention.kv_layernorm.weight"], LAYERS + "self_attention.kv_layernorm.weight"),
         (LAYERS + "self_attention.q_layernorm.weight", DENSE, LAYERS + "self_attention.q_layernorm.weight"),
         (LAYERS + "mlp.linear_fc9.weight", DENSE, LAYERS + "mlp.linear_fc9.weight"),
-        ("optimizer.state.param.a", ["a", "optimizer.state.fp32_param.a"], "optimizer.state.fp32_param.a"),  # plain optimizer, half precision
+        # plain optimizer, half precision
+        ("optimizer.state.param.a", ["a", "optimizer.state.fp32_param.a"], "optimizer.state.fp32_param.a"),
         ("optimizer.state.fp32_param.a", ["a", "optimizer.state.param.a"], "optimizer.state.param.a"),
-        ("optimizer.state.param.a", ["a", "optimizer.state.exp_avg.a"], "a"),  # plain optimizer, fp32
+        # plain optimizer, fp32
+        ("optimizer.state.param.a", ["a", "optimizer.state.exp_avg.a"], "a"),
         ("optimizer.state.exp_avg.a", ["a"], "optimizer.state.exp_avg.a"),
     ],
 )  # fmt: skip

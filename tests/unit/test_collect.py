@@ -1,4 +1,5 @@
-"""Collecting a rollout: what is drawn, kept, dropped, carried over; against responses whose lengths and rewards are written down."""
+"""Collecting a rollout: what is drawn, kept, dropped, carried over; against responses whose lengths
+and rewards are written down."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Prompts:
 
 
 class Script:
-    """Engine, rollouter and grader in one: sample i has length(i) tokens i and the reward(i), written under `version`."""
+    """Engine, rollouter and grader in one: sample i has length(i) tokens i and the reward(i),
+    written under `version`."""
 
     group = None  # of collectives
 
@@ -141,7 +143,8 @@ def test_a_filter_that_keeps_nothing_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_the_filter_with_fallback_draws_no_more(tmp_path: Path) -> None:
-    """Of three groups one is spare: group 0, without spread, goes, and group 1, without it too, is needed."""
+    """Of three groups one is spare: group 0, without spread, goes, and group 1, without it too, is
+    needed."""
     flags = (
         "--dynamic-sampling-filter-path",
         f"{NONZERO}_with_fallback",
@@ -159,7 +162,8 @@ def test_the_filter_with_fallback_draws_no_more(tmp_path: Path) -> None:
 
 
 def test_over_sampling_keeps_the_first_to_end(tmp_path: Path) -> None:
-    """Groups 0 and 2 are long. A slice is 4 tokens; without one all of them end in the same round, and the first by id are kept."""
+    """Groups 0 and 2 are long. A slice is 4 tokens; without one all of them end in the same round,
+    and the first by id are kept."""
     script = Script(lambda i: 10 if i // 2 in (0, 2) else 3, float)
     sliced = collector(
         tmp_path, script, "--over-sampling-batch-size", "4", "--rollout-slice-len", "4"
@@ -367,7 +371,8 @@ def test_open_groups() -> None:
 
 
 def test_routes_of_a_sample_that_grew_are_those_of_their_first_time() -> None:
-    """The engine computes a partial response again under newer weights; the last token had not been computed before."""
+    """The engine computes a partial response again under newer weights; the last token had not been
+    computed before."""
     before = torch.tensor([1, 2, -1], dtype=torch.int16).reshape(3, 1, 1)
     now = torch.tensor([7, 7, 3, 4, -1], dtype=torch.int16).reshape(5, 1, 1)
     grown = joined_routes(before, now, 5)

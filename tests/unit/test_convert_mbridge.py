@@ -1,6 +1,8 @@
-"""Our maps against those of mbridge, which were written by others: the same shards out of Hugging Face's tensors, and the same tensors back.
+"""Our maps against those of mbridge, which were written by others: the same shards out of Hugging
+Face's tensors, and the same tensors back.
 
-mbridge is no dependency: `pip install --no-deps mbridge einops` (0.15.1 works without Transformer Engine and CUDA), and this is skipped without it."""
+mbridge is no dependency: `pip install --no-deps mbridge einops` (0.15.1 works without Transformer
+Engine and CUDA), and this is skipped without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Functions that make responses, in both conventions, and the two examples: masks, log-probs and versions fit what the model wrote.
+"""Functions that make responses, in both conventions, and the two examples: masks, log-probs and
+versions fit what the model wrote.
 
 The engine is scripted: it "writes" given texts, whose tokens are characters.
 """
@@ -40,7 +41,8 @@ class Letters:
 
 
 class Scripted:
-    """Writes the next text at every request, cut at a stop string or the length limit. Character i of a text has the log-prob -i / 10."""
+    """Writes the next text at every request, cut at a stop string or the length limit. Character i
+    of a text has the log-prob -i / 10."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = list(texts)

@@ -1,4 +1,5 @@
-"""Tokenizers and chat templates that are missing, broken, another model's or endless: a sentence with folder or row, before a model is built."""
+"""Tokenizers and chat templates that are missing, broken, another model's or endless: a sentence
+with folder or row, before a model is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""On-policy distillation: the arithmetic, and its command line. Runs are in tests/e2e/test_distillation_runs.py."""
+"""On-policy distillation: the arithmetic, and its command line. Runs are in
+tests/e2e/test_distillation_runs.py."""
 
 from __future__ import annotations
 

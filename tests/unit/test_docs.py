@@ -1,4 +1,5 @@
-"""The documents name flags, files and headings that exist, say the same in both languages, and nothing of the machine they were written on."""
+"""The documents name flags, files and headings that exist, say the same in both languages, and
+nothing of the machine they were written on."""
 
 from __future__ import annotations
 

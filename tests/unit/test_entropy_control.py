@@ -28,7 +28,8 @@ def test_the_recursion_by_loop() -> None:
 
 
 def test_it_keeps_an_entropy_that_falls_by_itself() -> None:
-    """A toy whose entropy falls by 0.01 a step and rises with the bonus: without it 0, with it around the target."""
+    """A toy whose entropy falls by 0.01 a step and rises with the bonus: without it 0, with it
+    around the target."""
 
     def end(bonus: EntropyController) -> float:
         entropy = 0.6

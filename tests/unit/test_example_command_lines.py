@@ -1,4 +1,5 @@
-"""The recipes of scripts/examples and the command lines of the documents: each parses, and the two say the same."""
+"""The recipes of scripts/examples and the command lines of the documents: each parses, and the two
+say the same."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def call(recipe: str, folder: Path, *flags: str, **variables: str) -> list[str]:
 
 
 def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
-    """What the demo leaves, as far as a command line is checked against it, the reward, and other files that the documents name."""
+    """What the demo leaves, as far as a command line is checked against it, the reward, and other
+    files that the documents name."""
     files = write_files(folder, max_position_embeddings=4096)
     (folder / "rollouts/0").mkdir(parents=True)
     for name in ("MODEL", "small", "large"):
@@ -124,7 +126,8 @@ def commands(page: Path, program: re.Pattern[str] = _COMMAND) -> Iterator[tuple[
 
 
 def run_yaml(page: Path) -> str:
-    """The file run.yaml as a page shows it, else as the first page of its folder does, else the README."""
+    """The file run.yaml as a page shows it, else as the first page of its folder does, else the
+    README."""
     for path in (page, *page.parent.glob("index.md"), ROOT / "README.md"):
         for language, block in _BLOCK.findall(path.read_text(encoding="utf-8")):
             if language == "yaml":

@@ -1,5 +1,6 @@
-"""Any two features of layout, rows, recompute, head, memory and experts together either make a run, or are refused by name before anything is
-built: never by an error from below, nor by a flag that the user did not type. tests/dist/test_flag_pairs.py trains those that are not refused."""
+"""Any two features of layout, rows, recompute, head, memory and experts together either make a run,
+or are refused by name before anything is built: never by an error from below, nor by a flag that
+the user did not type. tests/dist/test_flag_pairs.py trains those that are not refused."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def pairs_of(features: dict[str, str]) -> Iterator[tuple[str, str]]:
 def test_every_pair_is_parsed_or_refused_by_name(
     tmp_path: Path, kind: str, alone: set[str]
 ) -> None:
-    """Experts that are tensor-parallel need sequence parallelism too. Of two features that are accepted alone both are named."""
+    """Experts that are tensor-parallel need sequence parallelism too. Of two features that are
+    accepted alone both are named."""
     model, features = (HF_CONFIG, DENSE) if kind == "dense" else (QWEN3_MOE, EXPERTS)
     refused = {name: problems_of(tmp_path, flags, model) for name, flags in features.items()}
     assert {name for name, problems in refused.items() if problems} == alone

@@ -1,4 +1,5 @@
-"""arguments/hf/model.py: config.json -> settings of megatron-core, against files that transformers itself writes."""
+"""arguments/hf/model.py: config.json -> settings of megatron-core, against files that transformers
+itself writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""KL estimators: values against loops, and the facts about their expected gradients, exact over a small vocabulary."""
+"""KL estimators: values against loops, and the facts about their expected gradients, exact over a
+small vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The launch scripts for a GPU and for SLURM, as far as a machine with neither can tell: what they call, and how they end."""
+"""The launch scripts for a GPU and for SLURM, as far as a machine with neither can tell: what they
+call, and how they end."""
 
 from __future__ import annotations
 
@@ -79,19 +80,22 @@ def test_a_missing_setting_for_one_gpu_is_named() -> None:
     assert done.returncode != 0 and "MODEL" in done.stderr
 
 
-# What SLURM's commands do, here: srun runs this node's task, scontrol and scancel write down that they were called.
+# What SLURM's commands do, here: srun runs this node's task, scontrol and scancel write down that
+# they were called.
 COMMANDS = {
     "srun": 'echo "$@" > "$RECORD.srun"; while [[ $1 != bash ]]; do shift; done; SLURM_STEP_ID=7 SLURM_STEP_NUM_NODES=2 exec "$@"',
     # a reader that leaves after the first line would end this by SIGPIPE
     "scontrol": 'if [[ $1 == requeue ]]; then echo "$2" > "$RECORD.requeued"; exit "$REQUEUE"; fi; echo alpha; sleep 0.1; echo beta',
     "scancel": 'echo "$@" > "$RECORD.scancel"; kill -TERM "$(grep -o "pid\\": [0-9]*" "$RECORD" | grep -o "[0-9]*$")"',
-    "timeout": "exit $((SLURM_NODEID == 0))",  # somebody listens on the first node when the second asks
+    # somebody listens on the first node when the second asks
+    "timeout": "exit $((SLURM_NODEID == 0))",
     "sleep": "",  # the script that waits for SLURM to end it
 }
 
 
 def slurm(folder: Path, node: int) -> dict[str, str]:
-    """The variables of a job of two nodes, and commands that run here what SLURM would run on that node."""
+    """The variables of a job of two nodes, and commands that run here what SLURM would run on that
+    node."""
     commands = folder / "bin"
     commands.mkdir()
     for name, script in COMMANDS.items():

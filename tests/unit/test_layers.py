@@ -70,7 +70,8 @@ MAY_IMPORT_MEGATRON = (
     "scripts",
     "benchmarks",
 )
-# Importing these costs seconds or needs a device; what is imported below `arguments` is imported by every wrong command line.
+# Importing these costs seconds or needs a device; what is imported below `arguments` is imported by
+# every wrong command line.
 HEAVY = (
     "torch",
     "transformers",
@@ -117,7 +118,8 @@ def place(module: str) -> str | None:
 
 
 def imports_of(path: Path, *, at_import_time: bool = False) -> set[str]:
-    """Modules that the file names, those under TYPE_CHECKING left out. at_import_time: not those inside functions either."""
+    """Modules that the file names, those under TYPE_CHECKING left out. at_import_time: not those
+    inside functions either."""
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
@@ -180,7 +182,8 @@ def test_megatron_is_imported_only_where_it_belongs() -> None:
 
 
 def test_argparse_is_not_imported_by_the_library() -> None:
-    """A namespace of arguments must not travel. Programs may have flags, and there is one parser of the launchers."""
+    """A namespace of arguments must not travel. Programs may have flags, and there is one parser of
+    the launchers."""
     programs = [
         module
         for module, path in MODULES.items()

@@ -34,7 +34,8 @@ def two() -> Iterator[tuple[ParallelLayout, ParallelLayout]]:
 
 
 def test_every_global_is_exchanged(two: tuple[ParallelLayout, ParallelLayout]) -> None:
-    """megatron-core's next release may have others: whatever differs between before and after must be among those that we know."""
+    """megatron-core's next release may have others: whatever differs between before and after must
+    be among those that we know."""
 
     def everything() -> dict[str, int]:
         return {name: id(value) for name, value in vars(parallel_state).items()}

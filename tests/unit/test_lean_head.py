@@ -1,4 +1,5 @@
-"""Log-prob and entropy from hidden states, against autograd through the whole logits in float64. Several ranks: tests/dist."""
+"""Log-prob and entropy from hidden states, against autograd through the whole logits in float64.
+Several ranks: tests/dist."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def through_logits(
 def values_and_gradients(
     function: Any, arguments: dict[str, Any], uses: str = "both", **settings: Any
 ) -> list[Tensor]:
-    """[log_probs, entropy, gradients by hidden, weight and bias] in float64, of a fixed weighting of the outputs."""
+    """[log_probs, entropy, gradients by hidden, weight and bias] in float64, of a fixed weighting
+    of the outputs."""
     leaves = [
         arguments[name] for name in ("hidden", "weight", "bias") if arguments[name] is not None
     ]
@@ -134,7 +136,8 @@ def test_only_the_rows_asked_for(rows: list[int], chunk_size: int) -> None:
 
 
 def test_banned_tokens_leave_everything_finite() -> None:
-    """A bias of -inf bans tokens: whole blocks of columns, the first among them, and parts of blocks."""
+    """A bias of -inf bans tokens: whole blocks of columns, the first among them, and parts of
+    blocks."""
     arguments = problem(bias=True)
     with torch.no_grad():
         arguments["bias"][:9] = float("-inf")
@@ -213,7 +216,8 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of 64 rows x 512 tokens: beside the weight's own gradient nothing is larger than two blocks."""
+    """Forward and backward of 64 rows x 512 tokens: beside the weight's own gradient nothing is
+    larger than two blocks."""
     monkeypatch.setattr(fused_linear_logprob, "BLOCK_ELEMENTS_CPU", 1024)
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(512, 4, requires_grad=True)
     with LargestTensor() as lean:

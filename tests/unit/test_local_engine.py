@@ -1,4 +1,5 @@
-"""The local engine against transformers itself: tokens, log-probs, distributions, stops, seeds and weights."""
+"""The local engine against transformers itself: tokens, log-probs, distributions, stops, seeds and
+weights."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 
 class Built:
-    """A saved random model, transformers' own copy of it, and the engine that was given its weights."""
+    """A saved random model, transformers' own copy of it, and the engine that was given its
+    weights."""
 
     def __init__(self, config: PretrainedConfig, folder: Path, **engine_options: int) -> None:
         torch.manual_seed(0)
@@ -107,7 +109,8 @@ def _requests(count: int, n_samples: int = 1, longest: int = 20) -> list[Generat
 
 @torch.no_grad()
 def _full_pass(model: PreTrainedModel, request: GenerateRequest, output: GenerateOutput) -> Tensor:
-    """Logits [R, V] that predict each response token, from one forward pass without cache or padding."""
+    """Logits [R, V] that predict each response token, from one forward pass without cache or
+    padding."""
     ids = torch.tensor([request.prompt_tokens + output.tokens])
     return model(ids).logits[0, len(request.prompt_tokens) - 1 : -1]
 
@@ -187,7 +190,8 @@ def test_greedy_responses_report_no_sets(built: Built) -> None:
 def test_reported_routes_are_those_of_a_pass_over_the_whole_text(
     family: str, tmp_path: Path
 ) -> None:
-    """Prompts of several lengths, some shared, and responses that end at different steps: each has the routes of its own tokens."""
+    """Prompts of several lengths, some shared, and responses that end at different steps: each has
+    the routes of its own tokens."""
     built = Built(FAMILIES[family], tmp_path, local_batch_size=5)
     sampling = SamplingParams(
         max_new_tokens=9, stop_token_ids=tuple(range(20, 30)), report_routes=True
@@ -220,7 +224,8 @@ def test_a_model_without_experts_has_no_routes(built: Built) -> None:
 
 
 def test_tokens_depend_on_the_seed_alone(built: Built) -> None:
-    """Chunk size, order and company of requests change nothing; another seed does; nor is torch's global generator read or moved."""
+    """Chunk size, order and company of requests change nothing; another seed does; nor is torch's
+    global generator read or moved."""
     requests = _requests(12, n_samples=3)
     sampling = SamplingParams(max_new_tokens=16)
     state = torch.random.get_rng_state()
@@ -248,7 +253,8 @@ def test_a_shorter_limit_gives_a_prefix(built: Built) -> None:
 
 
 def test_an_end_with_the_last_allowed_token_is_an_end(built: Built) -> None:
-    """By the model's own end token, a stop token or a stop text; one token earlier it is the limit that ends the response."""
+    """By the model's own end token, a stop token or a stop text; one token earlier it is the limit
+    that ends the response."""
     engine = LocalEngine(built.folder, _tokenizer())
     engine.update_weights(built.weights(), version=0)
     requests, ends = _requests(16, n_samples=2), set()
@@ -288,7 +294,8 @@ def test_seeds_use_all_their_bits() -> None:
     ],
 )
 def test_sampled_distribution(sampling: SamplingParams) -> None:
-    """Frequencies over an even grid of uniforms are the probabilities, worked out here token by token."""
+    """Frequencies over an even grid of uniforms are the probabilities, worked out here token by
+    token."""
     logits = torch.tensor([0.3, -1.2, 2.0, 0.0, 1.1, float("-inf"), 1.6, -0.4])
     p = (logits.double() / sampling.temperature).softmax(0)
     ranked = sorted(range(8), key=lambda i: -p[i])
@@ -364,7 +371,8 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_stop_strings(built: Built) -> None:
-    """A response ends with the token that completes a stop string, also where the string spans tokens."""
+    """A response ends with the token that completes a stop string, also where the string spans
+    tokens."""
     tokenizer = _tokenizer()
     engine = LocalEngine(built.folder, tokenizer)
     engine.update_weights(built.weights(), version=0)
@@ -382,7 +390,8 @@ def test_stop_strings(built: Built) -> None:
             assert output.finish_reason == "stop"
         else:
             assert (output.tokens, output.finish_reason) == (whole.tokens, whole.finish_reason)
-            # responses that end leave the batch, whose size decides how products of matrices are rounded
+            # responses that end leave the batch, whose size decides how products of matrices are
+            # rounded
             torch.testing.assert_close(
                 torch.tensor(output.log_probs), torch.tensor(whole.log_probs), rtol=1e-5, atol=1e-5
             )

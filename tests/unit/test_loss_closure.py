@@ -1,4 +1,5 @@
-"""The scale: what megatron-core's schedule and DDP divide by is undone exactly. Whole steps: tests/dist."""
+"""The scale: what megatron-core's schedule and DDP divide by is undone exactly. Whole steps:
+tests/dist."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def through_the_schedule(loss: float, num_microbatches: int, cp: int) -> float:
 def test_schedule_and_data_parallel_average_are_undone(
     num_microbatches: int, dp: int, cp: int
 ) -> None:
-    """Every rank has this many partial losses of 0.5, and DDP averages gradients over dp * cp equal ranks: the sum of all must come out."""
+    """Every rank has this many partial losses of 0.5, and DDP averages gradients over dp * cp equal
+    ranks: the sum of all must come out."""
     scale = forward_step.gradient_scale(layout(dp, cp), num_microbatches)
     of_a_rank = sum(
         through_the_schedule(0.5 * scale, num_microbatches, cp) for _ in range(num_microbatches)

@@ -117,7 +117,8 @@ def test_sapo_passes_gradcheck() -> None:
 
 
 def test_sapo_at_sequence_level_uses_the_ratio_of_gspo_token() -> None:
-    """Value: the geometric mean over the sequence's active tokens. Gradient: each token's own, -A s sech^2."""
+    """Value: the geometric mean over the sequence's active tokens. Gradient: each token's own, -A s
+    sech^2."""
     log_ratio = torch.tensor([0.4, -0.2, 9.0, 0.1, 0.7, -0.3], dtype=torch.float64)
     mask = torch.tensor([True, True, False, True, True, True])
     seq_ids = torch.tensor([0, 0, 0, 1, 1, 1])
@@ -169,7 +170,8 @@ def test_sapo_sequence_ratio_is_capped() -> None:
     ],
 )
 def test_on_policy_the_gradient_is_minus_the_advantage(name: str, settings: dict[str, Any]) -> None:
-    """gmpo's for an advantage that is constant in a sequence; clip_cov's where it does not choose: nothing is in its range here."""
+    """gmpo's for an advantage that is constant in a sequence; clip_cov's where it does not choose:
+    nothing is in its range here."""
     advantages = torch.tensor([1.5, 1.5, 0.0, -2.0, -2.0], dtype=torch.float64)
     if name != "gmpo":
         advantages += torch.tensor([0.0, -2.2, 0.0, 0.3, 5.0], dtype=torch.float64)

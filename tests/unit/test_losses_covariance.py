@@ -1,4 +1,5 @@
-"""clip_cov and kl_cov against loops in float64: whom they choose, what that does, and that they depend on the micro-batch as they say."""
+"""clip_cov and kl_cov against loops in float64: whom they choose, what that does, and that they
+depend on the micro-batch as they say."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def test_clip_cov_is_ppo_without_the_chosen(share: float, reject: bool) -> None:
 
 
 def test_clip_cov_draws_by_its_seed_alone() -> None:
-    """The same tokens on every rank that is given the same seed, and other ones with another; each candidate has its chance."""
+    """The same tokens on every rank that is given the same seed, and other ones with another; each
+    candidate has its chance."""
     config = ClipCovConfig(clip_cov_ratio=2e-4, clip_cov_lb=0.05, clip_cov_ub=2.0)
 
     def chosen(seed: int) -> int:
@@ -159,7 +161,8 @@ def test_pick_takes_the_first_and_never_more_than_there_are() -> None:
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 def test_the_choice_is_that_of_a_micro_batch(name: str) -> None:
-    """The exception to independence of the cut: halves choose for themselves. Order and padding do not matter to kl_cov."""
+    """The exception to independence of the cut: halves choose for themselves. Order and padding do
+    not matter to kl_cov."""
     loss = policy_losses.get(name)
     config = (
         ClipCovConfig(clip_cov_ratio=0.2, clip_cov_lb=0.02, clip_cov_ub=3.0)

@@ -1,4 +1,5 @@
-"""A user's own loss; and what joins any loss: VAPO's positive NLL, the second name of pg_clipfrac, the warning about scaled advantages."""
+"""A user's own loss; and what joins any loss: VAPO's positive NLL, the second name of pg_clipfrac,
+the warning about scaled advantages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Every loss and variant at ratio 1, near it (gradcheck), and far from it: log-ratios of +-50, masks with nothing or one token in them, NaN and infinities
-where nothing may look. The lists are the registry's own."""
+"""Every loss and variant at ratio 1, near it (gradcheck), and far from it: log-ratios of +-50,
+masks with nothing or one token in them, NaN and infinities where nothing may look. The lists are
+the registry's own."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tests.unit.test_losses_invariance import CORRECTIONS, VARIANTS, WITHOUT_AN_
 from tests.unit.test_losses_prescaling import OF_SAMPLES
 
 POLICY_GRADIENTS = [v for v in VARIANTS if v not in WITHOUT_AN_OLD_POLICY]
-# Their weight is a constant for autograd (and in gspo-token the value is the sequence's): the gradient is not the derivative of the value.
+# Their weight is a constant for autograd (and in gspo-token the value is the sequence's): the
+# gradient is not the derivative of the value.
 WITH_A_STOPPED_WEIGHT = {
     "cispo",
     "cispo_rollout",
@@ -66,7 +68,8 @@ def tensors_at(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> dict
 @pytest.mark.parametrize("reduction", LOSS_REDUCTIONS)
 @pytest.mark.parametrize("variant", POLICY_GRADIENTS)
 def test_on_policy_the_gradient_is_the_policy_gradient(variant: str, reduction: str) -> None:
-    """-u A at every active token: of gmpo for an advantage that is constant in a sequence, of clip_cov where it does not choose."""
+    """-u A at every active token: of gmpo for an advantage that is constant in a sequence, of clip_cov
+    where it does not choose."""
     g = torch.Generator().manual_seed(1)
     advantages = torch.randn(7, 1, generator=g, dtype=torch.float64) + (
         0.0 if variant == "gmpo" else torch.randn(7, 9, generator=g, dtype=torch.float64)
@@ -93,7 +96,8 @@ def test_on_policy_the_gradient_is_the_policy_gradient(variant: str, reduction: 
     "variant", [v for v in VARIANTS if v != "gspo"]
 )  # its default range is narrower than these ratios
 def test_gradients_are_derivatives_where_the_loss_is_smooth(variant: str) -> None:
-    """Between kinks: log-ratios of 0.02 to 0.12, clip ranges beyond. And those with a stopped weight are known."""
+    """Between kinks: log-ratios of 0.02 to 0.12, clip ranges beyond. And those with a stopped
+    weight are known."""
     g = torch.Generator().manual_seed(2)
     log_ratio = (0.02 + 0.1 * torch.rand(2, 4, generator=g, dtype=torch.float64)) * torch.tensor(
         [[1, -1, 1, -1], [-1, 1, 1, 1]]
@@ -126,8 +130,10 @@ WILD = [50.0, -50.0, 0.0, 0.3, -0.3, 25.0, -25.0, 1.0, -2.0]
 
 
 def wild_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Log-probs [7, 9], mask and constants: every log-ratio of WILD with both signs of the advantage, to the old policy, the sampler and the reference;
-    a fully masked row, rows of one token at +50 and at -50, a sampler's -inf and NaN at active tokens, and anything at masked ones."""
+    """Log-probs [7, 9], mask and constants: every log-ratio of WILD with both signs of the
+    advantage, to the old policy, the sampler and the reference; a fully masked row, rows of one
+    token at +50 and at -50, a sampler's -inf and NaN at active tokens, and anything at masked ones.
+    """
     log_ratio = torch.tensor([WILD] * 7, dtype=dtype)
     log_ratio[1:3] = log_ratio[1:3].flip(1)
     leaf = torch.full((7, 9), -0.5, dtype=dtype).requires_grad_()
@@ -150,7 +156,8 @@ def wild_step(dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 def test_far_off_policy_everything_stays_finite(
     variant: str, correction: str, poison: float
 ) -> None:
-    """In fp32 and fp64, with every correction; a masked token gets exactly no gradient whatever stands there, and changes nothing."""
+    """In fp32 and fp64, with every correction; a masked token gets exactly no gradient whatever
+    stands there, and changes nothing."""
     _, config, of_terms = CORRECTIONS[correction]
     terms = LossTerms(kl_loss_coef=0.1, entropy_coef=0.01, positive_nll_coef=0.1, **of_terms)
     for dtype in (torch.float32, torch.float64):
@@ -169,9 +176,8 @@ def test_far_off_policy_everything_stays_finite(
                 config, given["old_log_probs"], given["rollout_log_probs"], mask
             ).tensors
             if config.enabled and VARIANTS[variant][0] in ("rollout_is", "dppo", "cispo"):
-                given["rollout_log_probs"][6, 0] = (
-                    0.0  # the loss reads it too, and the sequence is out
-                )
+                # the loss reads it too, and the sequence is out
+                given["rollout_log_probs"][6, 0] = 0.0
             weights = torch.where(mask, u, poison) if spoilt else u
             output = loss_of(
                 variant,

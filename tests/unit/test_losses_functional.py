@@ -49,8 +49,9 @@ IN_A_FRESH_PROCESS = """
 
 
 def test_torch_alone_is_needed() -> None:
-    """Everything runs in a process that has imported neither Megatron nor transformers, nor the command line; what comes beside torch is ours and the
-    standard library's, so that the import costs a fraction of torch's."""
+    """Everything runs in a process that has imported neither Megatron nor transformers, nor the
+    command line; what comes beside torch is ours and the standard library's, so that the import
+    costs a fraction of torch's."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(IN_A_FRESH_PROCESS)],
         cwd=ROOT,
@@ -69,7 +70,8 @@ def test_torch_alone_is_needed() -> None:
 
 
 def packed(step: dict[str, torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
-    """The rows of a padded step one after the other without their last tokens, shorter ones first; and the places of the tokens."""
+    """The rows of a padded step one after the other without their last tokens, shorter ones first;
+    and the places of the tokens."""
     lengths = [9, 4, 6, 7, 9, 1, 3]
     rows = torch.cat([torch.arange(9)[:n] + 9 * i for i, n in enumerate(lengths)])
     return {name: x.flatten()[rows] for name, x in step.items()}, rows
@@ -103,7 +105,8 @@ def test_packed_is_padded_without_the_padding(name: str) -> None:
 
 @pytest.mark.parametrize("reduction", LOSS_REDUCTIONS)
 def test_token_weights_sum_to_what_the_reduction_is_a_mean_of(reduction: str) -> None:
-    """A loss of 1 for every token has the mean 1, less the empty sequences and rollouts that count in it."""
+    """A loss of 1 for every token has the mean 1, less the empty sequences and rollouts that count
+    in it."""
     mask = random_step(8)["loss_mask"]
     u = token_weights(reduction, mask, **OF_SAMPLES.get(reduction, {}))
     wanted = {

@@ -1,9 +1,12 @@
-"""Every registered loss x every reduction x every off-policy correction, in float64 on a small linear policy: the loss and the gradient of the
-parameters do not depend on how the step is cut into micro-batches, in which order, or with how much padding. What does is named here and
-tested to be what it says. A combination that means nothing is refused: by the command line, and by the loss where it can tell.
+"""Every registered loss x every reduction x every off-policy correction, in float64 on a small
+linear policy: the loss and the gradient of the parameters do not depend on how the step is cut into
+micro-batches, in which order, or with how much padding. What does is named here and tested to be
+what it says. A combination that means nothing is refused: by the command line, and by the loss
+where it can tell.
 
-The lists are the registries' own: a new loss, reduction or correction is covered, or fails for want of what the tables below say about it.
-Data-, tensor- and pipeline-parallel layouts: tests/dist/test_algorithms.py.
+The lists are the registries' own: a new loss, reduction or correction is covered, or fails for want
+of what the tables below say about it. Data-, tensor- and pipeline-parallel layouts:
+tests/dist/test_algorithms.py.
 """
 
 from __future__ import annotations
@@ -92,8 +95,9 @@ CUT = [[6, 2, 0], [4], [5, 3, 1]]
 
 @cache
 def step() -> dict[str, Tensor]:
-    """[7, 9, ...] of one optimizer step: the policy's features and tokens, and what old policy, sampler and reference say of them. One row is fully
-    masked, one has a single active token, others have holes."""
+    """[7, 9, ...] of one optimizer step: the policy's features and tokens, and what old policy,
+    sampler and reference say of them. One row is fully masked, one has a single active token,
+    others have holes."""
     g = torch.Generator().manual_seed(4)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -179,7 +183,8 @@ def micro_batch_loss(
 def cut_loss(
     variant: str, parts: Sequence[Sequence[int]], u: Tensor, terms: LossTerms, correction: Any
 ) -> tuple[float, Tensor]:
-    """Loss, and gradient of the parameters, summed over micro-batches. Padding grows from one to the next."""
+    """Loss, and gradient of the parameters, summed over micro-batches. Padding grows from one to
+    the next."""
     total = torch.zeros((), dtype=torch.float64)
     parameters = step()["weights"].clone().requires_grad_()
     for i, rows in enumerate(parts):
@@ -246,7 +251,8 @@ def test_every_correction_does_something_here(correction: str) -> None:
     ],
 )
 def test_a_rank_corrects_its_own_sequences(correction: str) -> None:
-    """Halves of the step, as two data-parallel ranks hold them. M2PO asks the other ranks: tests/dist/test_algorithms.py."""
+    """Halves of the step, as two data-parallel ranks hold them. M2PO asks the other ranks:
+    tests/dist/test_algorithms.py."""
     s, expected = step(), correction_of(correction)
     for rows in (slice(0, 3), slice(3, 7)):
         part = compute_off_policy_correction(
@@ -265,8 +271,8 @@ def test_a_rank_corrects_its_own_sequences(correction: str) -> None:
 
 @pytest.mark.parametrize("variant", ["clip_cov_often", "kl_cov"])
 def test_covariance_losses_choose_in_a_micro_batch(variant: str) -> None:
-    """Their covariances and the number they choose are the micro-batch's, so that a cut is another loss. Padding is not; nor is order, but for
-    clip_cov, which draws by place."""
+    """Their covariances and the number they choose are the micro-batch's, so that a cut is another
+    loss. Padding is not; nor is order, but for clip_cov, which draws by place."""
     u = u_of("token_mean", step()["loss_mask"])
     whole = cut_loss(variant, WHOLE, u, TERMS, {})
     assert not same(whole, cut_loss(variant, CUT, u, TERMS, {})), (
@@ -307,7 +313,8 @@ def test_where_covariance_losses_choose_nothing_or_all_the_cut_does_not_matter(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_legacy_mean_is_a_mean_of_micro_batch_means(variant: str) -> None:
-    """With micro-batches of one sample: the mean over them of the token means of each, as a step of its own. So it depends on the cut."""
+    """With micro-batches of one sample: the mean over them of the token means of each, as a step of
+    its own. So it depends on the cut."""
     mask, terms = step()["loss_mask"], dataclasses.replace(TERMS, positive_nll_coef=0.0)
     singles = [[i] for i in range(COUNT)]
     legacy = u_of(IN_THE_CUT, mask, micro_batch_size=1)
@@ -383,7 +390,8 @@ def test_supervised_training_takes_no_correction(tmp_path: Path, correction: str
 
 
 def test_the_tables_are_complete() -> None:
-    """Every setting that switches a correction on is in one of them, and every flag means the configuration beside it."""
+    """Every setting that switches a correction on is in one of them, and every flag means the
+    configuration beside it."""
     switched = {
         f.name
         for f in dataclasses.fields(OffPolicyConfig)

@@ -1,4 +1,5 @@
-"""Advantages that are normalised already, w = 1, against token weights: equal where the loss is homogeneous, warned about elsewhere."""
+"""Advantages that are normalised already, w = 1, against token weights: equal where the loss is
+homogeneous, warned about elsewhere."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_elsewhere_it_is_another_loss_and_says_so(name: str) -> None:
 
 
 def test_what_the_difference_is() -> None:
-    """SkyRL's clip_cov becomes ppo: no scaled covariance reaches the threshold. kl_cov's penalty is summed, not averaged."""
+    """SkyRL's clip_cov becomes ppo: no scaled covariance reaches the threshold. kl_cov's penalty is
+    summed, not averaged."""
     step = random_step(4)
     step["advantages"] = 3 * step["advantages"]
     active = int(step["loss_mask"].sum())
@@ -113,7 +115,8 @@ def test_what_the_difference_is() -> None:
 
 
 def test_kl_and_entropy_do_not_grow_with_the_batch() -> None:
-    """Twice the same step: with the weights of the double one the gradient of each copy is half, KL and entropy included."""
+    """Twice the same step: with the weights of the double one the gradient of each copy is half, KL
+    and entropy included."""
     step = random_step(5)
     double = {key: torch.cat([x, x]) for key, x in step.items()}
     one = prescale_advantages("sequence_mean", step["advantages"], step["loss_mask"])

@@ -1,4 +1,5 @@
-"""Losses with a ratio of the whole sequence, and the sequence mask, against loops over sequences, in float64; with and without correction."""
+"""Losses with a ratio of the whole sequence, and the sequence mask, against loops over sequences,
+in float64; with and without correction."""
 
 from __future__ import annotations
 
@@ -271,7 +272,8 @@ def test_vespos_weight_is_one_on_policy_and_largest_at_k_over_lambda() -> None:
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["gmpo", "vespo"])
 def test_a_rejected_sequence_may_hold_anything(name: str, poison: float) -> None:
-    """The correction drops a sequence whose log-probs are not finite: it gets no gradient, and the others keep theirs."""
+    """The correction drops a sequence whose log-probs are not finite: it gets no gradient, and the
+    others keep theirs."""
     rejected = SEQ_IDS == 0
     old = inputs_of()[1].old_log_probs
     assert old is not None

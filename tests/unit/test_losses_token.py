@@ -1,4 +1,5 @@
-"""Losses with a ratio of each token, against loops over tokens written from the formulas, in float64."""
+"""Losses with a ratio of each token, against loops over tokens written from the formulas, in
+float64."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ CASES: list[tuple[str, Any, Formula]] = [
     ("name", "config", "formula"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)]
 )
 def test_a_loss_is_its_formula(name: str, config: Any, formula: Formula) -> None:
-    """Values, gradients, and the share that is clipped. The loss that is anchored elsewhere does not look at the other anchor."""
+    """Values, gradients, and the share that is clipped. The loss that is anchored elsewhere does
+    not look at the other anchor."""
     log_ratio, advantages = grid()
     rewards = torch.where(
         torch.arange(40) % 3 == 0, 1.0, torch.where(torch.arange(40) % 3 == 1, 0.0, -2.0)
@@ -244,7 +246,8 @@ def test_dppo_near_certain_tokens_stay_finite() -> None:
 
 
 def test_aliases_of_dppo_choose_the_divergence() -> None:
-    """p = 0.9, q = 0.8: a total variation of 0.1 is inside 0.2; the KL is inside 0.05; with a smaller region only the other is."""
+    """p = 0.9, q = 0.8: a total variation of 0.1 is inside 0.2; the KL is inside 0.05; with a
+    smaller region only the other is."""
     loss = policy_losses.get("dppo")
     made = {
         alias: loss.config_type(**loss.alias_defaults[alias]) for alias in ("dppo_tv", "dppo_kl")

@@ -1,4 +1,5 @@
-"""The one assembly of the loss: identity, corrections, masking, and independence of how the step is cut."""
+"""The one assembly of the loss: identity, corrections, masking, and independence of how the step is
+cut."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ NAMES = policy_losses.names()
 TERMS = LossTerms(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coef=0.07)
 # Losses that choose tokens within a micro-batch: see test_losses_covariance.py.
 CHOOSE_IN_A_MICRO_BATCH = ("clip_cov", "kl_cov")
-# A token without a finite old log-prob spoils the ratio of its sequence, which the correction drops as a whole.
+# A token without a finite old log-prob spoils the ratio of its sequence, which the correction drops
+# as a whole.
 SEQUENCE_RATIO = ("gspo", "vespo")
 
 
@@ -37,7 +39,8 @@ def config_of(name: str) -> Any:
 
 
 def random_step(seed: int = 0) -> dict[str, Tensor]:
-    """Padded [B, T] float64 tensors of a step: a fully masked row, one of a single token, tool spans, off-policy tokens."""
+    """Padded [B, T] float64 tensors of a step: a fully masked row, one of a single token, tool
+    spans, off-policy tokens."""
     g = torch.Generator().manual_seed(seed)
     shape = (7, 9)
 
@@ -83,7 +86,8 @@ def run(
     terms: LossTerms,
     importance_level: str = "token",
 ) -> tuple[float, Tensor, Any]:
-    """(loss, gradient [len(rows), T], metrics) of one micro-batch of rows padded to `width` with NaN."""
+    """(loss, gradient [len(rows), T], metrics) of one micro-batch of rows padded to `width` with
+    NaN."""
     tensors = {}
     for key, x in {**step, "loss_weights": weights}.items():
         padding = torch.zeros(len(rows), width - x.shape[1], dtype=x.dtype)
@@ -110,7 +114,8 @@ def run(
 @pytest.mark.parametrize("reduction", LOSS_REDUCTIONS)
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in CHOOSE_IN_A_MICRO_BATCH])
 def test_loss_and_gradient_do_not_depend_on_the_cut(name: str, reduction: str) -> None:
-    """Micro-batches of any size, in any order, with any padding, holding anything: one loss, one gradient, one set of metrics."""
+    """Micro-batches of any size, in any order, with any padding, holding anything: one loss, one
+    gradient, one set of metrics."""
     step = random_step()
     weights = weights_of(reduction, step["loss_mask"])
     loss, gradient, metrics = run(name, step, weights, list(range(7)), 9, TERMS)
@@ -138,7 +143,8 @@ CORRECTIONS = ("masks", "token weights", "sequence weights")
 
 
 def corrected_step(correction: str) -> dict[str, Any]:
-    """A step with a token mask, one wholly rejected sequence, and weights of tokens or of sequences."""
+    """A step with a token mask, one wholly rejected sequence, and weights of tokens or of
+    sequences."""
     g = torch.Generator().manual_seed(11)
     step: dict[str, Any] = dict(random_step())
     step["keep_mask"] = torch.rand(7, 9, generator=g) < 0.7
@@ -156,7 +162,8 @@ def corrected_step(correction: str) -> dict[str, Any]:
     "name", [n for n in NAMES if n not in (*CHOOSE_IN_A_MICRO_BATCH, "cross_entropy")]
 )
 def test_a_corrected_loss_does_not_depend_on_the_cut_either(name: str, correction: str) -> None:
-    """With OPSM on; and what is rejected gets no policy gradient. A loss that is anchored on the sampler refuses the weights."""
+    """With OPSM on; and what is rejected gets no policy gradient. A loss that is anchored on the
+    sampler refuses the weights."""
     terms = dataclasses.replace(TERMS, opsm_delta=0.01)
     level = "sequence" if correction == "sequence weights" else "token"
     step = corrected_step(correction)
@@ -183,7 +190,8 @@ def test_a_corrected_loss_does_not_depend_on_the_cut_either(name: str, correctio
 
 
 def test_the_identity_term_by_term() -> None:
-    """sum mask (w k c loss + u (coef kl - coef H)), as a loop; w and u apart, and their gradients too."""
+    """sum mask (w k c loss + u (coef kl - coef H)), as a loop; w and u apart, and their gradients
+    too."""
     g = torch.Generator().manual_seed(5)
     step = {name: x.flatten() for name, x in random_step(1).items()}
     count = step["log_probs"].numel()
@@ -273,7 +281,8 @@ def test_one_token_and_far_off_policy_tokens_stay_finite(name: str) -> None:
     ],
 )
 def test_a_rejected_token_loses_its_policy_term_and_keeps_kl_and_entropy(name: str) -> None:
-    """Whatever made it rejected: a weight or an old log-prob that is not finite does not reach the gradient."""
+    """Whatever made it rejected: a weight or an old log-prob that is not finite does not reach the
+    gradient."""
     step = {key: x[:1] for key, x in random_step(3).items()}
     step["loss_mask"] = torch.ones(1, 9, dtype=torch.bool)
     step["rewards"] = torch.ones(1, 9)

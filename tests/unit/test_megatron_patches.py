@@ -208,7 +208,8 @@ TARGETS = [
 def test_a_missing_target_fails_loudly(
     monkeypatch: pytest.MonkeyPatch, patch: str, module_name: str, path: str
 ) -> None:
-    # the checks of these two look at what installation has changed: let them see the unpatched state
+    # the checks of these two look at what installation has changed: let them see the unpatched
+    # state
     if patch == "torch_on_cpu":
         for name in importlib.import_module("megatron_patches.torch_on_cpu").MODULES:
             monkeypatch.setattr(importlib.import_module(f"megatron.core.{name}"), "torch", torch)
@@ -245,7 +246,8 @@ def test_a_missing_module_or_a_changed_body_fails_loudly(monkeypatch: pytest.Mon
     monkeypatch.setattr(on_cpu, "MODULES", ("package_info",))
     with pytest.raises(RuntimeError, match=r"package_info has no global named torch"):
         on_cpu.check()
-    # applied above: the constants are gone from this function, as they would be from a new version's
+    # applied above: the constants are gone from this function, as they would be from a new
+    # version's
     strings = importlib.import_module("megatron_patches.type_strings")
     with pytest.raises(RuntimeError, match="no longer names a CUDA tensor type"):
         strings.check()

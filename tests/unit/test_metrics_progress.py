@@ -147,7 +147,8 @@ def test_sparkline() -> None:
 
 
 def test_engines_side_by_side() -> None:
-    """benchmarks/engine_table.py: seconds are sums over the run, and what was sampled while the training went on is told."""
+    """benchmarks/engine_table.py: seconds are sums over the run, and what was sampled while the
+    training went on is told."""
     from benchmarks.engine_table import HEAD, table_row
 
     rows = [

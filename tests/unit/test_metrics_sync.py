@@ -1,4 +1,5 @@
-"""Metrics make the host wait for the device once in an optimizer step, where they are reduced; counted as what would wait on a GPU, on the CPU."""
+"""Metrics make the host wait for the device once in an optimizer step, where they are reduced;
+counted as what would wait on a GPU, on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from slime_like.metrics.typed import (
 )
 from tests.unit.test_losses_invariance import VARIANTS, legal
 
-# Operations whose result the host must see, or whose size depends on values. A mask as an index is one of them too.
+# Operations whose result the host must see, or whose size depends on values. A mask as an index is
+# one of them too.
 WAITING = {
     "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::unique_consecutive",
     "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::bincount", "aten::repeat_interleave", "aten::histc", "aten::argwhere",
@@ -90,7 +92,8 @@ def micro_batch(seed: int) -> LossInputs:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_waits_once(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss, every metric and backward of three micro-batches do not wait at all; the reduction of the step's metrics does, once."""
+    """Loss, every metric and backward of three micro-batches do not wait at all; the reduction of
+    the step's metrics does, once."""
     name, settings = VARIANTS[variant]
     loss = policy_losses.get(name)
     config = loss.config_type(**settings)

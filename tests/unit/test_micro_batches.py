@@ -1,4 +1,5 @@
-"""A rank's samples cut into micro-batches, and put back in order; micro-batches that hold padding only."""
+"""A rank's samples cut into micro-batches, and put back in order; micro-batches that hold padding
+only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Divergences between trainer and engine, rejection by k2 and k3, and batch-normalised weights, against loops over sequences."""
+"""Divergences between trainer and engine, rejection by k2 and k3, and batch-normalised weights,
+against loops over sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ LENGTHS = (7, 1, 12, 5, 3, 9)
 
 
 def batch(seed: int, spread: float = 0.4) -> tuple[list[list[float]], list[list[float]], Any]:
-    """(trainer's log-probs, engine's, whether active) of six sequences, one of them without an active token."""
+    """(trainer's log-probs, engine's, whether active) of six sequences, one of them without an
+    active token."""
     generator = torch.Generator().manual_seed(seed)
     rollout = [(-torch.rand(n, generator=generator).double() * 3).tolist() for n in LENGTHS]
     noise = [(torch.randn(n, generator=generator).double() * spread).tolist() for n in LENGTHS]

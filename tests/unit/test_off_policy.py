@@ -1,4 +1,5 @@
-"""The off-policy correction against a float64 loop over sequences, written from section 5 of the specification."""
+"""The off-policy correction against a float64 loop over sequences, written from section 5 of the
+specification."""
 
 from __future__ import annotations
 
@@ -354,7 +355,8 @@ def test_sequences_do_not_see_each_other(settings: dict[str, Any]) -> None:
 
 
 def test_the_loss_is_weighted_and_its_denominator_stays() -> None:
-    """The gradient of a kept token is its on-policy one times c; that of a rejected one is 0; nothing is inflated."""
+    """The gradient of a kept token is its on-policy one times c; that of a rejected one is 0;
+    nothing is inflated."""
     data = batch(1)
     config = OffPolicyConfig(
         tis_ratio_type="token", token_mask_is_threshold_low=0.7, token_mask_is_threshold_high=1.4

@@ -1,4 +1,5 @@
-"""Optimizer state in bf16, and on the CPU: the arithmetic, and checkpoints through megatron-core's distributed optimizer."""
+"""Optimizer state in bf16, and on the CPU: the arithmetic, and checkpoints through megatron-core's
+distributed optimizer."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_moments_in_bf16_are_rounded_after_every_step() -> None:
     assert {name: state[name].dtype for name in ("exp_avg", "exp_avg_sq", "master_param")} == {
         "exp_avg": BF16, "exp_avg_sq": BF16, "master_param": FP32,
     }  # fmt: skip
-    # a value between two of bf16's may round to either in float32 and float64: a few moments are one bit off
+    # a value between two of bf16's may round to either in float32 and float64: a few moments are
+    # one bit off
     torch.testing.assert_close(
         state["master_param"].double(), torch.tensor(w, dtype=torch.float64), rtol=3e-4, atol=3e-5
     )
@@ -144,7 +146,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def model_and_optimizer(settings: dict[str, Any]) -> tuple[Any, Any]:
-    """Two linear layers in bf16 under the distributed optimizer, configured as the command line does."""
+    """Two linear layers in bf16 under the distributed optimizer, configured as the command line
+    does."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import MegatronModule
 
@@ -226,8 +229,8 @@ def test_a_resumed_optimizer_goes_on_as_if_never_stopped(
 
 
 def test_all_kinds_train_alike(one_process: None) -> None:
-    """Against megatron-core's own fp32 main parameters: the same bits with fp32 state, offloaded or not up to the order of operations in
-    torch's fused kernel, and near them in bf16."""
+    """Against megatron-core's own fp32 main parameters: the same bits with fp32 state, offloaded or
+    not up to the order of operations in torch's fused kernel, and near them in bf16."""
     plain = model_and_optimizer({})
     others = {kind: model_and_optimizer(settings) for kind, settings in KINDS.items()}
     for seed in range(4):
@@ -254,8 +257,8 @@ def test_all_kinds_train_alike(one_process: None) -> None:
 
 
 def test_bytes_of_a_parameter(one_process: None) -> None:
-    """Besides gradient buffer and bf16 weight: 12 with fp32 moments (main parameter included), 8 with bf16 moments, none but the offloaded
-    ones' own on the device."""
+    """Besides gradient buffer and bf16 weight: 12 with fp32 moments (main parameter included), 8
+    with bf16 moments, none but the offloaded ones' own on the device."""
     found = {}
     for kind in ("fp32", "bf16"):
         model, optimizer = model_and_optimizer(KINDS[kind])
@@ -271,7 +274,8 @@ def test_bytes_of_a_parameter(one_process: None) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_from_outside_are_kept(one_process: None, kind: str) -> None:
-    """After steps have made main parameters, weights are written and announced: the next step begins from them."""
+    """After steps have made main parameters, weights are written and announced: the next step
+    begins from them."""
     model, optimizer = model_and_optimizer(KINDS[kind])
     step(model, optimizer, 0)
     with torch.no_grad():

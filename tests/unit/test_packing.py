@@ -1,4 +1,5 @@
-"""Packing places every response value on the row whose label it speaks about, and unpacking takes it back."""
+"""Packing places every response value on the row whose label it speaks about, and unpacking takes
+it back."""
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def test_values_stand_on_the_row_that_predicts_their_token() -> None:
     rows = batch.loss_mask.nonzero().squeeze(1)
     assert rows.numel() == 4 + 2 + 1
     assert batch.advantages is not None
-    # a row's label is the next token of its own sequence, and its advantage was made from that token
+    # a row's label is the next token of its own sequence, and its advantage was made from that
+    # token
     assert torch.equal(batch.labels[0, rows].float(), batch.advantages[rows])
     assert torch.equal(batch.labels[0, rows], batch.tokens[0, rows + 1])
     assert batch.position_ids[0].tolist() == [*range(7), *range(3), *range(6)]
@@ -69,7 +71,8 @@ def test_padding_is_a_sequence_without_active_tokens() -> None:
 
 
 def test_selection_seeds_belong_to_a_place_in_the_step() -> None:
-    """Two data-parallel ranks have the seeds of one with twice the micro-batches; another step, or run, has others. All fit in 32 bits."""
+    """Two data-parallel ranks have the seeds of one with twice the micro-batches; another step, or
+    run, has others. All fit in 32 bits."""
     one = pack([sample(3, 2, 100)], multiple=1, device=CPU)
 
     def seeds(count: int, *, seed: int = 5, step: int = 0, dp_rank: int = 0) -> list[int]:
@@ -84,7 +87,8 @@ def test_selection_seeds_belong_to_a_place_in_the_step() -> None:
 
 @pytest.mark.parametrize(("cp_size", "multiple"), [(2, 1), (4, 1), (2, 4), (4, 3)])
 def test_context_ranks_share_every_sequence(cp_size: int, multiple: int) -> None:
-    """Each rank has two chunks of every sequence, mirrored; together they have every row once, and every row keeps what it speaks about."""
+    """Each rank has two chunks of every sequence, mirrored; together they have every row once, and
+    every row keeps what it speaks about."""
     samples = [sample(3, 4, 100), sample(1, 2, 200), sample(12, 7, 300)]
     (whole,) = pack_all([samples], multiple=1, equal_lengths=False, device=CPU)
     ranks = [
@@ -158,7 +162,8 @@ def test_values_of_context_ranks_go_back_to_samples(cp_size: int) -> None:
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_sequences_padded_to_the_longest(cp_size: int) -> None:
-    """bshd: a batch of S times the longest, every token where it would be alone, and padding that weighs nothing."""
+    """bshd: a batch of S times the longest, every token where it would be alone, and padding that
+    weighs nothing."""
     samples = [sample(3, 4, 100), sample(1, 2, 200), sample(5, 0, 300)]
     batch = pack(samples, multiple=1, device=CPU, cp_size=cp_size, equal_sequences=True)
     length = 7 if cp_size == 1 else 8

@@ -131,7 +131,8 @@ def test_a_norm_length_below_one_is_refused(length: int) -> None:
 
 
 def test_the_legacy_mean_depends_on_the_micro_batches() -> None:
-    """The exception: 1 / (K N_k), with N_k the tokens of micro-batch k. Within a micro-batch the order does not matter."""
+    """The exception: 1 / (K N_k), with N_k the tokens of micro-batch k. Within a micro-batch the
+    order does not matter."""
     lengths = torch.tensor([3, 0, 5, 1])
     by_size = {
         size: reduction_weights(

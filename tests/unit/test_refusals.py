@@ -1,4 +1,5 @@
-"""The functions of losses and advantages refuse what the command line refuses, and what no command line could say."""
+"""The functions of losses and advantages refuse what the command line refuses, and what no command
+line could say."""
 
 from __future__ import annotations
 

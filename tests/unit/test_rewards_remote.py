@@ -1,4 +1,5 @@
-"""Rewards of a server, against one on this machine that answers what each test says; and rewards of whole groups."""
+"""Rewards of a server, against one on this machine that answers what each test says; and rewards of
+whole groups."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ def group_grader(folder: Path, body: str, **more: Any) -> Grader:
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_a_function_of_groups(tmp_path: Path, kind: str) -> None:
-    """The rank of each response within its group; a sample that failed before is seen and keeps its state."""
+    """The rank of each response within its group; a sample that failed before is seen and keeps its
+    state."""
     body = f"""
         {kind} score(args, samples):
             order = sorted(samples, key=lambda s: len(s.response))

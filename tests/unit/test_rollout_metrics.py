@@ -1,4 +1,5 @@
-"""Numbers about a rollout: bad rewards are counted and left out, failures named, trainer and sampler compared over active tokens."""
+"""Numbers about a rollout: bad rewards are counted and left out, failures named, trainer and
+sampler compared over active tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a checkpoint may make a process do when it is loaded: nothing. Payloads in each kind of file, and in each way into it."""
+"""What a checkpoint may make a process do when it is loaded: nothing. Payloads in each kind of
+file, and in each way into it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Payload:
 
 
 class Builder:
-    """The same through a class's constructor, which BUILD and NEWOBJ reach without naming a function."""
+    """The same through a class's constructor, which BUILD and NEWOBJ reach without naming a
+    function."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -155,7 +157,8 @@ def test_tensors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: s
 
 
 def nested_key(wrapped: str) -> bytes:
-    """A pickle of {key: None}, or of set([key]): the key is a tuple that holds the one before it twice, sixty times over."""
+    """A pickle of {key: None}, or of set([key]): the key is a tuple that holds the one before it
+    twice, sixty times over."""
     key = b"K\x01q\x00" + b"".join(b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(60))
     if wrapped == "dict":
         return b"\x80\x02}" + key + b"Ns."

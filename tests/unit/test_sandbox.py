@@ -1,6 +1,8 @@
-"""The sandbox of code rewards: what a hostile program tries, and what comes of it; and the reward over it.
+"""The sandbox of code rewards: what a hostile program tries, and what comes of it; and the reward
+over it.
 
-Every attack is shown to succeed outside the sandbox, where that is harmless: a check that would pass on an idle program shows nothing.
+Every attack is shown to succeed outside the sandbox, where that is harmless: a check that would
+pass on an idle program shows nothing.
 """
 
 from __future__ import annotations

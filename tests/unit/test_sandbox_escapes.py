@@ -1,4 +1,5 @@
-"""The escape list: everything in `sandbox_attempts.py`, with all layers of the confinement and with each of them missing."""
+"""The escape list: everything in `sandbox_attempts.py`, with all layers of the confinement and with
+each of them missing."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ def test_the_environment_names_layers_to_leave_out() -> None:
 
 
 def test_a_sandbox_that_breaks_fails_the_sample() -> None:
-    """Its zygote is killed, as where memory runs out: the sample has no reward, and the next one is graded."""
+    """Its zygote is killed, as where memory runs out: the sample has no reward, and the next one is
+    graded."""
     import psutil
 
     tests: dict[str, Any] = {"tests": [{"stdin": "", "stdout": "1"}]}
@@ -170,7 +172,8 @@ EVALUATING = ("puzzle24", "countdown", "polynomial_multiplication", "simple_inte
 
 
 def test_an_answer_runs_nothing(tmp_path: Path) -> None:
-    """Answers to tasks whose scorers evaluate them: outside they write a file, in the grader they do not, nor do they reach other samples."""
+    """Answers to tasks whose scorers evaluate them: outside they write a file, in the grader they
+    do not, nor do they reach other samples."""
     reasoning_gym = pytest.importorskip("reasoning_gym")
     samples = []
     for i, name in enumerate(EVALUATING):

@@ -1,4 +1,5 @@
-"""A teacher behind servers: its log-probs are the model's own, and whatever a server does costs at most the sample."""
+"""A teacher behind servers: its log-probs are the model's own, and whatever a server does costs at
+most the sample."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def teacher(*servers: FakeServer, timeout_s: float = 5.0) -> ServedTeacher:
 
 
 def groups() -> list[SampleGroup]:
-    """Two groups of three; the last sample was given up by the engine. Token 100 is the last of the vocabulary."""
+    """Two groups of three; the last sample was given up by the engine. Token 100 is the last of the
+    vocabulary."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for g in range(2):

@@ -41,7 +41,8 @@ def test_an_output_layer_that_samplers_cannot_take() -> None:
 
 @pytest.mark.parametrize("base", [LOCAL, SGLANG])
 def test_a_critic_has_no_output_layer(base: BaseModel) -> None:
-    """The SDK's default train_unembed=True says nothing there, so that samplers are no reason against it."""
+    """The SDK's default train_unembed=True says nothing there, so that samplers are no reason
+    against it."""
     settings = adapter_of(LoraConfig(rank=32), "critic", base)
     assert settings == adapter_of(LoraConfig(rank=32, train_unembed=False), "critic", base)
     assert settings == {

@@ -1,4 +1,5 @@
-"""The dispatcher alone: order within a model, turns between models and samplers, what a restart finds in the journal."""
+"""The dispatcher alone: order within a model, turns between models and samplers, what a restart
+finds in the journal."""
 
 from __future__ import annotations
 
@@ -108,8 +109,8 @@ def test_too_much_waiting_is_refused_for_a_while() -> None:
 
 
 def test_a_client_that_floods_does_not_hold_others_up() -> None:
-    """While one model has a hundred requests waiting, others send one, wait for it, send the next: between two of theirs there is one of the
-    flood and one of each other."""
+    """While one model has a hundred requests waiting, others send one, wait for it, send the next:
+    between two of theirs there is one of the flood and one of each other."""
 
     async def run() -> None:
         dispatcher, operations = make(Journal(":memory:"), most_waiting=1000)
@@ -138,7 +139,8 @@ def test_a_client_that_floods_does_not_hold_others_up() -> None:
 
 
 def test_a_restart_finds_results_and_what_waits(tmp_path: Path) -> None:
-    """A request that was accepted is executed after a restart; one whose model is gone fails, and says so."""
+    """A request that was accepted is executed after a restart; one whose model is gone fails, and
+    says so."""
 
     async def before() -> None:
         dispatcher, operations = make(Journal(tmp_path / "journal"))
@@ -227,7 +229,8 @@ def test_a_lasting_failure_keeps_its_words() -> None:
 
 
 def test_answers_do_not_wait_for_more_to_send() -> None:
-    """Nagle's algorithm is off on the API's connections: an answer is two writes, and the second would wait 40 ms for the client's word."""
+    """Nagle's algorithm is off on the API's connections: an answer is two writes, and the second
+    would wait 40 ms for the client's word."""
 
     async def run() -> None:
         listening = await listen("127.0.0.1", 0)

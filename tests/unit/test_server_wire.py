@@ -1,4 +1,5 @@
-"""What goes over the wire: our protobuf table is the SDK's, frames come back as they were, bad bodies of bytes are told apart."""
+"""What goes over the wire: our protobuf table is the SDK's, frames come back as they were, bad
+bodies of bytes are told apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every way in which a server may fail, against servers that do: what is tried again, what is rejected, and that a run survives."""
+"""Every way in which a server may fail, against servers that do: what is tried again, what is
+rejected, and that a run survives."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def test_what_servers_answer_is_what_the_local_engine_samples(model: str) -> Non
         )
 
 
-# what goes wrong first -> the word under which it is counted. All of these are tried again, and succeed.
+# what goes wrong first -> the word under which it is counted. All of these are tried again, and
+# succeed.
 PASSING: dict[str, tuple[Fault, str]] = {
     "status 500": (status(500), "status_500"),
     "status 503": (status(503), "status_503"),
@@ -198,7 +200,8 @@ def one(model: str) -> Iterator[tuple[FakeServer, SglangEngine]]:
 def test_a_wrong_answer_is_a_rejected_sample(
     one: tuple[FakeServer, SglangEngine], name: str
 ) -> None:
-    """Nothing of it is passed on, padded or cut; it is counted, not asked for again, and the request's id is told."""
+    """Nothing of it is passed on, padded or cut; it is counted, not asked for again, and the
+    request's id is told."""
     server, engine = one
     fault, words = WRONG[name]
     server.faults, before = [fault], server.count("/generate")
@@ -290,8 +293,8 @@ def test_a_server_behind_a_router_that_has_other_weights_is_found(model: str) ->
 
 
 def test_weights_that_change_during_a_request_are_no_fault(model: str) -> None:
-    """Tokens before the update are of the old version, those behind it of the new one, and no server
-    goes back to an older one."""
+    """Tokens before the update are of the old version, those behind it of the new one, and no
+    server goes back to an older one."""
 
     def ends_under(last: str) -> Fault:
         def spans(answer: Answer) -> None:
@@ -426,7 +429,8 @@ def test_samples_of_a_server_that_dies_go_elsewhere(model: str) -> None:
 
 
 def test_samples_of_a_server_that_hangs_go_elsewhere(model: str) -> None:
-    """It takes connections and answers nothing: its probes fail, and what waits for it is sent to the other long before the deadline of a minute."""
+    """It takes connections and answers nothing: its probes fail, and what waits for it is sent to
+    the other long before the deadline of a minute."""
     with (
         fake_servers(model, 2) as servers,
         engine_of(model, servers, total_s=60, probe_timeout_s=0.5) as engine,
@@ -444,7 +448,8 @@ def test_samples_of_a_server_that_hangs_go_elsewhere(model: str) -> None:
 
 
 def test_a_router_that_sees_no_server_costs_time_only(model: str) -> None:
-    """It takes healthy servers for dead ones (its circuits are open), and requests go to them directly."""
+    """It takes healthy servers for dead ones (its circuits are open), and requests go to them
+    directly."""
     with (
         fake_servers(model, 2) as (server, fake),
         engine_of(model, [server], router=Router(fake.url, None, 1.0), synced=False) as engine,
@@ -465,7 +470,8 @@ def test_a_router_that_sees_no_server_costs_time_only(model: str) -> None:
 def test_a_server_that_is_added_to_the_router_gets_weights_or_no_requests(
     model: str, joins: bool
 ) -> None:
-    """One is there before the run, and another is added later. Where the run names its servers, neither is its own."""
+    """One is there before the run, and another is added later. Where the run names its servers,
+    neither is its own."""
     with fake_servers(model, 4) as (server, early, late, fake):
         fake.workers = [early.url, server.url]
         router = Router(fake.url, None, 1.0)
@@ -578,7 +584,8 @@ def test_an_update_that_all_refuse_stops_the_run(model: str) -> None:
 
 
 def test_weights_in_requests(model: str) -> None:
-    """In several buckets to two servers; what the second of them refuses in the middle, the first still gets."""
+    """In several buckets to two servers; what the second of them refuses in the middle, the first
+    still gets."""
     with (
         fake_servers(model, 2) as servers,
         engine_of(model, servers, transport="tensor", synced=False, buffer_bytes=3000) as engine,
@@ -601,7 +608,8 @@ def test_weights_in_requests(model: str) -> None:
 
 @pytest.mark.parametrize("transport", ["broadcast", "tensor"])
 def test_a_server_that_does_not_tell_its_size_is_out(model: str, transport: Transport) -> None:
-    """The update is given up, not the run: all ranks make another attempt, for the servers that are left."""
+    """The update is given up, not the run: all ranks make another attempt, for the servers that are
+    left."""
     with (
         fake_servers(model, 1) as (server,),
         engine_of(model, [server], transport=transport, synced=False) as engine,
@@ -614,7 +622,8 @@ def test_a_server_that_does_not_tell_its_size_is_out(model: str, transport: Tran
 
 
 def test_memory_is_given_back_where_it_was_taken(model: str) -> None:
-    """A server that was out between the two has been started again: it would end over being told to take back what it has."""
+    """A server that was out between the two has been started again: it would end over being told to
+    take back what it has."""
     with fake_servers(model, 2) as servers, engine_of(model, servers, colocated=True) as engine:
         engine.release_memory()
         engine.release_memory()
@@ -716,7 +725,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 
 
 def test_a_server_that_is_lost_in_a_probe_is_out_and_the_others_are_probed(model: str) -> None:
-    """As at any other time: the run goes on with the others. One that answers wrongly ends it, and so does the last one."""
+    """As at any other time: the run goes on with the others. One that answers wrongly ends it, and
+    so does the last one."""
     with fake_servers(model, 2) as servers, engine_of(model, servers) as engine:
         servers[0].probe_faults = [death] * len(REQUESTS)
         ((url, outputs),) = engine.probe(REQUESTS, SAMPLING)

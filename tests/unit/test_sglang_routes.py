@@ -1,4 +1,5 @@
-"""The experts that servers tell of every token: read as they are, and nothing that cannot be right is passed on."""
+"""The experts that servers tell of every token: read as they are, and nothing that cannot be right
+is passed on."""
 
 from __future__ import annotations
 
@@ -191,7 +192,8 @@ def test_layers_without_experts_are_left_out() -> None:
 
 
 def test_an_aborted_request_may_have_none() -> None:
-    """A server keeps none of a request that it aborts in its queue, where a pause had put it back; one that ended has them."""
+    """A server keeps none of a request that it aborts in its queue, where a pause had put it back;
+    one that ended has them."""
     request, output = GenerateRequest(0, (5, 6), 0), GenerateOutput(0, (7,), (-1.0,), "abort", (1,))
     assert read_routes({}, request, output, FORMAT, "r").tolist() == [[[-1, -1], [-1, -1]]] * 3
     ended = GenerateOutput(0, (7,), (-1.0,), "stop", (1,))

@@ -67,7 +67,8 @@ def test_one_of_many_is_first() -> None:
     assert len(found) == 4 and len(set(found)) == 1
 
 
-# Two watchdogs over one store, and a third connection that writes without the key. argv: what happens
+# Two watchdogs over one store, and a third connection that writes without the key. argv: what
+# happens
 TWO_RANKS = """
 import logging, os, sys, threading, time
 import torch.distributed as dist
@@ -122,7 +123,8 @@ def test_watchdogs_ignore_what_others_write() -> None:
 
 
 def test_a_job_that_is_suspended_as_a_whole_blames_nobody() -> None:
-    """Longer than twice the limit: a timer of faulthandler ended the process then, or crashed it while it read running threads."""
+    """Longer than twice the limit: a timer of faulthandler ended the process then, or crashed it
+    while it read running threads."""
     with two_ranks("suspended") as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == "both run\n"

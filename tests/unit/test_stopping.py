@@ -1,4 +1,5 @@
-"""Signals: one that comes twice within moments is one, a later one ends the process, and what is left for the script that started a run."""
+"""Signals: one that comes twice within moments is one, a later one ends the process, and what is
+left for the script that started a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The validation table of the algorithms, row by row: each condition is made on the command line, and the error names the flag, what was given, and the
-words that a user needs. The same for the warnings, which are given once.
+"""The validation table of the algorithms, row by row: each condition is made on the command line,
+and the error names the flag, what was given, and the words that a user needs. The same for the
+warnings, which are given once.
 
-What the command line cannot see, because it depends on what a library caller or a recorded rollout brings, is refused where it is first seen.
+What the command line cannot see, because it depends on what a library caller or a recorded rollout
+brings, is refused where it is first seen.
 """
 
 from __future__ import annotations
@@ -246,7 +248,8 @@ def test_no_warning(tmp_path: Path, flags: str) -> None:
 
 
 def test_warnings_of_a_batch_are_given_once() -> None:
-    """dppo that falls back to the old policy; advantages that are scaled already with a loss that is not homogeneous in them."""
+    """dppo that falls back to the old policy; advantages that are scaled already with a loss that
+    is not homogeneous in them."""
     row, mask = torch.zeros(1, 2), torch.ones(1, 2)
     scaled = prescale_advantages("token_mean", row + 1, mask)
     with warnings.catch_warnings(record=True) as seen:

@@ -1,4 +1,5 @@
-"""The critic's loss in float64 against a loop over tokens, and its gradient against finite differences."""
+"""The critic's loss in float64 against a loop over tokens, and its gradient against finite
+differences."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CONFIGS = [
 
 
 def make(seed: int = 0, size: int = 64) -> ValueInputs:
-    """Values moved by less and by more than the range, on either side of the return, and inactive tokens that hold anything."""
+    """Values moved by less and by more than the range, on either side of the return, and inactive
+    tokens that hold anything."""
     g = torch.Generator().manual_seed(seed)
     old, returns = (torch.randn(size, generator=g, dtype=torch.float64) for _ in range(2))
     values = old + 0.3 * torch.randn(size, generator=g, dtype=torch.float64)
@@ -111,7 +113,8 @@ def test_gradcheck(config: ValueLossConfig) -> None:
 
 
 def test_unmoved_values_are_plain_regression() -> None:
-    """In the first optimizer step of a rollout nothing is clipped, and rounding does not make it look so."""
+    """In the first optimizer step of a rollout nothing is clipped, and rounding does not make it
+    look so."""
     returns, values = torch.randn(1000), torch.randn(1000)
     leaf = (values + 1e-8).requires_grad_()
     inputs = ValueInputs(
@@ -143,7 +146,8 @@ def test_a_token_without_a_return_has_no_loss_and_keeps_the_denominator() -> Non
 
 
 def test_an_infinite_value_is_seen() -> None:
-    """Only a return that is NaN leaves a token out: what the critic itself says wrongly must reach the gradient norm."""
+    """Only a return that is NaN leaves a token out: what the critic itself says wrongly must reach
+    the gradient norm."""
     inputs = make(2)
     values = inputs.values.detach().clone()
     values[inputs.loss_mask.nonzero()[0]] = INF

@@ -1,4 +1,5 @@
-"""Log-prob and entropy of one rank's logits, against autograd through log_softmax in float64. Several ranks: tests/dist."""
+"""Log-prob and entropy of one rank's logits, against autograd through log_softmax in float64.
+Several ranks: tests/dist."""
 
 import pytest
 import torch

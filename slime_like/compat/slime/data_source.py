@@ -1,4 +1,5 @@
-"""The prompts of the run, and the groups that wait, as slime's functions of whole rollouts get them: ``data_source``."""
+"""The prompts of the run, and the groups that wait, as slime's functions of whole rollouts get
+them: ``data_source``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from slime_like.types import Prompt, Sample
 
 
 class DataSource:
-    """For one call of a function, from any of its threads. choose: which waiting groups go first. flag: names the function."""
+    """For one call of a function, from any of its threads. choose: which waiting groups go first.
+    flag: names the function."""
 
     def __init__(
         self, buffer: GroupBuffer, choose: Choose, args: SlimeArgs, tokenizer: object, flag: str
@@ -28,7 +30,8 @@ class DataSource:
         self._lock = threading.Lock()
 
     def get_samples(self, num_samples: int) -> list[list[SlimeSample]]:
-        """So many groups of --n-samples-per-prompt samples: first those that wait, then new prompts."""
+        """So many groups of --n-samples-per-prompt samples: first those that wait, then new
+        prompts."""
         if num_samples < 0:
             raise ValueError(f"{self._flag}: data_source.get_samples({num_samples})")
         with self._lock:
@@ -37,8 +40,8 @@ class DataSource:
         return [[_handed_out(sample) for sample in group.samples] for group in groups]
 
     def add_samples(self, samples: Sequence[Sequence[SlimeSample]]) -> None:
-        """Groups of this call that wait for the next rollout, as far as they are; they are part of every checkpoint. Raises ValueError for
-        others."""
+        """Groups of this call that wait for the next rollout, as far as they are; they are part of
+        every checkpoint. Raises ValueError for others."""
         for group in samples:
             group_id = group[0].group_index if group else None
             with self._lock:
@@ -59,7 +62,8 @@ class DataSource:
         return len(self._buffer.source)
 
     def _read_group(self, group: Sequence[SlimeSample], prompt: Prompt) -> tuple[Sample, ...]:
-        """Its samples by rising number, unfinished ones unless they are COMPLETED, TRUNCATED or FAILED."""
+        """Its samples by rising number, unfinished ones unless they are COMPLETED, TRUNCATED or
+        FAILED."""
         blanks = {s.sample_id: s for s in self._buffer.unwritten_group(prompt).samples}
         if sorted(s.index if s.index is not None else -1 for s in group) != sorted(blanks):
             raise ValueError(

@@ -1,4 +1,5 @@
-"""What a user's function for whole rollouts returned, checked: slime's outputs, or the plain lists of its older functions."""
+"""What a user's function for whole rollouts returned, checked: slime's outputs, or the plain lists
+of its older functions."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _TRAINED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the groups of a rollout must be. name: of the function, for messages. vocab_size: None where it is not known."""
+    """What the groups of a rollout must be. name: of the function, for messages. vocab_size: None
+    where it is not known."""
 
     name: str
     args: SlimeArgs
@@ -34,7 +36,8 @@ class Expected:
 def read_train_output(
     result: Any, expected: Expected
 ) -> tuple[list[list[Sample]], dict[str, float]]:
-    """The groups by rising number, and metrics. Raises ValueError naming the function, and the group or sample that is wrong."""
+    """The groups by rising number, and metrics. Raises ValueError naming the function, and the
+    group or sample that is wrong."""
     name = expected.name
     groups, metrics = _parts(result, "samples")
     if not isinstance(groups, list) or not all(
@@ -97,8 +100,8 @@ def _read_sample(sample: SlimeSample, expected: Expected) -> Sample:
 
 
 def _told_versions(sample: SlimeSample, ours: Sample, place: str) -> tuple[int, ...]:
-    """Of a sample that the engine did not write as far as we know: the oldest of those that it names, for every trained token; unknown where it
-    names none."""
+    """Of a sample that the engine did not write as far as we know: the oldest of those that it
+    names, for every trained token; unknown where it names none."""
     try:
         oldest = min((int(version) for version in sample.weight_versions), default=NOT_SAMPLED)
     except (TypeError, ValueError):
@@ -141,7 +144,8 @@ def _unknown_versions(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def read_eval_output(result: Any, name: str, args: SlimeArgs, tokenizer: Any) -> dict[str, float]:
-    """Scores by metric name; from the rewards, and from the samples where there are any. Raises ValueError naming the function and the set."""
+    """Scores by metric name; from the rewards, and from the samples where there are any. Raises
+    ValueError naming the function and the set."""
     data, metrics = _parts(result, "data")
     if not isinstance(data, dict) or not data:
         raise ValueError(

@@ -1,6 +1,8 @@
-"""Requests to the engine in SGLang's form, from functions of the user's in slime's convention: `GenerateState` and `post`.
+"""Requests to the engine in SGLang's form, from functions of the user's in slime's convention:
+`GenerateState` and `post`.
 
-Payload and answer are those of SGLang's ``/generate``. The engine inside the ranks has no address, so the URL is not looked at beyond its end.
+Payload and answer are those of SGLang's ``/generate``. The engine inside the ranks has no address,
+so the URL is not looked at beyond its end.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from slime_like.rollout.engines.base import (
 from slime_like.rollout.episode import Model
 from slime_like.types import Sample as OurSample
 
-# Keys of SGLang's sampling parameters that mean something here, and those that change nothing that is returned
+# Keys of SGLang's sampling parameters that mean something here, and those that change nothing that
+# is returned
 _KNOWN = ("temperature", "top_p", "top_k", "max_new_tokens", "stop", "stop_token_ids")
 _IGNORED = ("skip_special_tokens", "no_stop_trim", "spaces_between_special_tokens", "sampling_seed")
 
@@ -44,7 +47,8 @@ _current: ContextVar[_Call] = ContextVar("slime_like_custom_generate")
 
 
 class GenerateState:
-    """tokenizer, and the sampling parameters of training, as SGLang's. semaphore: never waits, as the engine bounds its requests itself."""
+    """tokenizer, and the sampling parameters of training, as SGLang's. semaphore: never waits, as
+    the engine bounds its requests itself."""
 
     def __init__(self, args: Any) -> None:
         call = _call()
@@ -64,8 +68,8 @@ async def post(
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """SGLang's answer to ``/generate`` with ``input_ids`` or ``text``, and ``sampling_params``. Raises ValueError for what the engine
-    does not know."""
+    """SGLang's answer to ``/generate`` with ``input_ids`` or ``text``, and ``sampling_params``.
+    Raises ValueError for what the engine does not know."""
     call = _call()
     if not url.endswith("/generate"):
         raise ValueError(
@@ -157,7 +161,8 @@ async def call_slime_function(
 
 
 def _call() -> _Call:
-    """That of the sample whose function is running, else of the rollout function, whose requests are of no sample."""
+    """That of the sample whose function is running, else of the rollout function, whose requests
+    are of no sample."""
     try:
         return _current.get()
     except LookupError:

@@ -36,8 +36,9 @@ def from_slime(
     flag: str,
     may_go_on: bool = False,
 ) -> Sample:
-    """What a function returned, checked; what it does not tell is as in `sample`. outputs: what the engine wrote for it. may_go_on: PENDING and
-    ABORTED samples are not finished. Raises ValueError naming the flag, the sample and what is wrong with it."""
+    """What a function returned, checked; what it does not tell is as in `sample`. outputs: what the
+    engine wrote for it. may_go_on: PENDING and ABORTED samples are not finished. Raises ValueError
+    naming the flag, the sample and what is wrong with it."""
     place = f"{flag}: sample {sample.sample_id}"
     if not isinstance(result, SlimeSample):
         raise ValueError(
@@ -108,8 +109,9 @@ def _reward(result: SlimeSample, args: SlimeArgs, place: str) -> float | None:
 def versions_of(
     response: Sequence[int], mask: Sequence[int], outputs: Sequence[GenerateOutput]
 ) -> tuple[int, ...]:
-    """The weight version of each response token: outputs are found in the response in their order. Trained tokens that were not found,
-    because the function changed them, count as of the oldest version."""
+    """The weight version of each response token: outputs are found in the response in their order.
+    Trained tokens that were not found, because the function changed them, count as of the oldest
+    version."""
     oldest = min(
         (v for o in outputs for v in o.weight_versions if v != NOT_SAMPLED), default=NOT_SAMPLED
     )
@@ -129,7 +131,8 @@ def versions_of(
 
 
 def blank(sample: SlimeSample, flag: str) -> Sample:
-    """A sample of ours with the numbers and the prompt of a user's, before its first token. Raises ValueError where it has no numbers."""
+    """A sample of ours with the numbers and the prompt of a user's, before its first token. Raises
+    ValueError where it has no numbers."""
     for name in ("group_index", "index"):
         value = getattr(sample, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:

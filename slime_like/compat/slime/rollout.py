@@ -1,4 +1,5 @@
-"""slime's functions for a rollout of one's own: those of ``slime.rollout.sglang_rollout``, ``slime.rollout.rm_hub`` and
+"""slime's functions for a rollout of one's own: those of ``slime.rollout.sglang_rollout``,
+``slime.rollout.rm_hub`` and
 ``slime.rollout.base_types``, over whichever engine the run has. Import them from `slime_api.py`."""
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class RolloutFnTrainOutput:
 
 @dataclass(slots=True)
 class RolloutFnEvalOutput:
-    """data: by the name of an evaluation set, {"rewards": [...], "truncated": [...], "samples": [...]}; the last two may be left out."""
+    """data: by the name of an evaluation set, {"rewards": [...], "truncated": [...], "samples":
+    [...]}; the last two may be left out."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
@@ -51,7 +53,8 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
 async def generate(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any]
 ) -> SlimeSample:
-    """Let the engine finish the sample, which is changed and returned. It is PENDING or ABORTED after an abort, and goes on when asked again."""
+    """Let the engine finish the sample, which is changed and returned. It is PENDING or ABORTED
+    after an abort, and goes on when asked again."""
     call = function_call()
     sampling = sampling_of(sampling_params, call.sampling)
     ours = _open(sample, call)
@@ -71,7 +74,8 @@ async def generate(
 async def generate_and_rm(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> SlimeSample:
-    """`generate`, or --custom-generate-function-path; then the reward, except one of whole groups. A finished sample stays as it is."""
+    """`generate`, or --custom-generate-function-path; then the reward, except one of whole groups. A
+    finished sample stays as it is."""
     call = function_call()
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
         sample.loss_mask = [0] * sample.response_length
@@ -116,7 +120,8 @@ async def generate_and_rm_group(
 
 
 def _end_here(args: Any, sample: SlimeSample) -> None:
-    """A response that --rollout-time-limit-s cut short: as if it had reached its largest length, or lost where it has not begun."""
+    """A response that --rollout-time-limit-s cut short: as if it had reached its largest length, or
+    lost where it has not begun."""
     if sample.response_length:
         sample.status = SlimeSample.Status.TRUNCATED
     else:
@@ -127,7 +132,8 @@ def _end_here(args: Any, sample: SlimeSample) -> None:
 
 
 async def async_rm(args: Any, sample: SlimeSample, **more: Any) -> float | None:
-    """The run's reward. Where its function fails the sample is FAILED, with the reason in its metadata, and the answer None."""
+    """The run's reward. Where its function fails the sample is FAILED, with the reason in its
+    metadata, and the answer None."""
     (reward,) = await _grade([sample])
     return reward
 
@@ -157,7 +163,8 @@ async def _grade(samples: Sequence[SlimeSample]) -> list[float | None]:
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """What a run without a function of its own does, to be wrapped by one: over-sampling, the filters, and what is not finished."""
+    """What a run without a function of its own does, to be wrapped by one: over-sampling, the
+    filters, and what is not finished."""
     if evaluation:
         return run(eval_rollout(args, rollout_id))[0]
     output, unfinished = run(generate_rollout_async(args, rollout_id, data_source.get_samples))
@@ -169,8 +176,9 @@ def generate_rollout(
 async def generate_rollout_async(
     args: Any, rollout_id: int, get_samples: Callable[[int], list[Group]]
 ) -> tuple[RolloutFnTrainOutput, list[Group]]:
-    """The groups of a rollout, as soon as there are enough, and those that wait for the next one (--partial-rollout); the rest is aborted. Raises
-    ValueError when --max-num-gen-batches draws bring too few."""
+    """The groups of a rollout, as soon as there are enough, and those that wait for the next one
+    (--partial-rollout); the rest is aborted. Raises ValueError when --max-num-gen-batches draws
+    bring too few."""
     call, tally, late = (
         function_call(),
         CollectionStats(),

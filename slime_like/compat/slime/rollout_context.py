@@ -1,6 +1,8 @@
-"""A call of a user's function that makes a whole rollout: what it reaches the run through, from any thread and any event loop.
+"""A call of a user's function that makes a whole rollout: what it reaches the run through, from any
+thread and any event loop.
 
-Requests to the engine and rewards have an event loop and a thread of their own here. They end with the call.
+Requests to the engine and rewards have an event loop and a thread of their own here. They end with
+the call.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class _Asked:
 
 
 class RewardExecutor:
-    """Rewards, in a thread: what waits together is graded together. The thread stays as long as the process, since the reward processes that it
-    starts end with it (`rewards/pool.py`)."""
+    """Rewards, in a thread: what waits together is graded together. The thread stays as long as the
+    process, since the reward processes that it starts end with it (`rewards/pool.py`)."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
@@ -80,9 +82,10 @@ class RewardExecutor:
 
 
 class RolloutContext:
-    """Open while the function runs, as a context; `function_call` finds it. flag: names the function. sampling: of training. evaluator: with the
-    evaluation sets of the run. purpose: as of `Rollouter.generate`. aborted: what has not begun does not
-    begin, since there are enough groups, or since there is no time left (out_of_time)."""
+    """Open while the function runs, as a context; `function_call` finds it. flag: names the
+    function. sampling: of training. evaluator: with the evaluation sets of the run. purpose: as of
+    `Rollouter.generate`. aborted: what has not begun does not begin, since there are enough groups,
+    or since there is no time left (out_of_time)."""
 
     def __init__(
         self,
@@ -139,8 +142,9 @@ class RolloutContext:
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput:
-        """As the engine's. What is asked for in one turn of the caller's event loop reaches the engine together, so that its batches, and with
-        them the last bits of log-probs, do not depend on time. Raises RuntimeError when the function has returned."""
+        """As the engine's. What is asked for in one turn of the caller's event loop reaches the
+        engine together, so that its batches, and with them the last bits of log-probs, do not
+        depend on time. Raises RuntimeError when the function has returned."""
         if not self._open:
             raise RuntimeError(
                 "the rollout function has returned: the engine answers only while it runs (see --async-rollout)"
@@ -211,7 +215,8 @@ class RolloutContext:
         return sample_seed(self.rollouter.seed, self.purpose, sample_id, position)
 
     def next_number(self) -> int:
-        """In place of the number of a sample, for a request that is of none: below 0, and never twice in a run of less than 10^6 in a rollout."""
+        """In place of the number of a sample, for a request that is of none: below 0, and never
+        twice in a run of less than 10^6 in a rollout."""
         return -(self.rollout_id * 10**6 + next(self._numbers))
 
     async def _end(self) -> None:

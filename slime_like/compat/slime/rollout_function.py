@@ -1,7 +1,9 @@
-"""Functions of the user's that make a whole rollout, or a whole evaluation (--rollout-function-path, --eval-function-path), as slime calls them:
+"""Functions of the user's that make a whole rollout, or a whole evaluation
+(--rollout-function-path, --eval-function-path), as slime calls them:
 ``function(args, rollout_id, data_source, evaluation=False)``.
 
-The function runs on rank 0, within a deadline; what it returns is checked there, and then all ranks have it.
+The function runs on rank 0, within a deadline; what it returns is checked there, and then all ranks
+have it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from slime_like.types import SampleGroup
 
 
 class RolloutFunction:
-    """One of them. path None: slime's own. buffer: what data_source reads; None where the run samples no prompts, and data_source is then None
-    too."""
+    """One of them. path None: slime's own. buffer: what data_source reads; None where the run
+    samples no prompts, and data_source is then None too."""
 
     def __init__(
         self,
@@ -56,7 +58,8 @@ class RolloutFunction:
         self.buffer_filter = run.scheduling.buffer_filter_path
 
     def call(self, rollout_id: int, read: Callable[[Any], Any], *, evaluation: bool) -> Any:
-        """`read` of what the function returns, on all ranks, which also have the new position of the prompts. Raises ValueError for a function
+        """`read` of what the function returns, on all ranks, which also have the new position of the
+        prompts. Raises ValueError for a function
         that raises or returns something wrong, RunError for one that takes too long."""
 
         what = f"{self.name}: {'evaluation' if evaluation else 'rollout'} {rollout_id + 1}"
@@ -104,8 +107,8 @@ class RolloutFunction:
 
 
 class FunctionCollector:
-    """In place of a `Collector`: the groups of a rollout as the function makes them. path None: slime's own, which aborts what it does not
-    need."""
+    """In place of a `Collector`: the groups of a rollout as the function makes them. path None:
+    slime's own, which aborts what it does not need."""
 
     def __init__(
         self,
@@ -122,8 +125,8 @@ class FunctionCollector:
         self._run = run
 
     def collect(self, rollout_id: int) -> Collected:
-        """Raises ValueError where it returns other groups than --rollout-batch-size of --n-samples-per-prompt samples, and for a sample whose
-        parts do not belong together."""
+        """Raises ValueError where it returns other groups than --rollout-batch-size of
+        --n-samples-per-prompt samples, and for a sample whose parts do not belong together."""
         function, rollout = self._function, self._run.rollout
 
         def read(result: Any) -> tuple[Any, dict[str, float]]:

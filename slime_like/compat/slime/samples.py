@@ -1,6 +1,8 @@
-"""Samples and settings as slime's users know them: what functions named on the command line are called with.
+"""Samples and settings as slime's users know them: what functions named on the command line are
+called with.
 
-`SlimeSample` has the attributes of slime's ``Sample`` that mean something here, under the same names. A function may change it; what it
+`SlimeSample` has the attributes of slime's ``Sample`` that mean something here, under the same
+names. A function may change it; what it
 changed is read back by its caller, and checked.
 """
 
@@ -21,8 +23,9 @@ from slime_like.types import Prompt, Sample, SampleStatus
 
 @dataclass(slots=True)
 class SlimeSample:
-    """tokens: prompt and response. loss_mask and rollout_log_probs have an entry for each response token. loss_mask None: all ones.
-    weight_versions: of the requests that wrote it, as numbers or text. written: what the engine wrote, in order; ours, not to be changed."""
+    """tokens: prompt and response. loss_mask and rollout_log_probs have an entry for each response
+    token. loss_mask None: all ones. weight_versions: of the requests that wrote it, as numbers or
+    text. written: what the engine wrote, in order; ours, not to be changed."""
 
     class Status(Enum):
         PENDING = "pending"
@@ -98,7 +101,8 @@ _STATUS = {
 
 
 def to_slime(sample: Sample) -> SlimeSample:
-    """A sample that is unfinished is PENDING before its first token, and ABORTED after it, as in slime."""
+    """A sample that is unfinished is PENDING before its first token, and ABORTED after it, as in
+    slime."""
     unfinished = (
         SlimeSample.Status.ABORTED if sample.response_length else SlimeSample.Status.PENDING
     )

@@ -1,5 +1,6 @@
-"""A short number for the exact bits of a network's state on one rank: saved with a checkpoint, compared after it was loaded in the same
-layout. Equal bits of weights, optimizer and position give an equal next gradient norm; this gate needs no training step to see it."""
+"""A short number for the exact bits of a network's state on one rank: saved with a checkpoint,
+compared after it was loaded in the same layout. Equal bits of weights, optimizer and position give
+an equal next gradient norm; this gate needs no training step to see it."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ THREADS = 4
 
 
 def fingerprint(network: SavedNetwork) -> dict[str, str]:
-    """By part ("weights"; of the optimizer "main_params", "exp_avg", "exp_avg_sq", "step"): the digest of the network's names and the part's
-    shapes, a colon, that of the bits."""
+    """By part ("weights"; of the optimizer "main_params", "exp_avg", "exp_avg_sq", "step"): the
+    digest of the network's names and the part's shapes, a colon, that of the bits."""
     kind = hashlib.sha256(" ".join([KIND, *(name for name, _ in _weights(network))]).encode())
     shapes: dict[str, Any] = {}
     bits: dict[str, Any] = {}
@@ -44,8 +45,9 @@ def fingerprint(network: SavedNetwork) -> dict[str, str]:
 
 
 def differences(saved: dict[str, str], found: dict[str, str]) -> list[str]:
-    """Parts that hold other bits. A part of other shapes cannot be compared: an optimizer may cut its tensors in another way (distributed or
-    not, other buckets) in the same layout, weights may have another precision, and modules other names (Transformer Engine's layers)."""
+    """Parts that hold other bits. A part of other shapes cannot be compared: an optimizer may cut
+    its tensors in another way (distributed or not, other buckets) in the same layout, weights may
+    have another precision, and modules other names (Transformer Engine's layers)."""
     return sorted(
         p
         for p in saved.keys() & found.keys()
@@ -55,8 +57,9 @@ def differences(saved: dict[str, str], found: dict[str, str]) -> list[str]:
 
 @torch.no_grad()
 def bit_sums(tensor: Tensor) -> bytes:
-    """Row and column sums of the tensor's bytes, taken as 64-bit integers and cut into rows of 4096. They tell any one changed element, and
-    two elements or rows that changed places. Reads the tensor twice and copies nothing, unless it does not begin at a multiple of 8 bytes."""
+    """Row and column sums of the tensor's bytes, taken as 64-bit integers and cut into rows of
+    4096. They tell any one changed element, and two elements or rows that changed places. Reads the
+    tensor twice and copies nothing, unless it does not begin at a multiple of 8 bytes."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()

@@ -1,5 +1,5 @@
-"""Loading: verify, check that it is of this model, read, check that what is here now is what was saved. Every function is collective, and
-raises the same error on all ranks."""
+"""Loading: verify, check that it is of this model, read, check that what is here now is what was
+saved. Every function is collective, and raises the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -70,11 +70,12 @@ def load_checkpoint(
     model: Mapping[str, Any],
     before_change: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Restore networks, and with load_rng the random states. Returns the trainer's state as it was saved.
+    """Restore networks, and with load_rng the random states. Returns the trainer's state as it was
+    saved.
 
-    model: this run's, by setting, to name what differs. before_change: called before anything of a network is written; an error
-    before it leaves all as it was. Raises ValueError naming the file, setting or tensor
-    at fault; RunError when what was loaded is not what was saved.
+    model: this run's, by setting, to name what differs. before_change: called before anything of a
+    network is written; an error before it leaves all as it was. Raises ValueError naming the file,
+    setting or tensor at fault; RunError when what was loaded is not what was saved.
     """
     identity = together(lambda: saved_identity(folder))  # before gigabytes are verified
     _check_model(folder, identity.get("model", {}), model)
@@ -127,7 +128,8 @@ def load_weights(folder: Path, name: str, network: SavedNetwork, *, verify: bool
 
 
 def open_checkpoint(folder: Path, *, verify: bool) -> dict[str, Any]:
-    """The trainer's state of a checkpoint whose files are those of its manifest. Raises ValueError naming the file."""
+    """The trainer's state of a checkpoint whose files are those of its manifest. Raises ValueError
+    naming the file."""
 
     def look() -> dict[str, Any]:
         if not folder.is_dir():
@@ -160,7 +162,8 @@ def open_checkpoint(folder: Path, *, verify: bool) -> dict[str, Any]:
 
 
 def _state_of(folder: Path, records: Mapping[str, FileRecord]) -> dict[str, Any]:
-    """trainer.json of a checkpoint whose files are regular ones of the right size, verified or not. Raises ValueError."""
+    """trainer.json of a checkpoint whose files are regular ones of the right size, verified or not.
+    Raises ValueError."""
     found = (size_problem(folder, name, record.size) for name, record in records.items())
     wrong = [text for text in found if text is not None]
     if wrong:
@@ -187,12 +190,14 @@ def damage(folder: Path, problems: Sequence[str]) -> str:
 
 
 def saved_identity(folder: Path) -> dict[str, dict[str, Any]]:
-    """`read_identity`; nothing where there is no manifest, which `open_checkpoint` reports in its own words."""
+    """`read_identity`; nothing where there is no manifest, which `open_checkpoint` reports in its own
+    words."""
     return read_identity(folder) if (folder / MANIFEST).is_file() else {}
 
 
 def saved_networks(folder: Path) -> Collection[str]:
-    """Names of the networks in a checkpoint; none where it cannot be read, which `load_checkpoint` will tell."""
+    """Names of the networks in a checkpoint; none where it cannot be read, which `load_checkpoint`
+    will tell."""
     try:
         return list(read_trainer_state(folder)["networks"])
     except ValueError:
@@ -220,8 +225,9 @@ def _load_network(
     step: float | None = None,
     before_change: Callable[[], None] = lambda: None,
 ) -> None:
-    """In the network's own layout. step: of Adam, when the parts of the optimizer's state that are not tensors are of another layout or kind of optimizer, and this run's
-    own stand in for them: its groups of parameters. Their learning rates and weight decay come from the schedule."""
+    """In the network's own layout. step: of Adam, when the parts of the optimizer's state that are
+    not tensors are of another layout or kind of optimizer, and this run's own stand in for them:
+    its groups of parameters. Their learning rates and weight decay come from the schedule."""
     wanted = sharded_state(network, is_loading=True)
     own = None
     if network.optimizer is not None:
@@ -317,7 +323,8 @@ def _load_random_states(
 
 
 def _reason(error: BaseException) -> str:
-    """torch reports the failures of all ranks with their tracebacks; the first one's own words are enough."""
+    """torch reports the failures of all ranks with their tracebacks; the first one's own words are
+    enough."""
     while isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return str(error) or type(error).__name__

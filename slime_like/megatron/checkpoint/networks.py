@@ -1,4 +1,5 @@
-"""A network as megatron-core's checkpointing sees it: names of tensors, global shapes, this rank's part."""
+"""A network as megatron-core's checkpointing sees it: names of tensors, global shapes, this rank's
+part."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_patches.torch_adam_ckpt import init_adam_state
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 
-# the format that can be loaded into another layout; megatron-core's default breaks without Transformer Engine
+# the format that can be loaded into another layout; megatron-core's default breaks without
+# Transformer Engine
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-# A layer of megatron-core's local modules and one of Transformer Engine's, which has norms as parameters of the linear layer behind them, call
-# these differently: the norm before a mixture of experts, and the norms of latent attention and before a dense layer beside it. (The others
-# have Transformer Engine's names in checkpoints of megatron-core's local specification too.)
+# A layer of megatron-core's local modules and one of Transformer Engine's, which has norms as
+# parameters of the linear layer behind them, call these differently: the norm before a mixture of
+# experts, and the norms of latent attention and before a dense layer beside it. (The others have
+# Transformer Engine's names in checkpoints of megatron-core's local specification too.)
 NAMES_OF_SPECS = (
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
@@ -33,14 +36,16 @@ NAMES_OF_SPECS = (
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
 EXTRA_STATE = "_extra_state"  # of fp8, which no flag asks for
-# fp32 parameters of the distributed optimizer and of the plain one in half precision; a plain one in fp32 has the weights themselves
+# fp32 parameters of the distributed optimizer and of the plain one in half precision; a plain one
+# in fp32 has the weights themselves
 MAIN_PARAMS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 OWN_OPTIMIZER = "own_optimizer"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedNetwork:
-    """chunks: this rank's megatron-core modules, unwrapped. optimizer: None leaves it out. scheduler: None for a network without one."""
+    """chunks: this rank's megatron-core modules, unwrapped. optimizer: None leaves it out.
+    scheduler: None for a network without one."""
 
     chunks: Sequence[Any]
     optimizer: MegatronOptimizer | None
@@ -80,8 +85,9 @@ def sharded_state(network: SavedNetwork, *, is_loading: bool) -> dict[str, Any]:
 
 
 def leave_out_extra_state(chunk: dict[str, Any]) -> None:
-    """Linear layers have an extra state, of fp8: nothing in megatron-core's local ones, and in Transformer Engine's a tensor of bytes that is
-    unpickled when it is loaded. It is neither written nor read. In place."""
+    """Linear layers have an extra state, of fp8: nothing in megatron-core's local ones, and in
+    Transformer Engine's a tensor of bytes that is unpickled when it is loaded. It is neither
+    written nor read. In place."""
     for name in [
         name
         for name, value in chunk.items()
@@ -91,8 +97,8 @@ def leave_out_extra_state(chunk: dict[str, Any]) -> None:
 
 
 def adapt_names(wanted: dict[str, Any], available: Collection[str]) -> None:
-    """Ask for what a checkpoint of the other layer specification (local, or Transformer Engine's) calls otherwise by the name that it has
-    there. In place."""
+    """Ask for what a checkpoint of the other layer specification (local, or Transformer Engine's)
+    calls otherwise by the name that it has there. In place."""
     for tensor in _leaves(
         wanted, lambda leaf: isinstance(leaf, ShardedTensor | ShardedTensorFactory)
     ):
@@ -100,8 +106,9 @@ def adapt_names(wanted: dict[str, Any], available: Collection[str]) -> None:
 
 
 def prefer_main_params(wanted: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Weights in fp32 that go on from a run in half precision are the optimizer's fp32 numbers there, not the rounded ones that the model had.
-    In place. wanted: of `sharded_state`, under the names of `adapt_names`. saved: storage metadata by name."""
+    """Weights in fp32 that go on from a run in half precision are the optimizer's fp32 numbers
+    there, not the rounded ones that the model had. In place. wanted: of `sharded_state`, under the
+    names of `adapt_names`. saved: storage metadata by name."""
     kinds = (ShardedTensor, ShardedTensorFactory)
     for name, part in wanted.items():
         for value in (
@@ -120,7 +127,8 @@ def prefer_main_params(wanted: dict[str, Any], saved: Mapping[str, Any]) -> None
 
 
 def available_name(name: str, available: Collection[str]) -> str:
-    """`name`, or what a checkpoint of another layer specification or kind of optimizer calls it, if that is `available`."""
+    """`name`, or what a checkpoint of another layer specification or kind of optimizer calls it, if
+    that is `available`."""
     prefix = next((p for p in MAIN_PARAMS if name.startswith(p)), None)
     alike = (
         [name]
@@ -172,8 +180,9 @@ def plain_optimizers(optimizer: Any) -> list[Any]:
 
 
 def set_step(common: Any, step: float, *, distributed: bool = False) -> None:
-    """In the part of an optimizer's state that is not tensors, in place: what its load_state_dict takes the step of Adam from. A distributed
-    optimizer has it in its groups, a plain one in an entry of its own, which is not there before the first step."""
+    """In the part of an optimizer's state that is not tensors, in place: what its load_state_dict
+    takes the step of Adam from. A distributed optimizer has it in its groups, a plain one in an
+    entry of its own, which is not there before the first step."""
     if isinstance(common, list):
         for value in common:
             set_step(value, step, distributed=distributed)
@@ -191,7 +200,8 @@ def set_step(common: Any, step: float, *, distributed: bool = False) -> None:
 
 
 def shape_problems(wanted: dict[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """How this model's tensors differ from those of a checkpoint: absent, or of another global shape. saved: storage metadata by name."""
+    """How this model's tensors differ from those of a checkpoint: absent, or of another global
+    shape. saved: storage metadata by name."""
     problems = []
     for tensor in sharded_tensors(wanted):
         there = saved.get(tensor.key)
@@ -205,7 +215,8 @@ def shape_problems(wanted: dict[str, Any], saved: Mapping[str, Any]) -> list[str
 
 
 def sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
-    """Every tensor of a state, those that factories make (gate and up projection of a gated MLP) included."""
+    """Every tensor of a state, those that factories make (gate and up projection of a gated MLP)
+    included."""
     yield from _leaves(load_preprocess(state)[0], lambda value: isinstance(value, ShardedTensor))
 
 

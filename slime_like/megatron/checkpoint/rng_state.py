@@ -14,7 +14,8 @@ TRACKED = "tracker."
 
 
 def random_state_file(rank: int, owner: str = "policy") -> str:
-    """Its path inside a checkpoint. owner: the network whose layout they are of; "critic" only where it has one of its own."""
+    """Its path inside a checkpoint. owner: the network whose layout they are of; "critic" only
+    where it has one of its own."""
     return (
         f"rng/rank_{rank:05d}.safetensors"
         if owner == "policy"

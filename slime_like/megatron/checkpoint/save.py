@@ -1,6 +1,8 @@
-"""Saving: plan, check the disk, write (at once, or behind the training), publish, remove what is not to be kept.
+"""Saving: plan, check the disk, write (at once, or behind the training), publish, remove what is
+not to be kept.
 
-Every method is collective. Nothing of an earlier checkpoint is touched before its successor is on the disk under its own name.
+Every method is collective. Nothing of an earlier checkpoint is touched before its successor is on
+the disk under its own name.
 """
 
 from __future__ import annotations
@@ -65,8 +67,9 @@ class SaveError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """keep_last, keep_every: see `folders.steps_to_remove`. asynchronous: write behind the training. space_remedy: what a user may do about a full
-    disk, in the words of the program's own flags."""
+    """keep_last, keep_every: see `folders.steps_to_remove`. asynchronous: write behind the
+    training. space_remedy: what a user may do about a full disk, in the words of the program's own
+    flags."""
 
     keep_last: int | None = None
     keep_every: int | None = None
@@ -78,8 +81,9 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A published checkpoint. seconds: from its beginning until it was published. blocked_s: of these, training stood still. removed: steps
-    of older checkpoints that went. free_bytes: of the disk, after that. notes: what did not go well."""
+    """A published checkpoint. seconds: from its beginning until it was published. blocked_s: of
+    these, training stood still. removed: steps of older checkpoints that went. free_bytes: of the
+    disk, after that. notes: what did not go well."""
 
     step: int
     bytes: int
@@ -132,8 +136,10 @@ class CheckpointSaver:
         *,
         with_rng: bool,
     ) -> SaveReport | None:
-        """Write checkpoint `step`. networks: the first one's layout is the run's. state: the trainer's, plain JSON, used on rank 0. Returns None when it goes on in the background: `poll`
-        or `finish` reports it. Raises SaveError on all ranks, with earlier checkpoints whole. No other save may be pending."""
+        """Write checkpoint `step`. networks: the first one's layout is the run's. state: the
+        trainer's, plain JSON, used on rank 0. Returns None when it goes on in the background:
+        `poll` or `finish` reports it. Raises SaveError on all ranks, with earlier checkpoints
+        whole. No other save may be pending."""
         assert self._pending is None, "finish() the save before"
         started = time.perf_counter()
         folder = writing_folder(self.root, step)
@@ -193,7 +199,8 @@ class CheckpointSaver:
         return None
 
     def poll(self) -> SaveReport | None:
-        """Publish the pending checkpoint if all ranks have written their part. Raises SaveError if one could not."""
+        """Publish the pending checkpoint if all ranks have written their part. Raises SaveError if
+        one could not."""
         if self._pending is None or not all(gather(self._pending.done)):
             return None
         return self.finish()
@@ -256,7 +263,8 @@ class CheckpointSaver:
         return tuple(removed), tuple(notes), free_bytes(self.root)
 
     def _or_fail(self, step: int, action: Callable[[], Any]) -> Any:
-        """`action` on rank 0. An error removes what was written of this checkpoint, and is raised on all ranks."""
+        """`action` on rank 0. An error removes what was written of this checkpoint, and is raised on
+        all ranks."""
 
         def guarded() -> Any:
             try:

@@ -1,4 +1,5 @@
-"""Single tensors, and parts of them, out of a distributed checkpoint, whatever layout it was saved in. No process group, no model."""
+"""Single tensors, and parts of them, out of a distributed checkpoint, whatever layout it was saved
+in. No process group, no model."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ class CheckpointTensors:
         ]
 
     def read_into(self, target: Tensor, key: str, offset: tuple[int, ...]) -> None:
-        """Fill `target`, which has as many dimensions as the stored tensor, with the region that begins at `offset`, in target's dtype. Holds
-        one stored piece at a time. Raises ValueError where the stored pieces do not cover it, or a file is damaged."""
+        """Fill `target`, which has as many dimensions as the stored tensor, with the region that
+        begins at `offset`, in target's dtype. Holds one stored piece at a time. Raises ValueError
+        where the stored pieces do not cover it, or a file is damaged."""
         filled = 0
         for chunk in self.entries[key].chunks:
             low = [max(o, c) for o, c in zip(offset, chunk.offsets, strict=True)]

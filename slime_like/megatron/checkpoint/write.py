@@ -1,7 +1,9 @@
-"""One network to files: megatron-core plans who writes what, and this module writes it, in threads, hashing on the way.
+"""One network to files: megatron-core plans who writes what, and this module writes it, in threads,
+hashing on the way.
 
-megatron-core would start a process for every file, and a manager process which imports the whole program again; a writer that dies leaves its
-parent waiting for ever. Threads do as well: hashing and writing release the interpreter's lock.
+megatron-core would start a process for every file, and a manager process which imports the whole
+program again; a writer that dies leaves its parent waiting for ever. Threads do as well: hashing
+and writing release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class FilePlan:
 
 @dataclass(slots=True)
 class NetworkPlan:
-    """What this rank writes of one network. common: what is not cut into shards, written by rank 0. metadata: on rank 0 only."""
+    """What this rank writes of one network. common: what is not cut into shards, written by rank 0.
+    metadata: on rank 0 only."""
 
     files: list[FilePlan]
     common: bytes | None
@@ -65,7 +68,8 @@ class NetworkPlan:
 
 @dataclass(slots=True)
 class Written:
-    """Of one rank. results: where each item lies, by network. records: by path inside the checkpoint."""
+    """Of one rank. results: where each item lies, by network. records: by path inside the
+    checkpoint."""
 
     records: dict[str, FileRecord] = field(default_factory=dict)
     results: dict[str, list[WriteResult]] = field(default_factory=dict)
@@ -86,8 +90,8 @@ class _Planner(TorchDistSaveShardedStrategy):
 
 
 def plan_network(state: dict[str, Any], folder: Path, *, rank: int, detached: bool) -> NetworkPlan:
-    """Collective; `folder` exists. state: of `sharded_state`. detached: copy tensors to memory of their own, so that training may go on
-    while they are written."""
+    """Collective; `folder` exists. state: of `sharded_state`. detached: copy tensors to memory of
+    their own, so that training may go on while they are written."""
     sharded, common = save_preprocess(state)
     live = {data.data_ptr() for data in _tensors_of(sharded)}
     filesystem_async._results_queue = (
@@ -104,7 +108,8 @@ def plan_network(state: dict[str, Any], folder: Path, *, rank: int, detached: bo
 
 @contextmanager
 def no_crc32() -> Iterator[None]:
-    """torch computes a CRC of every tensor that it saves, and never compares it; the manifest's SHA-256 is compared."""
+    """torch computes a CRC of every tensor that it saves, and never compares it; the manifest's
+    SHA-256 is compared."""
     was = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -114,7 +119,8 @@ def no_crc32() -> Iterator[None]:
 
 
 def write_file_plan(folder: Path, plan: FilePlan) -> tuple[FileRecord, list[WriteResult]]:
-    """Write and sync one file in torch's format for distributed checkpoints. To be called within `no_crc32`."""
+    """Write and sync one file in torch's format for distributed checkpoints. To be called within
+    `no_crc32`."""
     transforms = _StorageWriterTransforms()
     results = []
     with hashed_file(folder / plan.name) as file:
@@ -137,7 +143,8 @@ def write_file_plan(folder: Path, plan: FilePlan) -> tuple[FileRecord, list[Writ
 def write_network_metadata(
     folder: Path, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
 ) -> dict[str, FileRecord]:
-    """What makes the files of all ranks a distributed checkpoint that megatron-core and torch can load. On rank 0, at the end."""
+    """What makes the files of all ranks a distributed checkpoint that megatron-core and torch can
+    load. On rank 0, at the end."""
     metadata.version = CURRENT_DCP_VERSION
     metadata.storage_data = {
         result.index: result.storage_data for of_rank in results for result in of_rank

@@ -1,6 +1,8 @@
-"""The numbers of one adapter on this rank: a module with the factors of a model chunk, and the layers that compute with them.
+"""The numbers of one adapter on this rank: a module with the factors of a model chunk, and the
+layers that compute with them.
 
-That of a critic has a value head too, on the chunk that ends with the output layer: whole on every tensor-parallel rank, and trained whole.
+That of a critic has a value head too, on the chunk that ends with the output layer: whole on every
+tensor-parallel rank, and trained whole.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from slime_like.weights.mappings import RowParallel
 
 
 class AdapterChunk(MegatronModule):
-    """The factors beside one model chunk. They are parameters of this module alone: data parallelism, the optimizer and checkpoints are
-    given it in a model's place."""
+    """The factors beside one model chunk. They are parameters of this module alone: data
+    parallelism, the optimizer and checkpoints are given it in a model's place."""
 
     def __init__(self, base: LoraBase, index: int, targets: list[Target], spec: LoraSpec) -> None:
         super().__init__(config=base.config)
@@ -77,7 +79,8 @@ class AdapterChunk(MegatronModule):
         shard = shard_of(whole, factor, self.layout, base.gpt)
         parameter = torch.nn.Parameter(shard.to(base.device, self.config.params_dtype, copy=True))
         ranks = _ranks(self.layout, self.config, factor)
-        # megatron-core's norm of all gradients counts what is cut on every rank and what is `shared` nowhere
+        # megatron-core's norm of all gradients counts what is cut on every rank and what is
+        # `shared` nowhere
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
         if factor.dim is None and ranks.group.rank() > 0:
             parameter.shared = True  # type: ignore[attr-defined]
@@ -126,7 +129,8 @@ class AdapterChunk(MegatronModule):
 
 
 def first_factor(factor: Factor, seed: int) -> Tensor:
-    """The whole lora_A of a new adapter, float32, from the seed and its name alone: PEFT's distribution, uniform within 1 / sqrt(in)."""
+    """The whole lora_A of a new adapter, float32, from the seed and its name alone: PEFT's
+    distribution, uniform within 1 / sqrt(in)."""
     digest = hashlib.sha256(f"{seed} {factor.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     bound = 1 / math.sqrt(factor.fan_in)

@@ -1,8 +1,9 @@
 """The frozen model under adapters, and the places where the active one acts.
 
-The model's modules stay what they are, with their names in checkpoints and conversions: an adapter acts through a forward hook on a linear
-layer, in `PolicyModel.head_weight` at the output layer, and a critic's with a value head in `HeadWeight`. Without an active adapter the model computes what it always does; that is the
-reference model of a KL term.
+The model's modules stay what they are, with their names in checkpoints and conversions: an adapter
+acts through a forward hook on a linear layer, in `PolicyModel.head_weight` at the output layer, and
+a critic's with a value head in `HeadWeight`. Without an active adapter the model computes what it
+always does; that is the reference model of a KL term.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class LoraBase(Network):
         for slots, own in zip(self.slots, layers, strict=True):
             for name, layer in own.items():
                 slots[name].active = layer
-        # recomputation and the schedule of several stages run backward only through an input that has a gradient
+        # recomputation and the schedule of several stages run backward only through an input that
+        # has a gradient
         self._carry_gradients = (
             self.config.recompute_granularity is not None or self.layout.pp_size > 1
         )
@@ -97,7 +99,8 @@ def _slots(chunk: Any, *, has_head: bool) -> dict[str, Slot]:
         name = None if weight is None else names[id(weight)]
         if name is not None and _is_linear(name):
             slots[name] = Slot()
-            # before others, which see the layer with its adapter: megatron_patches/mla_tp_grads.py has one
+            # before others, which see the layer with its adapter: megatron_patches/mla_tp_grads.py
+            # has one
             module.register_forward_hook(_Hook(slots[name]), prepend=True)
     if has_head:
         slots[HEAD] = unwrap(chunk).head_slot

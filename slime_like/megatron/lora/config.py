@@ -11,8 +11,9 @@ from arguments.schema.lora import TARGETS, UNEMBEDDING
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """targets: last parts of Hugging Face's module names ("q_proj", "lm_head"). seed: of the first factors; the second ones start at zero. value_head:
-    of a critic, which has a scalar head of its own, trained whole, where the model has its output layer."""
+    """targets: last parts of Hugging Face's module names ("q_proj", "lm_head"). seed: of the first
+    factors; the second ones start at zero. value_head: of a critic, which has a scalar head of its
+    own, trained whole, where the model has its output layer."""
 
     rank: int
     alpha: float

@@ -1,4 +1,5 @@
-"""An adapter's factors whole, under PEFT's names, out of the shards of all ranks, and back. Collective, and the same on every rank."""
+"""An adapter's factors whole, under PEFT's names, out of the shards of all ranks, and back.
+Collective, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from slime_like.weights.hf_export import shards_of_all_ranks
 def gather_factors(
     network: LoraNetwork, value: Callable[[torch.nn.Parameter], Tensor] = lambda p: p.detach()
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every factor, in the network's order, on every rank. value: what is taken of a parameter, e.g. its gradient."""
+    """(name, whole tensor) of every factor, in the network's order, on every rank. value: what is
+    taken of a parameter, e.g. its gradient."""
     layout, gpt, base = network.layout, network.gpt, network.base
     local = {
         factor.name: value(parameter)

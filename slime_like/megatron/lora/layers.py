@@ -1,15 +1,16 @@
 """What an adapter adds to the output of a parallel linear layer: scale * lora_B (lora_A x).
 
-Communication between tensor-parallel ranks is of [tokens, rank], never of hidden states. Which factor a rank holds whole, and whether its
-gradient there is the whole one:
+Communication between tensor-parallel ranks is of [tokens, rank], never of hidden states. Which
+factor a rank holds whole, and whether its gradient there is the whole one:
 
     column-parallel (query, key, value; gate, up)    lora_A whole; lora_B: rows of this rank
     row-parallel (attention's output, down)          lora_A: columns of this rank; lora_B whole
     output layer                                     lora_A whole; lora_B: tokens of this rank
 
-Without sequence parallelism the gradient of a whole factor comes out whole on every rank. With it a rank sees its part of the tokens there,
-in an expert its part of the output (or of the input), and at the output layer its tokens of the vocabulary: these gradients are summed over
-the ranks when gradients are finalised (`needs_sum`).
+Without sequence parallelism the gradient of a whole factor comes out whole on every rank. With it a
+rank sees its part of the tokens there, in an expert its part of the output (or of the input), and
+at the output layer its tokens of the vocabulary: these gradients are summed over the ranks when
+gradients are finalised (`needs_sum`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from slime_like.megatron.lora.targets import OutputPiece
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The tensor-parallel ranks that share a layer. expert: the token dispatcher sums over them what a layer leaves to be summed."""
+    """The tensor-parallel ranks that share a layer. expert: the token dispatcher sums over them
+    what a layer leaves to be summed."""
 
     group: dist.ProcessGroup
     size: int
@@ -60,7 +62,8 @@ class ColumnLora:
     ranks: Ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: the layer's input [..., in], under sequence parallelism this rank's part -> [..., out / tp] over all tokens."""
+        """x: the layer's input [..., in], under sequence parallelism this rank's part -> [..., out
+        / tp] over all tokens."""
         rank = self.first[0].size(0)
         low = _product(
             x, torch.cat(list(self.first)) if len(self.first) > 1 else self.first[0]
@@ -111,7 +114,8 @@ class RowLora:
     ranks: Ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [..., in / tp] -> [..., out], under sequence parallelism over this rank's part of the tokens; of an expert: this rank's term."""
+        """x: [..., in / tp] -> [..., out], under sequence parallelism over this rank's part of the
+        tokens; of an expert: this rank's term."""
         low = _product(x, self.first)
         if self.ranks.exchange:
             if self.ranks.sequence_parallel:
@@ -126,7 +130,8 @@ class RowLora:
 
 @dataclass(frozen=True, slots=True)
 class HeadLora:
-    """The output layer, whose weight goes to ops/lean_head.py: it gets the sum. first: [rank, hidden]; second: [vocab_padded / tp, rank]."""
+    """The output layer, whose weight goes to ops/lean_head.py: it gets the sum. first: [rank,
+    hidden]; second: [vocab_padded / tp, rank]."""
 
     first: Tensor
     second: Tensor
@@ -143,6 +148,7 @@ Lora = ColumnLora | RowLora | HeadLora
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T over the last dimension, as one matrix product: torch.nn.functional.linear chooses another kernel for three dimensions
-    when a gradient is wanted, and log-probs of the update must be those of the pass before it, bit by bit."""
+    """x weight^T over the last dimension, as one matrix product: torch.nn.functional.linear chooses
+    another kernel for three dimensions when a gradient is wanted, and log-probs of the update must
+    be those of the pass before it, bit by bit."""
     return torch.mm(x.reshape(-1, x.size(-1)), weight.t()).view(*x.shape[:-1], weight.size(0))

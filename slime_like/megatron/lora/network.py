@@ -1,5 +1,5 @@
-"""A frozen model with one adapter of its own that is trained, of a policy or of a critic. Several may stand on one `LoraBase`, each with its own
-optimizer."""
+"""A frozen model with one adapter of its own that is trained, of a policy or of a critic. Several
+may stand on one `LoraBase`, each with its own optimizer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from slime_like.weights.hf_export import export_hf_weights
 
 
 class LoraNetwork(TrainedNetwork):
-    """To its callers a `TrainedNetwork`: chunks and modules are the base's, what is trained and saved is the adapter. The adapter is active
-    within its own methods only."""
+    """To its callers a `TrainedNetwork`: chunks and modules are the base's, what is trained and
+    saved is the adapter. The adapter is active within its own methods only."""
 
     def __init__(
         self,
@@ -40,8 +40,9 @@ class LoraNetwork(TrainedNetwork):
         schedule: ScheduleConfig,
         total_steps: int,
     ) -> None:
-        """total_steps: optimizer steps of the whole run. Raises ValueError naming targets that the model does not have. The factors are
-        small, so their gradients are reduced when all are there, and parameters are gathered at once, whatever `ddp` says."""
+        """total_steps: optimizer steps of the whole run. Raises ValueError naming targets that the
+        model does not have. The factors are small, so their gradients are reduced when all are
+        there, and parameters are gathered at once, whatever `ddp` says."""
         self.base, self.spec = base, spec
         self.value_head, self.config, self.gpt, self.layout, self.device = (
             spec.value_head,
@@ -83,7 +84,8 @@ class LoraNetwork(TrainedNetwork):
     def export_hf(
         self, hf: HfModel, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """The merged weights: what the model would be with the adapter in it. With one on the output layer of a tied model they are not tied."""
+        """The merged weights: what the model would be with the adapter in it. With one on the
+        output layer of a tied model they are not tied."""
         assert not self.value_head, "a critic is not exported"
         layers = {
             name: layer for adapter in self.adapters for name, layer in adapter.layers.items()
@@ -101,7 +103,8 @@ class LoraNetwork(TrainedNetwork):
     def finalize_gradients(
         self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any
     ) -> None:
-        """In place of megatron-core's: reduce over data-parallel ranks, then complete what tensor-parallel ranks have a part of."""
+        """In place of megatron-core's: reduce over data-parallel ranks, then complete what
+        tensor-parallel ranks have a part of."""
         assert num_tokens is None, "losses are normalised; see gradient_scale"
         for wrapped in self.trained_modules:
             wrapped.finish_grad_sync()

@@ -1,4 +1,5 @@
-"""An adapter as a folder in PEFT's format: adapter_config.json and adapter_model.safetensors. Exact both ways: PEFT has the same factors."""
+"""An adapter as a folder in PEFT's format: adapter_config.json and adapter_model.safetensors. Exact
+both ways: PEFT has the same factors."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ EMBED_TOKENS = "model.embed_tokens.weight"
 
 
 def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> None:
-    """Collective; rank 0 writes, and the folder is there whole or not at all. base_model: as PEFT is to find it. Raises OSError or ValueError
-    on every rank: the folder holds something that is no adapter, the disk is full."""
+    """Collective; rank 0 writes, and the folder is there whole or not at all. base_model: as PEFT
+    is to find it. Raises OSError or ValueError on every rank: the folder holds something that is no
+    adapter, the disk is full."""
     tensors = {
         _peft_name(name): tensor.cpu().contiguous() for name, tensor in gather_factors(network)
     }
@@ -48,8 +50,9 @@ def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> N
 
 
 def load_adapter(folder: str, network: LoraNetwork, base_model: str) -> None:
-    """Collective. base_model: its Hugging Face folder. Raises ValueError, the same on every rank and before a number has changed: another rank
-    or alpha, tensors that are missing, surplus, of another shape, or not finite, an output layer other than the base's."""
+    """Collective. base_model: its Hugging Face folder. Raises ValueError, the same on every rank
+    and before a number has changed: another rank or alpha, tensors that are missing, surplus, of
+    another shape, or not finite, an output layer other than the base's."""
 
     def read() -> dict[str, Tensor]:
         _check_config(folder, read_adapter_config(folder), network)

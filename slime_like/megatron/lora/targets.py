@@ -1,8 +1,10 @@
-"""Which weights an adapter has factors for: the whole model's, in the network's order, whatever the layout.
+"""Which weights an adapter has factors for: the whole model's, in the network's order, whatever the
+layout.
 
-A weight of megatron-core may be several of Hugging Face's (query, key and value; gate and up projection). Each of these projections has
-factors of its own, as in PEFT: lora_A [rank, in] and lora_B [out, rank], so that adapters are exchanged with PEFT without a change, and any
-subset of the projections can be trained.
+A weight of megatron-core may be several of Hugging Face's (query, key and value; gate and up
+projection). Each of these projections has factors of its own, as in PEFT: lora_A [rank, in] and
+lora_B [out, rank], so that adapters are exchanged with PEFT without a change, and any subset of the
+projections can be trained.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ HEAD = OUTPUT_LAYER
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One of a projection's two matrices. name: as PEFT has it, without the prefix. shape: of the whole. dim: along which the
-    tensor-parallel ranks share it; None: each has the whole. expert: its number in the whole model, None outside of experts (whose
-    factors are shared by the experts' tensor-parallel ranks)."""
+    """One of a projection's two matrices. name: as PEFT has it, without the prefix. shape: of the
+    whole. dim: along which the tensor-parallel ranks share it; None: each has the whole. expert:
+    its number in the whole model, None outside of experts (whose factors are shared by the experts'
+    tensor-parallel ranks)."""
 
     name: str
     shape: tuple[int, int]
@@ -48,7 +51,8 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A weight of megatron-core with an adapter. modules: the Hugging Face modules that it is made of and that are targeted, in order."""
+    """A weight of megatron-core with an adapter. modules: the Hugging Face modules that it is made
+    of and that are targeted, in order."""
 
     parameter: str  # canonical name, of the whole model
     mapping: Mapping
@@ -59,8 +63,9 @@ class Target:
 def targets_of(
     spec: LoraSpec, family: MappingOf[str, Mapping], sizes: Sizes, *, tied: bool
 ) -> list[Target]:
-    """family: every parameter of the model, see `family_map`. tied: the output layer is the embedding; lm_head's factors are then of the
-    output layer alone. Raises ValueError naming targets that the model does not have."""
+    """family: every parameter of the model, see `family_map`. tied: the output layer is the
+    embedding; lm_head's factors are then of the output layer alone. Raises ValueError naming
+    targets that the model does not have."""
     family = {**family, HEAD: VocabParallel(LM_HEAD)} if tied else family
     targets = [
         target
@@ -109,7 +114,8 @@ def _last(module: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """Rows [start, stop) of a rank's share of one module's output; module: its index among the targeted ones, None: it has no adapter."""
+    """Rows [start, stop) of a rank's share of one module's output; module: its index among the
+    targeted ones, None: it has no adapter."""
 
     module: int | None
     start: int

@@ -1,4 +1,5 @@
-"""A network of the run: megatron-core's GPTModel, one chunk for each (virtual) pipeline stage of this rank."""
+"""A network of the run: megatron-core's GPTModel, one chunk for each (virtual) pipeline stage of
+this rank."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ MODEL_SHAPE = (
     "kv_channels",
     "num_moe_experts",
 )
-# What else changes the function that the same weights compute, with config.json's name where that is another one.
+# What else changes the function that the same weights compute, with config.json's name where that
+# is another one.
 MODEL_FUNCTION = {
     "normalization": "", "layernorm_epsilon": "rms_norm_eps", "qk_layernorm": "", "gated_linear_unit": "",
     "add_bias_linear": "", "add_qkv_bias": "attention_bias",
@@ -96,7 +98,8 @@ def padded_vocab_size(gpt: GPTModelConfig, tp_size: int) -> int:
 
 
 def layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
-    """Which modules make up a layer: "transformer_engine", or "local" with our core attention, which knows packed rows."""
+    """Which modules make up a layer: "transformer_engine", or "local" with our core attention,
+    which knows packed rows."""
     if transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     spec = get_gpt_layer_local_spec(
@@ -134,7 +137,8 @@ def build_chunks(
     *,
     value_head: bool = False,
 ) -> list[GPTModel]:
-    """This rank's model chunks, in parameter precision of fp32; see `to_model_precision` and `wrap_for_training`. value_head: of a critic."""
+    """This rank's model chunks, in parameter precision of fp32; see `to_model_precision` and
+    `wrap_for_training`. value_head: of a critic."""
     position: dict[str, Any] = {
         "position_embedding_type": gpt.position_embedding_type or "rope",
         "rotary_percent": gpt.rotary_percent or 1.0,
@@ -170,7 +174,8 @@ def build_chunks(
 def to_model_precision(
     chunks: Sequence[GPTModel], config: TransformerConfig
 ) -> list[MegatronModule]:
-    """bf16 modules; in fp32 the chunks themselves, and in fp64, which only the parity matrix asks for."""
+    """bf16 modules; in fp32 the chunks themselves, and in fp64, which only the parity matrix asks
+    for."""
     if config.bf16:
         return [HalfPrecisionModule(config, chunk) for chunk in chunks]
     if config.params_dtype == torch.float64:  # which megatron-core's norms and routers do not read
@@ -181,7 +186,8 @@ def to_model_precision(
 def wrap_for_training(
     chunks: Sequence[MegatronModule], config: TransformerConfig, ddp: DistributedDataParallelConfig
 ) -> list[DistributedDataParallel]:
-    """Gradient buffers and data-parallel reduction. Only the first chunk overlaps in buckets, as in Megatron-LM."""
+    """Gradient buffers and data-parallel reduction. Only the first chunk overlaps in buckets, as in
+    Megatron-LM."""
     return [
         DistributedDataParallel(
             config=config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0

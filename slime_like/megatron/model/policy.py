@@ -1,4 +1,5 @@
-"""The policy's network: GPTModel that ends at its hidden states. Logits are made by nobody; see ops/lean_head.py."""
+"""The policy's network: GPTModel that ends at its hidden states. Logits are made by nobody; see
+ops/lean_head.py."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 
 class Slot:
-    """Where a low-rank adapter acts on a layer; empty while none is active. No module: what is in it is not a part of the model."""
+    """Where a low-rank adapter acts on a layer; empty while none is active. No module: what is in
+    it is not a part of the model."""
 
     __slots__ = ("active",)
 
@@ -24,11 +26,11 @@ class Slot:
 
 
 class HeadWeight(ColumnParallelLinear):
-    """The output layer's weight under the output layer's name, in checkpoints too; forward gives hidden states back, or, while a critic's
-    value head is active here, values [T, 1, 1].
+    """The output layer's weight under the output layer's name, in checkpoints too; forward gives
+    hidden states back, or, while a critic's value head is active here, values [T, 1, 1].
 
-    It is called where megatron-core calls its output layer, although nothing is computed: with --overlap-param-gather a forward hook on
-    this module waits for the weight.
+    It is called where megatron-core calls its output layer, although nothing is computed: with
+    --overlap-param-gather a forward hook on this module waits for the weight.
     """
 
     def __init__(self, layer: ColumnParallelLinear) -> None:
@@ -54,7 +56,8 @@ class HeadWeight(ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """A chunk of the policy. The last pipeline stage gives hidden states [1, T, H]; under sequence parallelism this rank's [1, T / tp, H]."""
+    """A chunk of the policy. The last pipeline stage gives hidden states [1, T, H]; under sequence
+    parallelism this rank's [1, T / tp, H]."""
 
     output_layer: Any
 
@@ -65,7 +68,8 @@ class PolicyModel(GPTModel):
             self.output_layer = HeadWeight(self.output_layer)
 
     def own_head_weight(self) -> Tensor:
-        """[V_padded / tp, H], on the last stage; with tied embeddings the embedding's, or its twin there."""
+        """[V_padded / tp, H], on the last stage; with tied embeddings the embedding's, or its twin
+        there."""
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -81,7 +85,8 @@ class PolicyModel(GPTModel):
 
 
 class HalfPrecisionModule(Float16Module):
-    """megatron-core's, without its copy of the last stage's output in float32: that is hidden states here, of which few may be needed."""
+    """megatron-core's, without its copy of the last stage's output in float32: that is hidden
+    states here, of which few may be needed."""
 
     def forward(self, *inputs: Any, fp32_output: bool = False, **keywords: Any) -> Tensor:
         output: Tensor = super().forward(*inputs, fp32_output=fp32_output, **keywords)

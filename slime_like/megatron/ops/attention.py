@@ -1,8 +1,10 @@
-"""Core attention for packed rows in plain torch: what a layer uses where Transformer Engine is absent.
+"""Core attention for packed rows in plain torch: what a layer uses where Transformer Engine is
+absent.
 
-megatron-core's own `DotProductAttention` refuses packed rows. This module takes the same place in the layer spec. Sequences of
-similar length are padded on the right into one batch (under a causal mask no real token can see the padding, so no mask tensor is
-needed); when padding would waste more than it saves, each sequence is computed alone. Attention never crosses sequences. Under context
+megatron-core's own `DotProductAttention` refuses packed rows. This module takes the same place in
+the layer spec. Sequences of similar length are padded on the right into one batch (under a causal
+mask no real token can see the padding, so no mask tensor is needed); when padding would waste more
+than it saves, each sequence is computed alone. Attention never crosses sequences. Under context
 parallelism a rank has its own rows only, and gathers keys and values: see context_parallel.py.
 """
 
@@ -29,28 +31,29 @@ from slime_like.megatron.ops.context_parallel import (
     context_rows,
 )
 
-# Padding costs S * max(L)^2 in place of sum(L^2); above this factor the sequences are computed one by one.
+# Padding costs S * max(L)^2 in place of sum(L^2); above this factor the sequences are computed one
+# by one.
 MAX_PADDING_FACTOR = 2.0
 
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """megatron-core's description of packed rows, plus what our attention derives from it once per micro-batch. Under context
-    parallelism lengths are those of the whole sequences, which Transformer Engine and the rotary embedding expect too."""
+    """megatron-core's description of packed rows, plus what our attention derives from it once per
+    micro-batch. Under context parallelism lengths are those of the whole sequences, which
+    Transformer Engine and the rotary embedding expect too."""
 
     lengths: tuple[int, ...] = ()  # S sequence lengths; they sum to T
-    gather_index: Tensor | None = (
-        None  # [S, max L]: row of each padded position; None: compute each sequence alone
-    )
-    scatter_index: Tensor | None = (
-        None  # [T]: padded position of each row, into the flattened [S * max L]
-    )
+    # [S, max L]: row of each padded position; None: compute each sequence alone
+    gather_index: Tensor | None = None
+    # [T]: padded position of each row, into the flattened [S * max L]
+    scatter_index: Tensor | None = None
     equal: bool = False  # all sequences have one length: the rows are a batch as they are
     context: ContextRows | None = None  # under context parallelism, in place of the two indices
 
 
 def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> PackedRows:
-    """Describe rows packed at `cu_seqlens` [S + 1] (int32, starting at 0), of which a context-parallel rank holds its chunks."""
+    """Describe rows packed at `cu_seqlens` [S + 1] (int32, starting at 0), of which a
+    context-parallel rank holds its chunks."""
     bounds = cu_seqlens.tolist()
     lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
     longest = max(lengths)
@@ -81,7 +84,8 @@ def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Packe
 
 
 class PackedAttention(MegatronModule):
-    """Scaled dot-product attention over packed rows, with grouped queries. Its call follows megatron-core's core_attention."""
+    """Scaled dot-product attention over packed rows, with grouped queries. Its call follows
+    megatron-core's core_attention."""
 
     def __init__(
         self,
@@ -152,7 +156,8 @@ class PackedAttention(MegatronModule):
     def _sdpa(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """Attention of (batch, length, heads, d), causal or with a mask that broadcasts to (batch, heads, queries, keys)."""
+        """Attention of (batch, length, heads, d), causal or with a mask that broadcasts to (batch,
+        heads, queries, keys)."""
         out = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -166,7 +171,8 @@ class PackedAttention(MegatronModule):
         return out.transpose(1, 2)
 
     def _dropout_rng(self) -> AbstractContextManager[None]:
-        # Heads differ between tensor-parallel ranks, so their dropout must; sequence parallelism already forks the generator.
+        # Heads differ between tensor-parallel ranks, so their dropout must; sequence parallelism
+        # already forks the generator.
         if self.dropout and self.training and not self.config.sequence_parallel:
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return nullcontext()

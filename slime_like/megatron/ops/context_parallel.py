@@ -1,8 +1,10 @@
-"""Context parallelism: the ranks of a group share the rows of every packed sequence, and attention gathers keys and values.
+"""Context parallelism: the ranks of a group share the rows of every packed sequence, and attention
+gathers keys and values.
 
-A sequence is cut into 2 * cp chunks of equal length; rank r holds chunks r and 2 * cp - 1 - r of every sequence, so that all ranks have
-the same number of rows, and under a causal mask the same work. "Natural" rows are those of the whole micro-batch in the order of its
-sequences; a rank's own rows are in that order too.
+A sequence is cut into 2 * cp chunks of equal length; rank r holds chunks r and 2 * cp - 1 - r of
+every sequence, so that all ranks have the same number of rows, and under a causal mask the same
+work. "Natural" rows are those of the whole micro-batch in the order of its sequences; a rank's own
+rows are in that order too.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-# Above this many (query, key) pairs in the mask of a padded batch, each sequence is computed alone, without such a mask.
+# Above this many (query, key) pairs in the mask of a padded batch, each sequence is computed alone,
+# without such a mask.
 MAX_MASK_ELEMENTS = 1 << 24
 Attend = Callable[
     [Tensor, Tensor, Tensor, Any], Tensor
@@ -77,7 +80,8 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, ...] of every rank, one after another: [cp * n, ...]. Backward sums the gradients of all ranks."""
+    """[n, ...] of every rank, one after another: [cp * n, ...]. Backward sums the gradients of all
+    ranks."""
     gathered: Tensor = _GatherRows.apply(x, group)
     return gathered
 
@@ -100,9 +104,8 @@ class ContextRows:
         tuple[int, int, int, int], ...
     ]  # of each chunk: own rows [a, b), natural rows of the keys it sees [c, d)
     padded: tuple[PaddedChunk, ...] = ()  # the two chunks; empty: compute each span alone
-    scatter: Tensor | None = (
-        None  # [T / cp]: place of each own row in the flattened outputs of the padded chunks
-    )
+    # [T / cp]: place of each own row in the flattened outputs of the padded chunks
+    scatter: Tensor | None = None
 
 
 def context_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, *, batched: bool) -> ContextRows:
@@ -127,7 +130,8 @@ def context_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, *, batched: boo
 
 
 def _padded_chunk(spans: Tensor) -> PaddedChunk:
-    """spans: [S, 4]. A padded query or key repeats the chunk's last; a padded key is masked, a padded query's output is not used."""
+    """spans: [S, 4]. A padded query or key repeats the chunk's last; a padded key is masked, a
+    padded query's output is not used."""
     first, last, key_first, key_last = spans.unsqueeze(2).unbind(1)  # [S, 1] each
     query_columns = torch.arange(int((last - first).max()), device=spans.device)
     key_columns = torch.arange(int((key_last - key_first).max()), device=spans.device)
@@ -160,10 +164,12 @@ def context_parallel_attention(
     group: dist.ProcessGroup,
     attend: Attend,
 ) -> Tensor:
-    """Causal attention of this rank's queries to the keys of their sequences on all ranks of `group`.
+    """Causal attention of this rank's queries to the keys of their sequences on all ranks of
+    `group`.
 
-    query: (T / cp, heads, d); key: (T / cp, groups, d); value: (T / cp, groups, dv). attend: scaled dot-product attention of a batch, with
-    a mask. A chunk gets only the keys up to its end. Returns (T / cp, heads, dv).
+    query: (T / cp, heads, d); key: (T / cp, groups, d); value: (T / cp, groups, dv). attend: scaled
+    dot-product attention of a batch, with a mask. A chunk gets only the keys up to its end. Returns
+    (T / cp, heads, dv).
     """
     parts = [key.flatten(1), value.flatten(1)]
     gathered = gather_rows(torch.cat(parts, dim=1), group)[rows.natural]  # (T, groups * (d + dv))
@@ -175,7 +181,8 @@ def context_parallel_attention(
 def attend_chunks(
     query: Tensor, keys: Tensor, values: Tensor, rows: ContextRows, attend: Attend
 ) -> Tensor:
-    """Attention of a rank's queries (T / cp, heads, d) to natural rows of keys (T, groups, d) and values (T, groups, dv)."""
+    """Attention of a rank's queries (T / cp, heads, d) to natural rows of keys (T, groups, d) and
+    values (T, groups, dv)."""
     if rows.scatter is not None:
         outputs = [
             attend(query[c.queries], keys[c.keys], values[c.keys], c.mask) for c in rows.padded

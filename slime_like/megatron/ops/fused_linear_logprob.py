@@ -1,15 +1,18 @@
-"""Log-probability of the label and entropy, from hidden states: the vocabulary projection without its logits.
+"""Log-probability of the label and entropy, from hidden states: the vocabulary projection without
+its logits.
 
-The projection runs block by block, rows x columns of the vocabulary, through one small workspace; [T, V] never exists, forward or
-backward. Forward keeps a running maximum and two running sums for each row ("online softmax", arXiv 1805.02867, with the sum that the
-entropy needs beside the normaliser). Backward computes each block again, turns it into the gradient of its logits,
+The projection runs block by block, rows x columns of the vocabulary, through one small workspace;
+[T, V] never exists, forward or backward. Forward keeps a running maximum and two running sums for
+each row ("online softmax", arXiv 1805.02867, with the sum that the entropy needs beside the
+normaliser). Backward computes each block again, turns it into the gradient of its logits,
 
     d log p(label) / d z_v = 1[v = label] - p_v          d H / d z_v = -p_v (log p_v + H),
 
-and multiplies it into the gradients of hidden states and weight at once. A fourth matrix product takes the place of several passes over
-[T, V] in main memory: the elementwise work happens in cache.
+and multiplies it into the gradients of hidden states and weight at once. A fourth matrix product
+takes the place of several passes over [T, V] in main memory: the elementwise work happens in cache.
 
-Columns are the outer loop, so that each slice of the weight, and of its gradient, passes through the cache once.
+Columns are the outer loop, so that each slice of the weight, and of its gradient, passes through
+the cache once.
 `vocab_parallel.py` computes the same from logits.
 """
 
@@ -28,7 +31,8 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 DEFAULT_CHUNK_SIZE = 1024  # rows of a block; benchmarks/bench_head.py --block-sizes compares
-# Elements of a block. On CPU two of them in float32 are the size of a core's second-level cache; a GPU wants larger matrix products.
+# Elements of a block. On CPU two of them in float32 are the size of a core's second-level cache; a
+# GPU wants larger matrix products.
 BLOCK_ELEMENTS_CPU = 2**18
 BLOCK_ELEMENTS_GPU = 2**25
 MIN_COLUMNS = 128
@@ -37,7 +41,8 @@ LOWEST = -1e20  # in place of -inf, whose product with a probability of 0 would 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """The projection of this rank's slice of the vocabulary, cut into blocks. Tensors as in `lean_log_probs`, hidden [N, H]."""
+    """The projection of this rank's slice of the vocabulary, cut into blocks. Tensors as in
+    `lean_log_probs`, hidden [N, H]."""
 
     hidden: Tensor
     weight: Tensor
@@ -97,7 +102,8 @@ class Projection:
     def restrict(
         self, logits: Tensor, rows: slice, columns: slice, column: Tensor, here: Tensor
     ) -> None:
-        """Ban, in place, what lies outside the token sets; not the label, which is at `column` where `here`."""
+        """Ban, in place, what lies outside the token sets; not the label, which is at `column`
+        where `here`."""
         if self.token_sets is not None:
             width = logits.size(1)
             place = self.token_sets[rows] - columns.start
@@ -137,7 +143,8 @@ def _in_block(local_labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 def _softmax_statistics(
     head: Projection, local_labels: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(logit of the label, log normaliser, entropy), [N] each, over the whole vocabulary. No host waits for the device."""
+    """(logit of the label, log normaliser, entropy), [N] each, over the whole vocabulary. No host
+    waits for the device."""
     size = head.hidden.size(0)
     top = head.hidden.new_full((size,), LOWEST, dtype=head.dtype)
     label_logit, total, weighted = top.new_zeros((3, size))
@@ -167,7 +174,8 @@ def _softmax_statistics(
 
 
 def _rescale(total: Tensor, weighted: Tensor, change: Tensor) -> None:
-    """Sums of e^(z - a) and of e^(z - a) (z - a), in place, to those with a maximum b >= a. change: a - b."""
+    """Sums of e^(z - a) and of e^(z - a) (z - a), in place, to those with a maximum b >= a. change:
+    a - b."""
     factor = change.exp()
     weighted.add_(total * change).mul_(factor)
     total.mul_(factor)
@@ -206,7 +214,8 @@ class _LeanLogProbs(torch.autograd.Function):
         hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets = ctx.saved_tensors
         temperature, num_columns, chunk_size = ctx.settings
         head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
-        # grad z = p (slope (z - log normaliser) + offset), and at the label the gradient of its log-prob
+        # grad z = p (slope (z - log normaliser) + offset), and at the label the gradient of its
+        # log-prob
         of_label = (
             torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / temperature
         )
@@ -252,9 +261,8 @@ class _Gradients:
         hidden = torch.zeros_like(head.hidden, dtype=head.dtype) if wanted[0] else None
         weight = torch.empty_like(head.weight) if wanted[1] else None
         if weight is not None:
-            weight[head.num_columns if head.hidden.size(0) else 0 :] = (
-                0  # padding; everything where there is no row
-            )
+            # padding; everything where there is no row
+            weight[head.num_columns if head.hidden.size(0) else 0 :] = 0
         bias = (
             torch.zeros_like(head.bias, dtype=head.dtype)
             if wanted[2] and head.bias is not None
@@ -325,17 +333,21 @@ def lean_log_probs(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     token_sets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of labels [N], entropy [N]) of softmax((hidden weight^T + bias) / temperature), float32 for narrower inputs.
+    """(log-prob of labels [N], entropy [N]) of softmax((hidden weight^T + bias) / temperature),
+    float32 for narrower inputs.
 
-    hidden: [T, H]; under sequence parallelism this rank's [T / tp, H]. weight, bias: [V_padded / tp, H] and [V_padded / tp], this rank's
-    columns; a bias may hold -inf, which bans a token. labels: [T] int64 over the whole vocabulary. rows: [N] int64, the rows of the T that
-    are computed, in this order; None: all. vocab_size: tokens without padding; padded columns get no probability and no gradient.
-    chunk_size: rows of a block; -1: all. token_sets: [T, K] tokens over the whole vocabulary, filled up with -1: only they, what top-k and
-    top-p left to the sampler, share the probability; the label is never banned.
+    hidden: [T, H]; under sequence parallelism this rank's [T / tp, H]. weight, bias: [V_padded /
+    tp, H] and [V_padded / tp], this rank's columns; a bias may hold -inf, which bans a token.
+    labels: [T] int64 over the whole vocabulary. rows: [N] int64, the rows of the T that are
+    computed, in this order; None: all. vocab_size: tokens without padding; padded columns get no
+    probability and no gradient. chunk_size: rows of a block; -1: all. token_sets: [T, K] tokens
+    over the whole vocabulary, filled up with -1: only they, what top-k and top-p left to the
+    sampler, share the probability; the label is never banned.
 
-    Matrix products are in the weight's dtype, all else in float32. Results are equal on all ranks of `tp_group`. Each rank gets the
-    gradient of its own columns, and that of its hidden states, already summed over the ranks. All ranks of the group must run backward
-    together, also with no rows at all.
+    Matrix products are in the weight's dtype, all else in float32. Results are equal on all ranks
+    of `tp_group`. Each rank gets the gradient of its own columns, and that of its hidden states,
+    already summed over the ranks. All ranks of the group must run backward together, also with no
+    rows at all.
     """
     parallel = tp_group is not None and tp_group.size() > 1
     if parallel and sequence_parallel:

@@ -1,12 +1,17 @@
-"""The router of an expert layer for packed rows: what megatron-core's TopKRouter lacks, in its place in the layer spec.
+"""The router of an expert layer for packed rows: what megatron-core's TopKRouter lacks, in its
+place in the layer spec.
 
-- Padding is routed (somebody has to compute it) and stays out of every statistic: auxiliary losses, z-loss, expert bias, loads.
-- The sequence-wise auxiliary loss is that of the packed sequences; megatron-core would take the whole row for one.
-- The choice of experts can be recorded, and replayed in a later pass. Replay changes who is chosen; weights and gradients still come from the
-  current router's scores of those experts (routing replay: 2507.18071; as in slime).
+- Padding is routed (somebody has to compute it) and stays out of every statistic: auxiliary losses,
+  z-loss, expert bias, loads.
+- The sequence-wise auxiliary loss is that of the packed sequences; megatron-core would take the
+  whole row for one.
+- The choice of experts can be recorded, and replayed in a later pass. Replay changes who is chosen;
+  weights and gradients still come from the current router's scores of those experts (routing
+  replay: 2507.18071; as in slime).
 
-A router is called with hidden states alone. Which micro-batch they are of follows from the order of calls: forward passes and recomputations
-each go through the micro-batches in order, and under activation checkpointing a layer's first call has no gradient and its second has.
+A router is called with hidden states alone. Which micro-batch they are of follows from the order of
+calls: forward passes and recomputations each go through the micro-batches in order, and under
+activation checkpointing a layer's first call has no gradient and its second has.
 """
 
 from __future__ import annotations
@@ -24,14 +29,15 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RoutedRows:
-    """The rows of one micro-batch that this rank routes: t of its T rows, 1 / tp of them under sequence parallelism."""
+    """The rows of one micro-batch that this rank routes: t of its T rows, 1 / tp of them under
+    sequence parallelism."""
 
     seq_ids: Tensor  # [t] int64
     num_seqs: int
     padding: Tensor  # [t] bool, True at rows of no sample
-    routes: Tensor | None = (
-        None  # [t, expert layers of this rank, topk]: experts to choose, negative where the router's own choice counts
-    )
+    # [t, expert layers of this rank, topk]: experts to choose, negative where the router's own
+    # choice counts
+    routes: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -44,9 +50,8 @@ class _Pass:
     started: int = 0  # micro-batches whose forward has begun
     to_recompute: deque[int] = field(default_factory=deque)
     recorded: list[Tensor] = field(default_factory=list)  # [t, topk] for each micro-batch
-    differing: int = (
-        0  # tokens whose own choice of experts would have been another than the replayed one
-    )
+    # tokens whose own choice of experts would have been another than the replayed one
+    differing: int = 0
     compared: int = 0
 
 
@@ -64,7 +69,8 @@ class PackedRouter(TopKRouter):
         )
 
     def begin(self, rows: Sequence[RoutedRows], *, slot: int, record: bool) -> None:
-        """A pass over micro-batches starts; it goes on until the next one. slot: this router's place in `RoutedRows.routes`."""
+        """A pass over micro-batches starts; it goes on until the next one. slot: this router's
+        place in `RoutedRows.routes`."""
         self._pass = _Pass(rows, slot, record)
         self.load.zero_()
 
@@ -76,7 +82,8 @@ class PackedRouter(TopKRouter):
 
     @property
     def disagreement(self) -> tuple[int, int]:
-        """(tokens whose own choice would have been another than the replayed one, tokens with a replayed choice) of the pass."""
+        """(tokens whose own choice would have been another than the replayed one, tokens with a
+        replayed choice) of the pass."""
         return (0, 0) if self._pass is None else (self._pass.differing, self._pass.compared)
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -112,7 +119,8 @@ class PackedRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """Switch Transformer's balance loss (2101.03961) over the micro-batch; 0 where that is padding only, which megatron-core divides by."""
+        """Switch Transformer's balance loss (2101.03961) over the micro-batch; 0 where that is
+        padding only, which megatron-core divides by."""
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient == 0:
             return probs
@@ -131,7 +139,8 @@ class PackedRouter(TopKRouter):
         bsz: int,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        """DeepSeek-V2's sequence-wise balance loss (2405.04434, section 2.2.3), averaged over the micro-batch's sequences."""
+        """DeepSeek-V2's sequence-wise balance loss (2405.04434, section 2.2.3), averaged over the
+        micro-batch's sequences."""
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if coefficient == 0:
             return probs
@@ -147,10 +156,12 @@ class PackedRouter(TopKRouter):
         )
 
     def _imbalance(self, scores: Tensor, routing_map: Tensor, ids: Tensor, num: int) -> Tensor:
-        """E * sum of f_e * P_e over experts, averaged over the parts of the micro-batch that have tokens.
+        """E * sum of f_e * P_e over experts, averaged over the parts of the micro-batch that have
+        tokens.
 
-        scores, routing_map: [t, E], zero at padding. ids: [t], which of the `num` parts a row belongs to. A part may lie on several tensor- and
-        context-parallel ranks: counts are those of the whole, each rank adds its own scores' share.
+        scores, routing_map: [t, E], zero at padding. ids: [t], which of the `num` parts a row
+        belongs to. A part may lie on several tensor- and context-parallel ranks: counts are those
+        of the whole, each rank adds its own scores' share.
         """
         empty = scores.new_zeros(num, self.num_experts)
         counts = reduce_from_tensor_model_parallel_region(
@@ -183,7 +194,8 @@ class PackedRouter(TopKRouter):
         )
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert for the update of its bias: once for each token that is trained on."""
+        """Count the tokens of each expert for the update of its bias: once for each token that is
+        trained on."""
         if not (self.enable_expert_bias and self.training and torch.is_grad_enabled()):
             return
         with torch.no_grad():

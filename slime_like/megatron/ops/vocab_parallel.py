@@ -1,7 +1,9 @@
-"""Log-probability of the label and entropy of the distribution, from logits that are split over the vocabulary.
+"""Log-probability of the label and entropy of the distribution, from logits that are split over the
+vocabulary.
 
-Each tensor-parallel rank holds the logits of its own slice of the (padded) vocabulary. Both results come from one softmax: three
-all-reduces of [T] vectors forward, none backward. The gradient is exact for both outputs,
+Each tensor-parallel rank holds the logits of its own slice of the (padded) vocabulary. Both results
+come from one softmax: three all-reduces of [T] vectors forward, none backward. The gradient is
+exact for both outputs,
 
     d log p(label) / d z_v = 1[v = label] - p_v          d H / d z_v = -p_v (log p_v + H).
 """
@@ -83,9 +85,9 @@ def vocab_parallel_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of labels [T], entropy [T]) in float32, of softmax(logits / temperature).
 
-    logits: [T, V_padded / tp], this rank's columns. labels: [T] int64 over the whole vocabulary. vocab_size: tokens without
-    padding; padded columns get no probability and no gradient. Equal on all ranks of `tp_group`; each gets the gradient of its own
-    columns.
+    logits: [T, V_padded / tp], this rank's columns. labels: [T] int64 over the whole vocabulary.
+    vocab_size: tokens without padding; padded columns get no probability and no gradient. Equal on
+    all ranks of `tp_group`; each gets the gradient of its own columns.
     """
     rank = 0 if tp_group is None else tp_group.rank()
     log_probs, entropy = _VocabParallelLogProbs.apply(

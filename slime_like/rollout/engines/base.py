@@ -1,11 +1,14 @@
-"""What a rollout engine is: prompts in, sampled tokens with their log-probs out, weights in between.
+"""What a rollout engine is: prompts in, sampled tokens with their log-probs out, weights in
+between.
 
-Requests are served from an event loop (`generate_one`, `abort`), which may run in a thread of its own and may be another one in each
-rollout; everything else is called by the training thread, on all ranks alike.
+Requests are served from an event loop (`generate_one`, `abort`), which may run in a thread of its
+own and may be another one in each rollout; everything else is called by the training thread, on all
+ranks alike.
 
-Log-prob convention of every engine (SGLang's): the log-prob of the sampled token under the temperature-scaled distribution over the
-whole vocabulary, BEFORE top-k and top-p; greedy sampling reports temperature 1. With `SamplingParams.report_token_sets` it is AFTER them,
-over the tokens that they leave, and these are reported too.
+Log-prob convention of every engine (SGLang's): the log-prob of the sampled token under the
+temperature-scaled distribution over the whole vocabulary, BEFORE top-k and top-p; greedy sampling
+reports temperature 1. With `SamplingParams.report_token_sets` it is AFTER them, over the tokens
+that they leave, and these are reported too.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ FinishReason = Literal["stop", "length", "abort"]
 class SamplingParams:
     """How to sample. Raises ValueError naming every field out of range.
 
-    temperature: 0 is greedy. top_p: smallest set of tokens with at least this probability, after top_k. top_k: -1 is all.
-    max_new_tokens: longest response, stop token included. stop: strings that end a response once its text contains one.
-    stop_token_ids: tokens that end a response besides the model's own, which do not with ignore_end_tokens; a stop token stays part of the
-    response. report_token_sets: tell which tokens each one was sampled from, with its log-prob over these; not when greedy. report_routes:
-    tell to which experts each token went; ValueError from an engine that cannot.
+    temperature: 0 is greedy. top_p: smallest set of tokens with at least this probability, after
+    top_k. top_k: -1 is all. max_new_tokens: longest response, stop token included. stop: strings
+    that end a response once its text contains one. stop_token_ids: tokens that end a response
+    besides the model's own, which do not with ignore_end_tokens; a stop token stays part of the
+    response. report_token_sets: tell which tokens each one was sampled from, with its log-prob over
+    these; not when greedy. report_routes: tell to which experts each token went; ValueError from an
+    engine that cannot.
     """
 
     temperature: float = 1.0
@@ -68,7 +73,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One response to sample. seed alone decides the randomness, whatever else is generated beside it."""
+    """One response to sample. seed alone decides the randomness, whatever else is generated beside
+    it."""
 
     sample_id: int  # unique over the run
     prompt_tokens: tuple[int, ...]
@@ -79,11 +85,12 @@ class GenerateRequest:
 class GenerateOutput:
     """One response; all tuples have one entry per response token.
 
-    finish_reason: "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens may then be partial). token_sets: the
-    tokens that each one was sampled from, itself among them; None where they were not asked for. routes: the experts of every token, the
-    prompt's too, in every layer that has experts; -1 where the token was not computed, as the last one is not; None likewise. failure: why
-    an aborted response was given up or rejected; None where its caller asked for the abort. weight_versions rise where weights were replaced
-    in the middle.
+    finish_reason: "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens
+    may then be partial). token_sets: the tokens that each one was sampled from, itself among them;
+    None where they were not asked for. routes: the experts of every token, the prompt's too, in
+    every layer that has experts; -1 where the token was not computed, as the last one is not; None
+    likewise. failure: why an aborted response was given up or rejected; None where its caller asked
+    for the abort. weight_versions rise where weights were replaced in the middle.
     """
 
     sample_id: int
@@ -100,25 +107,29 @@ class RolloutEngine(Protocol):
     """Generates responses under weights that the trainer hands over."""
 
     weight_version: int  # of the last complete update; -1 before the first
-    serves_all_ranks: bool  # True: servers that all ranks share, rank 0 asks for all; False: each rank has an engine of its own, and asks it
+    # True: servers that all ranks share, rank 0 asks for all; False: each rank has an engine of its
+    # own, and asks it
+    serves_all_ranks: bool
 
     def generate(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams
     ) -> list[GenerateOutput]:
-        """Outputs in the order of `requests`; not from within an event loop. Raises RuntimeError while the weights are missing or half
-        updated, ValueError for requests that the engine can never serve."""
+        """Outputs in the order of `requests`; not from within an event loop. Raises RuntimeError
+        while the weights are missing or half updated, ValueError for requests that the engine can
+        never serve."""
         ...
 
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput:
-        """One output; any number may be waited for at a time, the engine bounds what runs together. Raises as `generate`. A request that
-        was given up, or rejected for what came back, has finish_reason "abort", and `failure` tells why."""
+        """One output; any number may be waited for at a time, the engine bounds what runs together.
+        Raises as `generate`. A request that was given up, or rejected for what came back, has
+        finish_reason "abort", and `failure` tells why."""
         ...
 
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
-        """End pending requests (None: all of them); each returns what it has, with finish_reason "abort" and failure None. Ids that are not
-        pending are passed over."""
+        """End pending requests (None: all of them); each returns what it has, with finish_reason
+        "abort" and failure None. Ids that are not pending are passed over."""
         ...
 
     async def leave_loop(self) -> None:
@@ -134,18 +145,21 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights by (Hugging Face name, full tensor) pairs. A collective: all ranks hand in the same stream, to its end. Raises
-        ValueError naming unknown, repeated or missing names and wrong shapes; the engine then refuses to generate until an update succeeds.
-        `weight_version` becomes `version` at the end. While paused, pending requests go on under the new weights."""
+        """Replace all weights by (Hugging Face name, full tensor) pairs. A collective: all ranks
+        hand in the same stream, to its end. Raises ValueError naming unknown, repeated or missing
+        names and wrong shapes; the engine then refuses to generate until an update succeeds.
+        `weight_version` becomes `version` at the end. While paused, pending requests go on under
+        the new weights."""
         ...
 
     def check_health(self) -> None:
-        """A collective, before a rollout. `weight_version` is -1 after it where the engine needs the weights again. Raises RunError when the
-        engine cannot serve any more."""
+        """A collective, before a rollout. `weight_version` is -1 after it where the engine needs
+        the weights again. Raises RunError when the engine cannot serve any more."""
         ...
 
     def release_memory(self) -> None:
-        """Before training: give up what the GPUs of the trainer are needed for. `update_weights` takes it back."""
+        """Before training: give up what the GPUs of the trainer are needed for. `update_weights`
+        takes it back."""
         ...
 
     def take_metrics(self) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""Stands in for SGLang's CUDA kernels, which its modules import by name. On a CPU none of them is called; one that is says so."""
+"""Stands in for SGLang's CUDA kernels, which its modules import by name. On a CPU none of them is
+called; one that is says so."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import torch
 __version__ = "0.4.10"  # SGLang compares it with a least version
 
 if not torch.cuda.is_available():
-    # SGLang keeps the experts of every token in host memory that it registers with CUDA, for faster copies from a GPU. There is none to
-    # copy from, so that registering is done as soon as it is asked for.
+    # SGLang keeps the experts of every token in host memory that it registers with CUDA, for faster
+    # copies from a GPU. There is none to copy from, so that registering is done as soon as it is
+    # asked for.
     torch.cuda.cudart = lambda: SimpleNamespace(
         cudaHostRegister=lambda *memory: 0, cudaHostUnregister=lambda *memory: 0
     )

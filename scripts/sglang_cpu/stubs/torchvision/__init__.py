@@ -1,4 +1,5 @@
-"""Stands in for torchvision, which SGLang imports for models that see. Names resolve; nothing computes."""
+"""Stands in for torchvision, which SGLang imports for models that see. Names resolve; nothing
+computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Single requests, from an event loop, to an engine that decodes batches: what waits together is decoded together."""
+"""Single requests, from an event loop, to an engine that decodes batches: what waits together is
+decoded together."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, Sam
 
 PAUSED_POLL_S = 0.002
 
-# (requests, sampling, aborted sample ids) -> after every token, the outputs that ended with it, by index
+# (requests, sampling, aborted sample ids) -> after every token, the outputs that ended with it, by
+# index
 Decode = Callable[
     [Sequence[GenerateRequest], SamplingParams, Collection[int]],
     Iterator[dict[int, GenerateOutput]],
@@ -28,8 +30,8 @@ class _Waiting:
 
 
 class LocalServing:
-    """Batches of at most `batch_size` requests with equal sampling parameters, one batch at a time. Requests that arrive while a batch is
-    decoded wait for its end."""
+    """Batches of at most `batch_size` requests with equal sampling parameters, one batch at a time.
+    Requests that arrive while a batch is decoded wait for its end."""
 
     def __init__(self, decode: Decode, batch_size: int) -> None:
         self.paused = False
@@ -97,7 +99,8 @@ class LocalServing:
             await asyncio.sleep(0)
 
     def _next_batch(self) -> list[_Waiting]:
-        """The oldest request and others with its sampling parameters; equal prompts are neighbours, so that each is computed once."""
+        """The oldest request and others with its sampling parameters; equal prompts are neighbours,
+        so that each is computed once."""
         sampling = self._waiting[0].sampling
         batch = [item for item in self._waiting if item.sampling == sampling][: self._batch_size]
         for item in batch:

@@ -1,11 +1,14 @@
-"""Generation in the training process, on transformers' model and KV cache: the engine for CPUs, tests and small models.
+"""Generation in the training process, on transformers' model and KV cache: the engine for CPUs,
+tests and small models.
 
-The decode loop is our own because transformers' `generate` computes the prompt once per sample and goes on computing finished rows;
-sharing the prompt among the samples of a group and dropping finished rows is worth more than 1.5x on group sampling. There is no
-paged cache, no continuous batching and no tensor parallelism: use SGLang where these matter.
+The decode loop is our own because transformers' `generate` computes the prompt once per sample and
+goes on computing finished rows; sharing the prompt among the samples of a group and dropping
+finished rows is worth more than 1.5x on group sampling. There is no paged cache, no continuous
+batching and no tensor parallelism: use SGLang where these matter.
 
-A response depends on its prompt, its seed, the weights and the sampling parameters. Which other requests are decoded beside it
-changes logits by float32 rounding only (padding and batch size pick other kernels), which turns a token in about one of 10^7.
+A response depends on its prompt, its seed, the weights and the sampling parameters. Which other
+requests are decoded beside it changes logits by float32 rounding only (padding and batch size pick
+other kernels), which turns a token in about one of 10^7.
 """
 
 from __future__ import annotations
@@ -51,11 +54,13 @@ class _Row:
 
 
 class LocalEngine:
-    """`RolloutEngine` in process. The network comes from the config in `hf_checkpoint` (a folder), its weights only from `update_weights`.
+    """`RolloutEngine` in process. The network comes from the config in `hf_checkpoint` (a folder), its
+    weights only from `update_weights`.
 
-    tokenizer: needed for its end-of-sequence id and for stop strings; None where prompts and stops are token ids.
-    tied: whether the output layer is the embedding, where it is not as the config says (adapters on the output layer untie them).
-    local_batch_size: responses decoded together. dtype: of weights and KV cache; sampling is in float32 logits whatever it is.
+    tokenizer: needed for its end-of-sequence id and for stop strings; None where prompts and stops
+    are token ids. tied: whether the output layer is the embedding, where it is not as the config
+    says (adapters on the output layer untie them). local_batch_size: responses decoded together.
+    dtype: of weights and KV cache; sampling is in float32 logits whatever it is.
     """
 
     def __init__(
@@ -99,7 +104,8 @@ class LocalEngine:
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """See `RolloutEngine`. Tied weights may come under any one, or all, of their names. Values are cast to the engine's dtype."""
+        """See `RolloutEngine`. Tied weights may come under any one, or all, of their names. Values
+        are cast to the engine's dtype."""
         with self._serving.between_tokens():
             self._weights_complete = False
             self._slots.load(weights)
@@ -111,7 +117,8 @@ class LocalEngine:
     ) -> list[GenerateOutput]:
         with self._serving.between_tokens():  # weights may be replaced by another thread
             self._check(requests, sampling)
-        # Prompts of like length share a chunk (less padding), equal prompts are neighbours (computed once).
+        # Prompts of like length share a chunk (less padding), equal prompts are neighbours
+        # (computed once).
         order = sorted(
             range(len(requests)),
             key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens),
@@ -132,7 +139,8 @@ class LocalEngine:
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput:
-        """Decoded together with what else is waiting; the event loop gets its turn after every token."""
+        """Decoded together with what else is waiting; the event loop gets its turn after every
+        token."""
         self._check([request], sampling)
         return await self._serving.submit(request, sampling)
 
@@ -194,8 +202,9 @@ class LocalEngine:
 
     @torch.inference_mode()
     def prompt_log_probs(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """Log-probs of each prompt's tokens after its first, at temperature 1; a prompt of n tokens has n - 1. Raises ValueError for tokens
-        outside the vocabulary and prompts that are too long."""
+        """Log-probs of each prompt's tokens after its first, at temperature 1; a prompt of n tokens
+        has n - 1. Raises ValueError for tokens outside the vocabulary and prompts that are too
+        long."""
         self._check(
             [GenerateRequest(i, prompt, 0) for i, prompt in enumerate(prompts)],
             SamplingParams(max_new_tokens=1),
@@ -241,8 +250,8 @@ class LocalEngine:
         sampling: SamplingParams,
         aborted: Collection[int],
     ) -> Iterator[dict[int, GenerateOutput]]:
-        """Decode B requests together; after every token the outputs of those that ended with it, by their index. aborted: sample ids, read
-        after every token."""
+        """Decode B requests together; after every token the outputs of those that ended with it, by
+        their index. aborted: sample ids, read after every token."""
         rows = [_Row() for _ in requests]
         own_ends = frozenset() if sampling.ignore_end_tokens else self._end_ids
         stop_ids = own_ends.union(sampling.stop_token_ids)
@@ -309,8 +318,9 @@ class LocalEngine:
     ) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
         """Compute each distinct prompt once, left-padded, then repeat it for its samples.
 
-        Returns logits of the last prompt token [B, V], the cache, the mask [B, W + max_new_tokens] (response part all True; W is the
-        longest prompt) and the position of the last prompt token [B, 1].
+        Returns logits of the last prompt token [B, V], the cache, the mask [B, W + max_new_tokens]
+        (response part all True; W is the longest prompt) and the position of the last prompt token
+        [B, 1].
         """
         distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         width = max(map(len, distinct))
@@ -328,7 +338,8 @@ class LocalEngine:
         return logits[owner], cache, mask[owner], positions[owner, -1:]
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits [B, V] after the last of ids [B, new]; extends the cache. mask covers cached and new tokens."""
+        """Logits [B, V] after the last of ids [B, new]; extends the cache. mask covers cached and
+        new tokens."""
         out = self._model(
             input_ids=ids,
             attention_mask=mask,
@@ -346,12 +357,14 @@ class LocalEngine:
         stop_ids: frozenset[int],
         stop: Sequence[str],
     ) -> list[int]:
-        """Set the finish reason of rows whose last token ended them; return the indices into `live` of the others."""
+        """Set the finish reason of rows whose last token ended them; return the indices into `live`
+        of the others."""
         stopped = [rows[row].tokens[-1] in stop_ids for row in live]
         if stop:
             assert self._tokenizer is not None
-            # Every token of a byte-level or SentencePiece vocabulary is at least a byte of text, so that a stop string which the last
-            # token completes lies within as many tokens as it has bytes; a few more keep the cut from touching it.
+            # Every token of a byte-level or SentencePiece vocabulary is at least a byte of text, so
+            # that a stop string which the last token completes lies within as many tokens as it has
+            # bytes; a few more keep the cut from touching it.
             reach = max(len(s.encode()) for s in stop) + 4
             tails = self._tokenizer.batch_decode(
                 [rows[row].tokens[-reach:] for row in live], skip_special_tokens=False
@@ -368,7 +381,8 @@ class LocalEngine:
     def _output(
         self, request: GenerateRequest, row: _Row, log_probs: Tensor, *, reports: bool
     ) -> GenerateOutput:
-        """A response up to its first non-finite log-prob, which only broken weights can cause; such a response is aborted."""
+        """A response up to its first non-finite log-prob, which only broken weights can cause; such
+        a response is aborted."""
         values = log_probs[: len(row.tokens)]
         finite = int(values.isfinite().cumprod(0).sum())
         broken = finite < len(row.tokens)
@@ -391,7 +405,8 @@ class LocalEngine:
 def _end_token_ids(
     hf_checkpoint: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    """Token ids that end a response: the union of generation_config.json, config.json and the tokenizer, as SGLang takes it."""
+    """Token ids that end a response: the union of generation_config.json, config.json and the
+    tokenizer, as SGLang takes it."""
     try:
         generation = GenerationConfig.from_pretrained(hf_checkpoint)
     except OSError:  # no generation_config.json

@@ -14,7 +14,8 @@ class RouteRecorder:
     """Sees what the routers of a transformers model choose. layers: expert layers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # every family hands its experts (hidden states [n, H], experts of each token [n, topk], their weights)
+        # every family hands its experts (hidden states [n, H], experts of each token [n, topk],
+        # their weights)
         experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
         self.layers = len(experts)
         self._records = False
@@ -39,7 +40,8 @@ class RouteRecorder:
         return torch.stack(self._seen, dim=1).unflatten(0, (batch, -1))
 
     def of_prompts(self, prompts: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Of a pass over the distinct ones of `prompts`, padded on the left: [P, layers, topk] of each of them."""
+        """Of a pass over the distinct ones of `prompts`, padded on the left: [P, layers, topk] of
+        each of them."""
         distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         routes = self.last(len(distinct))
         return [routes[distinct[prompt], routes.size(1) - len(prompt) :] for prompt in prompts]

@@ -16,8 +16,9 @@ MAX_NAMES = 8  # listed in an error message
 class WeightSlots:
     """Writes (checkpoint name, tensor) pairs into a model's weights, each exactly once.
 
-    transformers keeps some weights otherwise than a checkpoint names them, e.g. all experts of a layer in one tensor; a slot is then a
-    view of the part that the checkpoint name stands for. Tied weights are several names of one slot.
+    transformers keeps some weights otherwise than a checkpoint names them, e.g. all experts of a
+    layer in one tensor; a slot is then a view of the part that the checkpoint name stands for. Tied
+    weights are several names of one slot.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -34,9 +35,10 @@ class WeightSlots:
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy all pairs into the model, casting to its dtype; one name is enough for tied weights. Raises ValueError that names unknown,
-        repeated, misshapen and missing weights, after reading all pairs: they may come from collectives, which every rank has to finish.
-        The model is then half updated."""
+        """Copy all pairs into the model, casting to its dtype; one name is enough for tied weights.
+        Raises ValueError that names unknown, repeated, misshapen and missing weights, after reading
+        all pairs: they may come from collectives, which every rank has to finish. The model is then
+        half updated."""
         seen: set[str] = set()
         problems: dict[str, list[str]] = {}
         for name, tensor in weights:
@@ -65,10 +67,12 @@ class WeightSlots:
 
 
 def _checkpoint_views(model: PreTrainedModel, name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Views of `weight`, the entry `name` of the model's state, by the checkpoint names of its parts.
+    """Views of `weight`, the entry `name` of the model's state, by the checkpoint names of its
+    parts.
 
-    transformers' own rule for saving is applied to the flat index of every element; the indices of each part that comes out tell the
-    offset and strides of the view. Raises ValueError for a model whose rule does more than rearrange one weight.
+    transformers' own rule for saving is applied to the flat index of every element; the indices of
+    each part that comes out tell the offset and strides of the view. Raises ValueError for a model
+    whose rule does more than rearrange one weight.
     """
     index = torch.arange(weight.numel()).view(weight.shape)
     views = {}

@@ -1,4 +1,5 @@
-"""Weights to servers over a process group of rank 0 and every rank of every server: gloo between CPUs, NCCL between GPUs."""
+"""Weights to servers over a process group of rank 0 and every rank of every server: gloo between
+CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ from slime_like.rollout.engines.sglang.buckets import Bucket
 from slime_like.rollout.engines.sglang.http import RequestFailed
 
 Call = Callable[[str, dict[str, Any]], Any]  # (path, body) -> answer, of one server
-REFUSAL_S = 0.05  # a server that refuses a bucket says so at once; one that takes it answers only after the broadcast
+# a server that refuses a bucket says so at once; one that takes it answers only after the broadcast
+REFUSAL_S = 0.05
 POLL_S = 0.002
 
 
 class BroadcastFailed(RuntimeError):
-    """Some servers did not take part. servers: their places in the group's list, empty where it is not known."""
+    """Some servers did not take part. servers: their places in the group's list, empty where it is
+    not known."""
 
     def __init__(self, message: str, servers: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -33,7 +36,8 @@ class BroadcastFailed(RuntimeError):
 class BroadcastGroup:
     """Rank 0 is this process; server i has the ranks behind those of server i - 1.
 
-    calls: how to reach each server. sizes: ranks of each server. Raises BroadcastFailed when they cannot meet within `timeout_s`.
+    calls: how to reach each server. sizes: ranks of each server. Raises BroadcastFailed when they
+    cannot meet within `timeout_s`.
     """
 
     def __init__(
@@ -80,7 +84,8 @@ class BroadcastGroup:
         self._check(answers, "joining the group", time.monotonic() + timeout_s)
 
     def send(self, bucket: Bucket, version: int) -> None:
-        """All servers have the bucket's weights when it returns. Raises BroadcastFailed, within the time limit."""
+        """All servers have the bucket's weights when it returns. Raises BroadcastFailed, within the
+        time limit."""
         body: dict[str, Any] = {
             "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": self._name,
             "load_format": "flattened_bucket", "flush_cache": bucket.is_last,

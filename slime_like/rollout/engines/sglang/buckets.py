@@ -33,15 +33,16 @@ class Bucket:
         return sum(tensor.nbytes for _, tensor in self.weights)
 
     def flat(self) -> Tensor:
-        """[nbytes] uint8, the weights one after another: what SGLang's load format "flattened_bucket" expects."""
+        """[nbytes] uint8, the weights one after another: what SGLang's load format
+        "flattened_bucket" expects."""
         return torch.cat(
             [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in self.weights]
         )
 
 
 def in_buckets(weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """At most `max_bytes` each, or one weight. Weights of one dtype in each, so that all are aligned. At any time one bucket and the weight
-    behind it are held."""
+    """At most `max_bytes` each, or one weight. Weights of one dtype in each, so that all are
+    aligned. At any time one bucket and the weight behind it are held."""
     bucket = Bucket()
     for name, tensor in weights:
         if bucket.weights and (

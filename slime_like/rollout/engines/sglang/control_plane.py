@@ -1,4 +1,5 @@
-"""Calls that all servers get, and what they answer about their weights. On rank 0, by the training thread."""
+"""Calls that all servers get, and what they answer about their weights. On rank 0, by the training
+thread."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def call_servers(fleet: Fleet, workers: Sequence[Worker], path: str, body: dict[
 
 
 def check_versions(fleet: Fleet, workers: Sequence[Worker], version: int) -> list[Worker]:
-    """Those that answer. Raises RunError for one that says that it has other weights, and when none is left."""
+    """Those that answer. Raises RunError for one that says that it has other weights, and when none
+    is left."""
     answering = []
     for worker in workers:
         try:
@@ -45,7 +47,8 @@ def check_versions(fleet: Fleet, workers: Sequence[Worker], version: int) -> lis
 
 
 def check_alike(fleet: Fleet, workers: Sequence[Worker]) -> None:
-    """All servers of one shape have the same weights, by their own checksums; else RunError. A server without the call is left out."""
+    """All servers of one shape have the same weights, by their own checksums; else RunError. A
+    server without the call is left out."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for worker in workers:
         try:
@@ -65,13 +68,13 @@ def check_alike(fleet: Fleet, workers: Sequence[Worker]) -> None:
 
 
 class ColocatedMemory:
-    """Of the GPUs that servers share with the trainer, which has it while it trains. fleet: on rank 0; None elsewhere."""
+    """Of the GPUs that servers share with the trainer, which has it while it trains. fleet: on rank
+    0; None elsewhere."""
 
     def __init__(self, fleet: Fleet | None) -> None:
         self._fleet = fleet
-        self._lent: list[tuple[Worker, int]] | None = (
-            None  # servers without memory, and how often each had been out by then
-        )
+        # servers without memory, and how often each had been out by then
+        self._lent: list[tuple[Worker, int]] | None = None
 
     def release(self) -> None:
         """The servers give up weights and KV cache."""
@@ -82,7 +85,8 @@ class ColocatedMemory:
                 self._lent = [(worker, worker.evictions) for worker in self._fleet.alive()]
 
     def resume(self) -> None:
-        """They get it back, without the weights. One that was started again meanwhile has its memory, and would not survive to be told so."""
+        """They get it back, without the weights. One that was started again meanwhile has its
+        memory, and would not survive to be told so."""
         lent, self._lent = self._lent, None
         if lent and self._fleet is not None:
             workers = [

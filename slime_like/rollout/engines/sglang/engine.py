@@ -1,4 +1,5 @@
-"""SGLang servers as a rollout engine: rank 0 talks to them for all ranks; the others take part in handing over weights."""
+"""SGLang servers as a rollout engine: rank 0 talks to them for all ranks; the others take part in
+handing over weights."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class RequestSettings:
 
 
 class SglangEngine:
-    """`RolloutEngine` over HTTP. fleet, updater: on rank 0 only, where they are made before this; None elsewhere. routes: of the network that
+    """`RolloutEngine` over HTTP. fleet, updater: on rank 0 only, where they are made before this; None
+    elsewhere. routes: of the network that
     is served; None: it has no experts."""
 
     def __init__(
@@ -85,9 +87,8 @@ class SglangEngine:
         self._memory = ColocatedMemory(fleet) if colocated else None
         self._vocab_size = vocabulary_size(hf_checkpoint)
         self._sent: list[int] = []  # versions of weights, whether or not they reached every server
-        self._passes_by_router = (
-            False  # until the next update: a server behind it has other weights
-        )
+        # until the next update: a server behind it has other weights
+        self._passes_by_router = False
         self._numbers = itertools.count()
         self._run = f"{os.getpid():x}-{time.time_ns():x}"
         self._client: httpx.AsyncClient | None = None
@@ -206,8 +207,8 @@ class SglangEngine:
         rid: str,
         avoid: set[str],
     ) -> GenerateOutput:
-        """One attempt. A server that answers under weights that it cannot have is out until it has got
-        the current ones. Raises RequestFailed, BadAnswer, Refused."""
+        """One attempt. A server that answers under weights that it cannot have is out until it has
+        got the current ones. Raises RequestFailed, BadAnswer, Refused."""
         assert self.fleet is not None
         url, worker = await self._target(avoid)
         oldest, evictions = self.fleet.version, 0 if worker is None else worker.evictions
@@ -276,9 +277,9 @@ class SglangEngine:
                     worker.in_flight.discard(task)
 
     async def _target(self, avoid: set[str]) -> tuple[str, Worker | None]:
-        """Where to ask; the router, or the server with the fewest requests of ours. Waits for one that may
-        answer, as long as one may come back. A request that failed at the router goes to a server
-        itself: the router may be gone, or take servers for dead that are not."""
+        """Where to ask; the router, or the server with the fewest requests of ours. Waits for one
+        that may answer, as long as one may come back. A request that failed at the router goes to a
+        server itself: the router may be gone, or take servers for dead that are not."""
         assert self.fleet is not None
         deadline = time.monotonic() + self._requests.deadlines.total_s
         while self._updating or not (ready := self.fleet.ready()):
@@ -311,7 +312,8 @@ class SglangEngine:
     # --- weights
 
     def pause(self) -> None:
-        """Requests stay at the servers, retracted: what they computed with the old weights is computed again after `resume`."""
+        """Requests stay at the servers, retracted: what they computed with the old weights is
+        computed again after `resume`."""
         self._paused = True
         self._call_all("/pause_generation", PAUSE)
 
@@ -320,8 +322,9 @@ class SglangEngine:
         self._call_all("/continue_generation", {})
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """See `RolloutEngine`. When a server fails in the middle, it is evicted and `weight_version` is -1 afterwards: call again for the others.
-        Raises RunError when none is left, or when what was sent is not what --hf-checkpoint has."""
+        """See `RolloutEngine`. When a server fails in the middle, it is evicted and
+        `weight_version` is -1 afterwards: call again for the others. Raises RunError when none is
+        left, or when what was sent is not what --hf-checkpoint has."""
         self.weight_version, self._updating, self._passes_by_router = -1, True, False
         self._sent.append(version)
         done = False
@@ -356,7 +359,9 @@ class SglangEngine:
             sent = self._updater.update(weights, version)
         except UpdateIncomplete as incomplete:
             logger.warning(f"weights of version {version} did not reach every engine: {incomplete}")
-            return False  # the servers stay paused until the update that follows: nobody may go on with half of the weights
+            # the servers stay paused until the update that follows: nobody may go on with half of
+            # the weights
+            return False
         compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
         workers = check_versions(self.fleet, sent.workers, version)
         if first or self._check_updates:
@@ -380,8 +385,9 @@ class SglangEngine:
     def probe(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams
     ) -> list[tuple[str, list[GenerateOutput]]]:
-        """On rank 0: what every server answers, by its address; one that is lost meanwhile is out, and told of. Raises RunError when none of them
-        answers and none is started again, or when an answer is wrong."""
+        """On rank 0: what every server answers, by its address; one that is lost meanwhile is out,
+        and told of. Raises RunError when none of them answers and none is started again, or when an
+        answer is wrong."""
         assert self.fleet is not None
         workers = self.fleet.ready()
         legal = Legal(self._vocab_size, {self.fleet.version})
@@ -428,7 +434,8 @@ class SglangEngine:
         return found
 
     def release_memory(self) -> None:
-        """Before training: the servers give up weights and KV cache on the GPUs that they share with the trainer, until the next update."""
+        """Before training: the servers give up weights and KV cache on the GPUs that they share
+        with the trainer, until the next update."""
         if self._memory is not None:
             self._memory.release()
             self.weight_version = -1
@@ -436,13 +443,14 @@ class SglangEngine:
     # --- health
 
     def check_health(self) -> None:
-        """A collective. After it `weight_version` is -1 where a server that answers lacks the current weights. Raises RunError when none answers
-        and none may come back in time."""
+        """A collective. After it `weight_version` is -1 where a server that answers lacks the
+        current weights. Raises RunError when none answers and none may come back in time."""
         if from_rank_zero(self._is_stale):
             self.weight_version = -1
 
     def _is_stale(self) -> bool:
-        """On rank 0: whether a server that answers lacks the current weights, once one answers. Raises RunError when none does in time."""
+        """On rank 0: whether a server that answers lacks the current weights, once one answers.
+        Raises RunError when none does in time."""
         if self.fleet is None:
             return False
         deadline = time.monotonic() + self.fleet.health.start_s
@@ -460,7 +468,8 @@ class SglangEngine:
         return any(worker.version != self.weight_version for worker in alive)
 
     def take_metrics(self) -> dict[str, float]:
-        """Numbers since the last call, on rank 0: of requests by what became of them, and of the latest weight update."""
+        """Numbers since the last call, on rank 0: of requests by what became of them, and of the
+        latest weight update."""
         counts = {f"engine/{name}": float(value) for name, value in self._counts.items()}
         counts |= {
             f"engine/{name}": 0.0

@@ -1,4 +1,5 @@
-"""The engine that a run's settings describe: servers found or started, the router, and what they are asked with."""
+"""The engine that a run's settings describe: servers found or started, the router, and what they
+are asked with."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ ROUTES_SETTING = "enable_return_routed_experts"  # of a server
 
 
 def make_sglang_engine(run: RunConfig, *, device: torch.device, output_dir: Path) -> SglangEngine:
-    """A collective. Rank 0 starts what is to be started and waits until it answers; what these processes print is in `output_dir`/engines.
-    Raises RunError on every rank when it does not."""
+    """A collective. Rank 0 starts what is to be started and waits until it answers; what these
+    processes print is in `output_dir`/engines. Raises RunError on every rank when it does not."""
     assert run.model.hf_checkpoint is not None
     model, settings = run.model.hf_checkpoint, update_settings(run.sglang)
 

@@ -26,7 +26,8 @@ import httpx
 
 from slime_like.rollout.engines.checked_json import BadAnswer, parse_json, printable, shown
 
-# Seconds that a connection without work is kept. The server closes its side after 5, and a request that meets the closing is lost.
+# Seconds that a connection without work is kept. The server closes its side after 5, and a request
+# that meets the closing is lost.
 KEEPALIVE_S = 2.0
 ANSWER_BYTES = 64 * 2**20  # of one answer, where its reader gives no limit of its own
 _REFUSAL_BYTES = 64 * 2**10  # of the body of another status, which is only shown
@@ -35,7 +36,8 @@ _SLACK_S = 5.0  # for the thread of a control client to give an answer up that i
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds. connect: to be let in. read: between two pieces of an answer. total: for the whole answer, however slowly it drips."""
+    """Seconds. connect: to be let in. read: between two pieces of an answer. total: for the whole
+    answer, however slowly it drips."""
 
     connect_s: float = 10.0
     read_s: float = 600.0
@@ -48,7 +50,8 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """attempts: all of them, the first included. Pauses grow from first_pause_s by a factor of 2, with half of it drawn at random."""
+    """attempts: all of them, the first included. Pauses grow from first_pause_s by a factor of 2,
+    with half of it drawn at random."""
 
     attempts: int = 6
     first_pause_s: float = 0.25
@@ -60,7 +63,8 @@ class Retries:
 
 
 class RequestFailed(Exception):
-    """A request that brought nothing usable. kind: a short word for counting. again: whether trying again may help."""
+    """A request that brought nothing usable. kind: a short word for counting. again: whether trying
+    again may help."""
 
     def __init__(self, kind: str, message: str, *, again: bool, server_gone: bool = False) -> None:
         super().__init__(message)
@@ -199,7 +203,8 @@ def json_of(body: bytes, url: str) -> Any:
 async def with_retries(
     attempt: Callable[[int], Awaitable[Any]], retries: Retries, counts: Counter[str]
 ) -> Any:
-    """`attempt(number)` until it succeeds. Raises the last RequestFailed. counts: of failures by kind, and of "retries"."""
+    """`attempt(number)` until it succeeds. Raises the last RequestFailed. counts: of failures by kind,
+    and of "retries"."""
     for number in range(1, retries.attempts + 1):
         try:
             return await attempt(number)
@@ -213,8 +218,9 @@ async def with_retries(
 
 
 class ControlClient:
-    """Calls that steer a server, from any thread. They run in an event loop of their own thread, so that
-    a deadline ends a call wherever it is: connecting, between two bytes of a header, in the body."""
+    """Calls that steer a server, from any thread. They run in an event loop of their own thread, so
+    that a deadline ends a call wherever it is: connecting, between two bytes of a header, in the
+    body."""
 
     def __init__(self, connect_s: float) -> None:
         self._connect_s = connect_s

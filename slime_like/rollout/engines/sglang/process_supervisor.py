@@ -1,9 +1,10 @@
-"""Runs a command, and ends it and all that it started as soon as the process that asked for it is gone, however that ended.
+"""Runs a command, and ends it and all that it started as soon as the process that asked for it is
+gone, however that ended.
 
     python process_supervisor.py PARENT_PID command word ...
 
-The command gets a session of its own. The keeper's exit status is the command's. Plain Python without imports of the project: it starts in
-milliseconds and holds little memory.
+The command gets a session of its own. The keeper's exit status is the command's. Plain Python
+without imports of the project: it starts in milliseconds and holds little memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def die_with_parent() -> None:
 
 
 def members(session: int) -> list[int]:
-    """Processes of a session that are not dead yet. What a server starts may have left its process group, and not its session."""
+    """Processes of a session that are not dead yet. What a server starts may have left its process
+    group, and not its session."""
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if name.isdigit():

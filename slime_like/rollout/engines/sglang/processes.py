@@ -32,8 +32,9 @@ CPU_SETTINGS: Mapping[str, Any] = {
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports that nobody listens on now, all different. A server listens half a minute after it is started: they are below those that the system
-    gives to outgoing connections, which may come meanwhile. Raises OSError where there are none."""
+    """Ports that nobody listens on now, all different. A server listens half a minute after it is
+    started: they are below those that the system gives to outgoing connections, which may come
+    meanwhile. Raises OSError where there are none."""
     candidates = range(LOWEST_PORT, _first_outgoing_port())
     found: list[int] = []
     for port in random.SystemRandom().sample(candidates, k=len(candidates)):
@@ -60,7 +61,8 @@ def _first_outgoing_port() -> int:
 
 
 def command_words(settings: Mapping[str, Any]) -> list[str]:
-    """{"tp_size": 2, "sleep_on_idle": True} -> --tp-size 2 --sleep-on-idle. None and False are left out."""
+    """{"tp_size": 2, "sleep_on_idle": True} -> --tp-size 2 --sleep-on-idle. None and False are left
+    out."""
     words: list[str] = []
     for name, value in settings.items():
         if value is None or value is False:
@@ -128,8 +130,9 @@ class ServerProcess:
 
 
 def clean_environment() -> dict[str, str]:
-    """Without what torchrun tells a rank: a server has process groups of its own. A variable for the trainer's modules is left out too. A server
-    keeps connections longer than its 5 s, which is shorter than a router does: requests that meet the closing count against the server, and a
+    """Without what torchrun tells a rank: a server has process groups of its own. A variable for
+    the trainer's modules is left out too. A server keeps connections longer than its 5 s, which is
+    shorter than a router does: requests that meet the closing count against the server, and a
     router sends it nothing more for a minute after 10 of them."""
     hidden = (
         "RANK",

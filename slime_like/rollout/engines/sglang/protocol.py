@@ -1,4 +1,5 @@
-"""The wire format of SGLang's /generate: requests out, and answers checked token by token before they become outputs."""
+"""The wire format of SGLang's /generate: requests out, and answers checked token by token before
+they become outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class Legal:
 
 
 class Refused(ValueError):
-    """The server ended the request by itself: out of memory, restarting. `status` is its code, 500 where it gives none."""
+    """The server ended the request by itself: out of memory, restarting. `status` is its code, 500
+    where it gives none."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -46,8 +48,9 @@ class Refused(ValueError):
 
 
 def generation_body(request: GenerateRequest, sampling: SamplingParams, rid: str) -> dict[str, Any]:
-    """The JSON of one request. Seeds count only on servers with --sglang-enable-deterministic-inference. Raises ValueError for what SGLang cannot
-    do: it knows no stop tokens while it ignores the model's."""
+    """The JSON of one request. Seeds count only on servers with
+    --sglang-enable-deterministic-inference. Raises ValueError for what SGLang cannot do: it knows
+    no stop tokens while it ignores the model's."""
     if sampling.ignore_end_tokens and sampling.stop_token_ids:
         raise ValueError(
             f"SGLang ignores the stop tokens {list(sampling.stop_token_ids)} together with the model's end tokens; give one of the two"
@@ -74,7 +77,8 @@ def generation_body(request: GenerateRequest, sampling: SamplingParams, rid: str
 
 
 def scoring_body(tokens: Sequence[int], rid: str, start: int = 0) -> dict[str, Any]:
-    """Asks for the log-probs of `tokens` themselves, behind place `start`, at temperature 1 (SGLang knows no other for given tokens)."""
+    """Asks for the log-probs of `tokens` themselves, behind place `start`, at temperature 1 (SGLang
+    knows no other for given tokens)."""
     return {
         "rid": rid,
         "input_ids": list(tokens),
@@ -141,14 +145,16 @@ def read_generation(
 
 
 def vocabulary_body(token: int, rid: str) -> dict[str, Any]:
-    """Is refused with status 400 by a server whose vocabulary does not have the token; `scoring_body` is not, and tells another one's log-prob."""
+    """Is refused with status 400 by a server whose vocabulary does not have the token;
+    `scoring_body` is not, and tells another one's log-prob."""
     return {**scoring_body([0], rid), "token_ids_logprob": [token]}
 
 
 def read_scores(
     answer: Any, tokens: Sequence[int], rid: str, start: int = 0, last: int | None = None
 ) -> tuple[float, ...]:
-    """Log-probs of tokens[start + 1:]. last: a token that may come back as 0, as SGLang names the last one of its vocabulary here. Raises BadAnswer."""
+    """Log-probs of tokens[start + 1:]. last: a token that may come back as 0, as SGLang names the
+    last one of its vocabulary here. Raises BadAnswer."""
     scored = tuple(tokens[start + 1 :])
     entries = meta_of(answer, rid).get("input_token_logprobs")
     if not isinstance(entries, list) or len(entries) != len(tokens) - start:

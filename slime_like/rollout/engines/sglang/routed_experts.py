@@ -1,7 +1,8 @@
 """Which experts a server sent each token to, as its answers tell it: `meta_info.routed_experts`.
 
-The base64 of int32 [tokens - 1, layers, topk], prompt and response together, in the machine's order of bytes (little-endian wherever SGLang
-runs). All layers of the model have a place there, those without experts one of zeros. The last token was never computed. Checked in SGLang
+The base64 of int32 [tokens - 1, layers, topk], prompt and response together, in the machine's order
+of bytes (little-endian wherever SGLang runs). All layers of the model have a place there, those
+without experts one of zeros. The last token was never computed. Checked in SGLang
 0.5.23: `state_capturer/routed_experts.py`, `BatchResultProcessor._maybe_collect_routed_experts`.
 """
 
@@ -23,7 +24,8 @@ from slime_like.rollout.engines.checked_json import BadAnswer, shown
 
 @dataclass(frozen=True, slots=True)
 class RoutesFormat:
-    """What a network has. sparse: of every layer, whether it has experts. topk: experts of a token, of `experts` in a layer."""
+    """What a network has. sparse: of every layer, whether it has experts. topk: experts of a token,
+    of `experts` in a layer."""
 
     sparse: tuple[bool, ...]
     topk: int
@@ -41,8 +43,9 @@ def read_routes(
     expected: RoutesFormat,
     rid: str,
 ) -> Tensor:
-    """[prompt and response tokens, expert layers, topk] int16, -1 for the last token. A request that was aborted where the server keeps
-    nothing of it, in its queue, has -1 everywhere. Raises BadAnswer."""
+    """[prompt and response tokens, expert layers, topk] int16, -1 for the last token. A request
+    that was aborted where the server keeps nothing of it, in its queue, has -1 everywhere. Raises
+    BadAnswer."""
     length = len(request.prompt_tokens) + len(output.tokens)
     encoded = meta.get("routed_experts")
     if output.finish_reason == "abort" and (encoded is None or not output.tokens):

@@ -50,7 +50,8 @@ class Router:
             time.sleep(0.1)
 
     def workers(self) -> dict[str, str]:
-        """Addresses of the servers that it sends requests to -> its ids for them. Raises RequestFailed."""
+        """Addresses of the servers that it sends requests to -> its ids for them. Raises
+        RequestFailed."""
         return {url: number for url, number, healthy in self._entries() if healthy}
 
     def _entries(self) -> list[tuple[str, str, bool]]:

@@ -28,9 +28,11 @@ PROCESS_LOOK_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One server. version: of the weights that it is known to have; None: unknown, it gets no requests. in_flight: requests sent to it
-    directly, by the tasks that wait for them. strikes: probes without an answer, in a row. evictions: how often it was out. wrong_versions: how
-    often that was for an answer under weights that it cannot have. returning: it is out for that, and gets the weights at the next probe."""
+    """One server. version: of the weights that it is known to have; None: unknown, it gets no
+    requests. in_flight: requests sent to it directly, by the tasks that wait for them. strikes:
+    probes without an answer, in a row. evictions: how often it was out. wrong_versions: how often
+    that was for an answer under weights that it cannot have. returning: it is out for that, and
+    gets the weights at the next probe."""
 
     url: str
     process: ServerProcess | None = None
@@ -46,8 +48,8 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """interval_s: between two probes of a server; timeout_s: of one probe; start_s: for a server to start; strikes: probes without an answer
-    after which a server is out."""
+    """interval_s: between two probes of a server; timeout_s: of one probe; start_s: for a server to
+    start; strikes: probes without an answer after which a server is out."""
 
     interval_s: float = 10.0
     timeout_s: float = 10.0
@@ -56,8 +58,9 @@ class HealthSettings:
 
 
 class Fleet:
-    """Servers by address, or ones that it starts; joined_by_router: also those that somebody adds to the router. Every change of a worker's state
-    happens under `lock`: three threads come here, the training thread, the one with the event loop, and the one that watches."""
+    """Servers by address, or ones that it starts; joined_by_router: also those that somebody adds
+    to the router. Every change of a worker's state happens under `lock`: three threads come here,
+    the training thread, the one with the event loop, and the one that watches."""
 
     def __init__(
         self, addresses: Sequence[str], launches: Sequence[tuple[str, Launch]], router: Router | None, health: HealthSettings,
@@ -68,7 +71,8 @@ class Fleet:
         self.health = health
         self.lock = threading.RLock()
         self.version = -1  # of the weights that requests are answered with
-        # Gives one server the weights of the latest update and tells their version, or None when it could not; None: only an update of all can
+        # Gives one server the weights of the latest update and tells their version, or None when it
+        # could not; None: only an update of all can
         self.restore: Callable[[Worker], int | None] | None = None
         self._control = ControlClient(connect_s)
         self._stop = threading.Event()
@@ -80,7 +84,8 @@ class Fleet:
         ]
 
     def start(self) -> None:
-        """Wait until every server answers, then watch them. Raises RunError naming those that do not."""
+        """Wait until every server answers, then watch them. Raises RunError naming those that do
+        not."""
         deadline = time.monotonic() + self.health.start_s
         waiting = list(self.workers)
         while waiting:
@@ -146,7 +151,8 @@ class Fleet:
         method: str = "POST",
         max_bytes: int = ANSWER_BYTES,
     ) -> dict[str, Any]:
-        """A control call: the object that answers it, empty where nothing does. Raises RequestFailed."""
+        """A control call: the object that answers it, empty where nothing does. Raises
+        RequestFailed."""
         return self._control.call(
             worker.url + path,
             body if body is not None else {},
@@ -187,7 +193,8 @@ class Fleet:
             self.router.add(worker.url)
 
     def evict(self, worker: Worker, why: str) -> None:
-        """No more requests; those that wait for it go elsewhere. One that we started is started again."""
+        """No more requests; those that wait for it go elsewhere. One that we started is started
+        again."""
         with self.lock:
             if not worker.alive and worker.version is None:
                 return
@@ -201,9 +208,9 @@ class Fleet:
             self.router.remove(worker.url)
 
     def distrust(self, worker: Worker, evictions: int, why: str) -> None:
-        """Evict a server that answered under weights that it cannot have. It gets the current ones and
-        requests again, the first times. evictions: as they were when it was asked; where there were
-        more since, the answer is of before them."""
+        """Evict a server that answered under weights that it cannot have. It gets the current ones
+        and requests again, the first times. evictions: as they were when it was asked; where there
+        were more since, the answer is of before them."""
         with self.lock:
             if worker.evictions != evictions:
                 return
@@ -226,7 +233,8 @@ class Fleet:
         self._control.close()
 
     def _watch(self) -> None:
-        """In a thread of its own: probe every server, again and again, and between the probes see whether those started here still run."""
+        """In a thread of its own: probe every server, again and again, and between the probes see
+        whether those started here still run."""
         next_probe = 0.0
         while not self._stop.is_set():
             woken = self._wake.wait(min(PROCESS_LOOK_S, self.health.interval_s))
@@ -249,8 +257,8 @@ class Fleet:
             logger.warning(f"watching {what}: {type(error).__name__}: {error}")
 
     def take_added(self) -> None:
-        """A server that somebody added to their router gets no requests through it until it has the current weights, or where it is none of this
-        run's."""
+        """A server that somebody added to their router gets no requests through it until it has the
+        current weights, or where it is none of this run's."""
         if self.router is None or self.router.is_ours:
             return
         try:

@@ -1,13 +1,16 @@
-"""Weights within requests, in SGLang's own format for them: `update_weights_from_tensor` with the load format "flattened_bucket".
+"""Weights within requests, in SGLang's own format for them: `update_weights_from_tensor` with the
+load format "flattened_bucket".
 
-The request holds a pickle, which SGLang opens with a list of what may be in it (`SafeUnpickler` in 0.5.23). Metadata are plain namespaces, which
-are on that list: the server reads their fields only, and the trainer needs no SGLang. What stands for the bytes depends on where they are:
+The request holds a pickle, which SGLang opens with a list of what may be in it (`SafeUnpickler` in
+0.5.23). Metadata are plain namespaces, which are on that list: the server reads their fields only,
+and the trainer needs no SGLang. What stands for the bytes depends on where they are:
 
-- on a GPU, a handle of its memory, made by torch's reductions (--update-weight-transport cuda_ipc). The server must see that GPU under the same
-  number. Each handle is counted until who opened it has let go of it, so that every rank of a server gets one of its own. Not run in our tests,
-  which have no GPU beside a server;
-- on a CPU, the bytes themselves (--update-weight-transport tensor). Shared memory would need the two processes to share keys, or a helper process
-  that outlives them.
+- on a GPU, a handle of its memory, made by torch's reductions (--update-weight-transport cuda_ipc).
+  The server must see that GPU under the same number. Each handle is counted until who opened it has
+  let go of it, so that every rank of a server gets one of its own. Not run in our tests, which have
+  no GPU beside a server;
+- on a CPU, the bytes themselves (--update-weight-transport tensor). Shared memory would need the
+  two processes to share keys, or a helper process that outlives them.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from slime_like.rollout.engines.sglang.buckets import Bucket
 
 
 def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dict[str, Any]:
-    """The body for one bucket, whose bytes are `flat`; on a GPU it must live until the server has answered. ranks: of the server, each of which
-    opens an entry of its own."""
+    """The body for one bucket, whose bytes are `flat`; on a GPU it must live until the server has
+    answered. ranks: of the server, each of which opens an entry of its own."""
     metadata: list[SimpleNamespace] = []
     start = 0
     for name, tensor in bucket.weights:

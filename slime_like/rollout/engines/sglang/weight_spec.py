@@ -1,4 +1,5 @@
-"""Whether the weights that were sent are, by name and shape, those of the Hugging Face checkpoint that the servers were started from."""
+"""Whether the weights that were sent are, by name and shape, those of the Hugging Face checkpoint
+that the servers were started from."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pathlib import Path
 from slime_like.errors import RunError
 
 SHOWN = 8  # names in an error message
-# What a checkpoint may have and a network does not need: buffers of old writers, heads for predicting several tokens.
+# What a checkpoint may have and a network does not need: buffers of old writers, heads for
+# predicting several tokens.
 OPTIONAL_PARTS = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
 
@@ -40,7 +42,8 @@ def vocabulary_size(folder: str) -> int:
 
 
 def compare_with_checkpoint(sent: Mapping[str, tuple[int, ...]], folder: str) -> None:
-    """Raises RunError naming what is missing, unknown or of another shape. A tied output layer may be in either or in none."""
+    """Raises RunError naming what is missing, unknown or of another shape. A tied output layer may
+    be in either or in none."""
     there = checkpoint_shapes(folder)
     if not there:
         return

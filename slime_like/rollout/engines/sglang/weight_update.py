@@ -35,8 +35,9 @@ CONTROL_S = 30.0  # of calls that move no weights
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """transport: how. buffer_bytes: of one message. timeout_s: for one message, or for a load from disk. disk_dir: shared with the servers;
-    None: a temporary folder of this host. keep_copy: with broadcast, the weights stay in this process's memory for a server that comes late."""
+    """transport: how. buffer_bytes: of one message. timeout_s: for one message, or for a load from
+    disk. disk_dir: shared with the servers; None: a temporary folder of this host. keep_copy: with
+    broadcast, the weights stay in this process's memory for a server that comes late."""
 
     transport: Transport = "broadcast"
     buffer_bytes: int = 512 * 2**20
@@ -48,7 +49,8 @@ class UpdateSettings:
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What an update moved. workers: that have it. shapes: of every weight, by name. seconds: of the moving alone."""
+    """What an update moved. workers: that have it. shapes: of every weight, by name. seconds: of
+    the moving alone."""
 
     workers: list[Worker]
     shapes: dict[str, tuple[int, ...]]
@@ -87,8 +89,9 @@ class WeightUpdater:
             fleet.restore = self.restore
 
     def update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> TransferReport:
-        """Returns when every server that is still in the fleet has the weights; one that fails is evicted. Raises UpdateIncomplete when the update
-        is to be made again, RunError when none is left."""
+        """Returns when every server that is still in the fleet has the weights; one that fails is
+        evicted. Raises UpdateIncomplete when the update is to be made again, RunError when none is
+        left."""
         with self._one_at_a_time:
             return self._update(weights, version)
 
@@ -128,8 +131,8 @@ class WeightUpdater:
         )
 
     def restore(self, worker: Worker) -> int | None:
-        """Give a server that is back the weights of the latest update; their version, or None where only the next update can. In the thread that
-        watches."""
+        """Give a server that is back the weights of the latest update; their version, or None where
+        only the next update can. In the thread that watches."""
         with self._one_at_a_time:
             newest = self._snapshot or self._copy
             if newest is None:
@@ -229,7 +232,8 @@ class WeightUpdater:
         )  # fmt: skip
 
     def _begin(self, worker: Worker) -> None:
-        """A server that was left inside a session, by another run or when it was lost, is freed first."""
+        """A server that was left inside a session, by another run or when it was lost, is freed
+        first."""
         try:
             self._fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
         except RequestFailed as failure:
@@ -303,7 +307,8 @@ class WeightUpdater:
         )  # fmt: skip
 
     def _sizes(self, workers: Sequence[Worker]) -> list[int]:
-        """Tensor-parallel ranks of each. One that does not answer is evicted, and this update given up."""
+        """Tensor-parallel ranks of each. One that does not answer is evicted, and this update given
+        up."""
         sizes = []
         for worker in workers:
             try:
@@ -339,7 +344,8 @@ class WeightUpdater:
     def _evict_failures(
         self, workers: Sequence[Worker], call: Callable[[Worker], object], what: str
     ) -> list[Worker]:
-        """`call` for all workers at the same time; those for which it succeeded. When it failed for every one, raises UpdateIncomplete if one of
+        """`call` for all workers at the same time; those for which it succeeded. When it failed for
+        every one, raises UpdateIncomplete if one of
         them is started again, else RunError."""
         if not workers:
             self._none_left(f"{what}: no engine is left")
@@ -365,4 +371,5 @@ class WeightUpdater:
 
 
 class UpdateIncomplete(RuntimeError):
-    """Not every server got the weights; those that failed are evicted. The update has to be made again, for the others."""
+    """Not every server got the weights; those that failed are evicted. The update has to be made
+    again, for the others."""
