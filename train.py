@@ -21,10 +21,12 @@ ANSWERS = {"--help", "-h", "--version"}
 
 def main() -> int:
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    set_up_logging(rank)
+    asks = bool(ANSWERS & set(sys.argv))
+    if not asks:  # whoever reads --help may close the pipe: that is no run to keep alive
+        set_up_logging(rank)
     end_at_once(rank, resumable=False, numbers=[signal.SIGINT])  # imports take seconds
     startup = Startup(rank)
-    if not ANSWERS & set(sys.argv):
+    if not asks:
         startup("reading the command line, importing torch and megatron-core")
     from arguments.parse import parse_or_exit
 
