@@ -1,9 +1,9 @@
-"""Rewards a second, by kind: ``python benchmarks/bench_rewards.py [--against CHECKOUT] [--samples
-N]``.
+"""Rewards per processor second, by kind of reward.
 
-With --against the same measurement runs on another checkout, and the ratio of processor seconds
-(this one's children included, so that a loaded machine matters little) is printed; above 1.2 would
-be 20 % slower. Workers are warm.
+    python benchmarks/bench_rewards.py [--against CHECKOUT] [--samples N] [--json out.json]
+
+With --against the same measurement runs on another checkout too, and the ratio of processor seconds
+(workers included, so that a loaded machine matters little) is printed. Workers are warm.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TREE = "BENCH_REWARDS_TREE"  # the checkout that a measuring process imports
+sys.path.insert(0, os.environ.get(TREE, str(ROOT)))
 
 KINDS = ("exact_match", "gsm8k", "math", "task", "code")
 
@@ -61,27 +65,34 @@ def measure(kind: str, count: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", type=Path)
-    parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--kind", choices=KINDS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", type=Path, help="another checkout, measured too")
+    parser.add_argument("--samples", type=int, default=200, help="of the slow kinds")
+    parser.add_argument("--kind", choices=KINDS, help="print this one's seconds per sample alone")
+    parser.add_argument("--json", type=Path, help="also write the results there")
     args = parser.parse_args()
     if args.kind:
         print(json.dumps(measure(args.kind, args.samples)))
         return
-    root = Path(__file__).resolve().parents[1]
+    from benchmarks.bench_common import write_json
+
+    results = {}
     for kind in KINDS:
         count = args.samples if kind in ("math", "code", "task") else 50 * args.samples
         found = []
-        for tree in [root, *([args.against] if args.against else [])]:
+        for tree in [ROOT, *([args.against] if args.against else [])]:
             command = [sys.executable, __file__, "--kind", kind, "--samples", str(count)]
-            environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, TREE: str(tree), "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, check=True
             )
             found.append(float(done.stdout.splitlines()[-1]))
         ratio = f"  {found[0] / found[1]:.2f} times the other" if len(found) > 1 else ""
+        results[kind] = found
         print(f"{kind:12} {1 / found[0]:9.0f} a processor second{ratio}", flush=True)
+    write_json(args.json, results)
 
 
 if __name__ == "__main__":
