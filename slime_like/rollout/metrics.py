@@ -123,6 +123,15 @@ def fresh_tokens(sample: Sample, weight_version: int) -> Tensor:
     return torch.tensor(sample.weight_versions) == weight_version
 
 
+def stale_tokens(sample: Sample, weight_version: int) -> Tensor:
+    """[R] bool: tokens that other weights of this run sampled. A user's rollout function may bring
+    tokens of foreign weights, NOT_SAMPLED; they are nobody's to compare."""
+    if not sample.weight_versions:
+        return torch.zeros(sample.response_length, dtype=torch.bool)
+    versions = torch.tensor(sample.weight_versions)
+    return (versions != weight_version) & (versions != NOT_SAMPLED)
+
+
 def train_rollout_difference(
     old: Sequence[Tensor], rollout: Sequence[Tensor], masks: Sequence[Tensor], group: object
 ) -> dict[str, float]:

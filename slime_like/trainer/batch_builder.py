@@ -38,7 +38,7 @@ from slime_like.rollout.correction import (
     require_sampler_log_probs,
     sampler_told,
 )
-from slime_like.rollout.metrics import fresh_tokens, train_rollout_difference
+from slime_like.rollout.metrics import fresh_tokens, stale_tokens, train_rollout_difference
 from slime_like.rollout.reward_post_process import processed_rewards
 from slime_like.rollout.step_plan import (
     DataParallelAssignment,
@@ -136,7 +136,7 @@ class BatchMaker:
             masks = [s.loss_mask for s in local]
             old = self._old_log_probs(local, fresh, metrics, weight_version, names)
             if not recorded:
-                stale = [~of_now for of_now in fresh]
+                stale = [stale_tokens(samples[i], weight_version) for i in shares.local_indices]
                 metrics |= self._check_stale(samples, local, old, stale, weight_version)
             reference = self.backend.reference
             ref = None if reference is None else self.backend.compute_log_probs(local, reference)
@@ -281,7 +281,7 @@ class BatchMaker:
         told = all(s.rollout_log_probs is not None for s in samples)
         if self.run.algorithm.use_rollout_logprobs or not told:
             return {}
-        if not any((s.loss_mask & ~fresh_tokens(s, weight_version)).any() for s in samples):
+        if not any((s.loss_mask & stale_tokens(s, weight_version)).any() for s in samples):
             return {}
         difference = train_rollout_difference(
             [s.log_probs for s in old],
