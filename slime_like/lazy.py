@@ -1,15 +1,12 @@
-"""`torch`, imported at its first use: for modules that the parser of the command line reads without
-calling their functions.
+"""`torch`, imported at its first use: for modules that the command line's parser reads.
 
-Importing torch takes seconds, which --help and a wrong command line must not. In place of `import
-torch`,
-`import torch.distributed as dist` and `from torch import Tensor`:
+Importing torch takes seconds, which --help and a wrong command line must not. Instead of
+`import torch`, `import torch.distributed as dist` and `from torch import Tensor`:
 
 >>> from slime_like.lazy import Tensor, dist, torch
 
 `Tensor` is for annotations; elsewhere it is `torch.Tensor`. What needs torch when its module is
-imported (a base class, a decorator, a
-default value) has to be made at the first call.
+imported (a base class, a decorator, a default value) has to be made at the first call.
 """
 
 from __future__ import annotations
