@@ -82,12 +82,12 @@ def make_service(
     run: RunConfig,
     journal: Journal,
     call: Callable[[str, dict[str, Any]], Awaitable[Any]],
-    workers: Callable[[], Awaitable[object]] | None = None,
+    has_workers: Callable[[], bool] = lambda: True,
 ) -> Service:
     """
     Args:
         call: Executes a command on the workers.
-        workers: Returns once there are workers.
+        has_workers: Whether there are workers.
     """
     root = Path(run.server.server_dir).resolve()
     make_folders(root)
@@ -104,7 +104,7 @@ def make_service(
         batch=run.rollout.rollout_local_batch_size
         if run.rollout.rollout_engine == "local"
         else run.sglang.sglang_server_concurrency,
-        workers=workers,
+        has_workers=has_workers,
     )
     return Service(run.server, base, limits_of(run), registry, dispatcher, operations)
 
@@ -127,7 +127,7 @@ class ApiProcess:
             on_other_settings=self._replaced,
             on_fault=self._failed,
         )
-        self.service = make_service(run, self.journal, self.link.call, self.link.workers)
+        self.service = make_service(run, self.journal, self.link.call, lambda: self.link.connected)
         self.service.problem = self._problem
         self.fault: str | None = None
         self._ended = asyncio.Event()
@@ -201,6 +201,7 @@ class ApiProcess:
             self._deserted.cancel()
             self._deserted = None
         self.service.lifetimes.workers_came(hello)
+        self.service.dispatcher.wake()
         print(
             f"slime_like.tinker: {hello['facts']['layout']}, http://{self.run.server.host}:{self.run.server.port}",
             flush=True,

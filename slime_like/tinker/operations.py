@@ -60,6 +60,13 @@ class ServerOperations:
                 raise Failed(model.reason) from error
             raise
 
+    def needs_workers(self, request: Request) -> bool:
+        """False for what is refused, and for what asks for a model that has ended."""
+        if request.op == "unload":
+            return True
+        model = self.registry.models.get(request.body.get("model", ""))
+        return "refusal" not in request.body and (model is None or model.state != "ended")
+
     def executed(self, request: Request) -> None:
         """A request of a model's queue is done: its number is used up."""
         model = self.registry.models.get(request.queue)

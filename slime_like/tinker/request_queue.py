@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from slime_like.tinker import codec
@@ -34,11 +34,13 @@ Result = tuple[bytes, str]  # and its content type
 
 class Operations(Protocol):
     """What a request means. `alike`: whether a second request of a sampler can be executed together
-    with the first."""
+    with the first. `needs_workers`: False when it fails whoever executes it."""
 
     async def execute(self, requests: Sequence[Request]) -> Sequence[Result | Exception]: ...
 
     def alike(self, first: Request, other: Request) -> bool: ...
+
+    def needs_workers(self, request: Request) -> bool: ...
 
     def executed(self, request: Request) -> None: ...
 
@@ -52,21 +54,21 @@ class Dispatcher:
         most_waiting: int,
         gap_s: float,
         batch: int,
-        workers: Callable[[], Awaitable[object]] | None = None,
+        has_workers: Callable[[], bool] = lambda: True,
     ) -> None:
         """
         Args:
             most_waiting: Requests, of all queues.
             gap_s: How long requests wait for one before them, in seconds.
             batch: Samples executed together.
-            workers: Returns once there are workers to execute a request.
+            has_workers: Whether there are workers to execute a request; `wake` when that changes.
         """
         self.journal = journal
         self.operations = operations
         self.queues: dict[str, Queue] = {}
         self.requests: dict[str, Request] = {}
         self._most_waiting, self._gap_s, self._batch = most_waiting, gap_s, batch
-        self._workers = workers
+        self._has_workers = has_workers
         self.on_done: Callable[[Request], None] = lambda request: None  # for metrics
         self._wake = asyncio.Event()
         self._last = ""
@@ -130,7 +132,7 @@ class Dispatcher:
             raise HttpError(503, f"{error}; try again later") from error
         self.requests[request.id] = request
         self._add(request)
-        self._wake.set()
+        self.wake()
         return request
 
     def _check_room(self, request: Request) -> None:
@@ -174,18 +176,27 @@ class Dispatcher:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while any(queue.ready for queue in self.queues.values()):
-                await self._may_execute()
-                if batch := self._next_batch():  # what was ready may have failed meanwhile
-                    await self._execute(batch)
+            while True:
+                await self._results_written()
+                batch = self._next_batch()
+                if not batch:
+                    break
+                await self._execute(batch)
 
-    async def _may_execute(self) -> None:
-        """Until the last results are in the journal, for a restart would execute their requests
-        again, and until there are workers."""
+    def wake(self) -> None:
+        """Look again for what can be executed."""
+        self._wake.set()
+
+    async def _results_written(self) -> None:
+        """Until the last results are in the journal: a restart would execute their requests again."""
         while self.journal.problem is not None and not self.journal.flush():
             await asyncio.sleep(REWRITE_S)
-        if self._workers is not None:
-            await self._workers()
+
+    def _can_execute(self, queue: Queue) -> bool:
+        """Without workers, only what fails without them: its callers need not wait for others."""
+        if not queue.ready:
+            return False
+        return self._has_workers() or not self.operations.needs_workers(queue.first())
 
     def _next_batch(self) -> list[Request]:
         """Of the queue after the one that was served last: its next request, of a sampler several."""
@@ -193,7 +204,7 @@ class Dispatcher:
         start = next((i for i, key in enumerate(keys) if key > self._last), 0)
         for key in keys[start:] + keys[:start]:
             queue = self.queues[key]
-            if not queue.ready:
+            if not self._can_execute(queue):
                 continue
             self._last = key
             if queue.next_seq is not None:

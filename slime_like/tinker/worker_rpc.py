@@ -54,7 +54,7 @@ class WorkerLink:
         self._on_connect, self._on_loss = on_connect, on_loss
         self._on_other_settings, self._on_fault = on_other_settings, on_fault
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._connected = asyncio.Event()
+        self.connected = False
         self._waiting: tuple[str, asyncio.Future[dict[str, Any]]] | None = None
         self._server: asyncio.Server | None = None
         self._late: dict[str, Any] | None = None
@@ -77,14 +77,6 @@ class WorkerLink:
             self._server.close()
         if self._streams is not None:
             self._streams[1].close()
-
-    @property
-    def connected(self) -> bool:
-        return self._connected.is_set()
-
-    async def workers(self) -> None:
-        """Returns once there are workers."""
-        await self._connected.wait()
 
     async def call(self, id: str, command: dict[str, Any]) -> Any:
         """What the workers answer to a command.
@@ -132,8 +124,8 @@ class WorkerLink:
         self.facts, self._streams, self._late = hello["facts"], (reader, writer), hello["last"]
         reason = "the connection was closed"
         try:
+            self.connected = True
             self._on_connect(hello)
-            self._connected.set()
             while True:
                 message = await self._read(reader)
                 if "reason" in message:
@@ -151,7 +143,7 @@ class WorkerLink:
             log.exception("the connection to the workers")
             self._on_fault(f"the connection to the workers failed ({error!r})")
         finally:
-            self._connected.clear()
+            self.connected = False
             self._streams = None
             writer.close()
             if self._waiting is not None and not self._waiting[1].done():

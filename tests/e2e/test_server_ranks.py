@@ -162,7 +162,7 @@ def test_the_api_process_may_die(work: Workspace, tmp_path: Path) -> None:
 def test_the_workers_may_die(work: Workspace, tmp_path: Path) -> None:
     """The caller hears which model is lost and where to go on; new workers come to the same API
     process."""
-    with ApiServer(work.model, tmp_path, ranks=2) as server:
+    with ApiServer(work.model, tmp_path, "--worker-restart-s", "600", ranks=2) as server:
         client = server.client()
         training = policy(client, server)
         training.forward_backward(batch(3), "cross_entropy")

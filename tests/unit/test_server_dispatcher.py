@@ -37,10 +37,13 @@ class Recorder:
     def alike(self, first: Request, other: Request) -> bool:
         return first.body == other.body
 
+    def needs_workers(self, request: Request) -> bool:
+        return not request.body.get("bad")
+
     def executed(self, request: Request) -> None: ...
 
 
-def make(journal: Journal, **settings: float) -> tuple[Dispatcher, Recorder]:
+def make(journal: Journal, **settings: object) -> tuple[Dispatcher, Recorder]:
     operations = Recorder()
     options = {"most_waiting": 100, "gap_s": 60.0, "batch": 3, **settings}
     return Dispatcher(journal, operations, **options), operations  # type: ignore[arg-type]
@@ -55,6 +58,25 @@ def request(queue: str, seq: int, **body: object) -> Request:
 async def settled(dispatcher: Dispatcher) -> None:
     for pending in list(dispatcher.requests.values()):
         await asyncio.wait_for(pending.done.wait(), 5)
+
+
+def test_what_fails_without_workers_does_not_wait_for_them() -> None:
+    async def run() -> None:
+        with_workers = False
+        dispatcher, operations = make(Journal(":memory:"), has_workers=lambda: with_workers)
+        for model in "ab":
+            dispatcher.queue(model, next_seq=0)
+        dispatcher.start()
+        good = dispatcher.accept(request("a", 0))
+        bad = dispatcher.accept(request("b", 0, bad=True))
+        await asyncio.wait_for(bad.done.wait(), 5)
+        assert bad.failed and operations.seen == [["b/0"]] and not good.done.is_set()
+        with_workers = True
+        dispatcher.wake()
+        await asyncio.wait_for(good.done.wait(), 5)
+        await dispatcher.stop()
+
+    asyncio.run(run())
 
 
 def test_models_take_turns_and_each_keeps_its_order() -> None:
