@@ -8,9 +8,12 @@ EXTRAS ?= dev
 SLOW ?= tests
 # processes that share the test files; a distributed test starts 2 to 4 more
 TEST_WORKERS ?= 3
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
+# of torch, in each of them
+TEST_THREADS ?= 1
+TESTS ?= tests
+PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: install demo test test-slow fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -31,10 +34,16 @@ demo: install
 	bash scripts/demo.sh
 
 test: install
-	$(PYTEST) -m "not slow and not gpu and not slurm and not sglang and not cookbook and not learning" tests
+	$(PYTEST) -m "not slow and not gpu and not slurm and not sglang and not cookbook and not learning" $(TESTS)
 
 test-slow: install
 	$(PYTEST) -m "slow and not sglang and not cookbook" $(SLOW)
+
+# make test as a processor with fewer instructions than this one does it, and with other numbers of threads.
+test-processors:
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 $(MAKE) test TEST_THREADS=2
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 $(MAKE) test TEST_THREADS=4
+	ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX512_CORE MKL_ENABLE_INSTRUCTIONS=AVX512 $(MAKE) test
 
 # what make fuzz starts from; another seed, other cases
 FUZZ_SEED ?= 0

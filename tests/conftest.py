@@ -1,6 +1,8 @@
-"""Hypothesis profiles: `quick` in make test, `long` in make fuzz."""
+"""Hypothesis profiles: `quick` in make test, `long` in make fuzz. Signals as in a terminal."""
 
 from __future__ import annotations
+
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -12,3 +14,9 @@ settings.register_profile(
     "long", max_examples=20_000, deadline=None, print_blob=True, suppress_health_check=_HEALTH
 )
 settings.load_profile("quick")
+
+# nohup and jobs in the background ignore these, and so would every program that a test starts; a
+# handler, unlike SIG_IGN, is not inherited
+for _number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)

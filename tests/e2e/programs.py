@@ -39,7 +39,11 @@ PRELOADED = (
     "transformers.models.qwen3.modeling_qwen3",
     "slime_like.weights.verify",
 )
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    "CUDA_VISIBLE_DEVICES": "",
+    "COLUMNS": "200",
+}
 
 
 @dataclass(frozen=True)
@@ -259,13 +263,11 @@ def _run(request: dict[str, Any]) -> int:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import torch
 
     import megatron_patches
     from slime_like.trainer.launch import quiet_dependencies
 
     quiet_dependencies()
-    torch.set_num_threads(1)
     megatron_patches.apply()
     for name in PRELOADED:
         importlib.import_module(name)

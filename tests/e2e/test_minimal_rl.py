@@ -33,7 +33,7 @@ def run(demo: Path, *flags: str, ranks: int = 1) -> list[float]:
     """The held-out scores that it prints."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *(launcher if ranks > 1 else []), str(EXAMPLE)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, "--demo", str(demo), *flags], capture_output=True, text=True, env=environment
     )

@@ -116,7 +116,7 @@ def run(command: list[str], limit_s: float) -> tuple[subprocess.CompletedProcess
     }
     before = processor_seconds()
     done = subprocess.run(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=limit_s, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
     )  # fmt: skip
     return done, processor_seconds() - before
 

@@ -195,7 +195,7 @@ def test_the_launcher_ends_as_its_ranks_do(
     done = subprocess.run(
         [*command, str(file)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=280,
