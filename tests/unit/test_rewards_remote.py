@@ -25,6 +25,7 @@ Answer = Callable[
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # of connections that wait: 5 are too few on a loaded machine
     answer: Answer
     requests: list[dict[str, Any]]
 
@@ -59,7 +60,7 @@ def server() -> Iterator[Server]:
 def grader(server: Server, **more: Any) -> Grader:
     url = f"http://127.0.0.1:{server.server_port}/reward"
     return Grader(
-        **{"rm_type": "remote_rm", "rm_url": url, "rm_num_workers": 1, "rm_timeout_s": 20.0, **more}
+        **{"rm_type": "remote_rm", "rm_url": url, "rm_num_workers": 1, "rm_timeout_s": 200.0, **more}
     )
 
 
