@@ -67,6 +67,8 @@ class Sample:
     # [R, K] int32, what the sampler chose from, filled up with -1; None: the whole vocabulary
     token_sets: Tensor | None = None
     teacher_log_probs: Tensor | None = None  # [R] float32, of a served teacher
+    # [R] float64, what a reward function gave each token; None: `reward` is of the whole response
+    token_rewards: Tensor | None = None
     # [L, expert layers, topk] int16, where the sampler sent each token, -1 where it did not compute
     # one
     routes: Tensor | None = None

@@ -89,6 +89,10 @@ class RewardConfig:
         "--custom-rm-path is called with all samples of a group, as function(args, samples), and returns a list.",
         needs="custom_rm_path",
     )
+    sum_token_rewards: bool = arg(
+        False,
+        "Where the reward function returns a number for each token: train on their sum, as one reward of the response.",
+    )
     rm_url: str | None = arg(
         None,
         "Reward server of --rm-type remote_rm: gets prompt, response and label as JSON, answers a number or an object (--reward-key).",

@@ -32,6 +32,7 @@ from slime_like.advantages.registry import (
     advantage_estimators,
     compares_samples,
     needs_critic,
+    takes_token_rewards,
 )
 from slime_like.advantages.returns import discounted_returns, gae, token_rewards
 from slime_like.advantages.whitening import whiten
@@ -54,6 +55,7 @@ __all__ = [
     "estimate_advantages",
     "gae",
     "needs_critic",
+    "takes_token_rewards",
     "teacher_gaps",
     "token_kl",
     "token_rewards",

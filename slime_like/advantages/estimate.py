@@ -15,10 +15,12 @@ from slime_like.advantages.outcome import (
     over_groups,
 )
 from slime_like.advantages.registry import (
+    AdvantageEstimator,
     OutcomeEstimator,
     TokenEstimator,
     TokenRewards,
     advantage_estimators,
+    takes_token_rewards,
 )
 from slime_like.advantages.whitening import whiten
 from slime_like.config import NON_NEGATIVE, UNIT, CheckedSettings, arg
@@ -46,19 +48,29 @@ class Outcomes:
     none; group_ids, lengths: [B] int, the prompt and the active tokens; greedy_rewards: [B] float,
     of a greedy response to the prompt, or None. processed: [B] float, what a function of the user's
     made of the rewards, in place of the comparison within groups; not finite where there is
-    nothing. None without one."""
+    nothing. None without one. token_rewards: by sample, [R] finite rewards of its tokens, which
+    train in place of its reward, or None where it has one for all of it."""
 
     rewards: Tensor
     group_ids: Tensor
     lengths: Tensor
     greedy_rewards: Tensor | None = None
     processed: Tensor | None = None
+    token_rewards: Sequence[Tensor | None] = ()
 
     def __post_init__(self) -> None:
         require_ids("group_ids", self.group_ids, self.rewards.numel())
         for name in ("lengths", "greedy_rewards", "processed"):
             if (value := getattr(self, name)) is not None:
                 require_shape(name, value, self.rewards, "rewards")
+        if len(self.token_rewards) not in (0, self.rewards.numel()):
+            raise ValueError(
+                f"token_rewards has {len(self.token_rewards)} entries for {self.rewards.numel()} rewards"
+            )
+
+    @property
+    def has_token_rewards(self) -> bool:
+        return any(value is not None for value in self.token_rewards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +119,12 @@ def estimate_advantages(
 
     Raises:
         ValueError: for an unknown estimator, a missing input, a wrong number of samples or shape,
-        and when no reward is
-            finite.
+        rewards of tokens with an estimator that takes none, and when no reward is finite.
     """
     require_samples(masks, mine=mine, kl=kl, teacher_gap=teacher_gap, critic_values=critic_values)
     entry = advantage_estimators.get(settings.estimator)
+    if outcomes.has_token_rewards:
+        _require_token_rewards_taken(entry, outcomes)
     rewards, metrics = outcomes.rewards.double(), {}
     total_kl = (
         torch.zeros_like(rewards) if kl is None else sample_kl(kl, mine, rewards.numel(), group)
@@ -181,6 +194,22 @@ def estimate_advantages(
     )
 
 
+def _require_token_rewards_taken(entry: AdvantageEstimator, outcomes: Outcomes) -> None:
+    """Raises ValueError where they would be dropped."""
+    remedy = "return one number for the response, or add --sum-token-rewards to train on their sum"
+    if not takes_token_rewards(entry):
+        takers = [n for n, e in advantage_estimators.items() if takes_token_rewards(e)]
+        raise ValueError(
+            f"--advantage-estimator {entry.name} takes one reward a response, and the reward function gave one for each token; "
+            f"{remedy}; {' and '.join(takers)} take rewards of tokens"
+        )
+    if outcomes.processed is not None:
+        raise ValueError(
+            "--custom-reward-post-process-path gives one reward a response, and the reward function gave one for each token; "
+            + remedy
+        )
+
+
 def _returns(advantages: Tensor, values: Tensor, mask: Tensor, known: bool) -> Tensor:
     """[R] float32: A + V at active tokens, NaN there where the sample's rewards are not known."""
     return torch.where(mask, advantages + values.double() if known else float("nan"), 0.0).float()
@@ -225,6 +254,7 @@ def _by_token(
         )
         numbers, metrics = output.values, output.metrics
     zero = [torch.zeros(mask.numel(), dtype=torch.float64) for mask in masks]
+    given = [outcomes.token_rewards[i] for i in mine] if outcomes.has_token_rewards else None
     batch = TokenRewards(
         outcomes=[float(numbers[i]) for i in mine],
         masks=masks,
@@ -235,5 +265,6 @@ def _by_token(
         gamma=settings.gamma,
         values=critic_values,
         lambd=settings.lambd,
+        token_rewards=given,
     )
     return entry.fn(batch), metrics

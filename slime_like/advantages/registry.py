@@ -39,7 +39,8 @@ class TokenRewards:
     token's reward, 0 at inactive tokens. greedy_rewards: reward of a greedy response to the
     sample's prompt, by sample; None where nobody asked for it. values: [R] by sample, a critic's,
     read at active tokens only; None without a critic. gamma: discount. lambd: of generalised
-    advantage estimation.
+    advantage estimation. token_rewards: [R] by sample, which stand in for its outcome, or None
+    where it has none; None altogether where no sample has any.
     """
 
     outcomes: Sequence[float]
@@ -49,6 +50,7 @@ class TokenRewards:
     gamma: float
     values: Sequence[Tensor] | None = None
     lambd: float = 1.0
+    token_rewards: Sequence[Tensor | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,8 @@ class TokenEstimator:
     and groups do not matter. whitens:
     --normalize-advantages is part of the estimator. needs_greedy: whether `greedy_rewards` must be
     there. needs_values: whether `values`
-    must be, and with them a critic, which learns the returns.
+    must be, and with them a critic, which learns the returns. takes_token_rewards: whether `fn` uses
+    rewards of tokens.
     """
 
     name: str
@@ -68,6 +71,7 @@ class TokenEstimator:
     whitens: bool = False
     needs_greedy: bool = False
     needs_values: bool = False
+    takes_token_rewards: bool = False
 
 
 AdvantageEstimator = OutcomeEstimator | TokenEstimator
@@ -78,6 +82,11 @@ advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimat
 def needs_critic(estimator: AdvantageEstimator) -> bool:
     """Whether a value model has to be there."""
     return isinstance(estimator, TokenEstimator) and estimator.needs_values
+
+
+def takes_token_rewards(estimator: AdvantageEstimator) -> bool:
+    """Whether it uses a reward of each token, where there are such."""
+    return isinstance(estimator, TokenEstimator) and estimator.takes_token_rewards
 
 
 def compares_samples(estimator: AdvantageEstimator) -> bool:

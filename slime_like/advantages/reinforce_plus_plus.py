@@ -4,6 +4,7 @@ whole rollout is the baseline.
     reinforce_plus_plus:            A_t = sum_{s >= t} gamma^(s-t) R_s,  R_s = -penalty_s + R at the last active token
     reinforce_plus_plus_baseline:   A_t = R - mean of the group - penalty_t
 
+Where the reward function gave each token its own, R_s = -penalty_s + r_s in the first of the two.
 Distances s - t count active tokens. Both are whitened afterwards (`whitening.py`).
 """
 
@@ -20,9 +21,8 @@ from slime_like.lazy import Tensor, torch
 
 
 def reinforce_plus_plus(batch: TokenRewards) -> list[Tensor]:
-    return discounted_returns(
-        token_rewards(batch.outcomes, batch.masks, batch.penalties), batch.masks, batch.gamma
-    )
+    rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties, batch.token_rewards)
+    return discounted_returns(rewards, batch.masks, batch.gamma)
 
 
 def centred(group: GroupRewards) -> Tensor:
@@ -39,7 +39,9 @@ def reinforce_plus_plus_baseline(batch: TokenRewards) -> list[Tensor]:
 
 advantage_estimators.add(
     "reinforce_plus_plus",
-    TokenEstimator("reinforce_plus_plus", reinforce_plus_plus, whitens=True),
+    TokenEstimator(
+        "reinforce_plus_plus", reinforce_plus_plus, whitens=True, takes_token_rewards=True
+    ),
     aliases=("reinforce++",),  # SkyRL's name
 )
 advantage_estimators.add(

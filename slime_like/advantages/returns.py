@@ -14,14 +14,20 @@ from slime_like.losses.checks import require_samples
 
 
 def token_rewards(
-    outcomes: Sequence[float], masks: Sequence[Tensor], penalties: Sequence[Tensor]
+    outcomes: Sequence[float],
+    masks: Sequence[Tensor],
+    penalties: Sequence[Tensor],
+    given: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """Minus the penalty at every active token, and the outcome at the last of them.
+    """Minus the penalty at every active token, and the outcome at the last of them, or in its place
+    the rewards that the tokens were given.
 
     Args:
         outcomes: one number by sample.
         masks: [R] bool by sample.
         penalties: [R] by sample, read at active tokens only.
+        given: [R] by sample, finite, or None where the outcome is used; None: it is in all.
+            One at an inactive token stays there; see `discounted_returns`.
 
     Returns:
         [R] float64 by sample.
@@ -29,11 +35,14 @@ def token_rewards(
     Raises:
         ValueError: for a wrong number of samples or a wrong shape.
     """
-    require_samples(masks, outcomes=outcomes, penalties=penalties)
+    given = given or [None] * len(masks)
+    require_samples(masks, outcomes=outcomes, penalties=penalties, given=given)
     rewards = []
-    for outcome, mask, penalty in zip(outcomes, masks, penalties):
+    for outcome, mask, penalty, of_tokens in zip(outcomes, masks, penalties, given):
         reward = torch.where(mask, -penalty.double(), 0.0)
-        if mask.any():
+        if of_tokens is not None:
+            reward += of_tokens.double()
+        elif mask.any():
             reward[mask.nonzero()[-1]] += outcome
         rewards.append(reward)
     return rewards

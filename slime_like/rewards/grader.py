@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
+from slime_like.lazy import torch
 from slime_like.rewards.custom import RewardArgs, RewardSample
 from slime_like.rewards.pool import WorkerPool
 from slime_like.rewards.registry import (
@@ -41,7 +42,7 @@ class Grader:
     custom_rm_path: replaces all of these. rm_num_workers: processes; 0 chooses this process's share
     of the cores, at most 4. They start with the first sample that needs one. Rewards and paths that
     a command line names are checked when it is parsed; here a wrong one is an error of the first
-    `grade`.
+    `grade`. sum_token_rewards: rewards of tokens become one of the response.
 
     About the last call of `grade`: `last_counts`: graded, nonfinite (of those), raised, timeout,
     died (how samples failed) and skipped (failed or aborted before they came here); `last_failure`
@@ -61,8 +62,10 @@ class Grader:
         group_rm: bool = False,
         rm_url: str | None = None,
         rm_type_from_metadata: bool = False,
+        sum_token_rewards: bool = False,
     ) -> None:
         self._from_metadata = rm_type_from_metadata
+        self._sum_tokens = sum_token_rewards
         self.args = RewardArgs(
             rm_type, custom_rm_path, reward_key, rm_timeout_s, max_abs_reward, group_rm, rm_url
         )
@@ -229,8 +232,15 @@ class Grader:
             )
         if "wrong_type" in answer:
             raise ValueError(self._wrong_type(sample, answer["wrong_type"]))
-        value = answer["value"]
+        value, tokens = answer["value"], answer.get("tokens")
+        if tokens is not None and len(tokens) != sample.response_length:
+            found = f"{len(tokens)} numbers for a response of {sample.response_length} tokens"
+            raise ValueError(self._wrong_type(sample, found))
+        if tokens is not None and self._sum_tokens:
+            value, tokens = sum(tokens), None
         counts["graded"] += 1
+        if not all(map(math.isfinite, tokens or ())):
+            value = math.nan
         if value is None or not math.isfinite(value):
             counts["nonfinite"] += 1
             self.last_nonfinite = (
@@ -241,9 +251,10 @@ class Grader:
                 reward=math.nan,  # left out of the group's statistics; the reason keeps the value
                 metadata={**sample.metadata, "failure": _words_of(value)},
             )
-        if abs(value) > self.args.max_abs_reward:
+        largest = max([value, *(tokens or ())], key=abs)
+        if abs(largest) > self.args.max_abs_reward:
             raise ValueError(
-                f"sample {sample.sample_id}: the reward {value:g} is beyond --max-abs-reward {self.args.max_abs_reward:g}; "
+                f"sample {sample.sample_id}: the reward {largest:g} is beyond --max-abs-reward {self.args.max_abs_reward:g}; "
                 "correct the reward, or raise the limit"
             )
         metadata = (
@@ -251,7 +262,12 @@ class Grader:
             if "details" in answer
             else sample.metadata
         )
-        return dataclasses.replace(sample, reward=float(value), metadata=metadata)
+        return dataclasses.replace(
+            sample,
+            reward=float(value),
+            token_rewards=None if tokens is None else torch.tensor(tokens, dtype=torch.float64),
+            metadata=metadata,
+        )
 
     def _failure(self, answer: Answer) -> tuple[str, str] | None:
         """How the sample failed (a key of `last_counts`) and the words for it."""
@@ -281,7 +297,9 @@ class Grader:
                 else "name the one to train on with --reward-key"
             )
         else:
-            remedy = "return a number, or a dict of numbers with --reward-key"
+            remedy = (
+                "return a number, one for each token of the response, or a dict with --reward-key"
+            )
         return f"sample {sample.sample_id}: {option} returned {found}; {remedy}"
 
 

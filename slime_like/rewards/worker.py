@@ -4,8 +4,8 @@ Frames on both pipes: 8 bytes of length, little-endian, then the body. The paren
 pickled, as they come from the process that started this one and keep the types of metadata; answers
 are JSON, because what ran here may have evaluated a model's text. First frame in: `Setup`; first
 out: ``{"ready": slots}`` or ``{"failed": reason}``. Then jobs and answers:
-``{"job": id, ...}`` with ``value`` (number or null) and perhaps ``details``, or ``wrong_type``,
-``raised`` or ``timeout``; ``{"job": id, "batch": [...]}`` for a job of several texts; ``"last":
+``{"job": id, ...}`` with ``value`` (number or null) and perhaps ``details`` and ``tokens``, or
+``wrong_type``, ``raised`` or ``timeout``; ``{"job": id, "batch": [...]}`` for a job of several texts; ``"last":
 true`` from a worker that cannot go on.
 
 Rewards of this project confine the process before the first job (`confinement.py`). The user's own
@@ -41,6 +41,7 @@ ASYNC_SLOTS = 64  # samples that an asynchronous function is given at once
 BUILTIN_MEMORY = (
     4 * 2**30
 )  # bytes of address space: a power tower in an answer must not take the machine's memory
+SCORE, TOKEN_REWARDS = "score", "token_rewards"  # keys of a dict with rewards of tokens
 REMOTE = "remote_rm"  # asked for in an event loop, in workers of its own
 _PR_SET_PDEATHSIG = 1
 
@@ -226,27 +227,49 @@ def answer_to(job: Job, value: Any, reward_key: str | None) -> Answer:
 
 
 def to_answer(value: Any, reward_key: str | None) -> Answer:
-    """A reward function's value as an answer; `details` are the other numbers of a dict that holds
-    `reward_key`."""
+    """A reward function's value as an answer.
+
+    `details` are the other numbers of a dict. `tokens` are rewards of the response's tokens: a list,
+    or the key ``token_rewards`` of a dict; the response's own reward is then what the dict has under
+    `reward_key` (or ``score``), or their sum.
+    """
     details: dict[str, float] = {}
+    tokens: Any = _row_of_numbers(value)
     if isinstance(value, dict):
-        if reward_key is None or reward_key not in value:
+        if reward_key not in value and TOKEN_REWARDS not in value:
             return {"wrong_type": f"a dict with the keys {', '.join(map(repr, value)) or '(none)'}"}
+        key = reward_key or SCORE
         details = {
-            str(key): float(item)
-            for key, item in value.items()
-            if key != reward_key and isinstance(item, numbers.Real)
+            str(name): float(item)
+            for name, item in value.items()
+            if name != key and isinstance(item, numbers.Real)
         }
-        value = value[reward_key]
+        if TOKEN_REWARDS in value and (tokens := _row_of_numbers(value[TOKEN_REWARDS])) is None:
+            return {"wrong_type": f"{TOKEN_REWARDS!r} that are no list of numbers"}
+        value = value[key] if key in value else sum(tokens)
+    elif tokens is not None:
+        value = sum(tokens)
     if not isinstance(value, numbers.Real) and callable(getattr(value, "item", None)):
         try:
             value = value.item()  # numpy and torch scalars
         except (ValueError, RuntimeError):
-            return {"wrong_type": f"{type(value).__name__} of more than one element"}
+            return {"wrong_type": f"{type(value).__name__} of more than one dimension"}
     if value is not None and not isinstance(value, numbers.Real):
         return {"wrong_type": type(value).__name__}
     answer: Answer = {"value": None if value is None else float(value)}
+    if tokens is not None:
+        answer["tokens"] = tokens
     return {**answer, "details": details} if details else answer
+
+
+def _row_of_numbers(value: Any) -> list[float] | None:
+    """Of a list or tuple, or of an array or tensor of one dimension; None of anything else,
+    such as an array of one element, which is a number."""
+    if getattr(value, "ndim", 0) == 1 and len(value) != 1:
+        value = value.tolist()
+    if isinstance(value, list | tuple) and all(isinstance(item, numbers.Real) for item in value):
+        return [float(item) for item in value]
+    return None
 
 
 def raised(error: BaseException) -> Answer:

@@ -25,6 +25,7 @@ _ARRAYS = (
     "token_sets",
     "routes",
     "teacher_log_probs",
+    "token_rewards",
 )
 _PLAIN = ("sample_id", "response_length", "response")
 
@@ -184,7 +185,7 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
 
 
 def _sample(group_id: int, text: str, label: Any, row: Mapping[str, Any]) -> Sample:
-    # checkpoints of older versions have no log-probs of a teacher
+    # checkpoints of older versions have no log-probs of a teacher and no rewards of tokens
     arrays = {name: _unpack(row.get(name)) for name in _ARRAYS}
     tokens, mask = arrays.pop("tokens"), arrays.pop("loss_mask")
     assert tokens is not None and mask is not None
@@ -206,6 +207,7 @@ def _sample(group_id: int, text: str, label: Any, row: Mapping[str, Any]) -> Sam
         token_sets=arrays["token_sets"],
         routes=arrays["routes"],
         teacher_log_probs=arrays["teacher_log_probs"],
+        token_rewards=arrays["token_rewards"],
     )
 
 

@@ -34,7 +34,7 @@ from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
 
 FORMAT = "slime_like rollout 1"
 _MAX_ID = 2**62
-_TENSORS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
+_TENSORS = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes", "token_rewards")
 # Fields that JSON holds. Rewards, labels and metadata may hold NaN: Python's JSON writes and reads
 # it.
 _PLAIN = (
@@ -210,6 +210,7 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor]) -> Sample:
         rollout_log_probs=found["rollout_log_probs"],
         token_sets=found["token_sets"],
         routes=found["routes"],
+        token_rewards=found["token_rewards"],
         status=SampleStatus(row["status"]),
         weight_versions=tuple(tensors[f"{row['sample_id']}.weight_versions"].tolist()),
     )
@@ -248,6 +249,9 @@ def _check_sample(sample: Sample, vocab_size: int) -> None:
         for place, value in enumerate(values):
             if mask[place]:
                 log_prob(value, f"{where}: the log-prob of token {place}")
+    rewards = sample.token_rewards
+    if rewards is not None and (rewards.shape != (length,) or not bool(rewards.isfinite().all())):
+        raise ValueError(f"{where}: {rewards.numel()} rewards of {length} tokens, or not finite")
     if sample.token_sets is not None:
         sets = sample.token_sets
         if sets.ndim != 2 or sets.size(0) != length:

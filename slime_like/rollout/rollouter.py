@@ -297,6 +297,7 @@ def to_plain(sample: Sample) -> dict[str, Any]:
         "rollout_log_probs": None if told is None else told.numpy(),
         "token_sets": None if sample.token_sets is None else sample.token_sets.numpy(),
         "routes": None if sample.routes is None else sample.routes.numpy(),
+        "token_rewards": None if sample.token_rewards is None else sample.token_rewards.numpy(),
         "reward": sample.reward,
         "status": str(sample.status),
         "weight_versions": sample.weight_versions,
@@ -307,7 +308,7 @@ def to_plain(sample: Sample) -> dict[str, Any]:
 
 def from_plain(record: dict[str, Any], before: Sample) -> Sample:
     """before: the sample as all ranks have it."""
-    arrays = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
+    arrays = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes", "token_rewards")
     tensors = {
         name: None if record[name] is None else torch.from_numpy(record[name]) for name in arrays
     }

@@ -212,6 +212,7 @@ def outcomes_of(samples: Sequence[Sample]) -> Outcomes:
         group_ids=torch.tensor([s.group_id for s in samples]),
         lengths=torch.tensor([int(s.loss_mask.sum()) for s in samples]),
         greedy_rewards=None if None in greedy else torch.tensor(greedy, dtype=torch.float64),
+        token_rewards=[s.token_rewards for s in samples],
     )
 
 

@@ -221,7 +221,7 @@ def test_args_are_read_only():
         ({"score": 0.5, "format": 1, "note": "x"}, {"value": 0.5, "details": {"format": 1.0}}),
         ({"other": 1}, {"wrong_type": "a dict with the keys 'other'"}),
         ("0.5", {"wrong_type": "str"}),
-        ([1.0], {"wrong_type": "list"}),
+        ([1.0, "x"], {"wrong_type": "list"}),
         (1j, {"wrong_type": "complex"}),
     ],
 )
@@ -234,5 +234,5 @@ def test_array_values_as_answers():
     for scalar in (numpy.float32(0.5), numpy.array([0.5]), torch.tensor(0.5)):
         assert to_answer(scalar, None) == {"value": 0.5}
     assert to_answer(numpy.bool_(True), None) == {"value": 1.0}
-    for many in (numpy.zeros(3), torch.zeros(3)):
-        assert "of more than one element" in to_answer(many, None)["wrong_type"]
+    for many in (numpy.zeros((3, 1)), torch.zeros(1, 3)):
+        assert "of more than one dimension" in to_answer(many, None)["wrong_type"]

@@ -307,8 +307,8 @@ def test_values_that_leave_the_baseline_and_samples_that_fail(custom, caplog, ca
 @pytest.mark.parametrize(
     ("value", "options", "words"),
     [
-        ("'0.5'", {}, "returned str; return a number, or a dict of numbers with --reward-key"),
-        ("[1, 2]", {}, "returned list;"),
+        ("'0.5'", {}, "returned str; return a number, one for each token of the response"),
+        ("['1', 2]", {}, "returned list;"),
         (
             "{'score': 1, 'x': 2}",
             {},

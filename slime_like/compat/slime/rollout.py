@@ -157,6 +157,11 @@ async def _grade(samples: Sequence[SlimeSample]) -> list[float | None]:
     for sample, answer in zip(samples, graded, strict=True):
         if answer.status == SampleStatus.FAILED:
             sample.status, sample.metadata = SlimeSample.Status.FAILED, dict(answer.metadata)
+        if answer.token_rewards is not None:
+            raise ValueError(
+                f"{call.flag}: sample {sample.index} was given a reward for each token, and a sample of a rollout function "
+                "carries one number; add --sum-token-rewards"
+            )
     return [answer.reward for answer in graded]
 
 
