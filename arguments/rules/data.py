@@ -8,11 +8,13 @@ from pathlib import Path
 from arguments.eval_sets import EvalSet
 from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
 from arguments.rules.distillation import SLIME_REWARD
+from arguments.rules.rows import first_keys
 from slime_like.config import Problem, flag_name
 from slime_like.rewards import task
 from slime_like.rewards.custom import load_function
 from slime_like.rewards.registry import require_confinement, rewards
 
+DATA_SUFFIXES = (".jsonl", ".parquet")
 _ROW_RANGE = re.compile(r"@\[[^\]]*\]$")
 
 
@@ -25,6 +27,38 @@ def prompts(s: Settings) -> list[Problem]:
             "prompt_data", None, f"is missing: a .jsonl or .parquet file, or {TASK_PREFIX}<task>"
         )
     return missing_data("prompt_data", path)
+
+
+def keys_of_rows(s: Settings) -> list[Problem]:
+    """--input-key and --label-key, or an evaluation set's own, that none of the first rows has."""
+    data, found = s.data, []
+    there = _keys_there(data.prompt_data or "", data.skip_bad_rows)
+    for name, key in (("input_key", data.input_key), ("label_key", data.label_key)):
+        if there and key is not None and key not in there:
+            found += problem(
+                name, key, f"is no key of {data.prompt_data}, which has {_names(there)}"
+            )
+    flag = "eval_prompt_data" if s.eval.eval_config is None else "eval_config"
+    for each in s.eval_sets if s.evaluates else ():
+        there = _keys_there(each.path, data.skip_bad_rows)
+        for key in (each.input_key or data.input_key, each.label_key or data.label_key):
+            if there and key is not None and key not in there:
+                words = (
+                    f"set {each.name}: {key!r} is no key of {each.path}, which has {_names(there)}"
+                )
+                found += problem(flag, None, words)
+    return found
+
+
+def _keys_there(spec: str, may_be_bad: int) -> set[str] | None:
+    """Of a file; None where it has a rule of its own, or is read later."""
+    path = Path(_ROW_RANGE.sub("", spec))
+    known = path.suffix in DATA_SUFFIXES and path.is_file()
+    return first_keys(path, may_be_bad) if known else None
+
+
+def _names(keys: set[str]) -> str:
+    return ", ".join(repr(key) for key in sorted(keys))
 
 
 def missing_data(name: str, spec: str) -> list[Problem]:
@@ -190,6 +224,7 @@ def renormalization_needs_truncation(s: Settings) -> list[Problem]:
 
 DATA_RULES: tuple[Rule, ...] = (
     prompts,
+    keys_of_rows,
     renormalization_needs_truncation,
     reward_is_chosen,
     reward_is_usable,

@@ -19,6 +19,7 @@ from arguments.rules.lora import LORA_RULES
 from arguments.rules.losses import LOSS_RULES
 from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
 from arguments.rules.optimizer import OPTIMIZER_RULES, OPTIMIZER_WARNINGS
+from arguments.rules.rows import first_keys
 from arguments.rules.run import RULES, WARNINGS
 from arguments.rules.scheduling import SCHEDULING_RULES
 from arguments.rules.sglang import SGLANG_RULES
@@ -130,6 +131,9 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("prompts", "", ("--prompt-data",), 1, "--prompt-data", "is missing"),
     ("prompts", "--prompt-data {folder}/none.jsonl@[0:3]", (), 1, "--prompt-data", "no such file"),
     ("prompts", "--prompt-data {folder}", (), 1, "--prompt-data", "is a folder"),
+    ("keys_of_rows", "--input-key question", (), 1, "--input-key", "prompts.jsonl, which has 'input', 'label'"),
+    ("keys_of_rows", "--label-key answer --prompt-data {folder}/prompts.jsonl@[0:1]", (), 1, "--label-key", "is no key of"),
+    ("keys_of_rows", f"{EVAL} --eval-label-key answer", (), 1, "--eval-prompt-data", "set a: 'answer' is no key of"),
     ("reward_is_chosen", "", ("--rm-type",), 1, "--rm-type", "is missing"),
     ("reward_is_chosen", "", ("--label-key",), 1, "--label-key", "is missing"),
     ("reward_is_chosen", f"{EVAL} --loss-type sft_loss", (), 1, "--rm-type", "is missing"),
@@ -456,3 +460,38 @@ def test_attention_backends(
     ]
     assert [p.flag for p in found] == ([] if said is None else ["--attention-backend"])
     assert all(said is not None and said in p.message for p in found)
+
+
+def rows_file(folder: Path, name: str, rows: list[bytes]) -> Path:
+    path = folder / name
+    path.write_bytes(b"\n".join(rows) + b"\n")
+    return path
+
+
+GOOD, OTHER = b'{"input": "1+1=", "label": "2"}', b'{"question": "1+1="}'
+
+
+@pytest.mark.parametrize(
+    ("rows", "may_be_bad", "keys"),
+    [
+        ([GOOD, OTHER], 0, {"input", "label"}),
+        ([b"\xef\xbb\xbf" + GOOD], 0, {"input", "label"}),
+        ([b"", b"  ", OTHER], 0, {"question"}),
+        ([OTHER, GOOD], 1, {"input", "label", "question"}),
+        ([OTHER, b"{", GOOD], 1, None),  # told with its line by the pass over the whole file
+        ([b"[1]"], 0, None),
+        ([b""], 0, None),
+        ([OTHER], 1000, None),
+    ],
+)
+def test_keys_of_the_first_rows(tmp_path, rows, may_be_bad, keys):
+    assert first_keys(rows_file(tmp_path, "a.jsonl", rows), may_be_bad) == keys
+
+
+def test_keys_of_a_parquet_file_are_its_columns(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"question": ["1+1="], "answer": ["2"]}), path)
+    assert first_keys(path, 0) == {"question", "answer"}
+    path.write_bytes(b"PAR1 and no more")
+    assert first_keys(path, 0) is None
