@@ -5,8 +5,8 @@ pickled, as they come from the process that started this one and keep the types 
 are JSON, because what ran here may have evaluated a model's text. First frame in: `Setup`; first
 out: ``{"ready": slots}`` or ``{"failed": reason}``. Then jobs and answers:
 ``{"job": id, ...}`` with ``value`` (number or null) and perhaps ``details`` and ``tokens``, or
-``wrong_type``, ``raised`` or ``timeout``; ``{"job": id, "batch": [...]}`` for a job of several texts; ``"last":
-true`` from a worker that cannot go on.
+``wrong_type``, ``raised`` or ``timeout``; ``{"job": id, "batch": [...]}`` for a job of several
+texts; ``"last": true`` from a worker that cannot go on.
 
 Rewards of this project confine the process before the first job (`confinement.py`). The user's own
 function is trusted and is not confined; what it starts ends with it (`keeper.py`).
@@ -236,7 +236,7 @@ def to_answer(value: Any, reward_key: str | None) -> Answer:
     details: dict[str, float] = {}
     tokens: Any = _row_of_numbers(value)
     if isinstance(value, dict):
-        if reward_key not in value and TOKEN_REWARDS not in value:
+        if (reward_key or TOKEN_REWARDS) not in value:
             return {"wrong_type": f"a dict with the keys {', '.join(map(repr, value)) or '(none)'}"}
         key = reward_key or SCORE
         details = {
@@ -263,8 +263,8 @@ def to_answer(value: Any, reward_key: str | None) -> Answer:
 
 
 def _row_of_numbers(value: Any) -> list[float] | None:
-    """Of a list or tuple, or of an array or tensor of one dimension; None of anything else,
-    such as an array of one element, which is a number."""
+    """Of a list or tuple, or of an array or tensor of one dimension; None of anything else, and of
+    an array of one element, which is a number."""
     if getattr(value, "ndim", 0) == 1 and len(value) != 1:
         value = value.tolist()
     if isinstance(value, list | tuple) and all(isinstance(item, numbers.Real) for item in value):

@@ -21,6 +21,7 @@ from slime_like.advantages import (
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.worker import to_answer
 from slime_like.rollout.recording import check_values, load_rollout, save_rollout
+from slime_like.rollout.rollouter import from_plain, to_plain
 from slime_like.rollout.step_plan import outcomes_of
 from slime_like.types import Sample, SampleGroup
 
@@ -56,6 +57,17 @@ def test_a_dict_may_hold_both():
     assert to_answer(value, "right")["value"] == 1.0
     assert to_answer({"token_rewards": [0.5, 0.25]}, None)["value"] == 0.75
     assert to_answer({"token_rewards": [0.5], "score": torch.tensor(3.0)}, None)["value"] == 3.0
+
+
+def test_a_key_that_was_asked_for_must_be_there():
+    assert "wrong_type" in to_answer({"token_rewards": [0.5]}, "right")
+
+
+def test_other_ranks_get_them():
+    rewards = torch.tensor([0.1, -0.2], dtype=torch.float64)
+    record = to_plain(sample(0, "11", reward=-0.1, token_rewards=rewards))
+    assert torch.equal(from_plain(record, sample(0, "11")).token_rewards, rewards)
+    assert from_plain(to_plain(sample(0, "11")), sample(0, "11")).token_rewards is None
 
 
 @pytest.mark.parametrize(
