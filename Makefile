@@ -13,7 +13,7 @@ TEST_THREADS ?= 1
 TESTS ?= tests
 PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: install demo test test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -33,8 +33,13 @@ $(STAMP): pyproject.toml constraints.txt setup.py
 demo: install
 	bash scripts/demo.sh
 
+# less than 8 minutes on 2 idle cores
 test: install
-	$(PYTEST) -m "not slow and not gpu and not slurm and not sglang and not cookbook and not learning" $(TESTS)
+	$(PYTEST) -m "not slow and not extended and not gpu and not slurm and not sglang and not cookbook and not learning" $(TESTS)
+
+# more layouts, kills and servers of what make test does once
+test-extended: install
+	$(PYTEST) -m "extended and not slow" $(TESTS)
 
 test-slow: install
 	$(PYTEST) -m "slow and not sglang and not cookbook" $(SLOW)

@@ -5,9 +5,10 @@ and for tests/dist.
     timeout_s=120)
 
 The function is called as `function(rank, world_size, arguments)` with the default process group
-made, and returns something that JSON can hold. Its module is imported once, in a process that then
-forks the ranks: megatron-core takes seconds to import. Every process ends with the call: when a
-rank fails the others are killed, and so are all at the time limit.
+made, and returns something that JSON can hold. megatron-core takes seconds to import, so one
+process imports it for all calls, and forks a launcher for each, which imports the function's module
+and forks the ranks. These end with the call: when a rank fails the others are killed, and so are
+all at the time limit.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -24,11 +26,49 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+class _Preloaded:
+    """A process that has imported `modules`, and forks a launcher for each call. It ends when its
+    standard input does, at the latest with this process."""
+
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def launch(self, argv: list[str], output: Path, timeout_s: float) -> int | None:
+        """Exit status of `main(argv)` in a session of its own, None when it was killed at the time
+        limit.
+
+        Args:
+            output: File for what it prints.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.parity.ranks", *self._modules],
+                cwd=REPOSITORY,
+                env={"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,  # select sees what readline has not taken
+                start_new_session=True,
+            )
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None and answers is not None
+        requests.write(json.dumps({"argv": argv, "output": str(output)}).encode() + b"\n")
+        launcher = int(answers.readline())
+        in_time = bool(select.select([answers], [], [], timeout_s)[0])
+        _end_group(launcher)
+        status = int(answers.readline())
+        return status if in_time else None
+
+
+_preloaded = _Preloaded("benchmarks.parity.steps")
 
 
 def run_ranks(
@@ -39,37 +79,28 @@ def run_ranks(
     timeout_s: float,
     *,
     show: bool = False,
+    preloaded: bool = True,
 ) -> list[Any]:
     """The results of ranks 0 to world_size - 1. Raises AssertionError with the failing ranks'
-    tracebacks. show: what the ranks print is shown as it comes."""
+    tracebacks.
+
+    Args:
+        show: What the ranks print is shown as it comes.
+        preloaded: False for a module that must come before megatron-core.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.parity.ranks",
-        target,
-        str(world_size),
-        str(folder),
-        json.dumps(arguments),
-        str(timeout_s),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | (
-        {"PYTHONWARNINGS": "ignore"} if show else {}
-    )
-    with subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=None if show else subprocess.PIPE, stderr=None if show else subprocess.STDOUT,
-        text=True, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            output = f"no result within {timeout_s} s"
-        finally:
-            _end_group(process.pid)
+    argv = [target, str(world_size), str(folder), json.dumps(arguments), str(timeout_s)]
+    printed = folder / "output.txt"
+    output = Path("/dev/stderr") if show else printed
+    status = (_preloaded if preloaded else _Preloaded()).launch(argv, output, timeout_s)
     errors = "\n".join(
         f"{path.stem}: {path.read_text()}" for path in sorted(folder.glob("error-*.txt"))
     )
-    assert process.returncode == 0, f"{target} on {world_size} processes failed\n{errors or output}"
+    if status is None:
+        errors += f"\nno result within {timeout_s} s"
+    elif not errors and not show:
+        errors = printed.read_text()
+    assert status == 0, f"{target} on {world_size} processes failed\n{errors}"
     return [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(world_size)]
 
 
@@ -107,10 +138,8 @@ def _rank_main(
     arguments: dict[str, Any],
     timeout_s: float,
 ) -> None:
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         dist.init_process_group(
@@ -131,8 +160,9 @@ def _rank_main(
     os._exit(0)
 
 
-def main() -> int:
-    target, world_size, folder, arguments, timeout_s = sys.argv[1:]
+def _launch(argv: list[str]) -> int:
+    """Fork the ranks and wait for them."""
+    target, world_size, folder, arguments, timeout_s = argv
     importlib.import_module(target.partition(":")[0])
     context = multiprocessing.get_context("fork")
     ranks = [
@@ -155,10 +185,41 @@ def main() -> int:
     while any(process.is_alive() for process in ranks):
         if any(process.exitcode not in (None, 0) for process in ranks):
             time.sleep(2.0)  # let the others report what they saw
-            return 1  # daemons: killed on exit
+            return 1  # daemons: killed with the group
         time.sleep(0.05)
     return max(abs(process.exitcode or 0) for process in ranks)
 
 
+def _in_session(request: dict[str, Any]) -> NoReturn:
+    """The forked launcher."""
+    os.setsid()
+    output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    status = 1
+    try:
+        status = _launch(request["argv"])
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def main() -> None:
+    """Answer each line of standard input with the launcher's process, and with its exit status when
+    it has ended."""
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        launcher = os.fork()
+        if launcher == 0:
+            _in_session(json.loads(line))
+        print(launcher, file=answers, flush=True)
+        _, status = os.waitpid(launcher, 0)
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

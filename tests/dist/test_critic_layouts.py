@@ -84,6 +84,7 @@ def check(
         )
 
 
+@pytest.mark.extended
 def test_two_processes(
     files: dict[str, str], one: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:

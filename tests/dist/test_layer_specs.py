@@ -72,7 +72,12 @@ def test_there_and_back(folders: dict[str, str], tmp_path: Path, ranks: int) -> 
     cases = {name: (folders[model], flags) for name, (model, flags) in CASES[ranks].items()}
     arguments: dict[str, Any] = {"cases": cases, "out": str(tmp_path / "checkpoints")}
     for results in run_ranks(
-        "tests.dist.layer_specs_worker:there_and_back", ranks, tmp_path / "run", arguments, 280
+        "tests.dist.layer_specs_worker:there_and_back",
+        ranks,
+        tmp_path / "run",
+        arguments,
+        280,
+        preloaded=False,
     ):
         assert results.keys() == cases.keys()
         for name, found in results.items():

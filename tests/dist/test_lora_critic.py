@@ -149,6 +149,7 @@ def test_one_process_takes_the_steps_of_plain_autograd(
         assert relative(found["end"][name].double(), leaf.detach()) < 1e-4, name
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "names",
     [

@@ -68,6 +68,7 @@ def test_one_version_behind(
         )
 
 
+@pytest.mark.extended
 def test_a_resumed_run_trains_on_what_was_sampled_ahead(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:

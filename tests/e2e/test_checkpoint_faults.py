@@ -118,7 +118,11 @@ EVERY = [
 
 @pytest.mark.parametrize(
     ("ranks", "mode", "call", "points", "least"),
-    [*(case for case in SOME), *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY)],
+    [
+        *SOME[:2],
+        *(pytest.param(*case, marks=pytest.mark.extended) for case in SOME[2:]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in EVERY),
+    ],
     ids=lambda value: (
         value if isinstance(value, str) else "all" if isinstance(value, range) else None
     ),
@@ -224,7 +228,7 @@ def test_killed_at_10_random_instants(
 # --- signals and limits ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_sigterm_saves_and_ends_with_a_status_of_its_own(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int
 ) -> None:
@@ -240,6 +244,7 @@ def test_sigterm_saves_and_ends_with_a_status_of_its_own(
     resumes(server, work, whole, tmp_path, root, least=2, ranks=ranks)
 
 
+@pytest.mark.extended
 def test_limits_of_time_and_rollouts(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
@@ -256,6 +261,7 @@ def test_limits_of_time_and_rollouts(
     resumes(server, work, whole, tmp_path, root, least=3)
 
 
+@pytest.mark.extended
 def test_a_rank_that_is_killed_is_named_and_the_run_taken_up(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
@@ -274,7 +280,14 @@ def test_a_rank_that_is_killed_is_named_and_the_run_taken_up(
 # --- full disks ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "mode"), [(1, ""), (2, ""), (1, "async_save")])
+@pytest.mark.parametrize(
+    ("ranks", "mode"),
+    [
+        (1, ""),
+        pytest.param(2, "", marks=pytest.mark.extended),
+        pytest.param(1, "async_save", marks=pytest.mark.extended),
+    ],
+)
 def test_a_disk_that_fills_up_during_the_second_save(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int, mode: str
 ) -> None:
@@ -405,6 +418,7 @@ def test_a_bad_tracker_and_nothing_complete_is_an_error(
     assert "and there is no complete checkpoint beside it" in error
 
 
+@pytest.mark.extended
 def test_bits_that_change_after_they_were_read_stop_the_run(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
@@ -484,6 +498,7 @@ def test_a_payload_where_tensors_lie_runs_nothing(
 # --- retention, time -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_retention_and_what_a_save_costs(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:

@@ -15,6 +15,8 @@ from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights
 from tests.e2e.programs import TrainServer
 from tests.e2e.test_critic_runs import flags, of_the_critic
 
+pytestmark = pytest.mark.extended
+
 TP2, PP2, OWN = (
     "--tensor-model-parallel-size 2",
     "--pipeline-model-parallel-size 2",

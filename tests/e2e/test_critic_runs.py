@@ -128,6 +128,7 @@ def test_one_and_one_are_two_on_two_processes(
     ) == of_the_critic(one)
 
 
+@pytest.mark.extended
 def test_rollouts_for_the_critic_alone(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def test_rollouts_for_the_critic_alone(
     assert any(not torch.equal(before[name], moved[name]) for name in moved)
 
 
+@pytest.mark.extended
 def test_what_the_critic_starts_from(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
@@ -188,6 +190,7 @@ def test_what_the_critic_starts_from(
     assert first["both"] == first["model"] == 0
 
 
+@pytest.mark.extended
 def test_a_checkpoint_without_a_critic(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:

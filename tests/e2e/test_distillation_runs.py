@@ -60,6 +60,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=pytest.mark.slow if name == "TP2" else ()) for name in LAYOUTS],
@@ -94,6 +95,7 @@ def served(work: Workspace, teacher: Path) -> Iterator[FakeServer]:
 SERVED: dict[str, Any] = {"opd_type": "sglang", "opd_teacher_load": None}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "more", [{}, {"async_rollout": "", "max_staleness": 0}], ids=["between", "ahead"]
 )

@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slime_like.rollout.recording import load_rollout
 from slime_like.rollout.remax_baseline import GREEDY_REWARD
 from tests.e2e.helpers import Workspace, rows_of, same_numbers
@@ -56,6 +58,7 @@ def test_recorded_rollouts_without_greedy_rewards_are_refused(
     assert "greedy_rewards" in failed.error()
 
 
+@pytest.mark.extended
 def test_an_adaptive_kl_coefficient_is_resumed(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:

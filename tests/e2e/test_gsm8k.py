@@ -120,6 +120,7 @@ def test_a_bad_file_is_one_error(
     assert f"{data}{words}" in error
 
 
+@pytest.mark.extended
 def test_two_ranks_tell_it_once(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text(BAD_FILES["missing key"][0])

@@ -143,6 +143,7 @@ def test_checkpoints_of_another_adapter_or_base_are_refused(
         )
 
 
+@pytest.mark.extended
 def test_a_critic_of_adapters_learns_saves_and_resumes(
     work: Workspace, server: TrainServer, tmp_path: Path
 ) -> None:

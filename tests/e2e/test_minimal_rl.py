@@ -41,6 +41,7 @@ def run(demo: Path, *flags: str, ranks: int = 1) -> list[float]:
     return [float(line.split()[-1]) for line in done.stdout.splitlines() if "held out" in line]
 
 
+@pytest.mark.extended
 def test_two_ranks_train_what_one_does(demo: Path) -> None:
     one = run(demo, "--num-rollout", "3", *SMALL)
     two = run(demo, "--num-rollout", "3", *SMALL, "--tensor-model-parallel-size", "2", ranks=2)

@@ -137,6 +137,7 @@ def test_the_samplers_routes_are_replayed(
     )
 
 
+@pytest.mark.extended
 def test_the_routes_of_servers_are_replayed(
     server: TrainServer, work: Workspace, model: Path, tmp_path: Path
 ) -> None:

@@ -39,7 +39,17 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=pytest.mark.slow if "P2" in name else ()) for name in LAYOUTS],
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.slow
+            if "P2" in name
+            else ()
+            if name == "one"
+            else pytest.mark.extended,
+        )
+        for name in LAYOUTS
+    ],
 )
 def test_the_numbers_are_those_of_a_resident_reference(
     server: TrainServer, work: Workspace, reference: Path, tmp_path: Path, layout: str

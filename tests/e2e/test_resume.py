@@ -117,6 +117,7 @@ def test_finetune_takes_the_weights_only(
     assert tuned[0]["train/loss"] != first["train/loss"]
 
 
+@pytest.mark.extended
 def test_a_kl_to_the_first_model_after_finetuning_is_no_breach(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_kl_to_the_first_model_after_finetuning_is_no_breach(
     assert rows_of(tmp_path / "a")[0]["train/kl"] > 1e-6
 
 
+@pytest.mark.extended
 def test_another_reference_model_is_told(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
@@ -189,6 +191,7 @@ def test_a_damaged_tracker(
     assert "nothing to do" in done.out
 
 
+@pytest.mark.extended
 def test_a_longer_run_follows_its_own_schedule(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:

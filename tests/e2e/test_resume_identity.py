@@ -44,6 +44,7 @@ def other_model(work: Workspace, folder: Path, **config: Any) -> Path:
     return folder
 
 
+@pytest.mark.extended
 def test_an_evaluation_that_a_signal_left_is_made_up(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
@@ -61,6 +62,7 @@ def test_an_evaluation_that_a_signal_left_is_made_up(
         assert [row[name] for row in rows_of(tmp_path)] == [row[name] for row in rows_of(whole)]
 
 
+@pytest.mark.extended
 def test_the_last_evaluation_is_done_although_a_signal_came(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:

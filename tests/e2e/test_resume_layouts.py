@@ -15,10 +15,11 @@ from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights
 from tests.e2e.layouts import KINDS, MEMORY
 from tests.e2e.programs import TrainServer
 
-FAST = (("dense", "one process"), ("dense", "DP2 distributed optimizer"))
-FAST_CHANGES = (
+FAST = (("dense", "one process"),)
+EXTENDED = (("dense", "DP2 distributed optimizer"),)
+FAST_CHANGES = (("dense", "TP2", "DP2 distributed optimizer"),)
+EXTENDED_CHANGES = (
     ("dense", "one process", "TP2"),
-    ("dense", "TP2", "DP2 distributed optimizer"),
     ("dense", "DP2 distributed optimizer", "PP2"),
     ("dense", "PP2", "CP2"),
     ("experts", "EP2 distributed optimizer", "one process"),
@@ -47,8 +48,8 @@ OF_THE_CRITIC = (
 )
 
 
-def slow_unless(fast: bool) -> tuple[pytest.MarkDecorator, ...]:
-    return () if fast else (pytest.mark.slow,)
+def marks_of(fast: bool, extended: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return () if fast else (pytest.mark.extended if extended else pytest.mark.slow,)
 
 
 def flags(work: Workspace, out: Path, kind: str, layout: str, **changes: Any) -> list[str]:
@@ -70,7 +71,7 @@ def numbers_of(out: Path, kind: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        pytest.param(kind, name, marks=slow_unless((kind, name) in FAST))
+        pytest.param(kind, name, marks=marks_of((kind, name) in FAST, (kind, name) in EXTENDED))
         for kind, layouts in KINDS.items()
         for name in layouts
     ],
@@ -192,7 +193,10 @@ CHANGES = [
 
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
-    [pytest.param(*change, marks=slow_unless(change in FAST_CHANGES)) for change in CHANGES],
+    [
+        pytest.param(*change, marks=marks_of(change in FAST_CHANGES, change in EXTENDED_CHANGES))
+        for change in CHANGES
+    ],
 )
 def test_into_another_layout(
     server: TrainServer,
@@ -263,6 +267,7 @@ def test_without_random_states_there_is_no_warning(
     assert "warning" not in server.train(argv, tmp_path / "log").ok().out
 
 
+@pytest.mark.extended
 def test_a_reference_from_a_checkpoint(
     server: TrainServer, work: Workspace, folder: Path, tmp_path: Path
 ) -> None:

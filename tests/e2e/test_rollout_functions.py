@@ -222,6 +222,7 @@ def process(args, samples):
 """
 
 
+@pytest.mark.extended
 def test_rewards_that_a_function_processes(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:

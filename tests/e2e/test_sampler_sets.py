@@ -85,6 +85,7 @@ def test_trainer_and_sampler_agree(
     assert (renormalized - whole).min() > -1e-6 and (renormalized - whole).mean() > 0.1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_equal_one_process(
     server: TrainServer, work: Workspace, one: Path, tmp_path: Path, layout: str

@@ -21,6 +21,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from tests.e2e.api_server import ApiServer, batch, datum, policy
 from tests.e2e.test_server_order import PROTOBUF, Raw
 
+pytestmark = pytest.mark.extended
+
 REQUESTS = 300
 PATHS = (
     "client/config", "client/dynamic_config", "create_session", "session_heartbeat", "create_model", "get_info", "forward_backward", "optim_step",

@@ -81,6 +81,7 @@ def scores(training: tinker.TrainingClient, data: list[types.Datum]) -> list[tor
     ]
 
 
+@pytest.mark.extended
 def test_adapters_on_one_base(server: ApiServer, work: Workspace) -> None:
     """One adapter trains as plain torch does, while another, and a model of all weights, stay as
     they are."""

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.api_server import ApiServer, batch, datum, policy, sampler_folder, tokens, weights_of
 
+pytestmark = pytest.mark.extended
+
 PROTOBUF = {"Accept": "application/x-protobuf", "Content-Type": "application/x-protobuf"}
 
 

@@ -99,6 +99,7 @@ def test_a_killed_rank_ends_the_run(
     goes_on(server, work, tmp_path)
 
 
+@pytest.mark.extended
 def test_rank_0_killed_without_torchrun(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(
     assert "the process of rank 0 did not run for" in done.out and "error: " not in done.err
 
 
+@pytest.mark.extended
 def test_a_slow_rank_is_named_and_waited_for(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.extended
 def test_its_table_is_whole(tmp_path: Path) -> None:
     words = f"--hidden-size 32 --num-layers 2 --repeat 1 --folder {tmp_path / 'bench'}"
     environment = {

@@ -60,7 +60,13 @@ def server() -> Iterator[Server]:
 def grader(server: Server, **more: Any) -> Grader:
     url = f"http://127.0.0.1:{server.server_port}/reward"
     return Grader(
-        **{"rm_type": "remote_rm", "rm_url": url, "rm_num_workers": 1, "rm_timeout_s": 200.0, **more}
+        **{
+            "rm_type": "remote_rm",
+            "rm_url": url,
+            "rm_num_workers": 1,
+            "rm_timeout_s": 200.0,
+            **more,
+        }
     )
 
 
