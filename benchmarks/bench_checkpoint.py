@@ -72,7 +72,7 @@ def measure(
 
         def save(asynchronous: bool) -> None:
             saver = CheckpointSaver(folder / "checkpoints", SavePolicy(asynchronous=asynchronous))
-            report = backend.save(saver, 1, state, with_optimizer=True, with_rng=True)
+            report = backend.save_state(saver, 1, state, with_optimizer=True, with_rng=True)
             returned = time.perf_counter()
             if report is None:
                 while (report := saver.poll()) is None:
@@ -101,7 +101,7 @@ def measure(
 
 
 def load(backend: Any, folder: Path, verify: bool) -> None:
-    backend.load(folder, with_optimizer=True, with_rng=True, verify=verify)
+    backend.load_state(folder, with_optimizer=True, with_rng=True, verify=verify)
 
 
 def copy_synced(source: Path, target: Path) -> None:

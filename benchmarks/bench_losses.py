@@ -40,8 +40,8 @@ from benchmarks.bench_common import write_json  # noqa: E402
 from scripts.make_demo import make_model, make_tokenizer  # noqa: E402
 from slime_like.losses import LossTerms, policy_losses  # noqa: E402
 from slime_like.megatron.backend import MegatronBackend  # noqa: E402
-from slime_like.megatron.forward_step import Objective, loss_func  # noqa: E402
 from slime_like.megatron.init import process_groups  # noqa: E402
+from slime_like.megatron.objectives import Objective, PolicyObjective  # noqa: E402
 from slime_like.megatron.packing import pack_all  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 from slime_like.metrics.typed import MetricAccumulator  # noqa: E402
@@ -122,7 +122,7 @@ def demo_samples(backend: MegatronBackend) -> list[TrainSample]:
                 rewards=ones * (i % 2),
             )
         )
-    known = backend.compute_log_probs(made)
+    known = backend.forward(made)
 
     def near(x: Tensor) -> Tensor:
         return x + 0.1 * torch.randn(x.shape, generator=g)
@@ -154,9 +154,10 @@ def loss_part(
     """What one optimizer step does beside the model: returns its metrics."""
     accumulator = MetricAccumulator()
     for batch, head in zip(batches, heads):
-        loss, _, output = loss_func(model, batch, head, objective, 1.0, head.log_probs)  # type: ignore[arg-type]
-        loss.backward()
-        accumulator.add(output["metrics"])
+        output = PolicyObjective(head, objective)(model, batch, head.log_probs)  # type: ignore[arg-type]
+        assert output.loss is not None
+        output.loss.backward()
+        accumulator.add(output.metrics)
     return accumulator.reduce()
 
 

@@ -125,7 +125,7 @@ def with_old_log_probs(backend: Any, samples: list[Any]) -> list[Any]:
     """The policy's own log-probs before the update, which the ratios are taken against."""
     import dataclasses
 
-    computed = backend.compute_log_probs(samples)
+    computed = backend.forward(samples)
     return [
         dataclasses.replace(sample, old_log_probs=found.log_probs)
         for sample, found in zip(samples, computed, strict=True)

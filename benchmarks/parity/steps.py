@@ -135,6 +135,7 @@ def train_samples(seed: int) -> list[TrainSample]:
 def gradients(built: MegatronBackend) -> dict[str, Tensor]:
     """The reduced gradients of all parameters, whole, by Hugging Face name: exported in place of
     the weights."""
+    built.trained.reduce_gradients()
     for module in built.trained.modules:
         whole_gradients(module)
     # not `export_weights`, which makes Megatron believe that the next step's parameters are
@@ -203,7 +204,7 @@ def train(
         in_float64(run)
     built = MegatronBackend(run, layout, total_steps=STEPS)
     first = share(train_samples(1), layout)
-    log_probs = [s.log_probs for s in built.compute_log_probs(first.samples)]
+    log_probs = [s.log_probs for s in built.forward(first.samples)]
     losses, metrics = [], []
     found: dict[str, Tensor] = {}
     for step in range(1, STEPS + 1):

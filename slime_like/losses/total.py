@@ -51,6 +51,17 @@ class LossOutput:
     metrics: Mapping[str, Metric]
 
 
+@dataclass(frozen=True, slots=True)
+class WeightedTerm:
+    """coefficient * sum_t weights_t values_t. name: of the metric of the sum without its
+    coefficient. values, weights: [T], 0 at inactive tokens."""
+
+    name: str
+    coefficient: float
+    weights: Tensor
+    values: Tensor
+
+
 def total_loss(
     inputs: LossInputs, policy_loss: PolicyLoss, policy_config: Any, terms: LossTerms
 ) -> LossOutput:
@@ -63,9 +74,46 @@ def total_loss(
     that the loss or a term with a coefficient needs, and for a correction of a loss that takes
     none.
     """
+    parts, metrics = weighted_terms(inputs, policy_loss, policy_config, terms)
+    sums = [(part.weights * part.values).sum() for part in parts]
+    loss = sums[0]  # the policy term, whose coefficient is 1
+    for part, total in zip(parts[1:], sums[1:], strict=True):
+        if part.coefficient:
+            loss = loss + part.coefficient * total
+    for name, total in (*zip((part.name for part in parts), sums, strict=True), ("loss", loss)):
+        metrics[name] = Metric("sum", total.detach().clone())
+    if "pg_clipfrac" in metrics:
+        metrics["clip_ratio"] = metrics["pg_clipfrac"]
+    return LossOutput(loss, metrics)
+
+
+def token_losses(
+    inputs: LossInputs, policy_loss: PolicyLoss, policy_config: Any, terms: LossTerms
+) -> tuple[Tensor, dict[str, Metric]]:
+    """The terms of `total_loss` token by token, under their weight [T], and the means over tokens;
+    for callers that report every token. A token of weight 0 has no loss, whatever its log-prob is.
+    All terms must have one weight: no pre-scaled advantages, no imitation of good samples."""
+    parts, metrics = weighted_terms(inputs, policy_loss, policy_config, terms)
+    weights, losses = parts[0].weights, parts[0].values
+    for part in parts[1:]:
+        if part.coefficient:
+            assert part.weights is weights, part.name
+            losses = losses + part.coefficient * part.values
+    return weigh(losses, weights), metrics
+
+
+def weigh(losses: Tensor, weights: Tensor) -> Tensor:
+    """A token of weight 0 has no loss, whatever its log-prob is."""
+    return torch.where(weights != 0, weights * losses, 0.0)
+
+
+def weighted_terms(
+    inputs: LossInputs, policy_loss: PolicyLoss, policy_config: Any, terms: LossTerms
+) -> tuple[list[WeightedTerm], dict[str, Metric]]:
+    """The terms of the loss that these tokens have tensors for, the policy's first; and the metrics
+    that are means over tokens."""
     policy_loss = policy_loss.with_config(policy_config)
     _check(inputs, policy_loss, terms)
-    mask = inputs.loss_mask
     weights = inputs.masked(inputs.loss_weights)
     orthogonal: dict[str, Metric] = {}
     if terms.opsm_delta is not None:
@@ -78,13 +126,8 @@ def total_loss(
     policy_weights = (
         weights if inputs.policy_weights is None else inputs.masked(inputs.policy_weights)
     )
-    policy = (policy_weights * inputs.masked(losses)).sum()
-    loss = policy
+    found = [WeightedTerm("policy_loss", 1.0, policy_weights, inputs.masked(losses))]
     metrics = {**output.metrics, **orthogonal}
-    if "pg_clipfrac" in metrics:
-        metrics["clip_ratio"] = metrics["pg_clipfrac"]
-    metrics["policy_loss"] = Metric("sum", policy.detach().clone())
-
     if inputs.ref_log_probs is not None:
         ratio = inputs.log_ratio() if terms.use_unbiased_kl else None
         kl = kl_estimate(
@@ -93,24 +136,17 @@ def total_loss(
             inputs.required("ref_log_probs"),
             log_ratio=ratio,
         )
-        kl_loss = (weights * inputs.masked(kl)).sum()
-        metrics["kl"] = masked_mean(kl, mask)
-        metrics["kl_loss"] = Metric("sum", kl_loss.detach().clone())
-        if terms.kl_loss_coef:
-            loss = loss + terms.kl_loss_coef * kl_loss
+        metrics["kl"] = masked_mean(kl, inputs.loss_mask)
+        found.append(WeightedTerm("kl_loss", terms.kl_loss_coef, weights, inputs.masked(kl)))
     if inputs.entropy is not None:
-        entropy_mean = (weights * inputs.masked(inputs.entropy)).sum()
-        metrics["entropy"] = masked_mean(inputs.entropy, mask)
-        metrics["entropy_loss"] = Metric("sum", entropy_mean.detach().clone())
-        if terms.entropy_coef:
-            loss = loss - terms.entropy_coef * entropy_mean
+        metrics["entropy"] = masked_mean(inputs.entropy, inputs.loss_mask)
+        entropy = inputs.masked(inputs.entropy)
+        found.append(WeightedTerm("entropy_loss", -terms.entropy_coef, weights, entropy))
     if inputs.nll_weights is not None:
-        nll = -(inputs.required("nll_weights") * inputs.masked(inputs.log_probs)).sum()
-        metrics["positive_nll"] = Metric("sum", nll.detach().clone())
-        if terms.positive_nll_coef:
-            loss = loss + terms.positive_nll_coef * nll
-    metrics["loss"] = Metric("sum", loss.detach().clone())
-    return LossOutput(loss, metrics)
+        nll_weights = inputs.required("nll_weights")
+        nll = -inputs.masked(inputs.log_probs)
+        found.append(WeightedTerm("positive_nll", terms.positive_nll_coef, nll_weights, nll))
+    return found, metrics
 
 
 def _corrected(inputs: LossInputs, losses: Tensor) -> Tensor:

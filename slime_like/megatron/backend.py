@@ -4,11 +4,11 @@ Every method is called by all ranks together."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,12 +22,7 @@ from slime_like.megatron.checkpoint import (
     SaveReport,
     load_checkpoint,
 )
-from slime_like.megatron.critic import (
-    make_critic,
-    start_from_policy,
-    value_step,
-    value_training_step,
-)
+from slime_like.megatron.critic import make_critic, start_from_policy
 from slime_like.megatron.factory import (
     FrozenModel,
     load_network,
@@ -37,27 +32,21 @@ from slime_like.megatron.factory import (
     make_reference,
     make_teacher,
 )
-from slime_like.megatron.forward_step import gradient_scale, log_prob_step, training_step
+from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.lora import LoraNetwork, load_adapter, save_adapter
-from slime_like.megatron.micro_batching import (
-    make_micro_batches,
-    micro_batch_size,
-    pack_groups,
-    packing_metrics,
-)
+from slime_like.megatron.micro_batching import MicroBatchSize, micro_batch_size
 from slime_like.megatron.model.gpt import model_shape
 from slime_like.megatron.moe import (
     replay_disagreement,
     routes_of_stage,
     routing_metrics,
 )
-from slime_like.megatron.network import Network, TrainedNetwork
+from slime_like.megatron.network import PassOutput, SelectionSeed, TrainedNetwork
+from slime_like.megatron.objectives import PolicyObjective, ValueObjective, critic_values
 from slime_like.megatron.optimizer import limits_kept, resume_schedule
-from slime_like.megatron.packing import with_selection_seeds
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.metrics.typed import Metric, MetricAccumulator
-from slime_like.types import MicroBatch, StepResult, TrainBatch, TrainSample
+from slime_like.types import StepResult, TrainBatch, TrainSample
 from slime_like.weights.hf_save import save_hf
 from slime_like.weights.safetensors_reader import weights_digest
 
@@ -76,11 +65,17 @@ class LogProbOutput:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """Gradients that are accumulated and reduced, and the metrics of their forward pass; the
-    weights are still the old ones."""
+    """Metrics of the forward pass whose gradients the network has; the weights are still the old
+    ones."""
 
     metrics: dict[str, float]
     network: TrainedNetwork
+
+
+class WeightReceiver(Protocol):
+    """A rollout engine, as weights see it."""
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None: ...
 
 
 class MegatronBackend:
@@ -134,7 +129,7 @@ class MegatronBackend:
         terms = dataclasses.replace(self.objective.terms, entropy_coef=value)
         self.objective = dataclasses.replace(self.objective, terms=terms)
 
-    def compute_log_probs(
+    def forward(
         self, samples: Sequence[TrainSample], network: FrozenModel | None = None
     ) -> list[LogProbOutput]:
         """Log-probs of the response tokens and entropies, at the sampling temperature, for this
@@ -143,33 +138,16 @@ class MegatronBackend:
         network: whose; None: the policy's, whose tokens go to the experts of the samples' routes,
         where they have them. All pipeline stages get the result.
         """
-        network = self.policy if network is None else network
-        if network is not self.policy:
-            samples = [
-                dataclasses.replace(sample, routes=None) for sample in samples
-            ]  # another network's routers choose themselves
-        parts = make_micro_batches(
-            samples,
-            micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=True),
-            self.layout,
-        )
-        head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
-        batches = self._pack(parts.groups)
-        if (
-            self.algorithm.use_routing_replay
-            and network is self.policy
-            and not self._replays_rollout
-        ):
-            log_probs, entropy = self.policy.evaluate(
-                log_prob_step(head), parts.groups, batches, record_routes=True
-            )
-            routes: list[Any] = list(self.policy.recorded_routes(parts.groups, batches))
-        else:
-            log_probs, entropy = network.evaluate(log_prob_step(head), parts.groups, batches)
-            routes = [None] * len(log_probs)
-        return parts.in_order(
-            [LogProbOutput(lp, h, r) for lp, h, r in zip(log_probs, entropy, routes, strict=True)]
-        )
+        size = self._micro_batch_size(self.layout, forward_only=True)
+        if network is None or network is self.policy:
+            record = self.algorithm.use_routing_replay and not self._replays_rollout
+            found = self.policy.forward(samples, self.head, size, record_routes=record)
+        else:  # another network's routers choose themselves
+            head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
+            unrouted = [dataclasses.replace(sample, routes=None) for sample in samples]
+            found = network.forward(unrouted, head, size)
+        routes = found.routes or [None] * len(samples)
+        return [LogProbOutput(*row) for row in zip(*found.columns, routes, strict=True)]
 
     def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Samples whose routes are those of the sampler, over all expert layers, with those of this
@@ -186,27 +164,22 @@ class MegatronBackend:
         return replay_disagreement(self.policy.chunks)
 
     def forward_backward(self, batch: TrainBatch) -> PendingStep:
-        """Forward and backward over one optimizer step's samples; gradients are reduced, weights
-        not yet changed.
+        """Forward and backward over one optimizer step's samples; weights are not yet changed.
 
         The metrics are those of the whole step, reduced over the data-parallel ranks and equal on
         all ranks.
         """
-        size = micro_batch_size(self.algorithm, self.layout.cp_size, forward_only=False)
-        parts = make_micro_batches(batch.samples, size, self.layout)
-        batches = self._pack(parts.groups)
-        batches = with_selection_seeds(
-            batches, self._seed, self.trained.scheduler.num_steps, self.layout.dp_rank
+        objective = PolicyObjective(self.head, self.objective)
+        selection = SelectionSeed(self._seed, self.trained.scheduler.num_steps)
+        found = self._training_pass(self.trained, batch.samples, objective, selection)
+        metrics = reduced_metrics(found, self.layout) | routing_metrics(
+            self.policy.chunks, self.transformer, self.layout, found.num_micro_batches
         )
-        step = training_step(self.head, self.objective, gradient_scale(self.layout, len(batches)))
-        packing = packing_metrics(parts, batches, size)
-        metrics = self._reduced(self.trained.forward_backward(step, batches), self.layout, packing)
-        metrics |= routing_metrics(self.policy.chunks, self.transformer, self.layout, len(batches))
         return PendingStep(metrics, self.trained)
 
     def optim_step(self, pending: PendingStep) -> StepResult:
-        """The optimizer step of `accumulate` or `accumulate_critic`; skipped on all ranks when the
-        gradient norm is not finite."""
+        """The optimizer step of `forward_backward` or `forward_backward_critic`; skipped on all
+        ranks when the gradient norm is not finite."""
         stepped, grad_norm, learning_rate = pending.network.optim_step()
         return StepResult(
             metrics=pending.metrics,
@@ -219,55 +192,40 @@ class MegatronBackend:
         """One optimizer step of the policy."""
         return self.optim_step(self.forward_backward(batch))
 
-    def compute_values(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+    def forward_critic(self, samples: Sequence[TrainSample]) -> list[Tensor]:
         """The critic's value of every response token [R] float32, 0 where the loss mask is False.
         samples: of this rank's data-parallel rank in the critic's layout. All its pipeline stages
         get the result."""
         assert self.critic is not None
-        layout = self.critic.layout
-        parts = make_micro_batches(
-            not_of_the_policy(samples),
-            micro_batch_size(self.algorithm, layout.cp_size, forward_only=True),
-            layout,
-        )
-        (values,) = self.critic.evaluate(
-            value_step(layout), parts.groups, self._pack(parts.groups, self.critic)
-        )
-        return parts.in_order(values)
+        size = self._micro_batch_size(self.critic.layout, forward_only=True)
+        (values,) = self.critic.forward(not_of_the_policy(samples), critic_values, size).columns
+        return values
 
     def forward_backward_critic(self, batch: TrainBatch) -> PendingStep:
-        """As `accumulate`, for the critic. batch: of this rank's data-parallel rank in the critic's
-        layout."""
+        """As `forward_backward`, for the critic. batch: of this rank's data-parallel rank in the
+        critic's layout."""
         assert self.critic is not None
-        layout = self.critic.layout
-        size = micro_batch_size(self.algorithm, layout.cp_size, forward_only=False)
         own = not_of_the_policy(batch.samples)
-        batches = self._pack(make_micro_batches(own, size, layout).groups, self.critic)
-        step = value_training_step(layout, self._value_loss, gradient_scale(layout, len(batches)))
-        return PendingStep(
-            self._reduced(self.critic.forward_backward(step, batches), layout), self.critic
-        )
+        found = self._training_pass(self.critic, own, ValueObjective(self._value_loss))
+        found = dataclasses.replace(found, packing={})  # reported of the policy
+        return PendingStep(reduced_metrics(found, self.critic.layout), self.critic)
 
     def update_critic(self, batch: TrainBatch) -> StepResult:
         """One optimizer step of the critic."""
         return self.optim_step(self.forward_backward_critic(batch))
 
-    def _reduced(
+    def _training_pass(
         self,
-        outputs: Sequence[Any],
-        layout: ParallelLayout,
-        more: Mapping[str, Metric] | None = None,
-    ) -> dict[str, float]:
-        """Metrics of a whole step out of what the loss closures reported, and `more` of this rank,
-        on all ranks. layout: the network's."""
-        metrics: dict[str, float] = {}
-        if layout.is_last_stage:
-            accumulator = MetricAccumulator()
-            for output in outputs:
-                accumulator.add(output["metrics"])
-            accumulator.add(more or {})
-            metrics = accumulator.reduce(layout.dp_cp_group)
-        return object_from_last_stage(metrics, layout)
+        network: TrainedNetwork,
+        samples: Sequence[TrainSample],
+        compute: TokenComputation,
+        selection: SelectionSeed | None = None,
+    ) -> PassOutput:
+        size = self._micro_batch_size(network.layout, forward_only=False)
+        return network.forward_backward(samples, compute, size, selection=selection)
+
+    def _micro_batch_size(self, layout: ParallelLayout, *, forward_only: bool) -> MicroBatchSize:
+        return micro_batch_size(self.algorithm, layout.cp_size, forward_only=forward_only)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) pairs of the policy, on every rank, a layer's worth of
@@ -275,6 +233,10 @@ class MegatronBackend:
         assert self.hf is not None, "weights have Hugging Face names only with --hf-checkpoint"
         self.policy.finish_updates()
         return self.policy.export_hf(self.hf)
+
+    def sync_weights(self, engine: WeightReceiver, version: int) -> None:
+        """Give a rollout engine the policy's weights, as those of this version."""
+        engine.update_weights(self.export_weights(), version)
 
     def _start_adapter(self, path: str | None) -> dict[str, Any]:
         """What tells this run's adapter, and its base, from others; the factors are those of `path`
@@ -303,7 +265,7 @@ class MegatronBackend:
         save_hf(folder, self.export_weights(), self._hf_checkpoint)
         return folder
 
-    def save(
+    def save_state(
         self,
         saver: CheckpointSaver,
         step: int,
@@ -317,7 +279,7 @@ class MegatronBackend:
         for network in self.trained_networks.values():
             network.finish_updates()
         networks = {
-            name: saved_network(network, with_optimizer=with_optimizer)
+            name: network.saved(with_optimizer=with_optimizer)
             for name, network in self.trained_networks.items()
         }
         return saver.save(
@@ -327,7 +289,7 @@ class MegatronBackend:
             with_rng=with_rng,
         )
 
-    def load(
+    def load_state(
         self,
         folder: Path,
         *,
@@ -346,8 +308,7 @@ class MegatronBackend:
             if with_critic or name != "critic"
         }
         networks = {
-            name: saved_network(network, with_optimizer=with_optimizer)
-            for name, network in trained.items()
+            name: network.saved(with_optimizer=with_optimizer) for name, network in trained.items()
         }
         if not trained:  # --debug-rollout-only
             networks = {"policy": SavedNetwork(self.policy.chunks, None, None, self.layout)}
@@ -400,15 +361,14 @@ class MegatronBackend:
         critic = {"critic_lora_rank": self._critic_rank} if "critic" in networks else {}
         return {**model_shape(self.transformer, self.gpt), **self._adapter_shape, **critic}
 
-    def _pack(
-        self, groups: Sequence[Sequence[TrainSample]], network: Network | None = None
-    ) -> list[MicroBatch]:
-        """For a network in its layout; None: the policy's."""
-        network = self.policy if network is None else network
-        equal = self.algorithm.qkv_format == "bshd"
-        return pack_groups(
-            groups, transformer=network.config, layout=network.layout, equal_sequences=equal
-        )
+
+def reduced_metrics(found: PassOutput, layout: ParallelLayout) -> dict[str, float]:
+    """Metrics of a whole step, equal on all ranks, out of this rank's. layout: the network's."""
+    metrics: dict[str, float] = {}
+    if layout.is_last_stage:
+        found.metrics.add(found.packing)
+        metrics = found.metrics.reduce(layout.dp_cp_group)
+    return object_from_last_stage(metrics, layout)
 
 
 def object_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> dict[str, float]:
@@ -423,12 +383,3 @@ def object_from_last_stage(value: dict[str, float], layout: ParallelLayout) -> d
 def not_of_the_policy(samples: Sequence[TrainSample]) -> list[TrainSample]:
     """The samples as a critic reads them: without routes and token sets, which are the policy's."""
     return [dataclasses.replace(sample, routes=None, token_sets=None) for sample in samples]
-
-
-def saved_network(network: TrainedNetwork, *, with_optimizer: bool) -> SavedNetwork:
-    return SavedNetwork(
-        network.saved_chunks,
-        network.optimizer if with_optimizer else None,
-        network.scheduler,
-        network.layout,
-    )

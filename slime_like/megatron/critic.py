@@ -1,27 +1,21 @@
-"""The critic: how its network is trained, and what Megatron's schedules call for it."""
+"""The critic: its network, how that is trained, and what it starts from."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig
-from torch import Tensor
 
 from arguments.run_config import RunConfig
 from arguments.schema import CriticConfig, ScheduleConfig
-from slime_like.losses.value_loss import ValueInputs, ValueLossConfig, value_loss
-from slime_like.megatron.forward_step import ForwardStep, LossFunc, forward
 from slime_like.megatron.init import make_further_layout
 from slime_like.megatron.lora import LoraNetwork, critic_lora_spec
 from slime_like.megatron.network import Network, TrainedNetwork
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.reshard import copy_weights
-from slime_like.types import MicroBatch
 
 HEAD = "output_layer."
 
@@ -108,48 +102,4 @@ def critic_schedule(policy: ScheduleConfig, critic: CriticConfig) -> ScheduleCon
         lr_warmup_iters=critic.critic_lr_warmup_iters,
         lr_warmup_fraction=None,
         lr_warmup_init=0.0,
-    )
-
-
-def value_step(layout: ParallelLayout) -> ForwardStep:
-    """Forward-only pass: the closure returns (values [T],), zero at inactive rows."""
-
-    def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
-        batch = next(batches)
-
-        def collect(output: Tensor, non_loss_data: bool = True) -> tuple[Tensor]:
-            return (torch.where(batch.loss_mask, output[0, :, 0].float(), 0.0),)
-
-        return forward(model, batch, layout), collect
-
-    return step
-
-
-def value_training_step(
-    layout: ParallelLayout, config: ValueLossConfig, scale: float
-) -> ForwardStep:
-    """Forward and loss of one micro-batch of an optimizer step. scale: see `gradient_scale`."""
-
-    def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
-        batch = next(batches)
-        return forward(model, batch, layout), partial(value_loss_func, batch, config, scale)
-
-    return step
-
-
-def value_loss_func(
-    batch: MicroBatch, config: ValueLossConfig, scale: float, output: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules.
-    output: values [1, T, 1]."""
-    assert batch.values is not None and batch.returns is not None
-    inputs = ValueInputs(
-        output[0, :, 0], batch.values, batch.returns, batch.loss_mask, batch.loss_weights
-    )
-    result = value_loss(inputs, config)
-    # the schedule divides in place, so the loss it gets is a tensor of its own
-    return (
-        result.loss * scale,
-        torch.ones((), dtype=torch.int, device=output.device),
-        {"metrics": dict(result.metrics)},
     )

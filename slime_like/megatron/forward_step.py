@@ -1,36 +1,49 @@
-"""What Megatron's schedules call: the forward step, and the `loss_func` closure that turns hidden
-states into the scaled loss.
+"""What Megatron's schedules call, and the call of a schedule: the forward step, the `loss_func`
+closure, and the scale of the loss.
+
+What is computed from a model's output is a `TokenComputation`; those of policy, critic and server
+are in objectives.py.
 
 The scale. Per micro-batch the schedule divides a 3-tuple's loss by its token count and by the
 number of micro-batches, and DistributedDataParallel averages gradients over dp * cp ranks. Our loss
-is already normalised over the whole optimizer step (its token weights hold the denominators), so
-all of that is undone once, by `gradient_scale`; `n` is the tensor 1.
+is already normalised over the whole optimizer step (its token weights hold the denominators), or is
+a plain sum, so all of that is undone once, by `gradient_scale`; `n` is the tensor 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import Tensor
 
-from slime_like.losses.inputs import LossInputs
-from slime_like.losses.kl import kl_estimate
-from slime_like.losses.registry import PolicyLoss
-from slime_like.losses.total import LossTerms, total_loss
-from slime_like.megatron.model.policy import head_weight
 from slime_like.megatron.ops.attention import packed_rows
-from slime_like.megatron.ops.fused_linear_logprob import DEFAULT_CHUNK_SIZE, lean_log_probs
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.metrics.typed import masked_mean
+from slime_like.metrics.typed import Metric
 from slime_like.types import MicroBatch
 
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What the last pipeline stage computes from a model's output on one micro-batch.
+
+    columns: per-token results without grad, [T] each. loss: 0-d, with grad, not scaled; None in a
+    forward-only pass.
+    """
+
+    columns: tuple[Tensor, ...] = ()
+    loss: Tensor | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+
+# (module, micro-batch, its output) -> TokenOutput. output: what the module returns on the last
+# stage, hidden states [1, T, H] of a policy, values [1, T, 1] of a critic.
+TokenComputation = Callable[[torch.nn.Module, MicroBatch, Tensor], TokenOutput]
 LossFunc = Callable[..., Any]
 ForwardStep = Callable[[Iterator[MicroBatch], torch.nn.Module], tuple[Tensor, LossFunc]]
 
@@ -84,53 +97,6 @@ def gradient_scale(layout: ParallelLayout, num_microbatches: int) -> float:
     return num_microbatches * layout.dp_size * layout.cp_size / schedule_factor
 
 
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """What is optimised: the policy loss with its settings, and the weights of the KL and entropy
-    terms."""
-
-    policy_loss: PolicyLoss
-    policy_config: Any
-    terms: LossTerms
-    importance_level: str = "token"  # of LossInputs
-
-
-@dataclass(frozen=True, slots=True)
-class LogProbHead:
-    """How hidden states become log-probs: see `lean_log_probs`."""
-
-    vocab_size: int
-    temperature: float
-    layout: ParallelLayout
-    sequence_parallel: bool = False
-    chunk_size: int = DEFAULT_CHUNK_SIZE
-
-    def log_probs_and_entropy(
-        self, hidden: Tensor, weight: Tensor, batch: MicroBatch
-    ) -> tuple[Tensor, Tensor]:
-        """[T] each, zero at inactive rows, which never reach the projection. hidden, weight: of the
-        last stage, see `PolicyModel`."""
-        rows = (
-            batch.loss_mask.nonzero().squeeze(1) if batch.active_rows is None else batch.active_rows
-        )
-        log_probs, entropy = lean_log_probs(
-            hidden[0],
-            weight,
-            batch.labels[0],
-            rows=rows,
-            vocab_size=self.vocab_size,
-            temperature=self.temperature,
-            tp_group=self.layout.tp_group,
-            sequence_parallel=self.sequence_parallel,
-            chunk_size=self.chunk_size,
-            token_sets=batch.token_sets,
-        )
-        # without an active token too, both depend on hidden states and weight: every rank runs
-        # backward
-        empty = torch.zeros(batch.loss_mask.numel(), dtype=log_probs.dtype, device=hidden.device)
-        return empty.index_copy(0, rows, log_probs), empty.index_copy(0, rows, entropy)
-
-
 def forward(model: torch.nn.Module, batch: MicroBatch, layout: ParallelLayout) -> Tensor:
     """Hidden states: on the last pipeline stage those that the head takes, [1, T, H]."""
     return model(
@@ -141,85 +107,54 @@ def forward(model: torch.nn.Module, batch: MicroBatch, layout: ParallelLayout) -
     )
 
 
-def log_prob_step(head: LogProbHead) -> ForwardStep:
-    """Forward-only pass: the closure returns (log_probs [T], entropy [T])."""
+def forward_step(
+    compute: TokenComputation, layout: ParallelLayout, scale: float | None
+) -> ForwardStep:
+    """The forward step of one micro-batch. scale: `gradient_scale`; None in a forward-only pass,
+    whose closure returns the `TokenOutput` itself."""
 
     def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
         batch = next(batches)
 
-        def collect(hidden: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
-            return head.log_probs_and_entropy(hidden, head_weight(model), batch)
+        def collect(output: Tensor, non_loss_data: bool = True) -> TokenOutput:
+            return compute(model, batch, output)
 
-        return forward(model, batch, head.layout), collect
+        def loss_func(output: Tensor) -> tuple[Tensor, Tensor, TokenOutput]:
+            found = compute(model, batch, output)
+            assert found.loss is not None and scale is not None
+            # the schedule divides in place, so the loss it gets is a tensor of its own
+            loss = found.loss * scale
+            count = torch.ones((), dtype=torch.int, device=output.device)
+            return loss, count, replace(found, loss=None)
 
-    return step
-
-
-def training_step(head: LogProbHead, objective: Objective, scale: float) -> ForwardStep:
-    """Forward and loss of one micro-batch of an optimizer step."""
-
-    def step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, LossFunc]:
-        batch = next(batches)
-        return forward(model, batch, head.layout), partial(
-            loss_func, model, batch, head, objective, scale
-        )
+        return forward(model, batch, layout), collect if scale is None else loss_func
 
     return step
 
 
-def loss_func(
-    model: torch.nn.Module,
-    batch: MicroBatch,
-    head: LogProbHead,
-    objective: Objective,
-    scale: float,
-    hidden: Tensor,
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """(scaled loss, 1, {"metrics": typed metrics of unscaled sums}) for Megatron's schedules.
-    hidden: what `model` gave."""
-    log_probs, entropy = head.log_probs_and_entropy(hidden, head_weight(model), batch)
-    if objective.terms.entropy_coef == 0:
-        entropy = entropy.detach()  # only reported: no gradient is computed for it
-    inputs = loss_inputs(
-        batch, log_probs, entropy, objective.importance_level, head.layout.cp_group
-    )
-    output = total_loss(inputs, objective.policy_loss, objective.policy_config, objective.terms)
-    metrics = dict(output.metrics)
-    if batch.old_log_probs is not None:
-        metrics["log_ratio_abs"] = masked_mean(
-            (log_probs - batch.old_log_probs).abs(), batch.loss_mask
-        )
-    if batch.ref_log_probs is not None:
-        metrics["kl_k3"] = masked_mean(
-            kl_estimate("k3", log_probs, batch.ref_log_probs), batch.loss_mask
-        )
-    if batch.keep_mask is not None and batch.old_log_probs is not None:
-        metrics["ois"] = masked_mean(
-            inputs.log_ratio().exp(), batch.loss_mask
-        )  # slime's name, beside those of the correction
-    # the schedule divides in place, so the loss it gets is a tensor of its own
-    return (
-        output.loss * scale,
-        torch.ones((), dtype=torch.int, device=hidden.device),
-        {"metrics": metrics},
-    )
+def run_schedule(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    compute: TokenComputation,
+    layout: ParallelLayout,
+    *,
+    forward_only: bool,
+) -> list[TokenOutput]:
+    """Run all micro-batches through Megatron's schedule; returns what `compute` gave for each, on
+    the last pipeline stage (empty elsewhere).
 
-
-def loss_inputs(
-    batch: MicroBatch,
-    log_probs: Tensor,
-    entropy: Tensor,
-    importance_level: str,
-    cp_group: dist.ProcessGroup,
-) -> LossInputs:
-    """The view of a micro-batch that losses get. log_probs, entropy: [T]."""
-    shared = {f.name for f in fields(LossInputs)} & {f.name for f in fields(MicroBatch)}
-    constants = {name: getattr(batch, name) for name in shared}
-    return LossInputs(
-        log_probs=log_probs,
-        entropy=entropy,
-        num_seqs=batch.num_seqs,
-        importance_level=importance_level,
-        cp_group=cp_group if cp_group.size() > 1 else None,
-        **constants,
+    Lengths may differ between micro-batches: `variable_seq_lengths` makes pipeline stages exchange
+    shapes. The interleaved schedule wants one length (see `packing.pack_all`).
+    """
+    scale = None if forward_only else gradient_scale(layout, len(micro_batches))
+    iterators = [iter(micro_batches) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step(compute, layout, scale),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(micro_batches),
+        seq_length=max(int(b.tokens.numel()) for b in micro_batches) * layout.cp_size,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
     )

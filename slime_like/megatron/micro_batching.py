@@ -46,10 +46,11 @@ def work_per_token(config: TransformerConfig, vocab_size: int) -> float:
 @dataclass(frozen=True, slots=True)
 class MicroBatchSize:
     """samples: of every micro-batch, used where tokens is None. tokens: most of a micro-batch, over
-    all context-parallel ranks."""
+    all context-parallel ranks. equal_sequences: pad the sequences of each to its longest."""
 
     samples: int
     tokens: int | None
+    equal_sequences: bool = False
 
 
 def micro_batch_size(
@@ -64,6 +65,7 @@ def micro_batch_size(
     return MicroBatchSize(
         samples,
         tokens * cp_size if algorithm.use_dynamic_batch_size and tokens is not None else None,
+        equal_sequences=algorithm.qkv_format == "bshd",
     )
 
 

@@ -7,8 +7,10 @@ Every method is called by all ranks together, and works in the network's own lay
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,8 +22,17 @@ from torch import Tensor
 
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.schema import GPTModelConfig, ScheduleConfig
-from slime_like.megatron.forward_step import ForwardStep
+from slime_like.distributed.collectives import gather
+from slime_like.megatron.checkpoint.networks import SavedNetwork
+from slime_like.megatron.forward_step import TokenComputation, TokenOutput, run_schedule
 from slime_like.megatron.init import device_of_this_process
+from slime_like.megatron.micro_batching import (
+    MicroBatches,
+    MicroBatchSize,
+    make_micro_batches,
+    pack_groups,
+    packing_metrics,
+)
 from slime_like.megatron.model.gpt import build_chunks, to_model_precision, wrap_for_training
 from slime_like.megatron.moe import (
     begin_routing,
@@ -31,13 +42,54 @@ from slime_like.megatron.moe import (
     routes_of_samples,
 )
 from slime_like.megatron.ops.router import routers_of
-from slime_like.megatron.optimizer import build_optimizer, build_scheduler, step_if_finite
-from slime_like.megatron.packing import join_context_ranks, unpack
+from slime_like.megatron.optimizer import (
+    AdamStep,
+    allocate_moments,
+    build_optimizer,
+    build_scheduler,
+    largest,
+    main_parameters,
+    moments,
+    set_adam,
+    step_if_finite,
+    step_stays_finite,
+)
+from slime_like.megatron.packing import join_context_ranks, unpack, with_selection_seeds
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
-from slime_like.megatron.pipeline import run_schedule
+from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.types import MicroBatch, TrainSample
 from slime_like.weights.hf_export import export_hf_weights
 from slime_like.weights.hf_import import load_hf_weights
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    """What a pass over samples gave on this rank.
+
+    columns: of each column of the computation, the response values [R] of every sample in the order
+    in which they were given, on the host of every pipeline stage and context-parallel rank.
+    metrics: of the computation, on the last pipeline stage, not reduced yet. packing: of a training
+    pass, how its samples were packed. routes: [L, expert layers of this stage, topk] int16 by
+    sample, where they were recorded.
+    """
+
+    columns: list[list[Tensor]]
+    metrics: MetricAccumulator
+    num_micro_batches: int
+    packing: Mapping[str, Metric] = field(default_factory=dict)
+    routes: list[Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionSeed:
+    """Where losses that choose tokens at random have their numbers from. step: of the pass."""
+
+    seed: int
+    step: int
+
+
+def nothing() -> None:
+    """The default of a callback."""
 
 
 class Network:
@@ -108,36 +160,78 @@ class Network:
         )
 
     @in_own_layout
-    def evaluate(
+    def forward(
         self,
-        step: ForwardStep,
-        groups: Sequence[Sequence[TrainSample]],
-        batches: Sequence[MicroBatch],
+        samples: Sequence[TrainSample],
+        compute: TokenComputation,
+        size: MicroBatchSize,
         *,
+        selection: SelectionSeed | None = None,
         record_routes: bool = False,
-    ) -> list[list[Tensor]]:
-        """Forward-only over `batches`, which hold the samples of `groups`. `step`'s closure gives a
-        tuple of columns [T]; returns for each column the response values [R] of every sample, on
-        the host of every pipeline stage and context-parallel rank. record_routes: keep which
-        experts are chosen, for `recorded_routes`."""
+    ) -> PassOutput:
+        """Forward-only over this data-parallel rank's samples, without dropout. record_routes: keep
+        which experts are chosen."""
+        parts, batches = self._pack(samples, size, selection)
         training = [module.training for module in self.modules]
         for module in self.modules:
             module.eval()
         begin_routing(self.chunks, batches, self.layout, record=record_routes)
         with torch.no_grad(), self.in_use():
-            outputs = run_schedule(self.modules, batches, step, self.layout, forward_only=True)
+            outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=True)
         for module, was_training in zip(self.modules, training):
             module.train(was_training)
-        return self.columns_of_samples(outputs, groups, batches)
+        routes = None
+        found = self._output(outputs, parts, batches, per_token=True)
+        if record_routes:
+            routes = parts.in_order(self._recorded_routes(parts.groups, batches))
+        return replace(found, routes=routes)
 
-    def columns_of_samples(
+    def _pack(
+        self,
+        samples: Sequence[TrainSample],
+        size: MicroBatchSize,
+        selection: SelectionSeed | None,
+    ) -> tuple[MicroBatches, list[MicroBatch]]:
+        """The micro-batches of a pass, as samples and as they are packed for this layout."""
+        parts = make_micro_batches(samples, size, self.layout)
+        batches = pack_groups(
+            parts.groups,
+            transformer=self.config,
+            layout=self.layout,
+            equal_sequences=size.equal_sequences,
+        )
+        if selection is not None:
+            batches = with_selection_seeds(
+                batches, selection.seed, selection.step, self.layout.dp_rank
+            )
+        return parts, batches
+
+    def _output(
+        self,
+        outputs: Sequence[TokenOutput],
+        parts: MicroBatches,
+        batches: Sequence[MicroBatch],
+        *,
+        per_token: bool,
+    ) -> PassOutput:
+        """per_token: whether the columns are wanted."""
+        metrics = MetricAccumulator()
+        for output in outputs:
+            metrics.add(output.metrics)
+        columns = []
+        if per_token:
+            by_column = self._columns([o.columns for o in outputs], parts.groups, batches)
+            columns = [parts.in_order(column) for column in by_column]
+        return PassOutput(columns, metrics, len(batches))
+
+    def _columns(
         self,
         outputs: Sequence[tuple[Tensor, ...]],
         groups: Sequence[Sequence[TrainSample]],
         batches: Sequence[MicroBatch],
     ) -> list[list[Tensor]]:
-        """The columns [T] that the last pipeline stage computed for each of `batches`, as
-        `evaluate` returns them."""
+        """Of each column [T] that the last pipeline stage computed for each of `batches`, the
+        response values [R] of the samples of `groups`, one after another."""
         table = (
             torch.cat([torch.stack(output) for output in outputs], dim=1).detach()
             if outputs
@@ -153,11 +247,10 @@ class Network:
                 column += [value.clone() for value in unpack(row, group, batch.cu_seqlens)]
         return columns
 
-    @in_own_layout
-    def recorded_routes(
+    def _recorded_routes(
         self, groups: Sequence[Sequence[TrainSample]], batches: Sequence[MicroBatch]
     ) -> list[Tensor]:
-        """Of the last `evaluate`: the experts that each sample's tokens went to in this stage's
+        """Of the last pass that recorded them: the experts that each sample's tokens went to in this stage's
         layers, [L, expert layers, topk] int16."""
         routers = routers_of(self.chunks)
         if not routers:  # of this stage
@@ -196,8 +289,22 @@ class Network:
         return table
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What is in a network's gradient buffers. expert_biases: of before they began to add up."""
+
+    expert_biases: Sequence[Tensor] = ()
+    are_there: bool = False
+    are_reduced: bool = False
+
+
 class TrainedNetwork(Network):
-    """A network with gradient buffers, an optimizer and a learning-rate schedule."""
+    """A network with gradient buffers, an optimizer and a learning-rate schedule.
+
+    Gradients add up over any number of `forward_backward` calls, on this rank alone; `optim_step`
+    reduces them over the ranks and takes them. How a step's samples are cut into calls makes no
+    difference, for losses are sums.
+    """
 
     def __init__(
         self,
@@ -217,8 +324,6 @@ class TrainedNetwork(Network):
         self.modules = self._train(
             self.modules, ddp=ddp, optimizer=optimizer, schedule=schedule, total_steps=total_steps
         )
-        # what Megatron's schedules and gradient finalisation expect to find
-        self.config.finalize_model_grads_func = self.finalize_gradients
         if ddp.overlap_grad_reduce:
             no_sync = [module.no_sync for module in self.modules]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -240,15 +345,18 @@ class TrainedNetwork(Network):
             self.scheduler = build_scheduler(
                 self.optimizer, optimizer, schedule, total_steps=total_steps
             )
+        # Gradients are reduced at the optimizer step, not by the schedule after each pass; the
+        # schedule is left to do what else it does at this point.
+        self.config.finalize_model_grads_func = lambda *args, **keywords: None
         self._gathers_late = ddp.overlap_param_gather
-        self._expert_biases: list[Tensor] = []  # of before the gradients that are accumulated
+        self._reduces_early = ddp.overlap_grad_reduce
+        self.gradients = Gradients()
         return self.trained_modules
 
     def finalize_gradients(
         self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any
     ) -> None:
-        """Reduce what this rank has accumulated with what the others have; Megatron's schedules
-        call it after the last micro-batch."""
+        """Reduce what this rank has accumulated with what the others have."""
         finalize_model_grads(list(model), num_tokens, **others)
 
     @property
@@ -256,31 +364,105 @@ class TrainedNetwork(Network):
         """The modules whose parameters are trained and saved, without wrappers."""
         return self.chunks
 
+    def saved(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> SavedNetwork:
+        """As checkpoints see it."""
+        return SavedNetwork(
+            self.saved_chunks,
+            self.optimizer if with_optimizer else None,
+            self.scheduler if with_schedule else None,
+            self.layout,
+        )
+
     @in_own_layout
-    def forward_backward(self, step: ForwardStep, batches: Sequence[MicroBatch]) -> list[Any]:
-        """Forward and backward over one optimizer step; gradients are reduced, weights not yet
-        changed. Returns what the loss closure reported for each micro-batch, on the last pipeline
-        stage (empty elsewhere)."""
+    def forward_backward(
+        self,
+        samples: Sequence[TrainSample],
+        compute: TokenComputation,
+        size: MicroBatchSize,
+        *,
+        selection: SelectionSeed | None = None,
+        per_token: bool = False,
+        before_change: Callable[[], None] = nothing,
+    ) -> PassOutput:
+        """Forward and backward over this data-parallel rank's samples; gradients are added to this
+        rank's, and the weights are still the old ones.
+
+        Args:
+            compute: Gives the loss of each micro-batch, a sum over its tokens.
+            per_token: Whether its columns are wanted.
+            before_change: Called when nothing but the pass is left to do.
+        """
+        parts, batches = self._pack(samples, size, selection)
+        before_change()
+        assert not (self._reduces_early and self.gradients.are_there), (
+            "--overlap-grad-reduce reduces gradients behind the backward pass: one pass a step"
+        )
+        self._start_gradients()
         for module in self.modules:
             module.train()
+        begin_routing(self.chunks, batches, self.layout)
+        with self.in_use():
+            outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=False)
+        found = self._output(outputs, parts, batches, per_token=per_token)
+        return replace(found, packing=packing_metrics(parts, batches, size))
+
+    def _start_gradients(self) -> None:
+        if not self.gradients.are_there:
+            self.clear_gradients()
+            self.gradients = Gradients(expert_biases(self.chunks), are_there=True)
+
+    def clear_gradients(self) -> None:
+        """Forget what has been accumulated."""
         for module in self.trained_modules:
             module.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._expert_biases = expert_biases(self.chunks)
-        begin_routing(self.chunks, batches, self.layout)
-        with self.in_use():
-            return run_schedule(self.modules, batches, step, self.layout, forward_only=False)
+        self.gradients = Gradients()
+
+    def abandon_gradients(self) -> None:
+        """After a pass that failed: forget what has been accumulated, its routing statistics too."""
+        if self.gradients.are_there:
+            restore_expert_biases(self.chunks, self.gradients.expert_biases)
+        self.clear_gradients()
 
     @in_own_layout
-    def optim_step(self) -> tuple[bool, float, float]:
-        """One optimizer step: (whether it was taken, global L2 gradient norm before clipping,
-        learning rate). It is skipped on all ranks when the norm is not finite."""
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of the ranks, once for an optimizer step, which does it itself."""
+        self._start_gradients()
+        if not self.gradients.are_reduced:
+            self.finalize_gradients(self.modules)
+            self.gradients = replace(self.gradients, are_reduced=True)
+
+    @in_own_layout
+    def optim_step(
+        self, adam: AdamStep | None = None, before_change: Callable[[], None] = nothing
+    ) -> tuple[bool, float, float]:
+        """One optimizer step, with the gradients since the last one: (whether it was taken, global
+        L2 gradient norm before clipping, learning rate).
+
+        Args:
+            adam: Its settings; None: those of the run and of its schedule.
+            before_change: Called when nothing but the change of the weights is left to do.
+
+        It is skipped on all ranks when the norm is not finite, and with settings of its own when a
+        weight might not be after it.
+        """
+        self.reduce_gradients()
+        if adam is not None:
+            set_adam(self.optimizer, adam)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        stepped, grad_norm = step_if_finite(self.optimizer)
-        if stepped:
+
+        def allowed() -> bool:
+            if adam is not None and not step_stays_finite(self.optimizer, adam):
+                return False
+            before_change()
+            return True
+
+        stepped, grad_norm = step_if_finite(self.optimizer, allowed)
+        if not stepped:
+            restore_expert_biases(self.chunks, self.gradients.expert_biases)
+        elif adam is None:
             self.scheduler.step(increment=1)
-        else:
-            restore_expert_biases(self.chunks, self._expert_biases)
+        self.gradients = Gradients()
         return stepped, grad_norm, learning_rate
 
     def load_hf(self, folder: str) -> None:
@@ -291,6 +473,39 @@ class TrainedNetwork(Network):
     def weights_changed(self) -> None:
         """Start the optimizer's copies from the model's weights, which were written from outside."""
         self.optimizer.reload_model_params()
+
+    def allocate_moments(self) -> None:
+        """Make the optimizer's state before the first step, so that `tensors` has all there is."""
+        allocate_moments(self.optimizer)
+
+    def start_afresh(self) -> None:
+        """To be called when other weights were written: no gradients, and an optimizer that has not
+        stepped yet."""
+        self.clear_gradients()
+        for tensor in moments(self.optimizer):
+            tensor.zero_()
+        self.weights_changed()
+
+    def has_non_finite(self) -> bool:
+        """Whether a weight or a moment of the optimizer is NaN or infinite, on any rank. A
+        collective."""
+        tensors = [p.data for chunk in self.saved_chunks for p in chunk.parameters()]
+        return any(gather(not math.isfinite(largest([*tensors, *moments(self.optimizer)]))))
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that makes this network what it is: weights, gradients, the optimizer's
+        copies, moments and steps. Each is written in place to make another network of the same
+        shape of this one."""
+        found = [
+            t.data for chunk in self.saved_chunks for t in (*chunk.parameters(), *chunk.buffers())
+        ]
+        found += [
+            buffer.grad_data
+            for module in self.trained_modules
+            for buffer in (*module.buffers, *module.expert_parallel_buffers)
+        ]
+        found += main_parameters(self.optimizer) + moments(self.optimizer)
+        return list({(t.data_ptr(), t.numel()): t for t in found}.values())
 
     @in_own_layout
     def finish_updates(self) -> None:

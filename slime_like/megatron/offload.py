@@ -1,7 +1,7 @@
-"""A frozen model without a second resident copy: its weights lie outside the device and take the
-policy's place for a forward pass.
+"""Networks whose tensors lie in host memory: a frozen model without a second resident copy, whose
+weights take the policy's place for a forward pass, and trained ones that wait for their turn.
 
-Weights are exchanged tensor by tensor, so that one spare tensor is all that the exchange itself
+Weights of a frozen model are exchanged tensor by tensor, so that one spare tensor is all that the exchange itself
 needs. On a GPU they lie in pinned host memory; on the CPU in a file that was unlinked when it was
 mapped, which the operating system may write out and which nobody has to remove.
 """
@@ -16,9 +16,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from slime_like.megatron.forward_step import ForwardStep
-from slime_like.megatron.network import Network
-from slime_like.types import MicroBatch, TrainSample
+from slime_like.megatron.forward_step import TokenComputation
+from slime_like.megatron.micro_batching import MicroBatchSize
+from slime_like.megatron.network import Network, PassOutput, TrainedNetwork
+from slime_like.types import TrainSample
 
 
 class OffloadedWeights:
@@ -35,15 +36,12 @@ class OffloadedWeights:
         self._exchange()
         host.weights_changed()
 
-    def evaluate(
-        self,
-        step: ForwardStep,
-        groups: Sequence[Sequence[TrainSample]],
-        batches: Sequence[MicroBatch],
-    ) -> list[list[Tensor]]:
-        """As `Network.evaluate`."""
+    def forward(
+        self, samples: Sequence[TrainSample], compute: TokenComputation, size: MicroBatchSize
+    ) -> PassOutput:
+        """As `Network.forward`."""
         with self._in_place():
-            return self._host.evaluate(step, groups, batches)
+            return self._host.forward(samples, compute, size)
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
@@ -89,3 +87,62 @@ def _bytes(tensor: Tensor) -> int:
     """Rounded up to a line of the cache, which also aligns every type."""
     size = tensor.numel() * tensor.element_size()
     return size + -size % 64
+
+
+class OffloadedNetwork:
+    """A network whose tensors lie in host memory. On the device it holds nothing, and it cannot be
+    used, until `restore`. Where the device is the CPU, storage that others have seen (numpy, when a
+    checkpoint was written) cannot be given back and stays, in host memory as it is."""
+
+    def __init__(self, network: TrainedNetwork) -> None:
+        network.finish_updates()
+        self._stored = []
+        for storage in storages_of(network):
+            if not storage.resizable():
+                assert storage.device.type == "cpu"
+                continue
+            outside = torch.empty(
+                storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
+            )
+            self._stored.append((storage, outside.copy_(bytes_of(storage))))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        for storage, _ in self._stored:
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Everything is where it was."""
+        for storage, outside in self._stored:
+            storage.resize_(outside.numel())
+            bytes_of(storage).copy_(outside)
+        self._stored = []
+
+
+def storages_of(network: TrainedNetwork) -> list[torch.UntypedStorage]:
+    """The memory of all that makes the network what it is."""
+    found = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in network.tensors()}
+    return [storage for storage in found.values() if storage.nbytes()]
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class StoredState:
+    """A network's tensors in host memory, outside the network."""
+
+    def __init__(self, network: TrainedNetwork) -> None:
+        network.finish_updates()
+        self._gradients = network.gradients
+        on_device = torch.cuda.is_available()
+        self._stored = [
+            torch.empty_like(t, device="cpu", pin_memory=on_device).copy_(t)
+            for t in network.tensors()
+        ]
+
+    @torch.no_grad()
+    def restore(self, network: TrainedNetwork) -> None:
+        """Write them into a network of the same shape."""
+        for tensor, stored in zip(network.tensors(), self._stored, strict=True):
+            tensor.copy_(stored)
+        network.gradients = self._gradients

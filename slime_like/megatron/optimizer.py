@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,13 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from arguments.schema import ScheduleConfig
+from megatron_patches.torch_adam_ckpt import init_adam_state
+from slime_like.distributed.collectives import gather
+
+LARGEST_UPDATE = 1e38  # of float32, which ends at 3.4e38
 
 
 def build_optimizer(
@@ -118,3 +124,107 @@ def step_if_finite(
     if allowed is not None and not allowed():
         return False, grad_norm
     return bool(optimizer.step_with_ready_grads()), grad_norm
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """The settings of one optimizer step that a caller chooses itself, in place of a schedule's.
+    max_norm: largest global L2 norm of the gradient, 0 for any. weight_decay: decoupled; biases and
+    norms have none, as everywhere in Megatron."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_norm: float
+
+
+def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:
+    """Give the optimizer these settings for its next step."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.config.clip_grad = adam.max_norm
+    for group in optimizer.param_groups:
+        group["lr"] = adam.learning_rate * group.get("lr_mult", 1.0)
+        group["betas"] = (adam.beta1, adam.beta2)
+        group["eps"] = adam.eps
+        group["weight_decay"] = adam.weight_decay * group.get("wd_mult", 1.0)
+
+
+def step_stays_finite(optimizer: MegatronOptimizer, adam: AdamStep) -> bool:
+    """Whether no weight or moment can overflow float32 in this step, on any rank. A collective.
+
+    Bounds of Adam (Kingma and Ba, algorithm 1) with decoupled weight decay, from the largest
+    absolute values of weights w, gradients g and moments m, v:
+    |m'| <= b1 |m| + (1 - b1) |g|, v' <= b2 v + (1 - b2) g^2,
+    |w'| <= (1 + lr wd) |w| + lr |m'| / ((1 - b1^t) eps).
+    """
+    bounds = [0.0]
+    for plain in plain_optimizers(optimizer):
+        for group in plain.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [plain.state[p] for p in params]
+            if not params:
+                continue
+            weight, gradient = largest(params), largest([p.grad for p in params])
+            first = largest([s["exp_avg"] for s in states])
+            first = adam.beta1 * first + (1 - adam.beta1) * gradient
+            second = adam.beta2 * largest([s["exp_avg_sq"] for s in states])
+            step = float(states[0].get("step", group.get("step", 0))) + 1
+            scale = group["lr"] / ((1 - adam.beta1**step) * group["eps"])
+            bounds += [
+                (1 + group["lr"] * group["weight_decay"]) * weight + scale * first,
+                second + (1 - adam.beta2) * gradient * gradient,
+            ]
+    return all(gather(all(bound <= LARGEST_UPDATE for bound in bounds)))
+
+
+def plain_optimizers(optimizer: Any) -> list[Any]:
+    """torch's optimizers inside megatron-core's wrappers."""
+    if optimizer is None:
+        return []
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [
+        part.optimizer
+        for part in parts
+        if part.optimizer is not None and not getattr(part, "is_stub_optimizer", False)
+    ]
+
+
+def allocate_moments(optimizer: MegatronOptimizer) -> None:
+    """The state that torch's Adam would make in its first step."""
+    for adam in plain_optimizers(optimizer):
+        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            init_adam_state(adam)
+
+
+def main_parameters(optimizer: MegatronOptimizer) -> list[Tensor]:
+    """What the optimizer itself updates, this rank's part."""
+    return [
+        p.data
+        for plain in plain_optimizers(optimizer)
+        for group in plain.param_groups
+        for p in group["params"]
+    ]
+
+
+def moments(optimizer: MegatronOptimizer) -> list[Tensor]:
+    """Its moments and steps, this rank's part."""
+    states = [
+        plain.state[p]
+        for plain in plain_optimizers(optimizer)
+        for group in plain.param_groups
+        for p in group["params"]
+    ]
+    # by name: an optimizer that was loaded has them in another order
+    return [
+        value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)
+    ]
+
+
+def largest(tensors: Sequence[Tensor]) -> float:
+    """The largest absolute value, NaN where there is one; 0 for none."""
+    found = [t.detach() for t in tensors if t.numel() and t.is_floating_point()]
+    if not found:
+        return 0.0
+    return float(torch.stack([n.double() for n in torch._foreach_norm(found, math.inf)]).max())

@@ -17,15 +17,10 @@ from arguments.hf.model import HfModel
 from arguments.run_config import RunConfig
 from arguments.schema.lora import TARGETS
 from slime_like.megatron.critic import start_from_policy
-from slime_like.megatron.lora import LoraBase, LoraSpec
+from slime_like.megatron.lora import LoraBase, LoraNetwork, LoraSpec
+from slime_like.megatron.network import TrainedNetwork
+from slime_like.megatron.offload import OffloadedNetwork, StoredState
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.megatron.served import (
-    OffloadedNetwork,
-    Served,
-    ServedAdapter,
-    ServedNetwork,
-    StoredState,
-)
 from slime_like.tinker.errors import Failed, Refused
 
 LORA_ALPHA = 32.0  # the API does not say it; this is what its own service trains with
@@ -41,7 +36,7 @@ class HostedModel:
     role: str
     slot: int | None = None
     stored: StoredState | None = None
-    adapter: ServedAdapter | None = None
+    adapter: LoraNetwork | None = None
     outside: OffloadedNetwork | None = None
     used: int = 0
     passes: int = 0
@@ -51,7 +46,7 @@ class HostedModel:
 @dataclass(slots=True)
 class Slot:
     role: str
-    network: ServedNetwork
+    network: TrainedNetwork
     model: str | None = None
 
 
@@ -96,7 +91,7 @@ class ModelPool:
         if hosted is not None:
             self._free(hosted)
 
-    def network(self, model: str) -> Served:
+    def network(self, model: str) -> TrainedNetwork:
         """With this model in it, brought back from host memory if it has to be."""
         if model not in self.models:
             raise Failed(f"the workers do not have model {model}", broken=True)
@@ -125,7 +120,7 @@ class ModelPool:
 
     # --- all weights ------------------------------------------------------------------------------------------------
 
-    def _start_critic(self, critic: ServedNetwork, policy: str | None) -> None:
+    def _start_critic(self, critic: TrainedNetwork, policy: str | None) -> None:
         """From its policy's weights as they are now, of an adapter from the base, with values of 0."""
         if policy is not None:
             start_from_policy(critic, self.network(policy))
@@ -142,7 +137,7 @@ class ModelPool:
             self._slots[hosted.slot].model = None
             hosted.slot = None
 
-    def _network(self, hosted: HostedModel) -> ServedNetwork:
+    def _network(self, hosted: HostedModel) -> TrainedNetwork:
         """A network for a model: a free one, a new one while there may be more, else the one whose
         model was not used for longest."""
         self._use(hosted)
@@ -171,17 +166,28 @@ class ModelPool:
         out.stored, out.slot = StoredState(self._slots[oldest].network), None
         return oldest
 
-    def _new_network(self, role: str) -> ServedNetwork:
-        megatron = self.run.megatron
-        return ServedNetwork(
-            megatron.transformer,
+    def _new_network(self, role: str) -> TrainedNetwork:
+        network = TrainedNetwork(
+            self.run.megatron.transformer,
             self.run.gpt,
             self.run.model.transformer_impl,
             self.layout,
+            **self._training(),
+            value_head=role == "critic",
+        )
+        network.allocate_moments()
+        return network
+
+    def _training(self) -> dict[str, Any]:
+        """How a network is trained. The schedule is never stepped: each optimizer step brings its
+        settings, which are written into the optimizer's own."""
+        megatron = self.run.megatron
+        assert not megatron.ddp.overlap_grad_reduce, "refused on the command line"
+        return dict(
             ddp=megatron.ddp,
             optimizer=dataclasses.replace(megatron.optimizer),
             schedule=self.run.schedule,
-            value_head=role == "critic",
+            total_steps=1,
         )
 
     # --- adapters ---------------------------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ class ModelPool:
             assert out.adapter is not None
             out.outside = OffloadedNetwork(out.adapter)
 
-    def _new_adapter(self, lora: Mapping[str, Any], role: str) -> ServedAdapter:
+    def _new_adapter(self, lora: Mapping[str, Any], role: str) -> LoraNetwork:
         """On the one frozen base, which is made with the first adapter. A critic's starts from that
         base, with values of 0. Raises Refused when there is nothing to train."""
         parts = {
@@ -224,10 +230,6 @@ class ModelPool:
             self._base_of_adapters.load_hf(self.base)
         seed = self.run.model.seed if lora["seed"] is None else lora["seed"]
         spec = LoraSpec(lora["rank"], LORA_ALPHA, targets, seed, value_head=role == "critic")
-        return ServedAdapter(
-            self._base_of_adapters,
-            spec,
-            ddp=megatron.ddp,
-            optimizer=dataclasses.replace(megatron.optimizer),
-            schedule=self.run.schedule,
-        )
+        network = LoraNetwork(self._base_of_adapters, spec, **self._training())
+        network.allocate_moments()
+        return network

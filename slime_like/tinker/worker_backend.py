@@ -18,31 +18,16 @@ from arguments.run_config import RunConfig
 from slime_like.checkpoints.folders import checkpoint_folder
 from slime_like.distributed.collectives import gather
 from slime_like.losses import policy_losses
+from slime_like.losses.total import LossTerms
 from slime_like.losses.value_loss import ValueLossConfig
-from slime_like.megatron.checkpoint import (
-    CheckpointSaver,
-    SavedNetwork,
-    SavePolicy,
-    load_checkpoint,
-)
-from slime_like.megatron.forward_step import LogProbHead, gradient_scale
-from slime_like.megatron.micro_batching import (
-    MicroBatchSize,
-    make_micro_batches,
-    pack_groups,
-    without_tokens,
-)
+from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy, load_checkpoint
+from slime_like.megatron.forward_step import TokenComputation
+from slime_like.megatron.micro_batching import MicroBatchSize, without_tokens
 from slime_like.megatron.model.gpt import model_shape
-from slime_like.megatron.packing import with_selection_seeds
+from slime_like.megatron.network import PassOutput, SelectionSeed, TrainedNetwork
+from slime_like.megatron.objectives import LogProbHead, Objective, PolicySum, ValueSum
+from slime_like.megatron.optimizer import AdamStep
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.megatron.served import AdamStep, Served
-from slime_like.megatron.token_sum_loss import (
-    SumLoss,
-    SumValueLoss,
-    results_step,
-    sum_training_step,
-)
-from slime_like.metrics.typed import MetricAccumulator
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.losses import CRITIC_LOSS
 from slime_like.tinker.model_pool import HostedModel, ModelPool
@@ -150,55 +135,53 @@ class ModelHost:
         size = MicroBatchSize(
             1, (self.run.algorithm.max_tokens_per_gpu or PASS_TOKENS) * self.layout.cp_size
         )
-        parts = make_micro_batches(own, size, self.layout)
-        batches = pack_groups(
-            parts.groups, transformer=self.run.megatron.transformer, layout=self.layout
-        )
-        batches = with_selection_seeds(
-            batches, self.run.model.seed, hosted.passes, self.layout.dp_rank
-        )
+        selection = SelectionSeed(self.run.model.seed, hosted.passes)
         hosted.passes += 1
-        objective, metrics = self._objective(loss), MetricAccumulator()
+        compute = self._computation(loss)
         if forward_only:
-            columns = network.evaluate(
-                results_step(objective, self.layout, metrics), parts.groups, batches
-            )
+            found = network.forward(own, compute, size, selection=selection)
         else:
-            step = sum_training_step(
-                objective, self.layout, gradient_scale(self.layout, len(batches)), metrics
+            found = network.forward_backward(
+                own,
+                compute,
+                size,
+                selection=selection,
+                per_token=True,
+                before_change=self._before_gradients,
             )
-            self.stage = GRADIENTS
-            columns = network.add_gradients(step, parts.groups, batches)
-        results = [parts.in_order(column) for column in columns]
-        return self._collect(mine, results, metrics, len(samples))
+        return self._collect(mine, found, len(samples))
 
-    def _objective(self, loss: Mapping[str, Any]) -> SumLoss | SumValueLoss:
+    def _before_gradients(self) -> None:
+        """From here on an error leaves gradients of which a part may be missing."""
+        self.stage = GRADIENTS
+
+    def _computation(self, loss: Mapping[str, Any]) -> TokenComputation:
         if loss["kind"] == CRITIC_LOSS:
-            return SumValueLoss(self.layout, ValueLossConfig(**loss["settings"]))
+            return ValueSum(ValueLossConfig(**loss["settings"]))
         chosen = policy_losses.get(loss["kind"])
-        config = chosen.config_type(**loss["settings"])
-        return SumLoss(self._head, chosen.with_config(config), config, loss["entropy_coef"])
+        terms = LossTerms(entropy_coef=loss["entropy_coef"])
+        return PolicySum(
+            self._head, Objective(chosen, chosen.config_type(**loss["settings"]), terms)
+        )
 
-    def _collect(
-        self, mine: list[int], results: list[list[Tensor]], metrics: MetricAccumulator, count: int
-    ) -> dict[str, Any] | None:
+    def _collect(self, mine: list[int], found: PassOutput, count: int) -> dict[str, Any] | None:
         """Per-token results of all data-parallel ranks, in the order of the samples, on rank 0."""
         layout = self.layout
         told = None
         if layout.is_last_stage:
-            numbers = metrics.reduce(layout.dp_cp_group)
-            kinds = {name: metrics.kind(name) for name in numbers}
+            numbers = found.metrics.reduce(layout.dp_cp_group)
+            kinds = {name: found.metrics.kind(name) for name in numbers}
             if layout.tp_rank == 0 and layout.cp_rank == 0:
                 told = (
                     mine,
-                    [[t.numpy() for t in column[: len(mine)]] for column in results],
+                    [[t.numpy() for t in column[: len(mine)]] for column in found.columns],
                     numbers,
                     kinds,
                 )
         parts = [part for part in gather(told) if part is not None]
         if layout.rank != 0:
             return None
-        whole: list[list[Any]] = [[None] * count for _ in results]
+        whole: list[list[Any]] = [[None] * count for _ in found.columns]
         for places, columns, _, _ in parts:
             for column, target in zip(columns, whole):
                 for place, values in zip(places, column):
@@ -233,7 +216,7 @@ class ModelHost:
                 "before: send these batches again"
             )
         self.stage = GRADIENTS
-        stepped, grad_norm = network.take_step(settings, self._before_change)
+        stepped, grad_norm, _ = network.optim_step(settings, self._before_change)
         told = grad_norm if math.isfinite(grad_norm) else str(grad_norm)
         return {"stepped": stepped, "grad_norm": told}
 
@@ -251,11 +234,7 @@ class ModelHost:
         state = {"model": self._shape(model)}
         saver.save(
             CHECKPOINT_STEP,
-            {
-                self.models[model].role: SavedNetwork(
-                    network.saved_chunks, network.optimizer, None, self.layout
-                )
-            },
+            {self.models[model].role: network.saved(with_schedule=False)},
             state,
             with_rng=False,
         )
@@ -264,9 +243,7 @@ class ModelHost:
         """Weights of a checkpoint, and its optimizer or a fresh one. A checkpoint that is refused
         before anything was read into the model leaves it as it was."""
         network = self.residents.network(model)
-        saved = SavedNetwork(
-            network.saved_chunks, network.optimizer if optimizer else None, None, self.layout
-        )
+        saved = network.saved(with_optimizer=optimizer, with_schedule=False)
         load_checkpoint(
             checkpoint_folder(folder, CHECKPOINT_STEP),
             {self.models[model].role: saved},
@@ -289,7 +266,7 @@ class ModelHost:
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
         save_hf(folder, network.export_hf(self.hf), self.base)
 
-    def _network_to_keep(self, model: str) -> Served:
+    def _network_to_keep(self, model: str) -> TrainedNetwork:
         """Of a model that is about to be written. Raises Refused where it has NaN or infinity."""
         network = self.residents.network(model)
         network.finish_updates()

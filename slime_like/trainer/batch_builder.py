@@ -139,7 +139,7 @@ class BatchMaker:
                 stale = [stale_tokens(samples[i], weight_version) for i in shares.local_indices]
                 metrics |= self._check_stale(samples, local, old, stale, weight_version)
             reference = self.backend.reference
-            ref = None if reference is None else self.backend.compute_log_probs(local, reference)
+            ref = None if reference is None else self.backend.forward(local, reference)
             teacher = self._teacher_log_probs([samples[i] for i in shares.local_indices], local)
         critic = self._critic_part(samples, shares)
         values = self._values(critic)
@@ -240,7 +240,7 @@ class BatchMaker:
             of_engine = [require_rollout_log_probs(s) for s in local]
             check_finite({"log-prob of the rollout engine": of_engine}, masks, names, when=when)
             return [LogProbOutput(o, s.loss_weights * 0) for o, s in zip(of_engine, local)]
-        old = self.backend.compute_log_probs(local)
+        old = self.backend.forward(local)
         columns = {
             "old log-prob": [o.log_probs for o in old],
             "entropy": [o.entropy for o in old],
@@ -299,9 +299,7 @@ class BatchMaker:
         """[R] by sample of this rank, from the teacher on Megatron or from the served one; None
         without a teacher. samples: those of `local`."""
         if self.backend.teacher is not None:
-            return [
-                t.log_probs for t in self.backend.compute_log_probs(local, self.backend.teacher)
-            ]
+            return [t.log_probs for t in self.backend.forward(local, self.backend.teacher)]
         if not self.run.distillation.served:
             return None
         # one that has none is not trained on

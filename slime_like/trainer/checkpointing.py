@@ -131,7 +131,7 @@ class RunCheckpoints:
             logger.info(
                 f"checkpoint {folder} was converted and holds weights only: starting at rollout 1"
             )
-        state, changed = self.backend.load(
+        state, changed = self.backend.load_state(
             folder,
             with_critic=with_critic,
             with_optimizer=not (config.no_load_optim or weights_only),
@@ -219,7 +219,7 @@ class RunCheckpoints:
                 "tokenizer": self.tokenizer or {},
             }
             self._attempt(
-                lambda: self.backend.save(
+                lambda: self.backend.save_state(
                     saver, rollouts, state, with_optimizer=self._optim, with_rng=self._rng
                 ),
                 last=last,

@@ -151,10 +151,10 @@ class TrainStep:
             columns = {
                 "old value": [s.values for s in samples],
                 "return": [None if s.returns is None else s.returns.nan_to_num() for s in samples],
-                "value": self.backend.compute_values(samples),
+                "value": self.backend.forward_critic(samples),
             }
         else:
-            now = self.backend.compute_log_probs(samples)
+            now = self.backend.forward(samples)
             columns = {
                 "log-prob under the current weights": [o.log_probs for o in now],
                 "entropy under the current weights": [o.entropy for o in now],

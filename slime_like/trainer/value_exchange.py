@@ -42,7 +42,7 @@ class ValueExchange:
 
     def compute_values(self) -> list[Tensor]:
         """The critic's value of every response token, [R] float32 by sample of the policy's share."""
-        self._values = self._backend.compute_values(
+        self._values = self._backend.forward_critic(
             [sample for step in self._steps for sample in step]
         )
         return self._moved(self._values, self._shares, self._critic, self._policy_shares)

@@ -55,7 +55,7 @@ class WeightCheck:
                 for request, (tokens, _) in zip(self._requests, outputs, strict=True)
             ]
             whole = samples * self._repeats  # micro-batches are full
-            own = self._backend.compute_log_probs(whole)[: len(samples)]
+            own = self._backend.forward(whole)[: len(samples)]
             gaps = [
                 (o.log_probs.cpu() - torch.tensor(theirs)).abs()
                 for o, (_, theirs) in zip(own, outputs, strict=True)

@@ -47,7 +47,7 @@ class WeightSync:
                 if attempt:
                     # waits for a server that is started again, where none is left
                     self._engine.check_health()
-                self._engine.update_weights(self._backend.export_weights(), version)
+                self._backend.sync_weights(self._engine, version)
                 if self._engine.weight_version == version:
                     break
             else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.parity.steps import parallel
 from slime_like.losses import LossTerms, policy_losses
 from slime_like.megatron.backend import MegatronBackend
-from slime_like.megatron.forward_step import Objective
+from slime_like.megatron.objectives import Objective
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.step_plan import flatten, usable
 from tests.dist.backend_worker import make_trainer
@@ -31,6 +31,7 @@ COMMON = "--optimizer sgd --sgd-momentum 0 --lr 1.0 --clip-grad 0 --weight-decay
 
 def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
     """Of every parameter, whole, by Hugging Face name: they are exported in the parameters' place."""
+    backend.trained.reduce_gradients()
     parameters = [p for chunk in backend.policy.chunks for p in chunk.parameters()]
     values = [p.detach().clone() for p in parameters]
     with torch.no_grad():

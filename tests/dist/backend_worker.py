@@ -126,12 +126,12 @@ def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     """A log-prob pass that computes another model than the update: the run stops before any step."""
     with make_trainer(folder, layout, out, "--micro-batch-size 1") as trainer:
         before = optimizer_state(trainer.backend)
-        real = trainer.backend.compute_log_probs
+        real = trainer.backend.forward
 
         def wrong(*call: Any) -> Any:
             return [dataclasses.replace(s, log_probs=s.log_probs + 1e-6) for s in real(*call)]
 
-        trainer.backend.compute_log_probs = wrong  # type: ignore[method-assign]
+        trainer.backend.forward = wrong  # type: ignore[method-assign]
         try:
             trainer.step(0)
         except GateError as error:
@@ -170,7 +170,7 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
             i, broken = spoiled(mine, [s.ref_log_probs for s in mine], float("nan"))
             mine[i] = dataclasses.replace(mine[i], ref_log_probs=broken)
             policy = [dataclasses.replace(policy[0], samples=tuple(mine)), *policy[1:]]
-        real = backend.compute_log_probs
+        real = backend.forward
 
         def broken_reference(mine: Any, network: Any = None) -> Any:
             results = real(mine, network)
@@ -185,7 +185,7 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
             ),
             "reference": lambda: trainer.batches.make(samples, weight_version=1),
         }.items():
-            backend.compute_log_probs = real if name == "loss" else broken_reference  # type: ignore[method-assign]
+            backend.forward = real if name == "loss" else broken_reference  # type: ignore[method-assign]
             try:
                 attempt()
                 found[name] = ""

@@ -80,7 +80,7 @@ def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str
     ):  # else it starts from a head of zeros, and the second step is the first of the whole network
         backend.critic.load_hf(f"{folder}/critic")
     own = backend.critic.layout
-    values = backend.compute_values(share(critic_samples(0), own).samples)
+    values = backend.forward_critic(share(critic_samples(0), own).samples)
     critic, policy = [], []
     for seed in range(STEPS):
         critic.append(backend.update_critic(share(critic_samples(seed), own)))

@@ -100,7 +100,7 @@ def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str
         critic_weights(backend),
         [p.detach().clone() for chunk in backend.policy.chunks for p in chunk.parameters()],
     )
-    values = backend.compute_values(share(critic_samples(0), layout).samples)
+    values = backend.forward_critic(share(critic_samples(0), layout).samples)
     results = [backend.update_critic(share(critic_samples(seed), layout)) for seed in range(STEPS)]
     after = critic_weights(backend)
     if layout.rank == 0:

@@ -30,7 +30,7 @@ transformer_engine._get_extra_te_kwargs = lambda config: {
 from benchmarks.parity.cells import sizes_of  # noqa: E402
 from benchmarks.parity.steps import parallel, random_samples, settings, share, weights  # noqa: E402
 from slime_like.checkpoints.folders import checkpoint_folder  # noqa: E402
-from slime_like.megatron.backend import MegatronBackend, saved_network  # noqa: E402
+from slime_like.megatron.backend import MegatronBackend  # noqa: E402
 from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy  # noqa: E402
 from slime_like.megatron.checkpoint.fingerprint import fingerprint  # noqa: E402
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors  # noqa: E402
@@ -58,14 +58,14 @@ def train(backend: MegatronBackend, layout: ParallelLayout, steps: tuple[int, ..
 
 def save(backend: MegatronBackend, root: Path) -> list[str]:
     """Names of what is in the checkpoint."""
-    backend.save(
+    backend.save_state(
         CheckpointSaver(root, SavePolicy()), 2, {"data": None}, with_optimizer=True, with_rng=True
     )
     return sorted(CheckpointTensors(checkpoint_folder(root, 2) / "policy").entries)
 
 
 def load(backend: MegatronBackend, root: Path) -> None:
-    backend.load(
+    backend.load_state(
         checkpoint_folder(root, 2),
         with_optimizer=True,
         with_rng=True,
@@ -75,7 +75,7 @@ def load(backend: MegatronBackend, root: Path) -> None:
 
 def bits_of(backend: MegatronBackend) -> dict[str, str]:
     """Of weights, fp32 parameters, both moments and Adam's step, on this rank."""
-    return fingerprint(saved_network(backend.trained, with_optimizer=True))
+    return fingerprint(backend.trained.saved())
 
 
 def there_and_back(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from arguments.parse import SERVER, parse_args
 from benchmarks.bench_server import ADAM, command_of, message_of
 from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import parallel, whole_gradients
+from slime_like.megatron.lora import LoraNetwork
 from slime_like.megatron.lora.base import VALUE_HEAD
 from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.megatron.served import ServedAdapter
 from slime_like.tinker.losses import CRITIC_LOSS
 from slime_like.tinker.worker_backend import ModelHost
 
@@ -46,9 +46,9 @@ def make_host(folder: str, layout: ParallelLayout, flags: str = "") -> ModelHost
     return host
 
 
-def network_of(host: ModelHost, model: str = "critic") -> ServedAdapter:
+def network_of(host: ModelHost, model: str = "critic") -> LoraNetwork:
     network = host.residents.network(model)
-    assert isinstance(network, ServedAdapter)
+    assert isinstance(network, LoraNetwork)
     return network
 
 

@@ -45,6 +45,7 @@ def factors(backend: MegatronBackend) -> dict[str, Tensor]:
 
 
 def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
+    backend.trained.reduce_gradients()
     for module in backend.trained.trained_modules:
         whole_gradients(module)
     return {
@@ -66,9 +67,9 @@ def train(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
     first = factors(backend)
     start_from_noise(backend)
     samples = share(train_samples(1), layout).samples
-    log_probs = [s.log_probs for s in backend.compute_log_probs(samples)]
+    log_probs = [s.log_probs for s in backend.forward(samples)]
     assert backend.reference is not None
-    reference = [s.log_probs for s in backend.compute_log_probs(samples, backend.reference)]
+    reference = [s.log_probs for s in backend.forward(samples, backend.reference)]
     losses, norms, metrics = [], [], []
     found: dict[str, Tensor] = {}
     for step in range(1, STEPS + 1):

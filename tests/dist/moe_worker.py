@@ -76,7 +76,7 @@ def random_routes(samples: list[TrainSample], backend: MegatronBackend) -> list[
 
 
 def with_routes(backend: MegatronBackend, batch: TrainBatch) -> TrainBatch:
-    told = backend.compute_log_probs(batch.samples)
+    told = backend.forward(batch.samples)
     return TrainBatch(
         tuple(
             dataclasses.replace(s, routes=t.routes)
@@ -114,7 +114,7 @@ def expert_bias(layout: ParallelLayout, flags: str) -> dict[str, Any]:
         return [router.expert_bias.tolist() for router in routers]
 
     batch = share(random_samples(1), layout)
-    backend.compute_log_probs(batch.samples)  # counts nothing
+    backend.forward(batch.samples)  # counts nothing
     first = backend.update(batch)
     loads = torch.stack([router.load for router in routers])
     dist.all_reduce(loads)

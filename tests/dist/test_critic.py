@@ -120,7 +120,7 @@ def test_values_are_those_of_transformers(alone: Any, files: dict[str, str]) -> 
         files["model"], alone, "--rollout-temperature 0.7 --micro-batch-size 2"
     )
     samples = worker.critic_samples(2)
-    for sample, found in zip(samples, backend.compute_values(samples), strict=True):
+    for sample, found in zip(samples, backend.forward_critic(samples), strict=True):
         with torch.no_grad():
             expected = model(sample.tokens[None]).logits[0, :-1, 0][-sample.response_length :]
         torch.testing.assert_close(
@@ -176,7 +176,7 @@ def test_a_fresh_critic_is_the_policy_with_a_head_of_zeros(
     assert policy.keys() == critic.keys() and all(
         torch.equal(policy[name], critic[name]) for name in policy
     )
-    assert all(not v.any() for v in backend.compute_values(worker.critic_samples(0)))
+    assert all(not v.any() for v in backend.forward_critic(worker.critic_samples(0)))
     assert backend.critic is not None
     backend.critic.load_hf(files["model"])  # a language model: the same, by way of the files
     again = worker.critic_weights(backend)

@@ -165,13 +165,13 @@ def test_an_adapter_starts_as_its_base(alone: Any, files: dict[str, str]) -> Non
     also after a step."""
     backend = worker.make_backend(files["model"], alone, "")
     samples = random_samples(1)
-    reference = backend.compute_log_probs(samples, backend.reference)
-    for mine, its in zip(backend.compute_log_probs(samples), reference, strict=True):
+    reference = backend.forward(samples, backend.reference)
+    for mine, its in zip(backend.forward(samples), reference, strict=True):
         assert torch.equal(mine.log_probs, its.log_probs)
     worker.start_from_noise(backend)
     for mine, now, its in zip(
-        backend.compute_log_probs(samples),
-        backend.compute_log_probs(samples, backend.reference),
+        backend.forward(samples),
+        backend.forward(samples, backend.reference),
         reference,
         strict=True,
     ):
@@ -310,7 +310,7 @@ def test_one_process_takes_the_steps_of_peft(
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "end").eval()
     samples = random_samples(5)
     with torch.no_grad():
-        for sample, ours in zip(samples, backend.compute_log_probs(samples), strict=True):
+        for sample, ours in zip(samples, backend.forward(samples), strict=True):
             log_p = (
                 loaded(sample.tokens[None])
                 .logits[0, :-1]

@@ -18,7 +18,7 @@ from benchmarks.bench_server import ADAM, command_of, message_of  # noqa: E402
 from scripts.make_demo import save_model  # noqa: E402
 from slime_like.megatron.checkpoint import save  # noqa: E402
 from slime_like.megatron.init import process_groups  # noqa: E402
-from slime_like.megatron.served import storages_of  # noqa: E402
+from slime_like.megatron.offload import storages_of  # noqa: E402
 from slime_like.tinker.worker import Worker  # noqa: E402
 from slime_like.tinker.worker_backend import ModelHost  # noqa: E402
 from tests.dist.lora_critic_worker import critic_command  # noqa: E402

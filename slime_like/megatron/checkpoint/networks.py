@@ -20,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_patches.torch_adam_ckpt import init_adam_state
+from slime_like.megatron.optimizer import plain_optimizers
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 
 # the format that can be loaded into another layout; megatron-core's default breaks without
@@ -165,18 +166,6 @@ def optimizer_step(network: SavedNetwork) -> float:
         if steps:
             return float(steps[0])
     return 0.0
-
-
-def plain_optimizers(optimizer: Any) -> list[Any]:
-    """torch's optimizers inside megatron-core's wrappers."""
-    if optimizer is None:
-        return []
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [
-        part.optimizer
-        for part in parts
-        if part.optimizer is not None and not getattr(part, "is_stub_optimizer", False)
-    ]
 
 
 def set_step(common: Any, step: float, *, distributed: bool = False) -> None:

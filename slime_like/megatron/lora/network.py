@@ -77,7 +77,6 @@ class LoraNetwork(TrainedNetwork):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        self.config.finalize_model_grads_func = self.finalize_gradients
         with self.base.active([adapter.acting for adapter in self.adapters]):
             yield
 

@@ -1,0 +1,234 @@
+"""What is computed from a model's output: log-probs and values, and the losses of the policy, of the
+critic and of the server. Each is a `TokenComputation` of forward_step.py.
+
+A loss of a run is weighted by the reduction of its optimizer step; one of the server is a sum over
+tokens, reported for each of them. The terms of both are those of losses/total.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.losses.inputs import LossInputs
+from slime_like.losses.kl import kl_estimate
+from slime_like.losses.registry import PolicyLoss
+from slime_like.losses.total import LossTerms, token_losses, total_loss, weigh
+from slime_like.losses.value_loss import (
+    ValueInputs,
+    ValueLossConfig,
+    token_value_losses,
+    value_loss,
+)
+from slime_like.megatron.forward_step import TokenOutput
+from slime_like.megatron.model.policy import head_weight
+from slime_like.megatron.ops.fused_linear_logprob import DEFAULT_CHUNK_SIZE, lean_log_probs
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.metrics.typed import Metric, masked_mean
+from slime_like.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbHead:
+    """How hidden states become log-probs: see `lean_log_probs`."""
+
+    vocab_size: int
+    temperature: float
+    layout: ParallelLayout
+    sequence_parallel: bool = False
+    chunk_size: int = DEFAULT_CHUNK_SIZE
+
+    def log_probs_and_entropy(
+        self, hidden: Tensor, weight: Tensor, batch: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        """[T] each, zero at inactive rows, which never reach the projection. hidden, weight: of the
+        last stage, see `PolicyModel`."""
+        rows = (
+            batch.loss_mask.nonzero().squeeze(1) if batch.active_rows is None else batch.active_rows
+        )
+        log_probs, entropy = lean_log_probs(
+            hidden[0],
+            weight,
+            batch.labels[0],
+            rows=rows,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            tp_group=self.layout.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            chunk_size=self.chunk_size,
+            token_sets=batch.token_sets,
+        )
+        # without an active token too, both depend on hidden states and weight: every rank runs
+        # backward
+        empty = torch.zeros(batch.loss_mask.numel(), dtype=log_probs.dtype, device=hidden.device)
+        return empty.index_copy(0, rows, log_probs), empty.index_copy(0, rows, entropy)
+
+    def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
+        """Columns: log-probs and entropies."""
+        return TokenOutput(self.log_probs_and_entropy(hidden, head_weight(model), batch))
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is optimised: the policy loss with its settings, and the weights of the KL and entropy
+    terms. importance_level: of LossInputs."""
+
+    policy_loss: PolicyLoss
+    policy_config: Any
+    terms: LossTerms
+    importance_level: str = "token"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """An `Objective` over the head's log-probs: the loss of a run's policy."""
+
+    head: LogProbHead
+    objective: Objective
+
+    def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
+        """Metrics are those of unscaled sums."""
+        log_probs, entropy = self.head.log_probs_and_entropy(hidden, head_weight(model), batch)
+        objective = self.objective
+        if objective.terms.entropy_coef == 0:
+            entropy = entropy.detach()  # only reported: no gradient is computed for it
+        inputs = loss_inputs(
+            batch, log_probs, entropy, objective.importance_level, self.head.layout.cp_group
+        )
+        output = total_loss(inputs, objective.policy_loss, objective.policy_config, objective.terms)
+        metrics = dict(output.metrics)
+        if batch.old_log_probs is not None:
+            metrics["log_ratio_abs"] = masked_mean(
+                (log_probs - batch.old_log_probs).abs(), batch.loss_mask
+            )
+        if batch.ref_log_probs is not None:
+            metrics["kl_k3"] = masked_mean(
+                kl_estimate("k3", log_probs, batch.ref_log_probs), batch.loss_mask
+            )
+        if batch.keep_mask is not None and batch.old_log_probs is not None:
+            # slime's name, beside those of the correction
+            metrics["ois"] = masked_mean(inputs.log_ratio().exp(), batch.loss_mask)
+        return TokenOutput(loss=output.loss, metrics=metrics)
+
+
+def loss_inputs(
+    batch: MicroBatch,
+    log_probs: Tensor,
+    entropy: Tensor,
+    importance_level: str,
+    cp_group: dist.ProcessGroup,
+) -> LossInputs:
+    """The view of a micro-batch that losses get. log_probs, entropy: [T]."""
+    shared = {f.name for f in fields(LossInputs)} & {f.name for f in fields(MicroBatch)}
+    constants = {name: getattr(batch, name) for name in shared}
+    return LossInputs(
+        log_probs=log_probs,
+        entropy=entropy,
+        num_seqs=batch.num_seqs,
+        importance_level=importance_level,
+        cp_group=cp_group if cp_group.size() > 1 else None,
+        **constants,
+    )
+
+
+def values_of(batch: MicroBatch, output: Tensor) -> Tensor:
+    """A critic's values [T] float32, 0 at inactive rows. output: [1, T, 1]."""
+    return torch.where(batch.loss_mask, output[0, :, 0].float(), 0.0)
+
+
+def critic_values(model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
+    """Column: values."""
+    return TokenOutput((values_of(batch, output),))
+
+
+def value_inputs(batch: MicroBatch, values: Tensor) -> ValueInputs:
+    assert batch.values is not None and batch.returns is not None
+    return ValueInputs(values, batch.values, batch.returns, batch.loss_mask, batch.loss_weights)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueObjective:
+    """The loss of a run's critic."""
+
+    config: ValueLossConfig
+
+    def __call__(self, model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
+        result = value_loss(value_inputs(batch, output[0, :, 0]), self.config)
+        return TokenOutput(loss=result.loss, metrics=dict(result.metrics))
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySum:
+    """An `Objective` summed over tokens with the weight of each: the loss of a server's policy.
+
+    Columns: log-probs of the labels (of K labels: one after another), and the weighted losses.
+    Where a batch has a keep mask, the loss counts those tokens alone, and log-probs are computed
+    for the others too.
+    """
+
+    head: LogProbHead
+    objective: Objective
+
+    def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
+        weight = head_weight(model)
+        if batch.label_sets is not None:
+            return soft_targets(self.head, weight, batch, hidden)
+        log_probs, entropy = self.head.log_probs_and_entropy(hidden, weight, batch)
+        objective = self.objective
+        if objective.terms.entropy_coef == 0:
+            entropy = entropy.detach()
+        inputs = loss_inputs(
+            batch, log_probs, entropy, objective.importance_level, self.head.layout.cp_group
+        )
+        if batch.keep_mask is not None:
+            inputs = replace(inputs, loss_mask=batch.loss_mask & batch.keep_mask, keep_mask=None)
+        losses, metrics = token_losses(
+            inputs, objective.policy_loss, objective.policy_config, objective.terms
+        )
+        return summed((log_probs,), losses, metrics)
+
+
+def soft_targets(
+    head: LogProbHead, weight: Tensor, batch: MicroBatch, hidden: Tensor
+) -> TokenOutput:
+    """Cross-entropy with K weighted labels at each token, -sum_k w_k log p(label_k). The head is
+    passed K times: memory is that of one label."""
+    assert batch.label_sets is not None and batch.label_weights is not None
+    scores = []
+    losses = torch.zeros_like(batch.loss_weights)
+    for labels, label_weights in zip(batch.label_sets.unbind(1), batch.label_weights.unbind(1)):
+        log_probs, entropy = head.log_probs_and_entropy(
+            hidden, weight, replace(batch, labels=labels.unsqueeze(0))
+        )
+        scores.append(log_probs)
+        losses = losses + weigh(-log_probs, torch.where(batch.loss_mask, label_weights, 0.0))
+    metrics = {"entropy": masked_mean(entropy.detach(), batch.loss_mask)}
+    return summed(tuple(scores), losses, metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSum:
+    """The critic's loss summed over tokens. Columns: values, and the weighted losses."""
+
+    config: ValueLossConfig
+
+    def __call__(self, model: torch.nn.Module, batch: MicroBatch, output: Tensor) -> TokenOutput:
+        values = values_of(batch, output)
+        losses, metrics = token_value_losses(value_inputs(batch, values), self.config)
+        mean = masked_mean(values.detach(), batch.loss_mask)
+        return summed(
+            (values,), weigh(losses, batch.loss_weights), {**metrics, "values_mean": mean}
+        )
+
+
+def summed(
+    scores: tuple[Tensor, ...], losses: Tensor, metrics: Mapping[str, Metric]
+) -> TokenOutput:
+    """scores, losses: [T]; the losses are weighted, with grad, and are the last column."""
+    columns = tuple(column.detach().float() for column in (*scores, losses))
+    return TokenOutput(columns, losses.sum(), metrics)
