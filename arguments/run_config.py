@@ -70,9 +70,14 @@ class RunConfig(ConfigGroups):
     def trains_critic(self) -> bool:
         """Whether there is a critic beside the policy."""
         wanted = needs_critic(advantage_estimators.get(self.algorithm.advantage_estimator))
-        return (
-            wanted and self.algorithm.loss_type != "sft_loss" and not self.debug.debug_rollout_only
-        )
+        return wanted and not self.debug.debug_rollout_only
+
+    @property
+    def log_prob_temperature(self) -> float:
+        """Of the distribution whose log-probs are trained: the sampler's, or that of given
+        answers."""
+        supervised = self.algorithm.loss_type == "sft_loss"
+        return 1.0 if supervised else self.rollout.rollout_temperature
 
     @property
     def reference_is_base(self) -> bool:

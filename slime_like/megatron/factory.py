@@ -131,10 +131,10 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 
 def make_head(run: RunConfig, layout: ParallelLayout) -> LogProbHead:
-    """Log-probs are those of the sampling distribution; supervised fine-tuning has no sampler."""
+    """Log-probs are those of the sampling distribution."""
     return LogProbHead(
         run.gpt.vocab_size or 0,
-        1.0 if run.algorithm.loss_type == "sft_loss" else run.rollout.rollout_temperature,
+        run.log_prob_temperature,
         layout,
         sequence_parallel=run.megatron.transformer.sequence_parallel,
         chunk_size=run.algorithm.log_probs_chunk_size,
@@ -144,9 +144,6 @@ def make_head(run: RunConfig, layout: ParallelLayout) -> LogProbHead:
 def make_objective(run: RunConfig) -> Objective:
     """The loss that the settings describe."""
     algorithm = run.algorithm
-    if algorithm.loss_type == "sft_loss":
-        loss = policy_losses.get("cross_entropy")
-        return Objective(loss, loss.config_type(), LossTerms())
     terms = LossTerms(
         kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         kl_loss_type=algorithm.kl_loss_type or "low_var_kl",

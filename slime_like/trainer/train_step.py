@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from arguments.run_config import RunConfig
+from arguments.schema import AlgorithmConfig
 from slime_like.logs import warn_rank_0
 from slime_like.losses.entropy_control import EntropyController
 from slime_like.megatron.backend import MegatronBackend, PendingStep
-from slime_like.megatron.guards import (
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.metrics.progress import Progress
+from slime_like.trainer.guards import (
     GateError,
+    SamplerGates,
     SkippedStepGate,
-    TrainRolloutGate,
     check_finite,
     check_initial_kl,
     check_old_log_probs,
     check_old_values,
     non_finite_losses,
 )
-from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.metrics.progress import Progress
 from slime_like.types import StepResult, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -41,31 +40,27 @@ _GATES = {"": "policy", "critic_": "critic"}  # prefix of the names in a checkpo
 
 
 class TrainStep:
-    """Collective over all ranks.
-
-    rollout_gate: on the difference to the sampler, which the log-prob pass has otherwise;
-    stale_gate: in its place where tokens are of older weights. warn: shows a warning, where it is
-    given one. initial_policy: the Hugging Face model that the run starts from; None for another.
-    """
+    """Collective over all ranks."""
 
     def __init__(
         self,
-        run: RunConfig,
+        algorithm: AlgorithmConfig,
         backend: MegatronBackend,
         progress: Progress,
+        gates: SamplerGates,
         *,
-        rollout_gate: TrainRolloutGate,
-        stale_gate: TrainRolloutGate,
-        initial_policy: Any,
+        patience: int,
+        kl_vanishes_at: int | None,
     ) -> None:
-        self.run_config = run
+        """gates: on the difference to the sampler, for updates whose old log-probs are its own.
+        patience: optimizer steps in a row that may be skipped. kl_vanishes_at: the rollout in whose
+        first optimizer step the policy is still the reference model; None where there is none."""
+        self.algorithm = algorithm
         self.backend = backend
         self.progress = progress
-        self.rollout_gate = rollout_gate
-        self.stale_gate = stale_gate
-        self.initial_policy = initial_policy
-        self.entropy = entropy_controller(run)
-        patience = run.gates.max_consecutive_skipped_steps
+        self.gates = gates
+        self.kl_vanishes_at = kl_vanishes_at
+        self.entropy = entropy_controller(algorithm)
         self.skip_gates = {
             "policy": SkippedStepGate(patience),
             "critic": SkippedStepGate(patience, whose="critic's "),
@@ -171,48 +166,32 @@ class TrainStep:
         self, step: int, metrics: Mapping[str, float], *, weight_version: int, on_policy: bool
     ) -> None:
         """Gates on the forward pass of a rollout's first optimizer step, before the weights change."""
-        run = self.run_config
-        if run.algorithm.loss_type == "sft_loss" or self._has_dropout:
+        if self._has_dropout:
             return
-        gap = metrics.get("log_ratio_abs", 0.0)
-        if run.algorithm.use_rollout_logprobs:
-            if not run.debug.load_debug_rollout_data:  # these may come from other weights
-                # the old log-probs are the sampler's: this is the difference to it
-                gate = self.rollout_gate if on_policy else self.stale_gate
-                warn_rank_0(logger, gate.check(gap, gap, 1.0, weight_version))
+        gap = metrics.get("log_ratio_abs", 0.0)  # there are no old log-probs of given answers
+        if self.algorithm.use_rollout_logprobs:
+            self.gates.check_update(gap, weight_version, on_policy=on_policy)
             return
         check_old_log_probs(
             gap,
             same_packing=self._same_packing(self.backend.layout),
             half_precision=self._half_precision,
         )
-        if (
-            step == run.critic.num_critic_only_steps
-            and "kl_k3" in metrics
-            and self._starts_at_the_reference()
-        ):
+        if step == self.kl_vanishes_at and "kl_k3" in metrics:
             check_initial_kl(metrics["kl_k3"], half_precision=self._half_precision)
-
-    def _starts_at_the_reference(self) -> bool:
-        run = self.run_config
-        reference = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
-        return (
-            None not in (reference, self.initial_policy)
-            and Path(str(reference)).resolve() == Path(str(self.initial_policy)).resolve()
-        )
 
     @property
     def _half_precision(self) -> bool:
-        return self.run_config.megatron.transformer.bf16
+        return bool(self.backend.transformer.bf16)
 
     @property
     def _has_dropout(self) -> bool:
-        transformer = self.run_config.megatron.transformer
+        transformer = self.backend.transformer
         return bool(transformer.hidden_dropout or transformer.attention_dropout)
 
     def _same_packing(self, layout: ParallelLayout) -> bool:
         """Whether forward-only passes and updates of a network in this layout pack samples alike."""
-        algorithm = self.run_config.algorithm
+        algorithm = self.algorithm
         same_size = algorithm.log_probs_micro_batch_size in (None, algorithm.micro_batch_size)
         same_size = (
             same_size and not algorithm.use_dynamic_batch_size
@@ -222,8 +201,7 @@ class TrainStep:
         )  # interleaved stages pad to the longest of the step, or of the rollout
 
 
-def entropy_controller(run: RunConfig) -> EntropyController:
-    algorithm = run.algorithm
+def entropy_controller(algorithm: AlgorithmConfig) -> EntropyController:
     if algorithm.entropy_ctrl_type != "adaptive":
         return EntropyController(algorithm.entropy_coef)
     return EntropyController(

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import resource
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +17,27 @@ import torch.distributed as dist
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.files import writes_to
 from slime_like.compat.slime.function_results import UNKNOWN_VERSIONS
+from slime_like.compat.slime.samples import slime_args
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.distributed.signals import ExitRequest, StopConditions
-from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.metrics.health import HealthMonitor
 from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.progress import Progress
 from slime_like.metrics.timers import STEP_SECONDS
-from slime_like.rollout.evaluate import load_prompts, make_evaluator
-from slime_like.rollout.metrics import (
-    TRUNCATED_FRACTION,
-    check_staleness,
-    engine_troubles,
-    failed_fraction,
-    first_failure,
-    rollout_metrics,
-)
+from slime_like.rollout.evaluate import load_prompts
 from slime_like.rollout.recording import save_rollout
+from slime_like.rollout.reward_post_process import processed_rewards
 from slime_like.rollout.step_plan import check_token_sets, flatten, usable
-from slime_like.trainer.batch_builder import BatchMaker
+from slime_like.trainer.batch_builder import BatchMaker, BatchSettings
 from slime_like.trainer.checkpointing import RunCheckpoints
-from slime_like.trainer.rollout_manager import (
-    RolloutManager,
-    function_evaluator,
-    make_rollouter,
-    make_source,
-    make_teacher,
-    staleness_bound,
-)
+from slime_like.trainer.guards import SamplerGates, train_rollout_limit
+from slime_like.trainer.rollout_manager import make_source
+from slime_like.trainer.sampling import Sampling
+from slime_like.trainer.strategy import make_strategy
 from slime_like.trainer.train_step import TrainStep
-from slime_like.trainer.weight_sync import WeightSync
-from slime_like.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +56,11 @@ class Trainer:
         self.run_config = run
         self.layout = layout
         self.output_dir = output_dir
-        self.is_sft = run.algorithm.loss_type == "sft_loss"
+        self.strategy = make_strategy(run)
         tokenizer = run_tokenizer(run)
         source = make_source(run, tokenizer)
-        eval_prompts, eval_notes = load_prompts(
-            run, tokenizer
-        )  # wrong ones: before the model is built
+        # wrong ones: before the model is built
+        eval_prompts, eval_notes = load_prompts(run, tokenizer)
         self.num_rollouts = num_rollouts(run, None if source is None else len(source))
         self.progress = Progress(
             self.num_rollouts,
@@ -87,35 +73,24 @@ class Trainer:
         self.backend = MegatronBackend(run, layout, total_steps=total_steps)
         if self.backend.critic is not None and self.backend.critic.layout is not layout:
             logger.info(f"critic: {self.backend.critic.layout.describe()}")
-        self.rollouter = make_rollouter(run, self.backend, tokenizer, output_dir=output_dir)
-        teacher = make_teacher(run, tokenizer)
-        self.weight_sync = (
-            None
-            if self.rollouter is None
-            else WeightSync(run, self.backend, self.rollouter.engine, self.progress)
-        )
-        evaluator = make_evaluator(run, self.rollouter, eval_prompts)
-        self.supply = RolloutManager(
+        self.sampling = Sampling(
             run,
-            source,
-            self.rollouter,
-            evaluator,
+            self.backend,
             tokenizer,
+            self.progress,
+            source=source,
+            eval_prompts=eval_prompts,
             num_rollouts=self.num_rollouts,
-            teacher=teacher,
+            output_dir=output_dir,
         )
-        self.evaluator = function_evaluator(run, self.rollouter, evaluator, self.supply)
         # of the policy; the engine has its own, which lags until the next sync
         self.weight_version = 1
         self.start = 0
         self._evaluation_due = False  # of rollout `start`, which another run trained
-        self._warned_of_truncated_answers = False
-        self.health = (
-            None if self.is_sft else HealthMonitor(reward_trains=run.reward.rm_type != "zero")
-        )
         for note in [*([] if source is None else source.notes), *eval_notes]:
             warn_rank_0(logger, note)
-        self.batches = BatchMaker(run, layout, self.backend, self.progress)
+        gates = sampler_gates(run)
+        self.batches = make_batch_maker(run, layout, self.backend, gates, self.progress)
         self.stop = StopConditions(
             every=run.checkpoint.exit_interval,
             minutes=run.checkpoint.exit_duration_in_mins,
@@ -123,27 +98,25 @@ class Trainer:
         )
         self.checkpoints = RunCheckpoints(run, layout, self.backend, tokenizer)
         start = self.checkpoints.load()
-        self.updates = TrainStep(
-            run,
-            self.backend,
-            self.progress,
-            rollout_gate=self.batches.rollout_gate,
-            stale_gate=self.batches.stale_gate,
-            initial_policy=start.initial_policy,
+        self.updates = make_train_step(
+            run, self.backend, gates, self.progress, start.initial_policy
         )
         if start.state is not None:
             self._restore(start.state)
-        tensorboard = (
-            None
-            if run.logging.no_tensorboard
-            else Path(run.logging.tensorboard_dir or output_dir / "tensorboard")
+        self.logger = self._open_logger({} if start.state is None else start.state)
+
+    def _open_logger(self, state: Mapping[str, Any]) -> MetricsLogger | None:
+        """On rank 0. state: of the checkpoint that the run continues."""
+        config = self.run_config.logging
+        if self.layout.rank != 0:
+            return None
+        tensorboard = None
+        if not config.no_tensorboard:
+            tensorboard = Path(config.tensorboard_dir or self.output_dir / "tensorboard")
+        first = self.start + 1 if self.start else 0
+        return MetricsLogger(
+            self.output_dir, tensorboard, start_step=first, last=state.get("metrics")
         )
-        self.logger: MetricsLogger | None = None
-        if layout.rank == 0:
-            last = None if start.state is None else start.state.get("metrics")
-            self.logger = MetricsLogger(
-                output_dir, tensorboard, start_step=self.start + 1 if self.start else 0, last=last
-            )
 
     def run(self) -> int:
         """The whole run, from the first rollout or from where it was resumed. Returns the exit
@@ -165,7 +138,7 @@ class Trainer:
                     f"nothing to do: the checkpoint has {self.start} rollouts and the run asks for {self.num_rollouts}"
                 )
                 return 0
-            if self.start == 0 and self.evaluator and not run.eval.skip_eval_before_train:
+            if self.start == 0 and self.sampling.evaluator and not run.eval.skip_eval_before_train:
                 scores = self._evaluate(self.start)
                 logger.info("before training: " + mean_scores(scores))
                 self._log(-1, scores | self.progress.take_seconds())
@@ -187,7 +160,9 @@ class Trainer:
         metrics = self.step(step)
         metrics |= self._check_health(metrics)
         stop = self.stop.requested(step + 1, any_rank)
-        due = self.evaluator is not None and is_due(step, run.eval.eval_interval, self.num_rollouts)
+        due = self.sampling.evaluator is not None and is_due(
+            step, run.eval.eval_interval, self.num_rollouts
+        )
         # who asked may not wait for an evaluation: the checkpoint comes first, and knows what is
         # missing
         later = due and stop is not None and stop.hurried and run.checkpoint.save is not None
@@ -220,7 +195,7 @@ class Trainer:
                 and any(name.startswith("eval/") for name in metrics_logger.row(self.start))
             )
         )
-        if self.evaluator is None or done:
+        if self.sampling.evaluator is None or done:
             return
         scores = self._evaluate(self.start - 1)
         logger.info(f"evaluation of rollout {self.start}: {mean_scores(scores)}")
@@ -243,13 +218,7 @@ class Trainer:
 
     def close(self) -> None:
         """End what this process started: graders, files. Closing twice is fine."""
-        self.supply.close()
-        if self.evaluator is not None:
-            self.evaluator.close()
-        if self.rollouter is not None:
-            self.rollouter.grader.close()
-            self.rollouter.engine.close()
-            self.rollouter = None
+        self.sampling.close()
         if self.logger is not None:
             self.logger.close()
             self.logger = None
@@ -257,50 +226,24 @@ class Trainer:
     def step(self, step: int) -> dict[str, float]:
         """One rollout and its optimizer steps."""
         run = self.run_config
-        if not self.is_sft:
-            self._sync_weights()
-        with self.progress.phase("generate"):
-            groups, collected = self.supply.groups_of(step)
+        if self.strategy.samples_responses:
+            self.sampling.sync_weights(self.weight_version)
+        groups, collected = self.sampling.groups_of(step)
         samples = [usable(sample) for sample in flatten(groups)]
         check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
-        recorded = (
-            run.debug.load_debug_rollout_data is not None
-        )  # under weight versions of another run
-        metrics = (
-            collected
-            if self.is_sft
-            else merged(
-                rollout_metrics(samples, None if recorded else self.weight_version), collected
-            )
-        )
-        if self.is_sft:
-            self._warn_of_truncated_answers(metrics[TRUNCATED_FRACTION])
-        if not self.is_sft and not recorded:
-            self._check_staleness(step, samples)
-        if self.rollouter is not None and not self.is_sft:
-            metrics |= self.rollouter.engine.take_metrics()
-            self.rollouter.engine.release_memory()
+        metrics = self.strategy.check_samples(step, samples, collected, self.weight_version)
+        if self.strategy.samples_responses:
+            metrics |= self.sampling.release_engine()
         if run.debug.save_debug_rollout_data and self.layout.rank == 0:
             target = run.debug.save_debug_rollout_data
             with writes_to("--save-debug-rollout-data", target):
                 save_rollout(target, step, groups)
-        failed = 0.0 if self.is_sft else failed_fraction(samples)
-        if failed > run.gates.max_failed_samples:
-            troubles = from_rank_zero(
-                lambda: engine_troubles(metrics)
-            )  # it alone has the counts, and any rank may be the one that tells
-            raise RunError(
-                f"rollout {step + 1}: {failed:.1%} of the samples have no usable response or reward, more than --max-failed-samples "
-                f"{run.gates.max_failed_samples:g}; the first: {first_failure(samples)}{troubles}"
-            )
-        if failed:
-            warn_rank_0(
-                logger,
-                f"rollout {step + 1}: {failed:.1%} of the samples have no usable response or reward; the first: {first_failure(samples)}",
-            )
+        self.strategy.check_failures(step, samples, metrics)
         if run.debug.debug_rollout_only:
             return metrics
-        batches, batch_metrics = self.batches.make(samples, self.weight_version)
+        batches, batch_metrics = self.strategy.make_batches(
+            self.batches, samples, self.weight_version
+        )
         metrics |= batch_metrics
         if self.backend.critic is not None:
             metrics |= self.updates.train_critic(
@@ -316,54 +259,28 @@ class Trainer:
             self.weight_version += 1
         return metrics
 
-    def _warn_of_truncated_answers(self, share: float) -> None:
-        """Once in a run: the model would not learn how such answers end."""
-        if share and not self._warned_of_truncated_answers:
-            self._warned_of_truncated_answers = True
-            limit = self.run_config.rollout.rollout_max_response_len
-            warn_rank_0(
-                logger,
-                f"{share:.1%} of the answers of this step are longer than --rollout-max-response-len {limit} and are cut there, without an end; "
-                f"{TRUNCATED_FRACTION} has the share of every step",
-            )
-
     def _check_health(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Warn of a run that learns nothing; ``health/...`` of this rollout."""
-        if self.health is None:
+        if self.strategy.health is None:
             return {}
-        counted, fresh = self.health.check(metrics)
+        counted, fresh = self.strategy.health.check(metrics)
         for text in fresh:
             warn_rank_0(logger, text)
         return counted
 
-    def _check_staleness(self, step: int, samples: Sequence[Sample]) -> None:
-        """Holds by itself, unless a function of the user's brings older samples or an engine lies."""
-        path = self.run_config.scheduling.rollout_function_path
-        source = "the engine" if path is None else f"--rollout-function-path {path}"
-        bound = staleness_bound(self.run_config)
-        check_staleness(samples, self.weight_version, bound, f"{source}, rollout {step + 1}")
-
-    def _sync_weights(self) -> None:
-        """Hand the policy's weights to the engine, unless it has them."""
-        if self.weight_sync is not None:
-            self.weight_sync.sync(self.weight_version)
-
     def _evaluate(self, step: int) -> dict[str, float]:
-        assert self.evaluator is not None
-        self.supply.drain()
-        self._sync_weights()
-        with self.progress.phase("eval"):
-            return self.evaluator.evaluate(step)
+        return self.sampling.evaluate(step, self.weight_version)
 
     def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """What a checkpoint holds beside the networks; plain JSON. metrics: of the last rollout,
         whose line is not written yet."""
+        health = self.strategy.health
         return {
-            **self.supply.state_dict(),
+            **self.sampling.supply.state_dict(),
             **self.updates.state_dict(),
             "weight_version": self.weight_version,
             "batches": self.batches.state_dict(),
-            "health": None if self.health is None else self.health.state_dict(),
+            "health": None if health is None else health.state_dict(),
             "metrics": to_json(metrics),
             "output_dir": str(self.output_dir.resolve()),
         }
@@ -375,9 +292,10 @@ class Trainer:
             self.weight_version = int(state["weight_version"])
             self.updates.load_state_dict(state)
             self.batches.load_state_dict(state["batches"])
-            if self.health is not None and state.get("health"):  # checkpoints of before have none
-                self.health.load_state_dict(state["health"])
-            warn_rank_0(logger, self.supply.load_state_dict(state))
+            health = self.strategy.health
+            if health is not None and state.get("health"):  # checkpoints of before have none
+                health.load_state_dict(state["health"])
+            warn_rank_0(logger, self.sampling.supply.load_state_dict(state))
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(
                 f"--load {self.run_config.checkpoint.load}: trainer.json of step {self.start} is damaged ({error!r})"
@@ -416,6 +334,58 @@ def steps_per_rollout(run: RunConfig) -> int:
     return run.algorithm.num_steps_per_rollout
 
 
+def sampler_gates(run: RunConfig) -> SamplerGates:
+    dtype = run.megatron.transformer.params_dtype
+    return SamplerGates(
+        train_rollout_limit(run.gates.max_train_rollout_diff, dtype),
+        run.gates.train_rollout_diff_patience,
+        recorded=run.debug.load_debug_rollout_data is not None,
+    )
+
+
+def make_batch_maker(
+    run: RunConfig,
+    layout: ParallelLayout,
+    backend: MegatronBackend,
+    gates: SamplerGates,
+    progress: Progress,
+) -> BatchMaker:
+    path = run.algorithm.custom_reward_post_process_path
+    settings = BatchSettings(
+        run.algorithm,
+        run.off_policy,
+        run.distillation,
+        run.megatron.transformer,
+        run.gpt.vocab_size or 0,
+        run.rollout.use_rollout_routing_replay,
+        post_process=None if path is None else partial(processed_rewards, path, slime_args(run)),
+    )
+    return BatchMaker(settings, layout, backend, gates, progress)
+
+
+def make_train_step(
+    run: RunConfig,
+    backend: MegatronBackend,
+    gates: SamplerGates,
+    progress: Progress,
+    initial_policy: str | None,
+) -> TrainStep:
+    """initial_policy: the Hugging Face model that the run starts from; None for another."""
+    reference = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
+    from_reference = (
+        None not in (reference, initial_policy)
+        and Path(str(reference)).resolve() == Path(str(initial_policy)).resolve()
+    )
+    return TrainStep(
+        run.algorithm,
+        backend,
+        progress,
+        gates,
+        patience=run.gates.max_consecutive_skipped_steps,
+        kl_vanishes_at=run.critic.num_critic_only_steps if from_reference else None,
+    )
+
+
 def any_rank(flags: list[bool]) -> list[bool]:
     """Elementwise or over all ranks; collective."""
     votes = torch.tensor(flags, dtype=torch.int32)
@@ -431,16 +401,6 @@ def mean_scores(scores: Mapping[str, float]) -> str:
 def is_due(step: int, interval: int | None, total: int) -> bool:
     """Every `interval` rollouts, and after the last."""
     return step + 1 == total or (interval is not None and (step + 1) % interval == 0)
-
-
-def merged(ours: dict[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
-    """Raises ValueError for a name that is there twice, as a user's function may choose it."""
-    twice = sorted(ours.keys() & theirs.keys())
-    if twice:
-        raise ValueError(
-            f"--rollout-function-path: the metric {twice[0]!r} is one of the run's own; give it another name"
-        )
-    return {**ours, **theirs}
 
 
 def speed_and_memory(metrics: Mapping[str, float]) -> dict[str, float]:

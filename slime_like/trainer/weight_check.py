@@ -7,13 +7,11 @@ from collections.abc import Mapping
 
 import torch
 
-from arguments.run_config import RunConfig
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.errors import RunError
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.rollout.engines.base import GenerateRequest, RolloutEngine, SamplingParams
 from slime_like.rollout.engines.sglang.engine import SglangEngine
-from slime_like.trainer.batch_builder import train_rollout_limit
 from slime_like.types import TrainSample
 
 NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 24, 16
@@ -22,17 +20,21 @@ NUM_PROMPTS, PROMPT_LENGTH, RESPONSE_LENGTH = 4, 24, 16
 class WeightCheck:
     """A collective over all ranks, after a weight update."""
 
-    def __init__(self, run: RunConfig, backend: MegatronBackend, engine: RolloutEngine) -> None:
+    def __init__(
+        self, backend: MegatronBackend, engine: RolloutEngine, *, limit: float, seed: int
+    ) -> None:
+        """limit: largest mean log-prob difference. seed: of the prompts."""
         assert isinstance(engine, SglangEngine)
         self._backend = backend
         self._engine = engine
-        self._repeats = run.algorithm.log_probs_micro_batch_size or run.algorithm.micro_batch_size
-        self._limit = train_rollout_limit(run)
+        algorithm = backend.algorithm
+        self._repeats = algorithm.log_probs_micro_batch_size or algorithm.micro_batch_size
+        self._limit = limit
         self._sampling = SamplingParams(
-            temperature=run.rollout.rollout_temperature, max_new_tokens=RESPONSE_LENGTH
+            temperature=backend.head.temperature, max_new_tokens=RESPONSE_LENGTH
         )
-        vocabulary = min(run.gpt.vocab_size or 2, 50_000)
-        generator = torch.Generator().manual_seed(run.data.rollout_seed)
+        vocabulary = min(backend.gpt.vocab_size or 2, 50_000)
+        generator = torch.Generator().manual_seed(seed)
         prompts = torch.randint(
             vocabulary, (NUM_PROMPTS, PROMPT_LENGTH), generator=generator
         ).tolist()

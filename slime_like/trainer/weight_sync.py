@@ -4,7 +4,7 @@ middle, and checked where servers got them."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from slime_like.metrics.progress import Progress
 from slime_like.rollout.engines.base import RolloutEngine
 from slime_like.rollout.engines.local.engine import LocalEngine
 
+if TYPE_CHECKING:
+    from slime_like.trainer.weight_check import WeightCheck
+
 ATTEMPTS = 4  # each one less costs a server
 
 
@@ -22,17 +25,20 @@ class WeightSync:
     """A collective over all ranks."""
 
     def __init__(
-        self, run: RunConfig, backend: MegatronBackend, engine: RolloutEngine, progress: Progress
+        self,
+        backend: MegatronBackend,
+        engine: RolloutEngine,
+        progress: Progress,
+        *,
+        check: WeightCheck | None = None,
+        check_always: bool = False,
     ) -> None:
+        """check: of what the engine has after its first update, or with check_always after each."""
         self._backend = backend
         self._engine = engine
         self._progress = progress
-        self._check = None
-        if run.rollout.rollout_engine == "sglang":
-            from slime_like.trainer.weight_check import WeightCheck
-
-            self._check = WeightCheck(run, backend, engine)
-        self._check_always = run.sglang.check_weight_update_equal
+        self._check = check
+        self._check_always = check_always
         self._checked_once = False
         self.metrics: dict[str, float] = {}  # of the latest check
 

@@ -52,7 +52,7 @@ def second_step(
         if SUPERVISED in flags:
             loss = policy_losses.get("cross_entropy")
             trainer.backend.objective = Objective(loss, loss.config_type(), LossTerms())
-        samples = [usable(sample) for sample in flatten(trainer.supply.groups_of(0)[0])]
+        samples = [usable(sample) for sample in flatten(trainer.sampling.supply.groups_of(0)[0])]
         first, second = trainer.batches.make(samples, weight_version=0)[0].policy
         trainer.backend.update(first)
         pending = trainer.backend.forward_backward(second)

@@ -21,10 +21,10 @@ from benchmarks.parity.steps import SAMPLES as SAMPLES  # noqa: E402
 from benchmarks.parity.steps import VOCAB as VOCAB  # noqa: E402
 from benchmarks.parity.steps import parallel, random_samples, settings, share, weights  # noqa: E402
 from slime_like.megatron.backend import MegatronBackend  # noqa: E402
-from slime_like.megatron.guards import GateError, SkippedStepGate  # noqa: E402
 from slime_like.megatron.network import Network  # noqa: E402
 from slime_like.megatron.ops.vocab_parallel import vocab_parallel_log_probs  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
+from slime_like.trainer.guards import GateError, SkippedStepGate  # noqa: E402
 from slime_like.trainer.trainer import Trainer  # noqa: E402
 
 
@@ -161,7 +161,7 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
     found = {}
     with make_trainer(folder, layout, out, flags) as trainer:
         backend, before = trainer.backend, optimizer_state(trainer.backend)
-        groups, _ = trainer.supply.groups_of(0)
+        groups, _ = trainer.sampling.supply.groups_of(0)
         samples = [sample for group in groups for sample in group.samples]
         batches, _ = trainer.batches.make(samples, weight_version=1)
         policy = batches.policy
@@ -200,7 +200,7 @@ def check_adaptive_entropy(folder: str, layout: ParallelLayout, out: str) -> dic
     first one's state."""
     flags = "--entropy-ctrl-type adaptive --entropy-target 100 --entropy-coef 0.001 --entropy-coef-delta 0.0005"
     with make_trainer(folder, layout, out, flags) as trainer:
-        groups, _ = trainer.supply.groups_of(0)
+        groups, _ = trainer.sampling.supply.groups_of(0)
         samples = [sample for group in groups for sample in group.samples]
         batches, _ = trainer.batches.make(samples, weight_version=1)
         steps = [batches.policy[0], batches.policy[0]]
@@ -221,7 +221,7 @@ def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) 
     with make_trainer(
         folder, layout, out, f"--kl-coef 0.5 --ref-load {ref} --advantage-estimator grpo"
     ) as trainer:
-        groups, _ = trainer.supply.groups_of(0)
+        groups, _ = trainer.sampling.supply.groups_of(0)
         samples = [sample for group in groups for sample in group.samples]
         batches, metrics = trainer.batches.make(samples, weight_version=0)
         mine = [sample for batch in batches.policy for sample in batch.samples]

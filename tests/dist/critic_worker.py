@@ -12,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.parity.steps import parallel
 from slime_like.megatron.backend import MegatronBackend
-from slime_like.megatron.guards import SkippedStepGate
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.trainer.guards import SkippedStepGate
 from slime_like.types import TrainSample
 from slime_like.weights.hf_export import export_hf_weights
 from tests.dist.backend_worker import poison_one_rank, random_samples, settings, share

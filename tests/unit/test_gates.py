@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime_like.errors import RunError
-from slime_like.megatron.guards import (
+from slime_like.trainer.guards import (
     GateError,
     SkippedStepGate,
     check_finite,

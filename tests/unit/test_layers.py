@@ -48,6 +48,7 @@ LAYERS = (
     ),
     (
         "slime_like.trainer",
+        "slime_like.trainer.guards",
         "slime_like.trainer.batch_builder",
         "slime_like.trainer.value_exchange",
         "slime_like.trainer.checkpointing",
@@ -56,6 +57,7 @@ LAYERS = (
     ("slime_like.trainer.weight_check",),
     ("slime_like.trainer.weight_sync",),
     ("slime_like.trainer.rollout_manager", "slime_like.trainer.train_step"),
+    ("slime_like.trainer.sampling", "slime_like.trainer.strategy"),
     ("slime_like.trainer.trainer",),
     ("slime_like.trainer.launch", "train"),
     ("slime_like.tinker", "slime_like.server", "scripts", "benchmarks"),

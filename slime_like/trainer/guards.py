@@ -3,6 +3,7 @@ numbers."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,16 @@ from torch import Tensor
 
 from slime_like.distributed.collectives import gather
 from slime_like.errors import RunError
+from slime_like.logs import warn_rank_0
+from slime_like.rollout.metrics import fresh_tokens, stale_tokens, train_rollout_difference
+from slime_like.types import Sample, TrainSample
 
+logger = logging.getLogger(__name__)
+
+# Mean log-prob difference of tokens that older weights sampled, in nats: a policy that has moved
+# this far within the bounds of staleness trains on noise, and one that has not points to a broken
+# engine.
+STALE_LIMIT = 1.0
 RATIO_ERROR = 1.05  # of token probabilities, as in NeMo-RL's documents
 _LOSSES = (
     "loss",
@@ -197,3 +207,110 @@ class SkippedStepGate:
         if self.in_a_row >= self.patience:
             raise GateError(text + "; see --max-consecutive-skipped-steps")
         return text
+
+
+class SamplerGates:
+    """Gates on the difference between trainer and sampler in a rollout: of tokens that the current
+    weights sampled, and of older ones. Collective over the data-parallel ranks."""
+
+    def __init__(self, limit: float, patience: int, *, recorded: bool) -> None:
+        """limit: see `train_rollout_limit`. recorded: rollouts of another run, whose weights may be
+        others: the difference is reported and not checked."""
+        self.recorded = recorded
+        self.fresh = TrainRolloutGate(limit, patience)
+        self.stale = TrainRolloutGate(max(STALE_LIMIT, limit), patience, of="stale tokens: ")
+
+    def state_dict(self) -> dict[str, int]:
+        return {
+            "rollout_gate_breaches": self.fresh.breaches,
+            "stale_gate_breaches": self.stale.breaches,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.fresh.breaches = int(state["rollout_gate_breaches"])
+        self.stale.breaches = int(state.get("stale_gate_breaches", 0))
+
+    def check_rollout(
+        self,
+        old: Sequence[Tensor],
+        local: Sequence[TrainSample],
+        samples: Sequence[Sample],
+        local_indices: Sequence[int],
+        weight_version: int,
+        group: dist.ProcessGroup,
+    ) -> dict[str, float]:
+        """The trainer's log-probs of this rank's samples against the sampler's, where it told.
+
+        Args:
+            old: [R] by sample of this rank, of the trainer.
+            local: This rank's samples.
+            samples: All samples of the rollout, equal on all ranks.
+            local_indices: Which of them are this rank's.
+            weight_version: Of the policy that is about to be trained.
+            group: Data-parallel ranks.
+
+        Returns:
+            Metrics.
+
+        Raises:
+            GateError: After a breach too many.
+        """
+        metrics: dict[str, float] = {}
+        drawn = [samples[i] for i in local_indices]
+        if all(s.rollout_log_probs is not None for s in local):
+            masks = [s.loss_mask for s in local]
+            if not self.recorded:
+                masks = [m & fresh_tokens(d, weight_version) for m, d in zip(masks, drawn)]
+            metrics = _difference(old, local, masks, group)
+            name = "rollout/train_rollout_log_prob_diff"
+            average, p99 = (metrics.get(f"{name}_{which}", 0.0) for which in ("mean", "p99"))
+            if not self.recorded:
+                ratio_error = metrics.get("rollout/token_ratio_error", 1.0)
+                warn_rank_0(logger, self.fresh.check(average, p99, ratio_error, weight_version))
+        if self.recorded or not all(s.rollout_log_probs is not None for s in samples):
+            return metrics
+        if not any((s.loss_mask & stale_tokens(s, weight_version)).any() for s in samples):
+            return metrics
+        # How far the policy may have moved since, at most. Without it an engine could switch the
+        # check off by calling its tokens old.
+        masks = [s.loss_mask & stale_tokens(d, weight_version) for s, d in zip(local, drawn)]
+        found = _difference(old, local, masks, group)
+        average = found.get("rollout/train_rollout_log_prob_diff_mean", 0.0)
+        warn_rank_0(logger, self.stale.check(average, average, 1.0, weight_version))
+        return metrics | {"rollout/stale_log_prob_diff_mean": average}
+
+    def check_update(self, gap: float, weight_version: int, *, on_policy: bool) -> None:
+        """In the first forward pass of an update whose old log-probs are the sampler's. gap: mean
+        absolute difference. on_policy: all tokens are of the current weights."""
+        if not self.recorded:
+            gate = self.fresh if on_policy else self.stale
+            warn_rank_0(logger, gate.check(gap, gap, 1.0, weight_version))
+
+
+def _difference(
+    old: Sequence[Tensor],
+    local: Sequence[TrainSample],
+    masks: Sequence[Tensor],
+    group: dist.ProcessGroup,
+) -> dict[str, float]:
+    return train_rollout_difference(
+        old, [require_rollout_log_probs(s) for s in local], masks, group
+    )
+
+
+def train_rollout_limit(limit: float | None, dtype: torch.dtype) -> float:
+    """Largest mean log-prob difference between trainer and sampler that is not a breach. limit:
+    --max-train-rollout-diff. dtype: of the weights."""
+    if limit is not None:
+        return limit
+    exact = dtype == torch.float32 and not torch.cuda.is_available()
+    return 1e-3 if exact else 0.1
+
+
+def require_rollout_log_probs(sample: TrainSample) -> Tensor:
+    """Raises ValueError."""
+    if sample.rollout_log_probs is None:
+        raise ValueError(
+            "a sample has no log-probs of the sampler, which --use-rollout-logprobs and the comparison need"
+        )
+    return sample.rollout_log_probs

@@ -1,0 +1,109 @@
+"""The engine side of a run: what samples and grades, what gives it weights, what evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from arguments.run_config import RunConfig
+from slime_like.data.prompts import PromptSource
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.metrics.progress import Progress
+from slime_like.rollout.evaluate import make_evaluator
+from slime_like.rollout.rollouter import Rollouter
+from slime_like.trainer.guards import train_rollout_limit
+from slime_like.trainer.rollout_manager import (
+    RolloutManager,
+    function_evaluator,
+    make_rollouter,
+    make_teacher,
+)
+from slime_like.trainer.weight_sync import WeightSync
+from slime_like.types import Prompt, SampleGroup
+
+
+class Sampling:
+    """Collective over all ranks. source, eval_prompts: what is read; see `make_source` and
+    `load_prompts`."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        backend: MegatronBackend,
+        tokenizer: Any,
+        progress: Progress,
+        *,
+        source: PromptSource | None,
+        eval_prompts: Mapping[str, Sequence[Prompt]],
+        num_rollouts: int,
+        output_dir: Path,
+    ) -> None:
+        self._progress = progress
+        self._rollouter = make_rollouter(run, backend, tokenizer, output_dir=output_dir)
+        teacher = make_teacher(run, tokenizer)
+        self._weights = make_weight_sync(run, backend, self._rollouter, progress)
+        evaluator = make_evaluator(run, self._rollouter, eval_prompts)
+        self.supply = RolloutManager(
+            run,
+            source,
+            self._rollouter,
+            evaluator,
+            tokenizer,
+            num_rollouts=num_rollouts,
+            teacher=teacher,
+        )
+        self.evaluator = function_evaluator(run, self._rollouter, evaluator, self.supply)
+
+    def sync_weights(self, version: int) -> None:
+        """Give the engine the policy's weights, unless it has them or there is none."""
+        if self._weights is not None:
+            self._weights.sync(version)
+
+    def groups_of(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
+        """The groups of a rollout, and numbers about how they were collected."""
+        with self._progress.phase("generate"):
+            return self.supply.groups_of(step)
+
+    def release_engine(self) -> dict[str, float]:
+        """The engine's memory is the trainer's until the next rollout; returns its metrics."""
+        if self._rollouter is None:
+            return {}
+        metrics = self._rollouter.engine.take_metrics()
+        self._rollouter.engine.release_memory()
+        return metrics
+
+    def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
+        """Scores under these weights, after everything that is being sampled."""
+        assert self.evaluator is not None
+        self.supply.drain()
+        self.sync_weights(weight_version)
+        with self._progress.phase("eval"):
+            return self.evaluator.evaluate(step)
+
+    def close(self) -> None:
+        """End what this process started: graders, engines. Closing twice is fine."""
+        self.supply.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
+        if self._rollouter is not None:
+            self._rollouter.grader.close()
+            self._rollouter.engine.close()
+            self._rollouter = None
+
+
+def make_weight_sync(
+    run: RunConfig, backend: MegatronBackend, rollouter: Rollouter | None, progress: Progress
+) -> WeightSync | None:
+    """Of a run with an engine. What servers have is checked."""
+    if rollouter is None:
+        return None
+    check = None
+    if run.rollout.rollout_engine == "sglang":
+        from slime_like.trainer.weight_check import WeightCheck
+
+        dtype = run.megatron.transformer.params_dtype
+        limit = train_rollout_limit(run.gates.max_train_rollout_diff, dtype)
+        check = WeightCheck(backend, rollouter.engine, limit=limit, seed=run.data.rollout_seed)
+    always = run.sglang.check_weight_update_equal
+    return WeightSync(backend, rollouter.engine, progress, check=check, check_always=always)
