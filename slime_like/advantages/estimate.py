@@ -95,11 +95,10 @@ def estimate_advantages(
     critic_values: Sequence[Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TokenAdvantages:
-    """Advantages of this rank's samples, `mine` among all samples of the rollout.
-
-    The KL comes off the reward: of a whole sample before groups are compared, or token by token
-    where the estimator gives each token its own advantage. A sample whose reward, KL or gap is not
-    finite leaves all statistics, whitening included, and gets 0.
+    """Advantages of this rank's samples. The KL comes off the reward: of a whole sample before
+    groups are compared, or token by token where the estimator gives each token its own advantage. A
+    sample whose reward, KL or gap is not finite leaves all statistics, whitening included, and gets
+    0.
 
     Args:
         settings: the estimator and its settings.
@@ -108,94 +107,103 @@ def estimate_advantages(
         masks: [R] bool by sample of this rank, active tokens.
         kl: [R] by sample of this rank (`kl_reward.token_kl`), or None.
         teacher_gap: [R] by sample of this rank (`distillation.teacher_gaps`), or None; its share
-        comes off each token's
-            advantage before whitening.
+            comes off each token's advantage before whitening.
         critic_values: [R] by sample of this rank, before the update, or None.
-        group: data-parallel ranks, which share the samples and call this together; None: this
-        process alone.
+        group: data-parallel ranks, which call this together; None: this process alone.
 
     Returns:
         Advantages by sample of this rank, metrics, and with a critic the returns.
 
     Raises:
         ValueError: for an unknown estimator, a missing input, a wrong number of samples or shape,
-        rewards of tokens with an estimator that takes none, and when no reward is finite.
+            rewards of tokens with an estimator that takes none, and when no reward is finite.
     """
     require_samples(masks, mine=mine, kl=kl, teacher_gap=teacher_gap, critic_values=critic_values)
     entry = advantage_estimators.get(settings.estimator)
-    if outcomes.has_token_rewards:
-        _require_token_rewards_taken(entry, outcomes)
+    _require_token_rewards_taken(entry, outcomes)
+    rewards, penalised, metrics = _penalised(settings, outcomes, kl, mine, group)
+    if isinstance(entry, OutcomeEstimator):
+        values, found = _by_sample(settings, outcomes, penalised, mine, masks)
+    else:
+        usable = torch.where(torch.isfinite(penalised), rewards, float("nan"))
+        values, found = _by_token(entry, settings, outcomes, usable, mine, masks, kl, critic_values)
+    metrics |= found
+    sound = _sound(penalised, outcomes, entry)
+    returns = None
+    if critic_values is not None:
+        known = [bool(sound[i]) for i in mine]
+        returns = [_returns(*of_one) for of_one in zip(values, critic_values, masks, known)]
+    if teacher_gap is not None:
+        coef = settings.distillation_coef
+        values = [value - coef * gap for value, gap in zip(values, teacher_gap)]
+        total_gap = sample_kl(teacher_gap, mine, rewards.numel(), group)
+        sound = sound & torch.isfinite(total_gap)
+        metrics["rollout/opd_reverse_kl"] = _per_token(total_gap, outcomes)
+        metrics["rollout/opd_nonfinite"] = float((~torch.isfinite(total_gap)).sum())
+    trained = [mask & bool(sound[i]) for i, mask in zip(mine, masks)]
+    if settings.normalize:
+        values = whiten(values, trained, group)
+    final = [torch.where(mask, value, 0.0).float() for value, mask in zip(values, trained)]
+    return TokenAdvantages(final, metrics, returns)
+
+
+def _penalised(
+    settings: AdvantageSettings,
+    outcomes: Outcomes,
+    kl: Sequence[Tensor] | None,
+    mine: Sequence[int],
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Rewards [B] float64, and less the KL of the whole sample; metrics. Where a function of the
+    user's has made something of the rewards, both are that."""
     rewards, metrics = outcomes.rewards.double(), {}
-    total_kl = (
-        torch.zeros_like(rewards) if kl is None else sample_kl(kl, mine, rewards.numel(), group)
-    )
+    total_kl = torch.zeros_like(rewards)
     if kl is not None:
-        finite = torch.isfinite(total_kl)
-        metrics["rollout/kl_in_reward"] = float(total_kl[finite].sum()) / max(
-            int(outcomes.lengths[finite].sum()), 1
-        )
+        total_kl = sample_kl(kl, mine, rewards.numel(), group)
+        metrics["rollout/kl_in_reward"] = _per_token(total_kl, outcomes)
     penalised = rewards - settings.kl_coef * total_kl
+    if outcomes.processed is None:
+        return rewards, penalised, metrics
+    processed = torch.where(torch.isfinite(penalised), outcomes.processed.double(), float("nan"))
+    return processed, processed, metrics
+
+
+def _per_token(totals: Tensor, outcomes: Outcomes) -> float:
+    """The mean over tokens of finite sums over samples [B]."""
+    finite = torch.isfinite(totals)
+    return float(totals[finite].sum()) / max(int(outcomes.lengths[finite].sum()), 1)
+
+
+def _by_sample(
+    settings: AdvantageSettings,
+    outcomes: Outcomes,
+    penalised: Tensor,
+    mine: Sequence[int],
+    masks: Sequence[Tensor],
+) -> tuple[list[Tensor], Mapping[str, float]]:
+    """One number for all tokens of a sample. penalised: [B], not finite where there is none."""
     if outcomes.processed is not None:
-        penalised = torch.where(
-            torch.isfinite(penalised), outcomes.processed.double(), float("nan")
-        )
-        rewards = penalised
-    if isinstance(entry, OutcomeEstimator) and outcomes.processed is not None:
         finite = finite_rewards(penalised)
         values = [
             torch.where(mask & bool(finite[i]), penalised[i], 0.0) for i, mask in zip(mine, masks)
         ]
-        metrics["reward/nonfinite"] = float((~finite).sum())
-    elif isinstance(entry, OutcomeEstimator):
-        output = compute_advantages(
-            settings.estimator,
-            rewards=penalised,
-            group_ids=outcomes.group_ids,
-            lengths=outcomes.lengths,
-            normalize_std=settings.normalize_std,
-            singleton=settings.singleton,
-        )
-        values = [torch.where(mask, output.values[i].double(), 0.0) for i, mask in zip(mine, masks)]
-        metrics |= output.metrics
-    else:
-        assert isinstance(entry, TokenEstimator)
-        usable = torch.where(torch.isfinite(penalised), rewards, float("nan"))
-        values, more = _by_token(entry, settings, outcomes, usable, mine, masks, kl, critic_values)
-        metrics |= more
-        if entry.needs_greedy and outcomes.greedy_rewards is not None:
-            metrics["reward/greedy_nonfinite"] = float(
-                (~torch.isfinite(outcomes.greedy_rewards)).sum()
-            )
-    sound = _sound(penalised, outcomes, entry)
-    returns = None
-    if critic_values is not None:
-        returns = [
-            _returns(a, v, mask, bool(sound[i]))
-            for i, a, v, mask in zip(mine, values, critic_values, masks)
-        ]
-    if teacher_gap is not None:
-        total_gap = sample_kl(teacher_gap, mine, rewards.numel(), group)
-        finite = torch.isfinite(total_gap)
-        metrics["rollout/opd_reverse_kl"] = float(total_gap[finite].sum()) / max(
-            int(outcomes.lengths[finite].sum()), 1
-        )
-        metrics["rollout/opd_nonfinite"] = float((~finite).sum())
-        values = [
-            value - settings.distillation_coef * gap for value, gap in zip(values, teacher_gap)
-        ]
-        sound = sound & finite
-    trained = [mask & bool(sound[i]) for i, mask in zip(mine, masks)]
-    if settings.normalize:
-        values = whiten(values, trained, group)
-    return TokenAdvantages(
-        [torch.where(mask, value, 0.0).float() for value, mask in zip(values, trained)],
-        metrics,
-        returns,
+        return values, {"reward/nonfinite": float((~finite).sum())}
+    output = compute_advantages(
+        settings.estimator,
+        rewards=penalised,
+        group_ids=outcomes.group_ids,
+        lengths=outcomes.lengths,
+        normalize_std=settings.normalize_std,
+        singleton=settings.singleton,
     )
+    values = [torch.where(mask, output.values[i].double(), 0.0) for i, mask in zip(mine, masks)]
+    return values, output.metrics
 
 
 def _require_token_rewards_taken(entry: AdvantageEstimator, outcomes: Outcomes) -> None:
-    """Raises ValueError where they would be dropped."""
+    """Raises ValueError where there are rewards of tokens that would be dropped."""
+    if not outcomes.has_token_rewards:
+        return
     remedy = "return one number for the response, or add --sum-token-rewards to train on their sum"
     if not takes_token_rewards(entry):
         takers = [n for n, e in advantage_estimators.items() if takes_token_rewards(e)]
@@ -243,7 +251,7 @@ def _by_token(
     if entry.outcome is None or outcomes.processed is not None:
         finite = finite_rewards(rewards)
         numbers: Tensor = torch.where(finite, rewards, 0.0)
-        metrics: Mapping[str, float] = {"reward/nonfinite": float((~finite).sum())}
+        metrics = {"reward/nonfinite": float((~finite).sum())}
     else:
         output = over_groups(
             entry.outcome,
@@ -252,7 +260,10 @@ def _by_token(
             outcomes.lengths,
             singleton=settings.singleton,
         )
-        numbers, metrics = output.values, output.metrics
+        numbers, metrics = output.values, dict(output.metrics)
+    if entry.needs_greedy and outcomes.greedy_rewards is not None:
+        broken = ~torch.isfinite(outcomes.greedy_rewards)
+        metrics["reward/greedy_nonfinite"] = float(broken.sum())
     zero = [torch.zeros(mask.numel(), dtype=torch.float64) for mask in masks]
     given = [outcomes.token_rewards[i] for i in mine] if outcomes.has_token_rewards else None
     batch = TokenRewards(

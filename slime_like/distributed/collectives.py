@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from slime_like.errors import RunError
@@ -138,3 +139,10 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return action(), None
     except Exception as error:
         return None, error
+
+
+def any_rank(flags: list[bool]) -> list[bool]:
+    """Elementwise or over all ranks; collective."""
+    votes = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    return [bool(vote) for vote in votes]

@@ -76,26 +76,39 @@ def custom_correction(
             total_lengths=list(total_lengths),
             response_lengths=lengths,
         )
-    weights, kept = (
-        torch.as_tensor(weights),
-        torch.cat([torch.as_tensor(part).bool() for part in masks]),
-    )
-    if weights.shape != mask.shape or kept.shape != mask.shape:
-        raise ValueError(
-            f"--custom-tis-function-path {path}: returned a loss of shape {tuple(weights.shape)} and masks of {tuple(kept.shape)}; "
-            f"both must be [{mask.numel()}], as the loss that it was given"
-        )
-    keep = base.keep_mask & ((kept & (weights != 0)) | ~mask)
-    used = weights[keep & mask]
-    if not (torch.isfinite(used) & (used > 0)).all():
-        raise ValueError(
-            f"--custom-tis-function-path {path}: made a weight that is negative or not finite; reject such tokens in the mask"
-        )
+    weights = torch.as_tensor(weights)
+    kept = torch.cat([torch.as_tensor(part).bool() for part in masks])
+    keep = _checked(path, weights, kept, base.keep_mask, mask)
     return Correction(
         keep,
         torch.where(keep & mask, weights, 1.0).float(),
         {**base.metrics, **_typed(metrics, mask)},
     )
+
+
+def _checked(path: str, weights: Tensor, kept: Tensor, sound: Tensor, mask: Tensor) -> Tensor:
+    """[T] bool: tokens that the function keeps and that may be kept.
+
+    Args:
+        weights, kept: [T], what the function returned.
+        sound: [T] bool, tokens of sequences that are not dropped.
+        mask: [T] bool, active tokens.
+
+    Raises:
+        ValueError: For another shape, and a weight that is negative or not finite.
+    """
+    if weights.shape != mask.shape or kept.shape != mask.shape:
+        raise ValueError(
+            f"--custom-tis-function-path {path}: returned a loss of shape {tuple(weights.shape)} and masks of {tuple(kept.shape)}; "
+            f"both must be [{mask.numel()}], as the loss that it was given"
+        )
+    keep = sound & ((kept & (weights != 0)) | ~mask)
+    used = weights[keep & mask]
+    if not (torch.isfinite(used) & (used > 0)).all():
+        raise ValueError(
+            f"--custom-tis-function-path {path}: made a weight that is negative or not finite; reject such tokens in the mask"
+        )
+    return keep
 
 
 def _typed(metrics: dict[str, Any], mask: Tensor) -> dict[str, Metric]:

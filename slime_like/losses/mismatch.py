@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slime_like.lazy import Tensor, torch
+from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.inputs import LOG_RATIO_CLAMP
 from slime_like.metrics.typed import Metric, masked_max, masked_mean, masked_min, masked_std
 
@@ -67,6 +67,11 @@ class StepTokens:
         return zeros.scatter_reduce(
             0, self.seq_ids, torch.where(mask, values.double(), 0.0), "amax"
         )
+
+
+def wide(log_probs: Tensor) -> Tensor:
+    """fp32 before anything is subtracted; fp64 stays."""
+    return log_probs if log_probs.dtype == torch.float64 else log_probs.float()
 
 
 def clamped_exp(log_ratio: Tensor) -> Tensor:
@@ -164,3 +169,17 @@ def with_ess(metrics: Mapping[str, float]) -> dict[str, float]:
         if mean is not None and square is not None:
             result[name] = (1 + mean) ** 2 / (1 + square) if square > -1 else 1.0
     return result
+
+
+def gather_values(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[n] of every rank, one after the other."""
+    if group is None or group.size() == 1:
+        return values
+    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
+    dist.all_gather(counts, torch.tensor([values.numel()], device=values.device), group=group)
+    longest = max(int(c) for c in counts)
+    padded = torch.zeros(longest, dtype=values.dtype, device=values.device)
+    padded[: values.numel()] = values
+    parts = [torch.zeros_like(padded) for _ in range(group.size())]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts)])

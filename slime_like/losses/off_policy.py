@@ -43,8 +43,10 @@ from slime_like.losses.mismatch import (
     StepTokens,
     clamped_exp,
     ess_parts,
+    gather_values,
     k3_of_ratio,
     mismatch_metrics,
+    wide,
 )
 from slime_like.metrics.typed import Metric, masked_mean
 
@@ -139,17 +141,13 @@ class OffPolicyConfig(CheckedSettings):
 
     @property
     def outliers(self) -> bool:
-        return (
-            self.outlier_token_is_threshold_low is not None
-            or self.outlier_token_is_threshold_high is not None
-        )
+        low, high = self.outlier_token_is_threshold_low, self.outlier_token_is_threshold_high
+        return low is not None or high is not None
 
     @property
     def token_mask(self) -> bool:
-        return (
-            self.token_mask_is_threshold_low is not None
-            or self.token_mask_is_threshold_high is not None
-        )
+        low, high = self.token_mask_is_threshold_low, self.token_mask_is_threshold_high
+        return low is not None or high is not None
 
     @property
     def weights(self) -> bool:
@@ -159,14 +157,9 @@ class OffPolicyConfig(CheckedSettings):
     @property
     def enabled(self) -> bool:
         """Whether anything is corrected: then the sampler must return log-probs."""
-        return (
-            self.weights
-            or self.outliers
-            or self.token_mask
-            or self.sequence_mask_metric is not None
-            or self.rejection_metric is not None
-            or self.m2po_threshold is not None
-        )
+        by_name = (self.sequence_mask_metric, self.rejection_metric, self.m2po_threshold)
+        masks = self.outliers or self.token_mask or any(x is not None for x in by_name)
+        return self.weights or masks
 
     def conflicts(self) -> list[Problem]:
         """Bounds in the wrong order, and one of a pair that goes together."""
@@ -182,10 +175,9 @@ class OffPolicyConfig(CheckedSettings):
             message = f"needs {flag_name('token_mask_is_threshold_' + missing)} too; the token mask has two sides"
             flag = flag_name(f"token_mask_is_threshold_{given}")
             found.append(Problem(flag, low if high is None else high, message))
-        if (self.rejection_metric is None) != (self.rejection_threshold is None):
-            given, missing = ("rejection_metric", "rejection_threshold")
-            if self.rejection_metric is None:
-                given, missing = missing, given
+        pair = ["rejection_metric", "rejection_threshold"]
+        given, missing = sorted(pair, key=lambda name: getattr(self, name) is None)
+        if getattr(self, given) is not None and getattr(self, missing) is None:
             message = f"needs {flag_name(missing)} too"
             found.append(Problem(flag_name(given), getattr(self, given), message))
         return found
@@ -237,7 +229,7 @@ def off_policy_correction(
     require_shape("rollout_log_probs", rollout_log_probs, loss_mask, "loss_mask")
     require_ids("seq_ids", seq_ids, loss_mask.numel(), below=num_seqs, index=True)
     with torch.no_grad():
-        difference = _wide(old_log_probs) - _wide(rollout_log_probs)
+        difference = wide(old_log_probs) - wide(rollout_log_probs)
         finite = torch.isfinite(difference) | ~loss_mask
         tokens = StepTokens(
             torch.where(loss_mask & finite, difference, 0.0), loss_mask, finite, seq_ids, num_seqs
@@ -259,27 +251,16 @@ def off_policy_correction(
         return Correction(keep, weights, metrics)
 
 
-def _wide(log_probs: Tensor) -> Tensor:
-    """fp32 before anything is subtracted; fp64 stays."""
-    return log_probs if log_probs.dtype == torch.float64 else log_probs.float()
-
-
 def _outliers(
     config: OffPolicyConfig, tokens: StepTokens, keep: Tensor, metrics: dict[str, Metric]
 ) -> Tensor:
     if not config.outliers:
         return keep
     low, high = config.outlier_token_is_threshold_low, config.outlier_token_is_threshold_high
-    x = tokens.ratios
-    active = tokens.mask & tokens.finite
-    over = (
-        tokens.any(active & ~(x <= high))
-        if high is not None
-        else torch.zeros_like(tokens.has_tokens)
-    )
-    under = (
-        tokens.any(active & ~(x >= low)) if low is not None else torch.zeros_like(tokens.has_tokens)
-    )
+    x, active = tokens.ratios, tokens.mask & tokens.finite
+    none = torch.zeros_like(tokens.has_tokens)
+    over = none if high is None else tokens.any(active & ~(x <= high))
+    under = none if low is None else tokens.any(active & ~(x >= low))
     _report_sequences("outlier_seq", tokens, over, under, metrics)
     return keep & ~(over | under)[tokens.seq_ids]
 
@@ -326,19 +307,14 @@ def _sequence_mask(
     total = tokens.sum(tokens.differences, left)
     if geometric:
         total = total / tokens.sum(torch.ones_like(tokens.differences), left).clamp(min=1)
-    low, high = (
-        (config.geo_mask_low, config.geo_mask_high)
-        if geometric
-        else (config.product_mask_low, config.product_mask_high)
-    )
-    ratio, judged = (
-        clamped_exp(total),
-        tokens.any(left),
-    )  # a sequence of which nothing is left is gone already
+    low, high = config.product_mask_low, config.product_mask_high
+    if geometric:
+        low, high = config.geo_mask_low, config.geo_mask_high
+    ratio = clamped_exp(total)
+    judged = tokens.any(left)  # a sequence of which nothing is left is gone already
     over, under = judged & ~(ratio <= high), judged & ~(ratio >= low)
-    _report_sequences(
-        "geo_sequence_mask" if geometric else "product_sequence_mask", tokens, over, under, metrics
-    )
+    name = "geo_sequence_mask" if geometric else "product_sequence_mask"
+    _report_sequences(name, tokens, over, under, metrics)
     return keep & ~(over | under)[tokens.seq_ids]
 
 
@@ -411,27 +387,11 @@ def _m2po(
     their fate, so that neither their order nor the ranks matter."""
     left = tokens.mask & keep
     squares = tokens.differences.double().square()
-    values, counts = _gather(squares[left], group).unique(return_counts=True)  # ascending
+    values, counts = gather_values(squares[left], group).unique(return_counts=True)  # ascending
     means = (values * counts).cumsum(0) / counts.cumsum(0)  # ascending too
     fitting = torch.where(means <= threshold, values, 0.0)
-    kept = (
-        squares <= torch.cat([values[:1], fitting]).amax()
-        if values.numel()
-        else torch.ones_like(left)
-    )
+    kept = torch.ones_like(left)
+    if values.numel():
+        kept = squares <= torch.cat([values[:1], fitting]).amax()
     metrics["m2po_mask_ratio"] = masked_mean(left & ~kept, tokens.mask)
     return keep & (kept | ~tokens.mask)
-
-
-def _gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[n] of every rank, one after the other."""
-    if group is None or group.size() == 1:
-        return values
-    counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(group.size())]
-    dist.all_gather(counts, torch.tensor([values.numel()], device=values.device), group=group)
-    longest = max(int(c) for c in counts)
-    padded = torch.zeros(longest, dtype=values.dtype, device=values.device)
-    padded[: values.numel()] = values
-    parts = [torch.zeros_like(padded) for _ in range(group.size())]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[: int(count)] for part, count in zip(parts, counts)])

@@ -73,17 +73,7 @@ def reduction_weights(
             )
         return torch.full_like(lengths, 1.0) / (count * loss_norm_length)
     if kind == "token_mean_legacy":
-        if micro_batch_size is None or micro_batch_size < 1 or count % micro_batch_size:
-            raise ValueError(
-                f"--loss-reduction token_mean_legacy needs a fixed micro-batch size that divides the {count} samples of a step (given: "
-                f"{micro_batch_size}); use token_mean"
-            )
-        if count == 0:
-            return lengths
-        per_batch = lengths.view(-1, micro_batch_size).sum(1)
-        return (1.0 / (per_batch.numel() * per_batch.clamp(min=1))).repeat_interleave(
-            micro_batch_size
-        )
+        return _token_mean_legacy(lengths, micro_batch_size)
     ids, name = (
         (rollout_ids, "rollout_ids") if kind == "rollout_mean" else (prompt_ids, "prompt_ids")
     )
@@ -97,3 +87,18 @@ def reduction_weights(
         0, place, lengths
     )
     return 1.0 / (unique.numel() * totals.clamp(min=1)[place])
+
+
+def _token_mean_legacy(lengths: Tensor, micro_batch_size: int | None) -> Tensor:
+    """The mean over the tokens of each micro-batch, then over micro-batches. lengths: [B]."""
+    count = lengths.numel()
+    if micro_batch_size is None or micro_batch_size < 1 or count % micro_batch_size:
+        raise ValueError(
+            f"--loss-reduction token_mean_legacy needs a fixed micro-batch size that divides the {count} samples of a step (given: "
+            f"{micro_batch_size}); use token_mean"
+        )
+    if count == 0:
+        return lengths
+    per_batch = lengths.view(-1, micro_batch_size).sum(1)
+    weights = 1.0 / (per_batch.numel() * per_batch.clamp(min=1))
+    return weights.repeat_interleave(micro_batch_size)

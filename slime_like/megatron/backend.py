@@ -42,10 +42,11 @@ from slime_like.megatron.moe import (
     routes_of_stage,
     routing_metrics,
 )
-from slime_like.megatron.network import PassOutput, SelectionSeed, TrainedNetwork
+from slime_like.megatron.network import PassOutput, SelectionSeed
 from slime_like.megatron.objectives import PolicyObjective, ValueObjective, critic_values
 from slime_like.megatron.optimizer import limits_kept, resume_schedule
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.types import StepResult, TrainBatch, TrainSample
 from slime_like.weights.hf_save import save_hf
 from slime_like.weights.safetensors_reader import weights_digest

@@ -13,9 +13,10 @@ from arguments.run_config import RunConfig
 from arguments.schema import CriticConfig, ScheduleConfig
 from slime_like.megatron.init import make_further_layout
 from slime_like.megatron.lora import LoraNetwork, critic_lora_spec
-from slime_like.megatron.network import Network, TrainedNetwork
+from slime_like.megatron.network import Network
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.reshard import copy_weights
+from slime_like.megatron.trained_network import TrainedNetwork
 
 HEAD = "output_layer."
 

@@ -18,10 +18,11 @@ from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.megatron.checkpoint import SavedNetwork, load_weights
 from slime_like.megatron.lora import LoraBase, LoraNetwork, lora_spec
-from slime_like.megatron.network import Network, TrainedNetwork
+from slime_like.megatron.network import Network
 from slime_like.megatron.objectives import LogProbHead, Objective
 from slime_like.megatron.offload import OffloadedWeights
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.trained_network import TrainedNetwork
 
 logger = logging.getLogger(__name__)
 

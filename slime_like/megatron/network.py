@@ -1,5 +1,5 @@
-"""One model of the run on Megatron: the policy, the reference, any other. Frozen, or trained by an
-optimizer and a schedule of its own.
+"""One model of the run on Megatron: the policy, the reference, any other. One that is trained:
+trained_network.py.
 
 Every method is called by all ranks together, and works in the network's own layout.
 """
@@ -7,23 +7,18 @@ Every method is called by all ranks together, and works in the network's own lay
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from arguments.hf.model import HfModel, read_hf_model
-from arguments.schema import GPTModelConfig, ScheduleConfig
-from slime_like.distributed.collectives import gather
-from slime_like.megatron.checkpoint.networks import SavedNetwork
+from arguments.schema import GPTModelConfig
 from slime_like.megatron.forward_step import TokenComputation, TokenOutput, run_schedule
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.micro_batching import (
@@ -31,29 +26,14 @@ from slime_like.megatron.micro_batching import (
     MicroBatchSize,
     make_micro_batches,
     pack_groups,
-    packing_metrics,
 )
-from slime_like.megatron.model.gpt import build_chunks, to_model_precision, wrap_for_training
+from slime_like.megatron.model.gpt import build_chunks, to_model_precision
 from slime_like.megatron.moe import (
     begin_routing,
-    expert_biases,
     recorded_routes,
-    restore_expert_biases,
     routes_of_samples,
 )
 from slime_like.megatron.ops.router import routers_of
-from slime_like.megatron.optimizer import (
-    AdamStep,
-    allocate_moments,
-    build_optimizer,
-    build_scheduler,
-    largest,
-    main_parameters,
-    moments,
-    set_adam,
-    step_if_finite,
-    step_stays_finite,
-)
 from slime_like.megatron.packing import join_context_ranks, unpack, with_selection_seeds
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 from slime_like.metrics.typed import Metric, MetricAccumulator
@@ -86,10 +66,6 @@ class SelectionSeed:
 
     seed: int
     step: int
-
-
-def nothing() -> None:
-    """The default of a callback."""
 
 
 class Network:
@@ -287,233 +263,3 @@ class Network:
             table = torch.zeros(int(size), tokens, dtype=wide, device=self.device)
         dist.broadcast(table, source, group=self.layout.pp_group)
         return table
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """What is in a network's gradient buffers. expert_biases: of before they began to add up."""
-
-    expert_biases: Sequence[Tensor] = ()
-    are_there: bool = False
-    are_reduced: bool = False
-
-
-class TrainedNetwork(Network):
-    """A network with gradient buffers, an optimizer and a learning-rate schedule.
-
-    Gradients add up over any number of `forward_backward` calls, on this rank alone; `optim_step`
-    reduces them over the ranks and takes them. How a step's samples are cut into calls makes no
-    difference, for losses are sums.
-    """
-
-    def __init__(
-        self,
-        transformer: TransformerConfig,
-        gpt: GPTModelConfig,
-        transformer_impl: str,
-        layout: ParallelLayout,
-        *,
-        ddp: DistributedDataParallelConfig,
-        optimizer: OptimizerConfig,
-        schedule: ScheduleConfig,
-        total_steps: int,
-        value_head: bool = False,
-    ) -> None:
-        """total_steps: optimizer steps of the whole run."""
-        super().__init__(transformer, gpt, transformer_impl, layout, value_head=value_head)
-        self.modules = self._train(
-            self.modules, ddp=ddp, optimizer=optimizer, schedule=schedule, total_steps=total_steps
-        )
-        if ddp.overlap_grad_reduce:
-            no_sync = [module.no_sync for module in self.modules]
-            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-
-    def _train(
-        self,
-        modules: Sequence[Any],
-        *,
-        ddp: DistributedDataParallelConfig,
-        optimizer: OptimizerConfig,
-        schedule: ScheduleConfig,
-        total_steps: int,
-    ) -> list[Any]:
-        """Give these modules' parameters gradient buffers and an optimizer; returns the modules
-        wrapped."""
-        with self.layout.activate():
-            self.trained_modules: list[Any] = list(wrap_for_training(modules, self.config, ddp))
-            self.optimizer = build_optimizer(optimizer, self.trained_modules)
-            self.scheduler = build_scheduler(
-                self.optimizer, optimizer, schedule, total_steps=total_steps
-            )
-        # Gradients are reduced at the optimizer step, not by the schedule after each pass; the
-        # schedule is left to do what else it does at this point.
-        self.config.finalize_model_grads_func = lambda *args, **keywords: None
-        self._gathers_late = ddp.overlap_param_gather
-        self._reduces_early = ddp.overlap_grad_reduce
-        self.gradients = Gradients()
-        return self.trained_modules
-
-    def finalize_gradients(
-        self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any
-    ) -> None:
-        """Reduce what this rank has accumulated with what the others have."""
-        finalize_model_grads(list(model), num_tokens, **others)
-
-    @property
-    def saved_chunks(self) -> Sequence[Any]:
-        """The modules whose parameters are trained and saved, without wrappers."""
-        return self.chunks
-
-    def saved(self, *, with_optimizer: bool = True, with_schedule: bool = True) -> SavedNetwork:
-        """As checkpoints see it."""
-        return SavedNetwork(
-            self.saved_chunks,
-            self.optimizer if with_optimizer else None,
-            self.scheduler if with_schedule else None,
-            self.layout,
-        )
-
-    @in_own_layout
-    def forward_backward(
-        self,
-        samples: Sequence[TrainSample],
-        compute: TokenComputation,
-        size: MicroBatchSize,
-        *,
-        selection: SelectionSeed | None = None,
-        per_token: bool = False,
-        before_change: Callable[[], None] = nothing,
-    ) -> PassOutput:
-        """Forward and backward over this data-parallel rank's samples; gradients are added to this
-        rank's, and the weights are still the old ones.
-
-        Args:
-            compute: Gives the loss of each micro-batch, a sum over its tokens.
-            per_token: Whether its columns are wanted.
-            before_change: Called when nothing but the pass is left to do.
-        """
-        parts, batches = self._pack(samples, size, selection)
-        before_change()
-        assert not (self._reduces_early and self.gradients.are_there), (
-            "--overlap-grad-reduce reduces gradients behind the backward pass: one pass a step"
-        )
-        self._start_gradients()
-        for module in self.modules:
-            module.train()
-        begin_routing(self.chunks, batches, self.layout)
-        with self.in_use():
-            outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=False)
-        found = self._output(outputs, parts, batches, per_token=per_token)
-        return replace(found, packing=packing_metrics(parts, batches, size))
-
-    def _start_gradients(self) -> None:
-        if not self.gradients.are_there:
-            self.clear_gradients()
-            self.gradients = Gradients(expert_biases(self.chunks), are_there=True)
-
-    def clear_gradients(self) -> None:
-        """Forget what has been accumulated."""
-        for module in self.trained_modules:
-            module.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self.gradients = Gradients()
-
-    def abandon_gradients(self) -> None:
-        """After a pass that failed: forget what has been accumulated, its routing statistics too."""
-        if self.gradients.are_there:
-            restore_expert_biases(self.chunks, self.gradients.expert_biases)
-        self.clear_gradients()
-
-    @in_own_layout
-    def reduce_gradients(self) -> None:
-        """Add up the gradients of the ranks, once for an optimizer step, which does it itself."""
-        self._start_gradients()
-        if not self.gradients.are_reduced:
-            self.finalize_gradients(self.modules)
-            self.gradients = replace(self.gradients, are_reduced=True)
-
-    @in_own_layout
-    def optim_step(
-        self, adam: AdamStep | None = None, before_change: Callable[[], None] = nothing
-    ) -> tuple[bool, float, float]:
-        """One optimizer step, with the gradients since the last one: (whether it was taken, global
-        L2 gradient norm before clipping, learning rate).
-
-        Args:
-            adam: Its settings; None: those of the run and of its schedule.
-            before_change: Called when nothing but the change of the weights is left to do.
-
-        It is skipped on all ranks when the norm is not finite, and with settings of its own when a
-        weight might not be after it.
-        """
-        self.reduce_gradients()
-        if adam is not None:
-            set_adam(self.optimizer, adam)
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
-
-        def allowed() -> bool:
-            if adam is not None and not step_stays_finite(self.optimizer, adam):
-                return False
-            before_change()
-            return True
-
-        stepped, grad_norm = step_if_finite(self.optimizer, allowed)
-        if not stepped:
-            restore_expert_biases(self.chunks, self.gradients.expert_biases)
-        elif adam is None:
-            self.scheduler.step(increment=1)
-        self.gradients = Gradients()
-        return stepped, grad_norm, learning_rate
-
-    def load_hf(self, folder: str) -> None:
-        super().load_hf(folder)
-        self.weights_changed()
-
-    @in_own_layout
-    def weights_changed(self) -> None:
-        """Start the optimizer's copies from the model's weights, which were written from outside."""
-        self.optimizer.reload_model_params()
-
-    def allocate_moments(self) -> None:
-        """Make the optimizer's state before the first step, so that `tensors` has all there is."""
-        allocate_moments(self.optimizer)
-
-    def start_afresh(self) -> None:
-        """To be called when other weights were written: no gradients, and an optimizer that has not
-        stepped yet."""
-        self.clear_gradients()
-        for tensor in moments(self.optimizer):
-            tensor.zero_()
-        self.weights_changed()
-
-    def has_non_finite(self) -> bool:
-        """Whether a weight or a moment of the optimizer is NaN or infinite, on any rank. A
-        collective."""
-        tensors = [p.data for chunk in self.saved_chunks for p in chunk.parameters()]
-        return any(gather(not math.isfinite(largest([*tensors, *moments(self.optimizer)]))))
-
-    def tensors(self) -> list[Tensor]:
-        """Everything that makes this network what it is: weights, gradients, the optimizer's
-        copies, moments and steps. Each is written in place to make another network of the same
-        shape of this one."""
-        found = [
-            t.data for chunk in self.saved_chunks for t in (*chunk.parameters(), *chunk.buffers())
-        ]
-        found += [
-            buffer.grad_data
-            for module in self.trained_modules
-            for buffer in (*module.buffers, *module.expert_parallel_buffers)
-        ]
-        found += main_parameters(self.optimizer) + moments(self.optimizer)
-        return list({(t.data_ptr(), t.numel()): t for t in found}.values())
-
-    @in_own_layout
-    def finish_updates(self) -> None:
-        """Make every parameter current: call this before parameters are read outside a forward
-        pass."""
-        # With --overlap-param-gather the distributed optimizer updates only this rank's shard, and
-        # the hooks of the next forward pass all-gather the rest. Until then an export or a
-        # checkpoint would read the values of before the step.
-        if self._gathers_late:
-            for module in self.trained_modules:
-                module.start_param_sync(force_sync=True)

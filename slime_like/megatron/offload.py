@@ -18,7 +18,8 @@ from torch import Tensor
 
 from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.micro_batching import MicroBatchSize
-from slime_like.megatron.network import Network, PassOutput, TrainedNetwork
+from slime_like.megatron.network import Network, PassOutput
+from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.types import TrainSample
 
 

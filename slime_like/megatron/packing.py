@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,123 @@ def padded_lengths(
     return lengths if cp_size == 1 else [n + -n % (2 * cp_size) for n in lengths]
 
 
+# Fields of a sample, over its response, that go to the rows whose labels they speak about.
+PER_TOKEN = {
+    "loss_mask": torch.bool,
+    "loss_weights": torch.float32,
+    "policy_weights": torch.float32,
+    "advantages": torch.float32,
+    "old_log_probs": torch.float32,
+    "rollout_log_probs": torch.float32,
+    "ref_log_probs": torch.float32,
+    "keep_mask": torch.bool,
+    "importance_weights": torch.float32,
+    "rewards": torch.float32,
+    "nll_weights": torch.float32,
+    "values": torch.float32,
+    "returns": torch.float32,
+}
+SETS = {"token_sets": -1, "label_sets": 0, "label_weights": 0}  # [R, K] by sample: what fills rows
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where samples lie in a row of T tokens. lengths: of the sequences, padding at the end as one
+    more; starts: of the sequences; seq_ids, positions: [T], the sequence of each token and its
+    place there; real_lengths: [S], tokens of each sequence that are no padding."""
+
+    samples: Sequence[TrainSample]
+    lengths: Sequence[int]
+    starts: Sequence[int]
+    cu_seqlens: Tensor
+    seq_ids: Tensor
+    positions: Tensor
+    real_lengths: Tensor
+
+    @property
+    def total(self) -> int:
+        return int(self.seq_ids.numel())
+
+    def tokens_and_labels(self) -> tuple[Tensor, Tensor]:
+        """[T] each. The label of a token is the next one, or what the sample says itself."""
+        tokens = torch.zeros(self.total, dtype=torch.int64)
+        labels = torch.zeros(self.total, dtype=torch.int64)
+        for start, sample in zip(self.starts, self.samples):
+            end = start + sample.tokens.numel()
+            tokens[start:end] = sample.tokens
+            labels[start : max(start, end - 1)] = sample.tokens[1:]
+            if sample.labels is not None:
+                labels[rows_of(sample, start)] = sample.labels
+        return tokens, labels
+
+    def per_token(self, name: str) -> Tensor | None:
+        """[T]: each sample's response values on the rows whose labels they speak about; None when a
+        sample has none."""
+        out = torch.zeros(self.total, dtype=PER_TOKEN[name])
+        for start, sample in zip(self.starts, self.samples):
+            values = getattr(sample, name)
+            if values is None:
+                return None
+            out[rows_of(sample, start)] = values.to(out.dtype)
+        return out
+
+    def sets(self, name: str) -> Tensor | None:
+        """[T, K] for the largest set, as `per_token`."""
+        given = [sets for s in self.samples if (sets := getattr(s, name)) is not None]
+        if len(given) < len(self.samples) or not given:
+            return None
+        size = (self.total, max(sets.size(1) for sets in given))
+        out = torch.full(size, SETS[name], dtype=given[0].dtype)
+        for start, sample, sets in zip(self.starts, self.samples, given):
+            out[rows_of(sample, start), : sets.size(1)] = sets
+        return out
+
+    def routes(self) -> Tensor | None:
+        """[T, layers, topk] of all tokens, -1 at padding; None when a sample has no routes."""
+        given = [s.routes for s in self.samples if s.routes is not None]
+        if len(given) < len(self.samples):
+            return None
+        out = torch.full((self.total, *given[0].shape[1:]), -1, dtype=torch.int16)
+        for start, routes in zip(self.starts, given):
+            out[start : start + routes.size(0)] = routes
+        return out
+
+    def places(self) -> Tensor:
+        """[T]: the row of each token where nothing is padded. Padding inside the row has those of
+        others, and is never asked for its own."""
+        starts = torch.tensor([0, *(int(s.tokens.numel()) for s in self.samples)]).cumsum(0)
+        return starts[self.seq_ids] + self.positions
+
+
+def lay_out(
+    samples: Sequence[TrainSample],
+    *,
+    multiple: int,
+    at_least: int,
+    cp_size: int,
+    equal_sequences: bool,
+) -> Rows:
+    """The rows of `pack`."""
+    lengths = padded_lengths(samples, cp_size, equal=equal_sequences)
+    wanted = max(sum(lengths), at_least, 1)
+    unit = multiple if cp_size == 1 else math.lcm(2, multiple) * cp_size
+    padding = wanted + -wanted % unit - sum(lengths)
+    if padding:
+        lengths.append(padding)
+    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
+    seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return Rows(
+        samples,
+        lengths,
+        cu_seqlens[:-1].tolist(),
+        cu_seqlens,
+        seq_ids,
+        torch.arange(sum(lengths)) - cu_seqlens[:-1].long()[seq_ids],
+        torch.tensor([*(int(s.tokens.numel()) for s in samples), 0]),
+    )
+
+
 def pack(
     samples: Sequence[TrainSample],
     *,
@@ -85,113 +202,34 @@ def pack(
     sequence parallelism). Padding at the end is one more sequence with an all-False mask; padding
     of a sequence, to the length of the longest with `equal_sequences`, is at its own end, where no
     token can see it."""
-    lengths = padded_lengths(samples, cp_size, equal=equal_sequences)
-    wanted = max(sum(lengths), at_least, 1)
-    unit = multiple if cp_size == 1 else math.lcm(2, multiple) * cp_size
-    padding = wanted + -wanted % unit - sum(lengths)
-    if padding:
-        lengths.append(padding)
-    total = sum(lengths)
-    cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-    cu_seqlens[1:] = torch.tensor(lengths).cumsum(0)
-    starts = cu_seqlens[:-1].tolist()
-    tokens = torch.zeros(total, dtype=torch.int64)
-    labels = torch.zeros(total, dtype=torch.int64)
-    for start, sample in zip(starts, samples):
-        end = start + sample.tokens.numel()
-        tokens[start:end] = sample.tokens
-        labels[start : max(start, end - 1)] = sample.tokens[1:]
-        if sample.labels is not None:
-            labels[rows_of(sample, start)] = sample.labels
-    seq_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    positions = torch.arange(total) - cu_seqlens[:-1].long()[seq_ids]
-    real_lengths = torch.tensor([*(int(s.tokens.numel()) for s in samples), 0])
-    # padding stands at position 0: it may be longer than the network has learned positions
-    position_ids = torch.where(positions < real_lengths[seq_ids], positions, 0)
-
-    def per_token(get: Callable[[TrainSample], Tensor | None], dtype: torch.dtype) -> Tensor | None:
-        """Place each sample's response values on the rows whose labels they speak about."""
-        out = torch.zeros(total, dtype=dtype)
-        for start, sample in zip(starts, samples):
-            values = get(sample)
-            if values is None:
-                return None
-            out[rows_of(sample, start)] = values.to(dtype)
-        return out.to(device)
-
-    def required(get: Callable[[TrainSample], Tensor | None], dtype: torch.dtype) -> Tensor:
-        values = per_token(get, dtype)
-        assert values is not None
-        return values
-
-    return MicroBatch(
-        tokens=tokens.unsqueeze(0).to(device),
-        labels=labels.unsqueeze(0).to(device),
-        position_ids=position_ids.unsqueeze(0).to(device),
-        seq_ids=seq_ids.to(device),
-        cu_seqlens=cu_seqlens.to(device),
-        max_seqlen=max(lengths),
-        loss_mask=required(lambda s: s.loss_mask, torch.bool),
-        loss_weights=required(lambda s: s.loss_weights, torch.float32),
-        policy_weights=per_token(lambda s: s.policy_weights, torch.float32),
-        advantages=per_token(lambda s: s.advantages, torch.float32),
-        old_log_probs=per_token(lambda s: s.old_log_probs, torch.float32),
-        rollout_log_probs=per_token(lambda s: s.rollout_log_probs, torch.float32),
-        ref_log_probs=per_token(lambda s: s.ref_log_probs, torch.float32),
-        keep_mask=per_token(lambda s: s.keep_mask, torch.bool),
-        importance_weights=per_token(lambda s: s.importance_weights, torch.float32),
-        rewards=per_token(lambda s: s.rewards, torch.float32),
-        nll_weights=per_token(lambda s: s.nll_weights, torch.float32),
-        values=per_token(lambda s: s.values, torch.float32),
-        returns=per_token(lambda s: s.returns, torch.float32),
-        places=_places(samples, seq_ids, positions).to(device)
-        if cp_size > 1 or equal_sequences
-        else None,
-        is_padding=(positions >= real_lengths[seq_ids]).to(device),
-        routes=_routes(samples, starts, total, device),
-        token_sets=_sets(samples, starts, total, device, lambda s: s.token_sets, -1),
-        label_sets=_sets(samples, starts, total, device, lambda s: s.label_sets, 0),
-        label_weights=_sets(samples, starts, total, device, lambda s: s.label_weights, 0),
+    rows = lay_out(
+        samples,
+        multiple=multiple,
+        at_least=at_least,
+        cp_size=cp_size,
+        equal_sequences=equal_sequences,
     )
-
-
-def _routes(
-    samples: Sequence[TrainSample], starts: Sequence[int], total: int, device: torch.device
-) -> Tensor | None:
-    """[T, layers, topk] of the samples' rows, -1 at padding; None when a sample has no routes."""
-    given = [s.routes for s in samples if s.routes is not None]
-    if len(given) < len(samples):
-        return None
-    out = torch.full((total, *given[0].shape[1:]), -1, dtype=torch.int16)
-    for start, routes in zip(starts, given):
-        out[start : start + routes.size(0)] = routes
-    return out.to(device)
-
-
-def _sets(
-    samples: Sequence[TrainSample],
-    starts: Sequence[int],
-    total: int,
-    device: torch.device,
-    get: Callable[[TrainSample], Tensor | None],
-    filler: int,
-) -> Tensor | None:
-    """[T, K] for the largest set, on the rows whose labels they speak about; None when a sample has
-    none."""
-    given = [sets for s in samples if (sets := get(s)) is not None]
-    if len(given) < len(samples) or not given:
-        return None
-    out = torch.full((total, max(sets.size(1) for sets in given)), filler, dtype=given[0].dtype)
-    for start, sample, sets in zip(starts, samples, given):
-        out[rows_of(sample, start), : sets.size(1)] = sets
-    return out.to(device)
-
-
-def _places(samples: Sequence[TrainSample], seq_ids: Tensor, positions: Tensor) -> Tensor:
-    """[T]: the row of each token where nothing is padded. Padding inside the row has those of
-    others, and is never asked for its own."""
-    starts = torch.tensor([0, *(int(s.tokens.numel()) for s in samples)]).cumsum(0)
-    return starts[seq_ids] + positions
+    tokens, labels = rows.tokens_and_labels()
+    real = rows.positions < rows.real_lengths[rows.seq_ids]
+    needs_places = cp_size > 1 or equal_sequences
+    columns: dict[str, Tensor | None] = {
+        "tokens": tokens.unsqueeze(0),
+        "labels": labels.unsqueeze(0),
+        # padding stands at position 0: it may be longer than the network has learned positions
+        "position_ids": torch.where(real, rows.positions, 0).unsqueeze(0),
+        "seq_ids": rows.seq_ids,
+        "cu_seqlens": rows.cu_seqlens,
+        "is_padding": ~real,
+        "places": rows.places() if needs_places else None,
+        "routes": rows.routes(),
+        **{name: rows.per_token(name) for name in PER_TOKEN},
+        **{name: rows.sets(name) for name in SETS},
+    }
+    moved: dict[str, Any] = {
+        name: None if column is None else column.to(device) for name, column in columns.items()
+    }
+    assert moved["loss_mask"] is not None and moved["loss_weights"] is not None
+    return MicroBatch(**moved, max_seqlen=max(rows.lengths))
 
 
 def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:

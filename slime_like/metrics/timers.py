@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -71,3 +72,12 @@ class PhaseTimer:
         seconds[STEP_SECONDS] = now - self._step_start
         self._seconds, self._step_start = {}, now
         return seconds
+
+
+def speed_and_memory(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Tokens a second over the whole step, and the peak memory of this process in GiB."""
+    speed = {}
+    if "rollout/tokens" in metrics and metrics.get(STEP_SECONDS):
+        speed["perf/tokens_per_s"] = metrics["rollout/tokens"] / metrics[STEP_SECONDS]
+    speed["perf/peak_rss_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return speed

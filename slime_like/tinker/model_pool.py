@@ -18,9 +18,9 @@ from arguments.run_config import RunConfig
 from arguments.schema.lora import TARGETS
 from slime_like.megatron.critic import start_from_policy
 from slime_like.megatron.lora import LoraBase, LoraNetwork, LoraSpec
-from slime_like.megatron.network import TrainedNetwork
 from slime_like.megatron.offload import OffloadedNetwork, StoredState
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.tinker.errors import Failed, Refused
 
 LORA_ALPHA = 32.0  # the API does not say it; this is what its own service trains with

@@ -24,10 +24,11 @@ from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy, load_che
 from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.micro_batching import MicroBatchSize, without_tokens
 from slime_like.megatron.model.gpt import model_shape
-from slime_like.megatron.network import PassOutput, SelectionSeed, TrainedNetwork
+from slime_like.megatron.network import PassOutput, SelectionSeed
 from slime_like.megatron.objectives import LogProbHead, Objective, PolicySum, ValueSum
 from slime_like.megatron.optimizer import AdamStep
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.losses import CRITIC_LOSS
 from slime_like.tinker.model_pool import HostedModel, ModelPool

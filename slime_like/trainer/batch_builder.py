@@ -133,7 +133,9 @@ class BatchMaker:
         self.gates = gates
         self.progress = progress
         self.plan = step_plan(settings, layout)
-        self.kl_controller = kl_controller(settings.algorithm)
+        kl = settings.algorithm
+        adaptive = (kl.kl_target, kl.kl_horizon) if kl.kl_ctrl_type == "adaptive" else ()
+        self.kl_controller = KLController(kl.kl_coef, *adaptive)
         self._warned_of_long_sequences = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,11 +232,8 @@ class BatchMaker:
         algorithm = self.algorithm
         if algorithm.max_tokens_per_gpu is None or self._warned_of_long_sequences:
             return
-        layouts = (
-            [self.layout]
-            if self.backend.critic is None
-            else [self.layout, self.backend.critic.layout]
-        )
+        critic = self.backend.critic
+        layouts = [self.layout] if critic is None else [self.layout, critic.layout]
         budget = algorithm.max_tokens_per_gpu * min(layout.cp_size for layout in layouts)
         longest = max(sample.total_length for sample in samples)
         if longest > budget:
@@ -398,13 +397,4 @@ def step_plan(settings: BatchSettings, layout: ParallelLayout) -> StepPlan:
         layout.dp_rank,
         linear_cost=cost,
         equal_counts=not algorithm.use_dynamic_batch_size,
-    )
-
-
-def kl_controller(algorithm: AlgorithmConfig) -> KLController:
-    adaptive = algorithm.kl_ctrl_type == "adaptive"
-    return KLController(
-        algorithm.kl_coef,
-        algorithm.kl_target if adaptive else None,
-        algorithm.kl_horizon if adaptive else None,
     )

@@ -4,29 +4,25 @@ evaluation and checkpoints when due."""
 from __future__ import annotations
 
 import logging
-import resource
 import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.files import writes_to
 from slime_like.compat.slime.function_results import UNKNOWN_VERSIONS
 from slime_like.compat.slime.samples import slime_args
 from slime_like.data.tokenizer import load_tokenizer
-from slime_like.distributed.collectives import from_rank_zero
+from slime_like.distributed.collectives import any_rank, from_rank_zero
 from slime_like.distributed.signals import ExitRequest, StopConditions
 from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.progress import Progress
-from slime_like.metrics.timers import STEP_SECONDS
+from slime_like.metrics.timers import speed_and_memory
 from slime_like.rollout.evaluate import load_prompts
 from slime_like.rollout.recording import save_rollout
 from slime_like.rollout.reward_post_process import processed_rewards
@@ -386,13 +382,6 @@ def make_train_step(
     )
 
 
-def any_rank(flags: list[bool]) -> list[bool]:
-    """Elementwise or over all ranks; collective."""
-    votes = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    return [bool(vote) for vote in votes]
-
-
 def mean_scores(scores: Mapping[str, float]) -> str:
     """The mean of every set, for a line on screen."""
     return "  ".join(f"{k} {v:.4f}" for k, v in scores.items() if k.endswith("/mean"))
@@ -401,12 +390,3 @@ def mean_scores(scores: Mapping[str, float]) -> str:
 def is_due(step: int, interval: int | None, total: int) -> bool:
     """Every `interval` rollouts, and after the last."""
     return step + 1 == total or (interval is not None and (step + 1) % interval == 0)
-
-
-def speed_and_memory(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Tokens a second over the whole step, and the peak memory of this process in GiB."""
-    speed = {}
-    if "rollout/tokens" in metrics and metrics.get(STEP_SECONDS):
-        speed["perf/tokens_per_s"] = metrics["rollout/tokens"] / metrics[STEP_SECONDS]
-    speed["perf/peak_rss_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return speed

@@ -52,6 +52,7 @@ from slime_like.megatron.checkpoint.write import (
     write_file_plan,
     write_network_metadata,
 )
+from slime_like.megatron.parallel_layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
@@ -160,28 +161,8 @@ class CheckpointSaver:
         logger.info(
             f"saving {checkpoint_folder(self.root, step)}: {needed / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free"
         )
-        prints = gather({name: fingerprint(network) for name, network in networks.items()})
         layouts = layouts_of(networks)
-        state = {
-            **state,
-            "step": step,
-            "world_size": dist.get_world_size(),
-            "has_rng": with_rng,
-            "fingerprints": prints,
-        }
-        state["layout"] = next(iter(layouts.values())).describe()
-        state["random_states"] = (
-            {owner: layout.describe() for owner, layout in layouts.items()} if with_rng else {}
-        )
-        state["networks"] = {
-            name: {
-                "optimizer": optimizer_kind(n),
-                "optimizer_step": optimizer_step(n),
-                "scheduler": None if n.scheduler is None else n.scheduler.state_dict(),
-                "layout": n.layout.describe(),
-            }
-            for name, n in networks.items()
-        }
+        state = {**state, "step": step, **_description(networks, layouts, with_rng=with_rng)}
         random = {
             random_state_file(dist.get_rank(), owner): random_states(layout)
             for owner, layout in layouts.items()
@@ -280,6 +261,32 @@ class CheckpointSaver:
             raise SaveError(
                 f"checkpoint {final} could not be written, earlier ones are whole: {error}"
             ) from error
+
+
+def _description(
+    networks: Mapping[str, SavedNetwork],
+    layouts: Mapping[str, ParallelLayout],
+    *,
+    with_rng: bool,
+) -> dict[str, Any]:
+    """What a checkpoint says about its networks, plain JSON. A collective."""
+    described = {owner: layout.describe() for owner, layout in layouts.items()}
+    return {
+        "world_size": dist.get_world_size(),
+        "has_rng": with_rng,
+        "fingerprints": gather({name: fingerprint(network) for name, network in networks.items()}),
+        "layout": next(iter(described.values())),
+        "random_states": described if with_rng else {},
+        "networks": {
+            name: {
+                "optimizer": optimizer_kind(n),
+                "optimizer_step": optimizer_step(n),
+                "scheduler": None if n.scheduler is None else n.scheduler.state_dict(),
+                "layout": n.layout.describe(),
+            }
+            for name, n in networks.items()
+        },
+    }
 
 
 def _make_folders(folder: Path, networks: Mapping[str, SavedNetwork]) -> None:

@@ -22,7 +22,7 @@ from slime_like.megatron.lora.adapter import AdapterChunk
 from slime_like.megatron.lora.base import LoraBase
 from slime_like.megatron.lora.config import LoraSpec
 from slime_like.megatron.lora.targets import HEAD, Target, targets_of
-from slime_like.megatron.network import TrainedNetwork
+from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.weights.hf_export import export_hf_weights
 
 
