@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from slime_like.config import UNIT, arg
 from slime_like.lazy import torch
-from slime_like.losses.clipping import ClipConfig, clipped_surrogate
 from slime_like.losses.covariance import covariances, pick, random_order
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
+from slime_like.losses.ppo import ClipConfig, clipped_surrogate
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_mean
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_like.config import NON_NEGATIVE, arg
-from slime_like.losses.clipping import ClipConfig, clipped_surrogate
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
+from slime_like.losses.ppo import ClipConfig, clipped_surrogate
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
 

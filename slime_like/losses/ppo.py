@@ -1,4 +1,5 @@
-"""PPO's clipped surrogate, with clip-higher and dual clip.
+"""PPO's clipped surrogate, with clip-higher and dual clip; settings and surrogate are shared by the
+losses with a clipped or bounded ratio.
 
 PPO: Schulman et al. 2017, arXiv 1707.06347, equation 7. Clip-higher: DAPO, arXiv 2503.14476,
 equation 8. Dual clip: Ye et al. 2019, arXiv 1912.09729, equation 8.
@@ -10,9 +11,65 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.losses.clipping import ClipConfig, clipped_surrogate
+from slime_like.config import ABOVE_ONE, NON_NEGATIVE, CheckedSettings, arg
+from slime_like.lazy import Tensor, torch
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.metrics.typed import Metric, masked_mean
+
+
+@dataclass(frozen=True, slots=True)
+class RangeConfig(CheckedSettings):
+    eps_clip: float = arg(0.2, "The ratio is bounded below by 1 - this.", legal=NON_NEGATIVE)
+    eps_clip_high: float | None = arg(
+        None, "The ratio is bounded above by 1 + this; default: --eps-clip.", legal=NON_NEGATIVE
+    )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Least and largest ratio."""
+        return 1 - self.eps_clip, 1 + (
+            self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClipConfig(RangeConfig):
+    eps_clip_c: float | None = arg(
+        None,
+        "Dual clip: bound on the loss of negative advantages, as a ratio; default: off.",
+        legal=ABOVE_ONE,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """token_losses: [T]. clipped: [T] bool, where the clipped branch is strictly above the
+    unclipped one."""
+
+    token_losses: Tensor
+    clipped: Tensor
+    metrics: dict[str, Metric]
+
+
+def clipped_surrogate(inputs: LossInputs, ratio: Tensor, config: ClipConfig) -> Surrogate:
+    """max(-A r, -A clip(r)), bounded by -c A where A < 0 and the dual clip is on. ratio: [T], with
+    gradient.
+
+    pg_clipfrac: share of active tokens that are clipped; pg_clipfrac_lower: of those that the dual
+    clip bounds.
+    """
+    advantages = inputs.required("advantages")
+    unclipped = -advantages * ratio
+    bounded = -advantages * ratio.clamp(*config.bounds)
+    losses, clipped = torch.maximum(unclipped, bounded), bounded > unclipped
+    metrics = {"pg_clipfrac": masked_mean(clipped, inputs.loss_mask)}
+    if config.eps_clip_c is not None:
+        bound = -config.eps_clip_c * advantages
+        below = (advantages < 0) & (losses > bound)
+        metrics["pg_clipfrac_lower"] = masked_mean(below, inputs.loss_mask)
+        losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)
+    return Surrogate(losses, clipped, metrics)
 
 
 @dataclass(frozen=True, slots=True)

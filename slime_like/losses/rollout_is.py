@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slime_like.lazy import torch
-from slime_like.losses.clipping import RangeConfig
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
+from slime_like.losses.ppo import RangeConfig
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.metrics.typed import masked_mean
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from arguments.schema import AlgorithmConfig
 from slime_like.logs import warn_rank_0
-from slime_like.losses.entropy_control import EntropyController
+from slime_like.losses.total import EntropyController
 from slime_like.megatron.backend import MegatronBackend, PendingStep
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
