@@ -22,15 +22,16 @@ from slime_like.megatron.checkpoint import (
     SaveReport,
     load_checkpoint,
 )
-from slime_like.megatron.critic import make_critic, start_from_policy
 from slime_like.megatron.factory import (
     FrozenModel,
     load_network,
+    make_critic,
     make_head,
     make_objective,
     make_policy,
     make_reference,
     make_teacher,
+    start_from_policy,
 )
 from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.init import device_of_this_process
@@ -100,7 +101,7 @@ class MegatronBackend:
         self.hf: HfModel | None = (
             read_hf_model(run.model.hf_checkpoint) if run.model.hf_checkpoint else None
         )
-        self.head = make_head(run, layout)
+        self.head = make_head(run, layout, temperature=run.log_prob_temperature)
         self.objective = make_objective(run)
         self._hf_checkpoint = run.model.hf_checkpoint
         self._seed = run.model.seed

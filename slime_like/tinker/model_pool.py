@@ -16,7 +16,7 @@ from typing import Any
 from arguments.hf.model import HfModel
 from arguments.run_config import RunConfig
 from arguments.schema.lora import TARGETS
-from slime_like.megatron.critic import start_from_policy
+from slime_like.megatron.factory import start_from_policy
 from slime_like.megatron.lora import LoraBase, LoraNetwork, LoraSpec
 from slime_like.megatron.offload import OffloadedNetwork, StoredState
 from slime_like.megatron.parallel_layout import ParallelLayout

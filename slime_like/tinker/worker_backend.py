@@ -21,11 +21,12 @@ from slime_like.losses import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy, load_checkpoint
+from slime_like.megatron.factory import make_head
 from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.micro_batching import MicroBatchSize, without_tokens
 from slime_like.megatron.model.gpt import model_shape
 from slime_like.megatron.network import PassOutput, SelectionSeed
-from slime_like.megatron.objectives import LogProbHead, Objective, PolicySum, ValueSum
+from slime_like.megatron.objectives import Objective, PolicySum, ValueSum
 from slime_like.megatron.optimizer import AdamStep
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.trained_network import TrainedNetwork
@@ -65,13 +66,7 @@ class ModelHost:
         self.residents = ModelPool(run, layout, self.hf)
         self.stage = UNCHANGED
         self.sampler = make_sampler(run, layout)
-        self._head = LogProbHead(
-            run.gpt.vocab_size or 0,
-            1.0,
-            layout,
-            sequence_parallel=run.megatron.transformer.sequence_parallel,
-            chunk_size=run.algorithm.log_probs_chunk_size,
-        )
+        self._head = make_head(run, layout, temperature=1.0)
 
     def execute(self, command: Mapping[str, Any]) -> Any:
         """What a command asks for, as plain values; of use on rank 0. Raises Refused, ValueError or
