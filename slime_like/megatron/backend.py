@@ -148,8 +148,9 @@ class MegatronBackend:
             head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
             unrouted = [dataclasses.replace(sample, routes=None) for sample in samples]
             found = network.forward(unrouted, head, size)
-        routes = found.routes or [None] * len(samples)
-        return [LogProbOutput(*row) for row in zip(*found.columns, routes, strict=True)]
+        log_probs, entropy = found.columns
+        routes: Sequence[Tensor | None] = found.routes or [None] * len(samples)
+        return [LogProbOutput(*row) for row in zip(log_probs, entropy, routes, strict=True)]
 
     def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Samples whose routes are those of the sampler, over all expert layers, with those of this

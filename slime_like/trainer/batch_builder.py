@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +51,7 @@ from slime_like.trainer.value_exchange import ValueExchange, plan_of_critic
 from slime_like.types import Sample, TrainBatch, TrainSample
 
 logger = logging.getLogger(__name__)
+Columns = Mapping[str, Sequence[Tensor | None] | None]  # what it is -> [R] by sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Rollout:
     def masks(self) -> list[Tensor]:
         return [sample.loss_mask for sample in self.local]
 
-    def check_finite(self, columns: dict[str, Sequence[Tensor | None] | None], when: str) -> None:
+    def check_finite(self, columns: Columns, when: str) -> None:
         """See `guards.check_finite`."""
         names = [str(self.samples[i].sample_id) for i in self.shares.local_indices]
         check_finite(columns, self.masks, names, when=when)
@@ -169,13 +170,11 @@ class BatchMaker:
         advantages = self._advantages(rollout, scores)
         metrics |= advantages.metrics
         weights = [c.importance_weights for c in corrections]
-        columns = {"advantage": advantages.values, "importance weight": weights}
+        columns: Columns = {"advantage": advantages.values, "importance weight": weights}
         rollout.check_finite(columns, "before the optimizer steps of a rollout")
         of_critic: list[TrainBatch] = []
         if critic is not None:
-            assert scores.values is not None and advantages.returns is not None, (
-                "an estimator with a critic tells what it is to learn"
-            )
+            assert scores.values is not None and advantages.returns is not None, "see advantages/"
             metrics |= value_metrics(
                 scores.values, advantages.returns, rollout.masks, self.layout.dp_group
             )
@@ -264,7 +263,7 @@ class BatchMaker:
         if critic is not None:
             with self.progress.phase("values"):
                 values = critic.compute_values()
-        columns: dict[str, Sequence[Tensor | None] | None] = {
+        columns: Columns = {
             "log-prob of the reference": ref,
             "log-prob of the teacher": teacher,
             "value of the critic": values,
