@@ -7,15 +7,18 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from arguments.hf.model import HfModel
 from arguments.run_config import RunConfig
-from arguments.schema import AlgorithmConfig, CriticConfig, ScheduleConfig
+from arguments.schema import AlgorithmConfig, CriticConfig, GPTModelConfig, ScheduleConfig
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
 from slime_like.logs import warn_rank_0
 from slime_like.losses.custom import custom_loss
@@ -38,6 +41,56 @@ HEAD = "output_layer."
 FrozenModel = Network | OffloadedWeights  # what computes log-probs
 
 
+@dataclass(frozen=True, slots=True)
+class NetworkSettings:
+    """How networks are built and trained, in megatron-core's and our own settings."""
+
+    transformer: TransformerConfig
+    gpt: GPTModelConfig
+    transformer_impl: str
+    ddp: DistributedDataParallelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+
+    @property
+    def shape(self) -> tuple[TransformerConfig, GPTModelConfig, str]:
+        """The first arguments of a `Network`."""
+        return self.transformer, self.gpt, self.transformer_impl
+
+    def training(
+        self, *, total_steps: int, optimizer: OptimizerConfig | None = None
+    ) -> dict[str, Any]:
+        """The keyword arguments of a `TrainedNetwork`. total_steps: of the schedule. optimizer: in
+        place of these settings'."""
+        return dict(
+            ddp=self.ddp,
+            optimizer=self.optimizer if optimizer is None else optimizer,
+            schedule=self.schedule,
+            total_steps=total_steps,
+        )
+
+
+def network_settings(run: RunConfig) -> NetworkSettings:
+    """Of the policy."""
+    megatron, impl = run.megatron, run.model.transformer_impl
+    shape = (megatron.transformer, run.gpt, impl)
+    return NetworkSettings(*shape, megatron.ddp, megatron.optimizer, run.schedule)
+
+
+def critic_settings(run: RunConfig) -> NetworkSettings:
+    """The policy's model, in the critic's layout and with its learning rate and warm-up."""
+    assert run.critic_model is not None
+    megatron = run.critic_model.megatron
+    return NetworkSettings(
+        megatron.transformer,
+        run.gpt,
+        run.model.transformer_impl,
+        megatron.ddp,
+        critic_optimizer(megatron.optimizer, run.critic),
+        critic_schedule(run.schedule, run.critic),
+    )
+
+
 def make_policy(
     run: RunConfig, layout: ParallelLayout, hf: HfModel | None, *, total_steps: int
 ) -> Network:
@@ -47,14 +100,8 @@ def make_policy(
         1,
         total_steps - run.critic.num_critic_only_steps * (run.algorithm.num_steps_per_rollout or 1),
     )
-    megatron = run.megatron
-    shape = (megatron.transformer, run.gpt, run.model.transformer_impl, layout)
-    training: dict[str, Any] = dict(
-        ddp=megatron.ddp,
-        optimizer=megatron.optimizer,
-        schedule=run.schedule,
-        total_steps=policy_steps,
-    )
+    settings = network_settings(run)
+    shape, training = (*settings.shape, layout), settings.training(total_steps=policy_steps)
     policy: Network
     if run.debug.debug_rollout_only:
         policy = Network(*shape)
@@ -73,14 +120,8 @@ def make_policy(
 def make_critic(run: RunConfig, policy: Network, *, total_steps: int) -> TrainedNetwork:
     """The critic, its weights still random; see `start_from_policy`. Or an adapter on the policy's
     base. total_steps: the critic's optimizer steps in the whole run."""
-    model = run.critic_model
-    assert model is not None
-    training: dict[str, Any] = dict(
-        ddp=model.megatron.ddp,
-        optimizer=critic_optimizer(model.megatron.optimizer, run.critic),
-        schedule=critic_schedule(run.schedule, run.critic),
-        total_steps=total_steps,
-    )
+    settings = critic_settings(run)
+    training = settings.training(total_steps=total_steps)
     if run.critic.critic_lora_rank:
         assert isinstance(policy, LoraNetwork), "checked on the command line"
         return LoraNetwork(
@@ -88,13 +129,8 @@ def make_critic(run: RunConfig, policy: Network, *, total_steps: int) -> Trained
             critic_lora_spec(run.lora, run.critic.critic_lora_rank, run.model.seed),
             **training,
         )
-    shape = (
-        model.megatron.transformer,
-        run.gpt,
-        run.model.transformer_impl,
-        critic_layout(run, policy.layout),
-    )
-    return TrainedNetwork(*shape, **training, value_head=True)
+    layout = critic_layout(run, policy.layout)
+    return TrainedNetwork(*settings.shape, layout, **training, value_head=True)
 
 
 def critic_layout(run: RunConfig, policy: ParallelLayout) -> ParallelLayout:
@@ -173,9 +209,7 @@ def make_reference(run: RunConfig, policy: Network) -> FrozenModel | None:
     )
     if run.model.ref_offload:
         return OffloadedWeights(policy.base if isinstance(policy, LoraNetwork) else policy, load)
-    return frozen(
-        Network(run.megatron.transformer, run.gpt, run.model.transformer_impl, policy.layout), load
-    )
+    return frozen(Network(*network_settings(run).shape, policy.layout), load)
 
 
 def make_teacher(run: RunConfig, layout: ParallelLayout) -> FrozenModel | None:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from arguments.hf.model import HfModel
-from arguments.run_config import RunConfig
 from arguments.schema.lora import TARGETS
-from slime_like.megatron.factory import start_from_policy
+from slime_like.megatron.factory import NetworkSettings, start_from_policy
 from slime_like.megatron.lora import LoraBase, LoraNetwork, LoraSpec
 from slime_like.megatron.offload import OffloadedNetwork, StoredState
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -51,10 +50,23 @@ class Slot:
 
 
 class ModelPool:
-    def __init__(self, run: RunConfig, layout: ParallelLayout, hf: HfModel) -> None:
-        assert run.model.hf_checkpoint is not None
-        self.run, self.layout, self.hf = run, layout, hf
-        self.base = run.model.hf_checkpoint
+    def __init__(
+        self,
+        settings: NetworkSettings,
+        layout: ParallelLayout,
+        hf: HfModel,
+        *,
+        base: str,
+        seed: int,
+        max_models: int | None,
+        max_adapters: int | None,
+    ) -> None:
+        """base: folder of the base model, and hf what that says. seed: of adapters that name none.
+        max_models, max_adapters: on the device; None for any number."""
+        assert not settings.ddp.overlap_grad_reduce, "refused on the command line"
+        self.settings, self.layout, self.hf = settings, layout, hf
+        self.base, self.seed = base, seed
+        self.max_models, self.max_adapters = max_models, max_adapters
         self.models: dict[str, HostedModel] = {}
         self._slots: list[Slot] = []
         self._base_of_adapters: LoraBase | None = None
@@ -156,7 +168,7 @@ class ModelPool:
         return self._slots[free].network
 
     def _make_room(self, role: str) -> int:
-        most = self.run.server.max_resident_models
+        most = self.max_models
         taken = [i for i, slot in enumerate(self._slots) if slot.role == role]
         if most is None or len(self._slots) < most or not taken:
             self._slots.append(Slot(role, self._new_network(role)))
@@ -168,9 +180,7 @@ class ModelPool:
 
     def _new_network(self, role: str) -> TrainedNetwork:
         network = TrainedNetwork(
-            self.run.megatron.transformer,
-            self.run.gpt,
-            self.run.model.transformer_impl,
+            *self.settings.shape,
             self.layout,
             **self._training(),
             value_head=role == "critic",
@@ -181,20 +191,14 @@ class ModelPool:
     def _training(self) -> dict[str, Any]:
         """How a network is trained. The schedule is never stepped: each optimizer step brings its
         settings, which are written into the optimizer's own."""
-        megatron = self.run.megatron
-        assert not megatron.ddp.overlap_grad_reduce, "refused on the command line"
-        return dict(
-            ddp=megatron.ddp,
-            optimizer=dataclasses.replace(megatron.optimizer),
-            schedule=self.run.schedule,
-            total_steps=1,
-        )
+        own = dataclasses.replace(self.settings.optimizer)
+        return self.settings.training(total_steps=1, optimizer=own)
 
     # --- adapters ---------------------------------------------------------------------------------------------------
 
     def _make_room_for_an_adapter(self) -> None:
         """Those that were not used for longest go to host memory, until one more may come."""
-        most = self.run.server.max_resident_adapters
+        most = self.max_adapters
         inside = sorted(
             (m for m in self.models.values() if m.adapter is not None and m.outside is None),
             key=lambda m: m.used,
@@ -221,14 +225,10 @@ class ModelPool:
             if role == "critic":
                 words = "train_attn and train_mlp are both False: an adapter of a critic has no other layers, for it has no output layer"
             raise Refused(words)
-        megatron, shape = (
-            self.run.megatron,
-            (self.run.gpt, self.run.model.transformer_impl, self.layout),
-        )
         if self._base_of_adapters is None:
-            self._base_of_adapters = LoraBase(megatron.transformer, *shape, hf=self.hf)
+            self._base_of_adapters = LoraBase(*self.settings.shape, self.layout, hf=self.hf)
             self._base_of_adapters.load_hf(self.base)
-        seed = self.run.model.seed if lora["seed"] is None else lora["seed"]
+        seed = self.seed if lora["seed"] is None else lora["seed"]
         spec = LoraSpec(lora["rank"], LORA_ALPHA, targets, seed, value_head=role == "critic")
         network = LoraNetwork(self._base_of_adapters, spec, **self._training())
         network.allocate_moments()

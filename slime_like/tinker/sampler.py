@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from arguments.run_config import RunConfig
+from arguments.schema import ModelConfig
 from slime_like.distributed.collectives import gather, together
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -61,11 +61,21 @@ class SampleCommand:
 
 
 class SnapshotSampler:
-    """At most --max-sampler-engines engines on every rank; the one that was least recently used
-    takes the next snapshot."""
+    """At most `max_engines` engines on every rank; the one that was least recently used takes the
+    next snapshot."""
 
-    def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
-        self.run, self.layout = run, layout
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: ParallelLayout,
+        *,
+        max_engines: int,
+        local_batch_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """model: the base; dtype: of the engines' weights. local_batch_size: of an engine."""
+        self.model, self.layout, self.max_engines = model, layout, max_engines
+        self._local_batch_size, self._dtype = local_batch_size, dtype
         self._engines: OrderedDict[str, LocalEngine] = OrderedDict()
         self._tokenizer: Any = None
         self._updates = 0
@@ -132,12 +142,12 @@ class SnapshotSampler:
 
     def _free_engine(self, *, tied: bool) -> LocalEngine:
         """A new one, or the oldest, whose weights are about to be replaced. tied: see `is_tied`."""
-        if len(self._engines) >= self.run.server.max_sampler_engines:
+        if len(self._engines) >= self.max_engines:
             oldest = self._engines.popitem(last=False)[1]
             if oldest.tied == tied:
                 return oldest
             oldest.close()
-        model = self.run.model
+        model = self.model
         assert model.hf_checkpoint is not None
         if self._tokenizer is None:
             from transformers import AutoTokenizer
@@ -148,9 +158,9 @@ class SnapshotSampler:
         return LocalEngine(
             model.hf_checkpoint,
             self._tokenizer,
-            local_batch_size=self.run.rollout.rollout_local_batch_size,
+            local_batch_size=self._local_batch_size,
             device=device_of_this_process(),
-            dtype=self.run.megatron.transformer.params_dtype,
+            dtype=self._dtype,
             trust_remote_code=model.trust_remote_code,
             tied=tied,
         )

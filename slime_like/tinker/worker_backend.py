@@ -21,7 +21,7 @@ from slime_like.losses import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy, load_checkpoint
-from slime_like.megatron.factory import make_head
+from slime_like.megatron.factory import make_head, network_settings
 from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.micro_batching import MicroBatchSize, without_tokens
 from slime_like.megatron.model.gpt import model_shape
@@ -63,7 +63,15 @@ class ModelHost:
         self.run, self.layout = run, layout
         self.base = run.model.hf_checkpoint
         self.hf = read_hf_model(self.base)
-        self.residents = ModelPool(run, layout, self.hf)
+        self.residents = ModelPool(
+            network_settings(run),
+            layout,
+            self.hf,
+            base=self.base,
+            seed=run.model.seed,
+            max_models=run.server.max_resident_models,
+            max_adapters=run.server.max_resident_adapters,
+        )
         self.stage = UNCHANGED
         self.sampler = make_sampler(run, layout)
         self._head = make_head(run, layout, temperature=1.0)
@@ -290,7 +298,13 @@ class ModelHost:
 def make_sampler(run: RunConfig, layout: ParallelLayout) -> SnapshotSampler | SglangSampler:
     """Of --rollout-engine. A collective."""
     if run.rollout.rollout_engine == "local":
-        return SnapshotSampler(run, layout)
+        return SnapshotSampler(
+            run.model,
+            layout,
+            max_engines=run.server.max_sampler_engines,
+            local_batch_size=run.rollout.rollout_local_batch_size,
+            dtype=run.megatron.transformer.params_dtype,
+        )
     from slime_like.tinker.sglang_sampler import make_sglang_sampler
 
     return make_sglang_sampler(run, layout)
