@@ -97,8 +97,7 @@ def estimate_advantages(
 ) -> TokenAdvantages:
     """Advantages of this rank's samples. The KL comes off the reward: of a whole sample before
     groups are compared, or token by token where the estimator gives each token its own advantage. A
-    sample whose reward, KL or gap is not finite leaves all statistics, whitening included, and gets
-    0.
+    sample with a number that is not finite leaves all statistics, whitening included, and gets 0.
 
     Args:
         settings: the estimator and its settings.

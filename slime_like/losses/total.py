@@ -77,7 +77,7 @@ def total_loss(
     """
     parts, metrics = weighted_terms(inputs, policy_loss, policy_config, terms)
     sums = [(part.weights * part.values).sum() for part in parts]
-    loss = sums[0]  # the policy term, whose coefficient is 1
+    loss = sums[0]  # the policy term, of coefficient 1
     for part, total in zip(parts[1:], sums[1:], strict=True):
         if part.coefficient:
             loss = loss + part.coefficient * total

@@ -67,7 +67,7 @@ class LogProbOutput:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """Metrics of the forward pass whose gradients the network has; the weights are still the old
+    """Metrics of the forward pass that gave the network's gradients; the weights are still the old
     ones."""
 
     metrics: dict[str, float]

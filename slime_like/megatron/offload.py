@@ -1,4 +1,4 @@
-"""Networks whose tensors lie in host memory: a frozen model without a second resident copy, whose
+"""Networks with their tensors in host memory: a frozen model without a second resident copy, whose
 weights take the policy's place for a forward pass, and trained ones that wait for their turn.
 
 Weights of a frozen model are exchanged tensor by tensor, so that one spare tensor is all that the exchange itself
@@ -91,7 +91,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 class OffloadedNetwork:
-    """A network whose tensors lie in host memory. On the device it holds nothing, and it cannot be
+    """A network with its tensors in host memory. On the device it holds nothing, and it cannot be
     used, until `restore`. Where the device is the CPU, storage that others have seen (numpy, when a
     checkpoint was written) cannot be given back and stays, in host memory as it is."""
 

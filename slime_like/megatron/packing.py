@@ -71,7 +71,7 @@ def padded_lengths(
     return lengths if cp_size == 1 else [n + -n % (2 * cp_size) for n in lengths]
 
 
-# Fields of a sample, over its response, that go to the rows whose labels they speak about.
+# Fields of a sample, over its response; `rows_of` are their rows.
 PER_TOKEN = {
     "loss_mask": torch.bool,
     "loss_weights": torch.float32,
@@ -121,8 +121,8 @@ class Rows:
         return tokens, labels
 
     def per_token(self, name: str) -> Tensor | None:
-        """[T]: each sample's response values on the rows whose labels they speak about; None when a
-        sample has none."""
+        """[T]: each sample's response values on its `rows_of`; None when a sample has
+        none."""
         out = torch.zeros(self.total, dtype=PER_TOKEN[name])
         for start, sample in zip(self.starts, self.samples):
             values = getattr(sample, name)

@@ -193,7 +193,7 @@ class SkippedStepGate:
     patience: int
     in_a_row: int = 0
     total: int = 0
-    whose: str = ""  # "critic's "
+    owner: str = ""  # "critic's "
 
     def check(self, skipped: bool, grad_norm: float) -> str | None:
         """A warning, or None. Raises GateError."""
@@ -203,7 +203,7 @@ class SkippedStepGate:
         self.in_a_row += 1
         self.total += 1
         what = "NaN" if math.isnan(grad_norm) else "infinite"
-        text = f"{self.whose}optimizer step skipped: the gradient norm is {what} ({self.in_a_row} in a row, {self.total} in all)"
+        text = f"{self.owner}optimizer step skipped: the gradient norm is {what} ({self.in_a_row} in a row, {self.total} in all)"
         if self.in_a_row >= self.patience:
             raise GateError(text + "; see --max-consecutive-skipped-steps")
         return text
@@ -214,8 +214,8 @@ class SamplerGates:
     weights sampled, and of older ones. Collective over the data-parallel ranks."""
 
     def __init__(self, limit: float, patience: int, *, recorded: bool) -> None:
-        """limit: see `train_rollout_limit`. recorded: rollouts of another run, whose weights may be
-        others: the difference is reported and not checked."""
+        """limit: see `train_rollout_limit`. recorded: rollouts of another run, perhaps of other
+        weights: the difference is reported and not checked."""
         self.recorded = recorded
         self.fresh = TrainRolloutGate(limit, patience)
         self.stale = TrainRolloutGate(max(STALE_LIMIT, limit), patience, of="stale tokens: ")
@@ -280,7 +280,7 @@ class SamplerGates:
         return metrics | {"rollout/stale_log_prob_diff_mean": average}
 
     def check_update(self, gap: float, weight_version: int, *, on_policy: bool) -> None:
-        """In the first forward pass of an update whose old log-probs are the sampler's. gap: mean
+        """In the first forward pass of an update with the sampler's log-probs as the old ones. gap: mean
         absolute difference. on_policy: all tokens are of the current weights."""
         if not self.recorded:
             gate = self.fresh if on_policy else self.stale

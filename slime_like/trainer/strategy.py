@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Strategy(Protocol):
-    """health: watches for a run that learns nothing; None where nothing tells. samples_responses:
+    """health: watches for a run that learns nothing; None where nothing says so. samples_responses:
     whether each rollout needs the engine, with the current weights."""
 
     health: HealthMonitor | None
@@ -41,7 +41,7 @@ class Strategy(Protocol):
         collected: Mapping[str, float],
         weight_version: int,
     ) -> dict[str, float]:
-        """Metrics of a rollout that has just been collected; `collected` tells how."""
+        """Metrics of a rollout that has just been collected; `collected` says how."""
         ...
 
     def check_failures(
@@ -104,7 +104,7 @@ class ReinforcementLearning:
             return
         text = f"rollout {step + 1}: {failed:.1%} of the samples have no usable response or reward"
         if failed > self._max_failed:
-            # rank 0 alone has the counts, and any rank may be the one that tells
+            # rank 0 alone has the counts, and any rank may be the one that raises
             troubles = from_rank_zero(lambda: engine_troubles(metrics))
             raise RunError(
                 f"{text}, more than --max-failed-samples {self._max_failed:g}; the first: "

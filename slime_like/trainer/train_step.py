@@ -52,9 +52,9 @@ class TrainStep:
         patience: int,
         kl_vanishes_at: int | None,
     ) -> None:
-        """gates: on the difference to the sampler, for updates whose old log-probs are its own.
-        patience: optimizer steps in a row that may be skipped. kl_vanishes_at: the rollout in whose
-        first optimizer step the policy is still the reference model; None where there is none."""
+        """gates: on the difference to the sampler, for updates with its log-probs as the old ones.
+        patience: optimizer steps in a row that may be skipped. kl_vanishes_at: the rollout that
+        starts with the reference model as its policy; None where there is none."""
         self.algorithm = algorithm
         self.backend = backend
         self.progress = progress
@@ -63,23 +63,23 @@ class TrainStep:
         self.entropy = entropy_controller(algorithm)
         self.skip_gates = {
             "policy": SkippedStepGate(patience),
-            "critic": SkippedStepGate(patience, whose="critic's "),
+            "critic": SkippedStepGate(patience, owner="critic's "),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Steps that were skipped, and the entropy bonus, as plain JSON."""
         state: dict[str, Any] = {"entropy_controller": self.entropy.state_dict()}
-        for prefix, whose in _GATES.items():
-            state[f"{prefix}skipped_steps"] = self.skip_gates[whose].total
-            state[f"{prefix}skipped_in_a_row"] = self.skip_gates[whose].in_a_row
+        for prefix, network in _GATES.items():
+            state[f"{prefix}skipped_steps"] = self.skip_gates[network].total
+            state[f"{prefix}skipped_in_a_row"] = self.skip_gates[network].in_a_row
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Checkpoints before the adaptive entropy bonus have no state of it."""
         self.entropy.load_state_dict(state.get("entropy_controller", {}))
-        for prefix, whose in _GATES.items():
-            self.skip_gates[whose].total = int(state[f"{prefix}skipped_steps"])
-            self.skip_gates[whose].in_a_row = int(state[f"{prefix}skipped_in_a_row"])
+        for prefix, network in _GATES.items():
+            self.skip_gates[network].total = int(state[f"{prefix}skipped_steps"])
+            self.skip_gates[network].in_a_row = int(state[f"{prefix}skipped_in_a_row"])
 
     def train_policy(
         self, step: int, batches: Sequence[TrainBatch], *, weight_version: int, on_policy: bool

@@ -122,7 +122,7 @@ def skipped(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
     """A NaN in one gradient of the last rank: every rank skips, and the policy goes on."""
     backend = make_backend(folder, layout, flags)
     assert backend.critic is not None
-    gate = SkippedStepGate(patience=3, whose="critic's ")
+    gate = SkippedStepGate(patience=3, owner="critic's ")
     handle = poison_one_rank(backend.critic, layout.world_size - 1, float("nan"))
     before = critic_weights(backend)
     result = backend.update_critic(share(critic_samples(1), layout))

@@ -89,7 +89,7 @@ def test_initial_kl(half: bool, limit: float) -> None:
 
 
 def test_skipped_steps_in_a_row() -> None:
-    assert (SkippedStepGate(patience=2, whose="critic's ").check(True, math.nan) or "").startswith(
+    assert (SkippedStepGate(patience=2, owner="critic's ").check(True, math.nan) or "").startswith(
         "critic's optimizer step skipped"
     )
     gate = SkippedStepGate(patience=2)
