@@ -16,7 +16,6 @@ from torch import Tensor
 
 from arguments.hf.moe import moe_layers
 from arguments.schema import AlgorithmConfig
-from arguments.schema.distillation import DistillationConfig
 from slime_like.advantages import (
     AdvantageSettings,
     KLController,
@@ -66,15 +65,16 @@ class Batches:
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
     """transformer: megatron-core's TransformerConfig of the policy. replays_rollout: the sampler's
-    experts are replayed. post_process: what a function of the user's makes of the rewards [B] of
-    the samples of a rollout, or None."""
+    experts are replayed. served_teacher: the samples have a teacher's log-probs. post_process: what
+    a function of the user's makes of the rewards [B] of a rollout's samples, or None."""
 
     algorithm: AlgorithmConfig
     off_policy: OffPolicyConfig
-    distillation: DistillationConfig
     transformer: Any
     vocab_size: int
     replays_rollout: bool
+    served_teacher: bool
+    distillation_coef: float
     post_process: Callable[[Sequence[Sample]], Tensor] | None = None
 
 
@@ -307,7 +307,7 @@ class BatchMaker:
         without a teacher."""
         if self.backend.teacher is not None:
             return [t.log_probs for t in self.backend.forward(local, self.backend.teacher)]
-        if not self.settings.distillation.served:
+        if not self.settings.served_teacher:
             return None
         # one that has none is not trained on
         drawn = [rollout.samples[i] for i in rollout.shares.local_indices]
@@ -379,7 +379,7 @@ class BatchMaker:
             gamma=algorithm.gamma,
             lambd=algorithm.lambd,
             kl_coef=self.kl_controller.value,
-            distillation_coef=self.settings.distillation.opd_kl_coef,
+            distillation_coef=self.settings.distillation_coef,
         )
 
 

@@ -350,10 +350,11 @@ def make_batch_maker(
     settings = BatchSettings(
         run.algorithm,
         run.off_policy,
-        run.distillation,
         run.megatron.transformer,
         run.gpt.vocab_size or 0,
         run.rollout.use_rollout_routing_replay,
+        run.distillation.served,
+        run.distillation.opd_kl_coef,
         post_process=None if path is None else partial(processed_rewards, path, slime_args(run)),
     )
     return BatchMaker(settings, layout, backend, gates, progress)
