@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from slime_like.lazy import Tensor
+from slime_like.lazy import Tensor, torch
 
 NOT_SAMPLED = -1  # in place of the weight version of a token that the model did not write
 
@@ -72,6 +72,22 @@ class Sample:
     # [L, expert layers, topk] int16, where the sampler sent each token, -1 where it did not compute
     # one
     routes: Tensor | None = None
+
+    @classmethod
+    def empty(cls, prompt: Prompt, sample_id: int) -> Sample:
+        """A sample of this prompt before its first token."""
+        return cls(
+            group_id=prompt.group_id,
+            sample_id=sample_id,
+            tokens=torch.tensor(prompt.tokens, dtype=torch.int64),
+            response_length=0,
+            loss_mask=torch.empty(0, dtype=torch.bool),
+            rollout_log_probs=torch.empty(0, dtype=torch.float32),
+            status=SampleStatus.PARTIAL,
+            text=prompt.text,
+            label=prompt.label,
+            metadata=prompt.metadata,
+        )
 
     @property
     def total_length(self) -> int:

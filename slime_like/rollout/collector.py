@@ -1,34 +1,40 @@
-"""A rollout's groups, collected: prompts are drawn, sampled and filtered until there are enough;
-the rest waits for the next rollout or is lost.
+"""One rollout's groups: prompts are drawn, sampled and filtered until there are enough; the rest
+waits for the next rollout or is lost.
 
-With the engine inside the ranks everything happens in rounds that all ranks take together: all
-unfinished responses grow, by a slice or to their end, and then it is looked which groups have
-ended. So what is kept depends on lengths and rewards alone, not on time, ranks or layout.
+The loop is the same for every engine. How groups grow is a `Generation`: in rounds that all ranks
+take together (`RoundGeneration`), where what is kept depends on lengths and rewards alone, not on
+time, ranks or layout; or request by request on rank 0 (`streaming.py`), where servers abort what a
+rollout does not need.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from arguments.run_config import RunConfig
-from slime_like.compat.slime.samples import slime_args, to_slime_groups
-from slime_like.distributed.collectives import from_rank_zero
+from slime_like.distributed.collectives import from_rank_zero, from_rank_zero_within
 from slime_like.errors import RunError
-from slime_like.rollout.collection_stats import CollectionStats
 from slime_like.rollout.engines.base import SamplingParams
-from slime_like.rollout.filters import DynamicFilter, choose_waiting, samples_to_remove
-from slime_like.rollout.group_buffer import GroupBuffer, PendingGroup
-from slime_like.rollout.rollouter import Rollouter
+from slime_like.rollout.filters import DYNAMIC_FILTER, GroupFilters, is_kept
+from slime_like.rollout.group_buffer import Choose, GroupBuffer, PendingGroup
+from slime_like.rollout.rollouter import Rollouter, from_plain, to_plain
+from slime_like.rollout.streaming import Responder, StreamGeneration
 from slime_like.types import Prompt, Sample, SampleGroup
+
+T = TypeVar("T")
+Decide = Callable[[Callable[[], T]], T]  # calls a user's function where it runs, for all ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The groups of a rollout by rising id, their prompts, and numbers about how they were found."""
+    """The groups of a rollout by rising id, their prompts, and metrics about how they were
+    found."""
 
     groups: list[SampleGroup]
     prompts: list[Prompt]
@@ -36,199 +42,347 @@ class Collected:
 
 
 @dataclass(slots=True)
-class _Tally(CollectionStats):
-    """discarded: groups that the buffer's filter threw away. masked_tokens: of earlier rollouts,
-    not trained on."""
+class CollectionStats:
+    """Counts, of groups unless the name has another unit.
 
+    draws: of prompts. resumed: drawn with tokens of an earlier rollout. surplus: good ones above
+    what is needed. lost: unfinished when there were enough. discarded: by the buffer's filter.
+    late: cut short by --rollout-time-limit-s. dropped: by the dynamic filter, by reason.
+    wasted_tokens: sampled for nothing. masked_tokens: of earlier rollouts, not trained on.
+    """
+
+    draws: int = 0
+    drawn: int = 0
+    resumed: int = 0
+    surplus: int = 0
+    lost: int = 0
     discarded: int = 0
+    late: int = 0
+    wasted_tokens: int = 0
     masked_tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def metrics(self, *, kept: int, waiting: int) -> dict[str, float]:
+        """To be logged. waiting: groups for the next rollout."""
+        groups = dict(
+            drawn=self.drawn,
+            resumed=self.resumed,
+            kept=kept,
+            dropped=self.dropped.total(),
+            surplus=self.surplus,
+            lost=self.lost,
+            waiting=waiting,
+            discarded=self.discarded,
+            late=self.late,
+        )
+        metrics = {f"groups_{name}": count for name, count in groups.items()}
+        metrics |= dict(draws=self.draws, wasted_tokens=self.wasted_tokens)
+        metrics |= dict(off_policy_masked_tokens=self.masked_tokens)
+        reasons = sorted(self.dropped.items())
+        metrics |= {f"dynamic_filter/drop_{reason}": count for reason, count in reasons}
+        return {f"rollout/{name}": float(value) for name, value in metrics.items()}
+
+
+class GroupSource(Protocol):
+    """What groups are drawn from and what waits goes back to: a `GroupBuffer`, or a user's."""
+
+    def take(self, count: int, choose: Choose) -> tuple[list[PendingGroup], list[PendingGroup]]: ...
+
+    def requeue(self, groups: Sequence[PendingGroup]) -> None: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
+class Generation(Protocol):
+    """How the groups of one rollout grow."""
+
+    late: int  # groups that a time limit cut short
+
+    def start(self, groups: Sequence[PendingGroup]) -> None:
+        """Continue these groups, with those that are in progress."""
+        ...
+
+    def wait(self) -> list[PendingGroup]:
+        """Groups that have ended since, graded, by rising id; perhaps none yet."""
+        ...
+
+    def stop(self) -> list[PendingGroup]:
+        """No more tokens; the groups that have not ended, with what they have."""
+        ...
+
+
+class RoundGeneration:
+    """Rounds that all ranks take together: all unfinished responses grow, by a slice or to their
+    end."""
+
+    def __init__(
+        self, rollouter: Rollouter, sampling: SamplingParams, slice_len: int | None
+    ) -> None:
+        self.late = 0
+        self._rollouter = rollouter
+        self._sampling = sampling
+        self._slice_len = slice_len
+        self._groups: list[PendingGroup] = []
+
+    def start(self, groups: Sequence[PendingGroup]) -> None:
+        self._groups += groups
+
+    def wait(self) -> list[PendingGroup]:
+        """One round; a collective."""
+        unfinished = [s for group in self._groups for s in group.samples if not s.ended]
+        if unfinished:
+            continued = self._rollouter.continue_generation(
+                unfinished, self._sampling, limit=self._slice_len
+            )
+            by_id = {s.sample_id: s for s in continued}
+            self._groups = [
+                g.with_samples([by_id.get(s.sample_id, s) for s in g.samples]) for g in self._groups
+            ]
+        ended = sorted((g for g in self._groups if g.ended), key=lambda g: g.group_id)
+        self._groups = [g for g in self._groups if not g.ended]
+        graded = self._rollouter.grade_groups([g.samples for g in ended])
+        return [g.with_samples(samples) for g, samples in zip(ended, graded, strict=True)]
+
+    def stop(self) -> list[PendingGroup]:
+        return self._groups
 
 
 class Collector:
-    """Collects rollouts of a run. All ranks hold the same buffer and make the same calls; functions
-    of the user's run on rank 0 alone."""
+    """Collects the rollouts of a run. All ranks hold the same buffer and call it together;
+    functions of the user's run on rank 0 alone."""
 
     def __init__(
-        self, run: RunConfig, rollouter: Rollouter, buffer: GroupBuffer, sampling: SamplingParams
+        self,
+        config: RunConfig,
+        rollouter: Rollouter,
+        buffer: GroupSource,
+        sampling: SamplingParams,
+        filters: GroupFilters,
+        *,
+        streams: bool = False,
     ) -> None:
-        self.config = run.scheduling
-        self.target = run.rollout.rollout_batch_size
-        self.draw_size = run.scheduling.over_sampling_batch_size or self.target
-        self.slice_len = slice_length(run)
+        """
+        Args:
+            config: The run's.
+            rollouter: Samples and grades.
+            buffer: A `GroupBuffer`, unless `collect_from` is all that is called.
+            sampling: Of training.
+            filters: See `hooks.group_filters`.
+            streams: Ask request by request on rank 0, in place of rounds.
+        """
+        self.config = config.scheduling
+        self.target = config.rollout.rollout_batch_size
+        self.draw_size = config.scheduling.over_sampling_batch_size or self.target
+        self.slice_len = slice_length(config)
         self.rollouter = rollouter
         self.buffer = buffer
         self.sampling = sampling
-        self.args = slime_args(run)
+        self.filters = filters
+        self.streams = streams
 
     def collect(self, rollout_id: int) -> Collected:
-        """As many groups as --rollout-batch-size says. Raises RunError when --max-num-gen-batches
-        draws do not bring them, telling what was dropped, and why."""
-        tally, kept = _Tally(), list[PendingGroup]()
-        chosen = DynamicFilter(self.config.dynamic_sampling_filter_path, self.args)
-        open_groups: list[PendingGroup] = []
-        under_way = 0  # groups that were drawn for this rollout and not dropped
+        """The groups of a rollout; a collective.
+
+        Args:
+            rollout_id: Counted from 0.
+
+        Returns:
+            --rollout-batch-size groups, equal on all ranks.
+
+        Raises:
+            RunError: --max-num-gen-batches draws brought too few, or streaming took too long.
+            ValueError: a user's function is wrong.
+        """
+        if self.streams:
+            return self._collect_on_rank_zero(rollout_id)
+        generation = RoundGeneration(self.rollouter, self.sampling, self.slice_len)
+        return self.collect_from(
+            generation, rollout_id, lambda find: from_rank_zero(find, self.rollouter.group)
+        )
+
+    def collect_from(
+        self, generation: Generation, rollout_id: int, decide: Decide[Any]
+    ) -> Collected:
+        """The loop of `collect`.
+
+        Args:
+            generation: How groups grow.
+            rollout_id: Counted from 0.
+            decide: Calls a user's function; where all ranks run this loop, on rank 0 for all.
+        """
+        stats, kept = CollectionStats(), list[PendingGroup]()
+        in_progress = 0  # groups that were drawn for this rollout and not dropped
         while len(kept) < self.target:
-            while under_way < self.target:
-                if tally.draws == self.config.max_num_gen_batches:
-                    raise RunError(
-                        tally.too_few(
-                            rollout_id,
-                            chosen,
-                            kept=len(kept),
-                            wanted=self.target,
-                            draw_size=self.draw_size,
-                        )
-                    )
-                open_groups += self._draw(rollout_id, tally)
-                under_way += self.draw_size
-            open_groups = self._grow(open_groups)
-            ended = sorted((g for g in open_groups if g.ended), key=lambda g: g.group_id)
-            open_groups = [g for g in open_groups if not g.ended]
-            graded = self.rollouter.grade_groups([g.samples for g in ended])
-            ended = [
-                PendingGroup(g.prompt, tuple(samples))
-                for g, samples in zip(ended, graded, strict=True)
-            ]
-            for group, keep in zip(ended, self._verdicts(chosen, ended, under_way), strict=True):
+            while in_progress < self.target:
+                if stats.draws == self.config.max_num_gen_batches:
+                    raise RunError(self._too_few(rollout_id, stats, len(kept)))
+                groups = self._draw(rollout_id, stats, decide)
+                generation.start(groups)
+                in_progress += len(groups)
+            ended = generation.wait()
+            verdicts = self._verdicts(stats, ended, in_progress, decide)
+            for group, keep in zip(ended, verdicts, strict=True):
                 if not keep:
-                    under_way -= 1
-                    tally.wasted_tokens += group.response_tokens
+                    in_progress -= 1
+                    stats.wasted_tokens += group.response_tokens
                 elif len(kept) < self.target:
                     kept.append(group)
                 else:
-                    self._set_aside(group, tally)
-        self._leave(open_groups, rollout_id, tally)
+                    self._set_aside(group, stats)
+        self._leave(generation.stop(), rollout_id, stats)
+        stats.late = generation.late
         kept.sort(key=lambda g: g.group_id)
-        groups = self._without_removed([SampleGroup(g.group_id, g.samples) for g in kept])
-        return Collected(groups, [g.prompt for g in kept], self._metrics(tally, chosen, len(kept)))
+        groups = self._without_removed([SampleGroup(g.group_id, g.samples) for g in kept], decide)
+        metrics = stats.metrics(kept=len(kept), waiting=self.buffer.num_waiting)
+        return Collected(
+            groups, [g.prompt for g in kept], metrics if schedules(self.config) else {}
+        )
 
-    def _draw(self, rollout_id: int, tally: _Tally) -> list[PendingGroup]:
+    def _collect_on_rank_zero(self, rollout_id: int) -> Collected:
+        """Rank 0 collects; then all ranks have the groups, and the new state of the buffer."""
+        buffer, rollouter = self.buffer, self.rollouter
+        assert isinstance(buffer, GroupBuffer)
+
+        def work() -> tuple[list[list[dict[str, Any]]], list[Prompt], dict[str, float], Any]:
+            responder = Responder(rollouter, rollouter.engine, self.sampling)
+            with StreamGeneration(responder, self.config.rollout_time_limit_s) as generation:
+                found = self.collect_from(generation, rollout_id, lambda find: find())
+            rows = [[to_plain(s) for s in group.samples] for group in found.groups]
+            state = (buffer.source.state_dict(), buffer.state_dict())
+            return rows, found.prompts, found.metrics, state
+
+        timeout_s = self.config.rollout_function_timeout_s
+        rows, prompts, metrics, state = from_rank_zero_within(
+            work,
+            rollouter.group,
+            timeout_s=timeout_s,
+            late=f"rollout {rollout_id + 1} took longer than --rollout-function-timeout-s "
+            f"{timeout_s:g}",
+        )
+        if dist.get_rank() != 0:
+            buffer.source.load_state_dict(state[0])
+            buffer.load_state_dict(state[1])
+        groups = []
+        for prompt, group in zip(prompts, rows, strict=True):
+            samples = [from_plain(row, Sample.empty(prompt, row["sample_id"])) for row in group]
+            groups.append(SampleGroup(prompt.group_id, tuple(samples)))
+        return Collected(groups, prompts, metrics)
+
+    def _draw(
+        self, rollout_id: int, stats: CollectionStats, decide: Decide[Any]
+    ) -> list[PendingGroup]:
         """The next groups to sample: those that wait, then new prompts."""
 
-        def choose(waiting: list[PendingGroup], count: int) -> tuple[list[int], list[int]]:
-            return from_rank_zero(
-                lambda: choose_waiting(
-                    self.config.buffer_filter_path, self.args, rollout_id, waiting, count
-                ),
-                self.rollouter.group,
+        def choose(waiting: Sequence[PendingGroup], count: int) -> tuple[list[int], list[int]]:
+            found: tuple[list[int], list[int]] = decide(
+                lambda: self.filters.choose_waiting(rollout_id, waiting, count)
             )
+            return found
 
         groups, discarded = self.buffer.take(self.draw_size, choose)
-        tally.draws += 1
-        tally.drawn += len(groups)
-        tally.resumed += sum(any(s.response_length for s in g.samples) for g in groups)
-        tally.discarded += len(discarded)
-        tally.wasted_tokens += sum(g.response_tokens for g in discarded)
+        stats.draws += 1
+        stats.drawn += len(groups)
+        stats.resumed += sum(any(s.response_length for s in g.samples) for g in groups)
+        stats.discarded += len(discarded)
+        stats.wasted_tokens += sum(g.response_tokens for g in discarded)
         if self.config.mask_offpolicy_in_partial_rollout:
-            tally.masked_tokens += sum(int(s.loss_mask.sum()) for g in groups for s in g.samples)
-            groups = [
-                PendingGroup(
-                    g.prompt,
-                    tuple(replace(s, loss_mask=torch.zeros_like(s.loss_mask)) for s in g.samples),
-                )
-                for g in groups
-            ]
+            stats.masked_tokens += sum(int(s.loss_mask.sum()) for g in groups for s in g.samples)
+            groups = [g.with_samples(map(untrained, g.samples)) for g in groups]
         return groups
 
-    def _grow(self, groups: Sequence[PendingGroup]) -> list[PendingGroup]:
-        """One round: what has not ended goes on."""
-        unfinished = [sample for group in groups for sample in group.samples if not sample.ended]
-        if not unfinished:
-            return list(groups)
-        grown = {
-            s.sample_id: s
-            for s in self.rollouter.extend(unfinished, self.sampling, limit=self.slice_len)
-        }
-        return [
-            PendingGroup(g.prompt, tuple(grown.get(s.sample_id, s) for s in g.samples))
-            for g in groups
-        ]
-
     def _verdicts(
-        self, chosen: DynamicFilter, ended: Sequence[PendingGroup], under_way: int
+        self,
+        stats: CollectionStats,
+        ended: Sequence[PendingGroup],
+        in_progress: int,
+        decide: Decide[Any],
     ) -> list[bool]:
-        """What the dynamic filter says of each group, decided on rank 0."""
-        if self.config.dynamic_sampling_filter_path is None:
+        """Whether the dynamic filter keeps each of the groups; the dropped ones are counted."""
+        keep_group = self.filters.keep_group
+        if keep_group is None:
             return [True] * len(ended)
 
-        def ask() -> tuple[list[bool], dict[str, int]]:
-            left, verdicts = under_way, []
-            for samples in to_slime_groups(g.samples for g in ended):
-                verdicts.append(chosen.keeps(samples, is_spare=left > self.target))
+        def judge() -> tuple[list[bool], Counter[str]]:
+            left, verdicts, dropped = in_progress, [], Counter[str]()
+            for group in ended:
+                is_spare = left > self.target
+                verdicts.append(is_kept(keep_group, group.samples, dropped, is_spare=is_spare))
                 left -= not verdicts[-1]
-            return verdicts, dict(chosen.dropped)
+            return verdicts, dropped
 
-        verdicts, dropped = from_rank_zero(ask, self.rollouter.group)
-        chosen.dropped.clear()
-        chosen.dropped.update(dropped)
-        return verdicts
+        verdicts, dropped = decide(judge)
+        stats.dropped += dropped
+        return list(verdicts)
 
-    def _set_aside(self, group: PendingGroup, tally: _Tally) -> None:
-        """A good group that ended when there were enough: it is the next rollout's, as it would be
-        trained on there whole."""
+    def _set_aside(self, group: PendingGroup, stats: CollectionStats) -> None:
+        """A good group that ended when there were enough: the next rollout takes it, as it would
+        be trained on there completely."""
         if self.config.partial_rollout and not self.config.mask_offpolicy_in_partial_rollout:
             self.buffer.requeue([group])
             return
-        tally.surplus += 1
-        tally.wasted_tokens += group.response_tokens
+        stats.surplus += 1
+        stats.wasted_tokens += group.response_tokens
 
-    def _leave(self, groups: Sequence[PendingGroup], rollout_id: int, tally: _Tally) -> None:
+    def _leave(
+        self, groups: Sequence[PendingGroup], rollout_id: int, stats: CollectionStats
+    ) -> None:
         """What is not finished: kept for the next rollout, or lost."""
         if not self.config.partial_rollout:
-            tally.lost += len(groups)
-            tally.wasted_tokens += sum(g.response_tokens for g in groups)
+            stats.lost += len(groups)
+            stats.wasted_tokens += sum(g.response_tokens for g in groups)
             return
 
         def marked(sample: Sample) -> Sample:
             metadata: dict[str, Any] = {"start_rollout_id": rollout_id, **sample.metadata}
             return replace(sample, metadata=metadata) if sample.response_length else sample
 
-        self.buffer.requeue([PendingGroup(g.prompt, tuple(map(marked, g.samples))) for g in groups])
+        self.buffer.requeue([g.with_samples(map(marked, g.samples)) for g in groups])
 
-    def _without_removed(self, groups: list[SampleGroup]) -> list[SampleGroup]:
+    def _without_removed(self, groups: list[SampleGroup], decide: Decide[Any]) -> list[SampleGroup]:
         """With an empty mask where --rollout-sample-filter-path removes a sample."""
-        path = self.config.rollout_sample_filter_path
-        if path is None:
+        removed_samples = self.filters.removed_samples
+        if removed_samples is None:
             return groups
-        removed = set(
-            from_rank_zero(
-                lambda: samples_to_remove(
-                    path, self.args, to_slime_groups(g.samples for g in groups)
-                ),
-                self.rollouter.group,
+        removed = set(decide(lambda: list(removed_samples(groups))))
+        return [
+            SampleGroup(
+                g.group_id,
+                tuple(untrained(s) if s.sample_id in removed else s for s in g.samples),
             )
+            for g in groups
+        ]
+
+    def _too_few(self, rollout_id: int, stats: CollectionStats, kept: int) -> str:
+        """The message when --max-num-gen-batches draws did not bring enough groups."""
+        counts = [f"{reason} {count}" for reason, count in stats.dropped.most_common()]
+        return (
+            f"rollout {rollout_id + 1}: {stats.draws} draws of {self.draw_size} prompts "
+            f"(--max-num-gen-batches) brought {kept} of the {self.target} groups that "
+            f"--rollout-batch-size asks for; dropped by {DYNAMIC_FILTER} "
+            f"{self.config.dynamic_sampling_filter_path}, by reason: "
+            f"{', '.join(counts) or 'none'}. Give easier or harder prompts, another filter, or a "
+            "larger --over-sampling-batch-size"
         )
 
-        def masked(sample: Sample) -> Sample:
-            return (
-                replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
-                if sample.sample_id in removed
-                else sample
-            )
 
-        return [SampleGroup(g.group_id, tuple(map(masked, g.samples))) for g in groups]
-
-    def _metrics(self, tally: _Tally, chosen: DynamicFilter, kept: int) -> dict[str, float]:
-        """Numbers of groups, and tokens that were sampled for nothing; only where something can
-        become of a group but being kept."""
-        if not schedules(self.config):
-            return {}
-        more = dict(groups_discarded=tally.discarded, off_policy_masked_tokens=tally.masked_tokens)
-        metrics = tally.metrics(chosen.dropped, kept=kept, waiting=len(self.buffer.waiting), **more)
-        return {f"rollout/{name}": float(value) for name, value in metrics.items()}
+def untrained(sample: Sample) -> Sample:
+    """With an empty loss mask."""
+    return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
 
 
 def schedules(config: Any) -> bool:
-    """Whether a drawn group may end otherwise than in its rollout."""
+    """Whether a drawn group may be anything but kept and finished in its rollout."""
     return (
         config.over_sampling_batch_size is not None
         or config.dynamic_sampling_filter_path is not None
         or config.partial_rollout
+        or config.rollout_time_limit_s is not None
     )
 
 
-def slice_length(run: RunConfig) -> int | None:
+def slice_length(config: RunConfig) -> int | None:
     """Tokens of a round; None: to the end."""
-    if run.scheduling.rollout_slice_len is not None or not run.scheduling.partial_rollout:
-        return run.scheduling.rollout_slice_len
-    return max(1, run.rollout.rollout_max_response_len // 8)
+    if config.scheduling.rollout_slice_len is not None or not config.scheduling.partial_rollout:
+        return config.scheduling.rollout_slice_len
+    return max(1, config.rollout.rollout_max_response_len // 8)

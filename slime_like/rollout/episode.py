@@ -1,7 +1,8 @@
 """A response in several parts: what the model wrote and what its environment answered.
 
-A function named by --custom-generate-function-path is called as ``await function(model, episode)``.
-It lets the model write, answers, and returns when the episode is over:
+A function named by --custom-generate-function-path makes each response (`CustomGenerate`). In our
+convention it is called as ``await function(model, episode)``: it lets the model write, answers, and
+returns when the episode is over:
 
     async def play(model: Model, episode: Episode) -> None:
         while (turn := await model.write(episode, stop=("</call>",))).stopped:
@@ -12,13 +13,17 @@ Only what the model wrote is trained on.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import slime_like
 from slime_like.rollout.engines.base import (
     FinishReason,
     GenerateOutput,
@@ -27,6 +32,10 @@ from slime_like.rollout.engines.base import (
     SamplingParams,
 )
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
+
+CUSTOM_GENERATE = "--custom-generate-function-path"
+PACKAGE = Path(slime_like.__file__).parent
+SeedOf = Callable[[int, int], int]  # (sample id, tokens of the response so far) -> seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +104,20 @@ class Episode:
 
 
 class Model:
-    """The engine, for functions of the user's; local or served."""
+    """The engine, for functions of the user's; local or served. sampling: the run's, or that of
+    an evaluation set."""
 
     def __init__(
         self,
         engine: GenerationClient,
         tokenizer: Any,
         sampling: SamplingParams,
-        seed_of: Callable[[int, int], int],
+        seed_of: SeedOf,
     ) -> None:
+        self.engine = engine
         self.tokenizer = tokenizer
         self.sampling = sampling
-        self._engine = engine
-        self._seed_of = seed_of  # (sample id, tokens that are there) -> seed
+        self.seed_of = seed_of
 
     async def write(
         self,
@@ -133,9 +143,9 @@ class Model:
         request = GenerateRequest(
             episode.sample_id,
             (*episode.prompt_tokens, *episode.tokens),
-            self._seed_of(episode.sample_id, len(episode.tokens)),
+            self.seed_of(episode.sample_id, len(episode.tokens)),
         )
-        output = await self._engine.generate_one(request, sampling)
+        output = await self.engine.generate_one(request, sampling)
         episode.append(output)
         if output.finish_reason == "abort":
             raise Aborted
@@ -147,7 +157,83 @@ class Model:
 
 
 class Aborted(Exception):
-    """The engine gave the request up, or was told to: the function is not to go on."""
+    """The engine dropped the request, or was asked to: the function must not continue."""
+
+
+# (empty sample, model, whether this is an evaluation) -> the sample with its response
+Respond = Callable[[Sample, Model, bool], Awaitable[Sample]]
+
+
+class CustomGenerate:
+    """Makes responses with a user's function, all samples of a rank in one event loop.
+
+    A function that raises or takes too long loses its sample, with the reason in its metadata. One
+    that returns something other than a sample ends the run.
+    """
+
+    def __init__(self, name: str, respond: Respond, *, timeout_s: float) -> None:
+        """
+        Args:
+            name: The flag and the function, for messages.
+            respond: The function, in the types of the core.
+            timeout_s: Seconds for each sample.
+        """
+        self.name = name
+        self.timeout_s = timeout_s
+        self._respond = respond
+
+    def run(self, samples: Sequence[Sample], model: Model, *, evaluation: bool) -> list[Sample]:
+        """The samples with their responses, in the same order. Not from within an event loop."""
+
+        async def respond_to_all() -> list[Sample]:
+            responses = [self.respond(s, model, evaluation=evaluation) for s in samples]
+            return list(await asyncio.gather(*responses))
+
+        return asyncio.run(respond_to_all())
+
+    async def respond(self, sample: Sample, model: Model, *, evaluation: bool) -> Sample:
+        """One sample with its response, ABORTED where the function failed.
+
+        Raises:
+            ValueError: the function returned something other than the sample, or a wrong one.
+        """
+        try:
+            response = self._respond(sample, model, evaluation)
+            return await asyncio.wait_for(response, self.timeout_s)
+        except TimeoutError:
+            limit = f"--custom-generate-timeout-s {self.timeout_s:g}"
+            return lost(sample, f"{self.name} took longer than {limit}")
+        except Exception as error:
+            if isinstance(error, ValueError) and _raised_here(error):
+                raise
+            return lost(sample, f"{self.name} raised {type(error).__name__}: {error}"[:500])
+
+
+def play_episode(function: Callable[[Model, Episode], Awaitable[None]]) -> Respond:
+    """``function(model, episode)`` as what `CustomGenerate` calls."""
+
+    async def respond(sample: Sample, model: Model, evaluation: bool) -> Sample:
+        episode = episode_of(sample, model.sampling, model.tokenizer, evaluation=evaluation)
+        with contextlib.suppress(Aborted):
+            await function(model, episode)
+        return sample_of(episode, sample, model.tokenizer)
+
+    return respond
+
+
+def lost(sample: Sample, reason: str) -> Sample:
+    """The sample as ABORTED, with the reason in its metadata."""
+    metadata = {**sample.metadata, "failure": reason}
+    return replace(sample, status=SampleStatus.ABORTED, metadata=metadata)
+
+
+def _raised_here(error: Exception) -> bool:
+    """Whether this package raised it, as it does for a wrong argument or return value. A
+    ValueError of the function itself, or of a library that it calls, fails one sample only."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
 
 
 def episode_of(

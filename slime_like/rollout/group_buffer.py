@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.compat.slime.samples import unwritten
 from slime_like.data.prompts import PromptSource
 from slime_like.rollout.recording import decode, encode
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
@@ -49,24 +48,27 @@ class PendingGroup:
     def response_tokens(self) -> int:
         return sum(sample.response_length for sample in self.samples)
 
-    def is_stale(self, oldest_version: int) -> bool:
-        """Whether a token was written under weights older than that."""
-        return any(v < oldest_version for sample in self.samples for v in sample.weight_versions)
-
-    def restarted(self) -> PendingGroup:
-        return PendingGroup(
-            self.prompt, tuple(unwritten(self.prompt, s.sample_id) for s in self.samples)
-        )
+    def with_samples(self, samples: Iterable[Sample]) -> PendingGroup:
+        """The group with these in place of its samples."""
+        return PendingGroup(self.prompt, tuple(samples))
 
 
-Choose = Callable[
-    [list[PendingGroup], int], tuple[list[int], list[int]]
-]  # (waiting, count) -> group ids to go on with, and to throw away
+# (waiting groups, count) -> ids of at most `count` to continue, and of those to throw away
+Choose = Callable[[Sequence[PendingGroup], int], tuple[list[int], list[int]]]
+# the same, of the filter of the buffer: (rollout id, waiting groups, count)
+ChooseWaiting = Callable[[int, Sequence[PendingGroup], int], tuple[list[int], list[int]]]
+
+
+def oldest_first(
+    rollout_id: int, waiting: Sequence[PendingGroup], count: int
+) -> tuple[list[int], list[int]]:
+    """The default `ChooseWaiting`: the groups that have waited longest."""
+    return [group.group_id for group in waiting[:count]], []
 
 
 class GroupBuffer:
-    """Groups to be sampled: unfinished ones as `choose` picks them, then n_samples unwritten
-    samples for each new prompt."""
+    """Groups to be sampled: unfinished ones as `choose` picks them, then n_samples empty samples
+    for each new prompt."""
 
     def __init__(self, source: PromptSource, n_samples: int) -> None:
         self.source = source
@@ -74,7 +76,15 @@ class GroupBuffer:
         self.waiting: list[PendingGroup] = []
 
     def take(self, count: int, choose: Choose) -> tuple[list[PendingGroup], list[PendingGroup]]:
-        """`count` groups to sample, and the waiting ones that were thrown away."""
+        """Draw groups.
+
+        Args:
+            count: How many.
+            choose: Which of the waiting groups come first, and which are thrown away.
+
+        Returns:
+            `count` groups to sample, and the waiting ones that were thrown away.
+        """
         chosen, discarded = choose(self.waiting, count) if self.waiting else ([], [])
         by_id = {group.group_id: group for group in self.waiting}
         self.waiting = [
@@ -82,19 +92,21 @@ class GroupBuffer:
         ]
         groups = [by_id[i] for i in chosen]
         new = self.source.next_prompts(count - len(groups)) if len(groups) < count else []
-        groups += [self.unwritten_group(prompt) for prompt in new]
+        groups += [self.empty_group(prompt) for prompt in new]
         return groups, [by_id[i] for i in discarded]
 
-    def unwritten_group(self, prompt: Prompt) -> PendingGroup:
-        return PendingGroup(
-            prompt,
-            tuple(
-                unwritten(prompt, prompt.group_id * self.n_samples + j)
-                for j in range(self.n_samples)
-            ),
-        )
+    def empty_group(self, prompt: Prompt) -> PendingGroup:
+        """The group of a prompt before its first token."""
+        first = prompt.group_id * self.n_samples
+        samples = (Sample.empty(prompt, first + j) for j in range(self.n_samples))
+        return PendingGroup(prompt, tuple(samples))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
 
     def requeue(self, groups: Sequence[PendingGroup]) -> None:
+        """These wait for the next `take`."""
         self.waiting += groups
 
     def state_dict(self) -> list[dict[str, Any]]:

@@ -15,22 +15,24 @@ from slime_like.metrics.typed import MetricAccumulator, masked_max, masked_mean
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 TRUNCATED_FRACTION = "rollout/truncated_frac"
+# share of the trained tokens that no weights of the run are known to have written
+UNKNOWN_VERSIONS = "rollout/unknown_version_frac"
 
 
-def is_unusable(sample: Sample) -> bool:
+def is_failed(sample: Sample) -> bool:
     """No response, or no finite reward."""
     lost = sample.status in (SampleStatus.ABORTED, SampleStatus.FAILED)
     return lost or sample.reward is None or not math.isfinite(sample.reward)
 
 
 def failed_fraction(samples: Sequence[Sample]) -> float:
-    """Share of samples without a usable response or reward."""
-    return sum(map(is_unusable, samples)) / len(samples)
+    """Share of samples without a response or a valid reward."""
+    return sum(map(is_failed, samples)) / len(samples)
 
 
 def first_failure(samples: Sequence[Sample]) -> str:
-    """Words about the first unusable sample."""
-    sample = next(s for s in samples if is_unusable(s))
+    """A message about the first failed sample."""
+    sample = next(s for s in samples if is_failed(s))
     if sample.status == SampleStatus.ABORTED:
         return f"sample {sample.sample_id}: the engine gave it up" + (
             f": {why}" if (why := sample.metadata.get("failure")) else ""

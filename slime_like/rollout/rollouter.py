@@ -9,8 +9,11 @@ changes what is sampled.
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial as bind
 from typing import Any
 
 import torch
@@ -20,9 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from arguments.eval_sets import EvalSet
 from arguments.schema import RolloutConfig
-from slime_like.compat.slime.samples import unwritten
 from slime_like.rewards.grader import Grader
-from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.engines.base import (
     GenerateOutput,
     GenerateRequest,
@@ -30,8 +31,11 @@ from slime_like.rollout.engines.base import (
     SamplingParams,
     asking_ranks,
 )
-from slime_like.rollout.seeds import sample_seed
+from slime_like.rollout.episode import CustomGenerate, Model
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
+
+# metadata key of ReMax's baseline, so that recorded rollouts have it too
+GREEDY_REWARD = "greedy_reward"
 
 
 def training_sampling(config: RolloutConfig) -> SamplingParams:
@@ -64,6 +68,14 @@ def eval_sampling(each: EvalSet, rollout: RolloutConfig) -> SamplingParams:
     )
 
 
+def sample_seed(seed: int, purpose: str, sample_id: int, position: int = 0) -> int:
+    """A 63-bit seed that depends on its arguments alone. position: tokens that the response has
+    already."""
+    part = f"@{position}" if position else ""
+    digest = hashlib.blake2b(f"{seed}/{purpose}/{sample_id}{part}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 class Rollouter:
     """Generation and grading over all ranks. `purpose` and `seed` decide the randomness together
     with each sample's id."""
@@ -85,6 +97,10 @@ class Rollouter:
         # of its collectives; None: the default, which the training thread uses
         self.group: dist.ProcessGroup | None = None
 
+    def seed_of(self, purpose: str, sample_id: int, position: int) -> int:
+        """The seed of a request. position: tokens that the response has already."""
+        return sample_seed(self.seed, purpose, sample_id, position)
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -94,21 +110,31 @@ class Rollouter:
         purpose: str = "train",
         grader: Grader | None = None,
     ) -> list[SampleGroup]:
-        """`n_samples` graded samples for each prompt, equal on all ranks. purpose: "train", or the
-        name of an evaluation, so that
-        the same ids draw different randomness. grader: of this evaluation; None: the run's."""
+        """Generate and grade complete responses; a collective.
+
+        Args:
+            prompts: Equal on all ranks.
+            n_samples: Responses to each of them.
+            sampling: How to sample.
+            purpose: "train", or the name of an evaluation, so that equal ids draw other randomness.
+            grader: Of this evaluation; None: the run's.
+
+        Returns:
+            A group for each prompt, in their order, equal on all ranks.
+        """
         samples = [
-            unwritten(prompt, prompt.group_id * n_samples + j)
+            Sample.empty(prompt, prompt.group_id * n_samples + j)
             for prompt in prompts
             for j in range(n_samples)
         ]
         groups: dict[int, list[Sample]] = {prompt.group_id: [] for prompt in prompts}
-        for sample in self.extend(samples, sampling, purpose=purpose, grader=grader):
+        done = self.continue_generation(samples, sampling, purpose=purpose, grader=grader)
+        for sample in done:
             groups[sample.group_id].append(sample)
         graded = self.grade_groups(list(groups.values()), grader=grader)
         return [SampleGroup(members[0].group_id, tuple(members)) for members in graded]
 
-    def extend(
+    def continue_generation(
         self,
         samples: Sequence[Sample],
         sampling: SamplingParams,
@@ -117,115 +143,148 @@ class Rollouter:
         limit: int | None = None,
         grader: Grader | None = None,
     ) -> list[Sample]:
-        """Unfinished samples go on, to their end or by at most `limit` tokens, which leaves them
-        PARTIAL; those that end are graded, except by a reward of whole groups. Equal on all ranks,
-        in the order of `samples`."""
+        """Continue unfinished responses; a collective.
+
+        Args:
+            samples: Equal on all ranks.
+            sampling: How to sample; max_new_tokens is of the complete response.
+            purpose: As in `generate`.
+            limit: Tokens that are added at most, which leaves longer responses PARTIAL; None: none.
+            grader: As in `generate`.
+
+        Returns:
+            The samples in their order, equal on all ranks; those that ended are graded, except by
+            a reward of groups.
+        """
         rank, world = dist.get_rank(), dist.get_world_size()
         grader = grader or self.grader
         asking = asking_ranks(self.engine, world)
-        mine = self._write(
-            list(samples[rank::asking]) if rank < asking else [], sampling, purpose, limit
-        )
+        local = list(samples[rank::asking]) if rank < asking else []
+        local = self._generate_local(local, sampling, purpose, limit)
         if not grader.args.group_rm:
-            mine = grader.grade(mine)
-        return self._shared(mine, samples)
+            local = grader.grade(local)
+        return self._shared(local, samples)
 
     def grade_groups(
         self, groups: Sequence[Sequence[Sample]], *, grader: Grader | None = None
     ) -> list[list[Sample]]:
-        """Whole groups with the rewards of a function of groups (--group-rm), which ranks ask for
-        in turn; else as they are."""
+        """Groups with the rewards of a function of groups (--group-rm), which ranks call in turn;
+        without one as they are. A collective."""
         grader = grader or self.grader
         if not grader.args.group_rm:
             return [list(group) for group in groups]
-        mine = grader.grade_groups(groups[dist.get_rank() :: dist.get_world_size()])
+        local = grader.grade_groups(groups[dist.get_rank() :: dist.get_world_size()])
         every = iter(
             self._shared(
-                [s for group in mine for s in group], [s for group in groups for s in group]
+                [s for group in local for s in group], [s for group in groups for s in group]
             )
         )
         return [[next(every) for _ in group] for group in groups]
 
-    def _shared(self, mine: Sequence[Sample], samples: Sequence[Sample]) -> list[Sample]:
-        """What all ranks did, on all of them, in the order of `samples`, which all of them have as
-        they were before."""
+    def _shared(self, local: Sequence[Sample], samples: Sequence[Sample]) -> list[Sample]:
+        """The work of all ranks on all of them, in the order of `samples`, which all of them have
+        as they were before."""
         shares: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(shares, [to_plain(s) for s in mine], group=self.group)
+        dist.all_gather_object(shares, [to_plain(s) for s in local], group=self.group)
         by_id = {record["sample_id"]: record for share in shares for record in share}
         return [from_plain(by_id[sample.sample_id], sample) for sample in samples]
 
-    def _write(
+    def _generate_local(
         self, samples: Sequence[Sample], sampling: SamplingParams, purpose: str, limit: int | None
     ) -> list[Sample]:
-        """What this rank's engine adds. Requests that may grow alike are asked for together."""
+        """The samples with what this rank's engine adds. Requests with equal limits are sent
+        together."""
         if self.custom_generate is not None and samples:
-
-            def seed_of(sample_id: int, position: int) -> int:
-                return sample_seed(self.seed, purpose, sample_id, position)
-
-            return self.custom_generate.run(
-                samples,
-                self.engine,
-                self.tokenizer,
-                sampling,
-                seed_of,
-                evaluation=purpose != "train",
-            )
+            seed_of = bind(self.seed_of, purpose)
+            model = Model(self.engine, self.tokenizer, sampling, seed_of)
+            return self.custom_generate.run(samples, model, evaluation=purpose != "train")
         room = {
             s.sample_id: min(
                 limit or sampling.max_new_tokens, sampling.max_new_tokens - s.response_length
             )
             for s in samples
         }
-        written: dict[int, Sample] = {}
+        done: dict[int, Sample] = {}
         for length in sorted(set(room.values())):
             part = [s for s in samples if room[s.sample_id] == length]
-            seeds = [sample_seed(self.seed, purpose, s.sample_id, s.response_length) for s in part]
             requests = [
-                GenerateRequest(s.sample_id, tuple(s.tokens.tolist()), seed)
-                for s, seed in zip(part, seeds)
+                GenerateRequest(
+                    s.sample_id,
+                    tuple(s.tokens.tolist()),
+                    self.seed_of(purpose, s.sample_id, s.response_length),
+                )
+                for s in part
             ]
             outputs = self.engine.generate(requests, replace(sampling, max_new_tokens=length))
-            written |= {
-                s.sample_id: self.written(s, output, sampling)
+            done |= {
+                s.sample_id: self.append_output(s, output, sampling)
                 for s, output in zip(part, outputs, strict=True)
             }
-        return [written[s.sample_id] for s in samples]
+        return [done[s.sample_id] for s in samples]
 
-    def written(self, sample: Sample, output: GenerateOutput, sampling: SamplingParams) -> Sample:
-        """The sample with what the engine added to it."""
+    def append_output(
+        self, sample: Sample, output: GenerateOutput, sampling: SamplingParams
+    ) -> Sample:
+        """The sample with what the engine added to it.
+
+        Args:
+            sample: As it was when the engine was asked.
+            output: Its answer.
+            sampling: max_new_tokens is of the complete response.
+        """
         output = cut_at_stop(self.tokenizer, sample, output, sampling.stop)
         assert sample.rollout_log_probs is not None
         length = sample.response_length + len(output.tokens)
-        asked = output.finish_reason == "abort" and output.failure is None
-        partial = length < sampling.max_new_tokens and (asked or output.finish_reason == "length")
+        aborted = output.finish_reason == "abort" and output.failure is None
+        partial = length < sampling.max_new_tokens and (aborted or output.finish_reason == "length")
         status = SampleStatus.PARTIAL if partial else _STATUS[output.finish_reason]
         new = torch.full((len(output.tokens),), status != SampleStatus.ABORTED, dtype=torch.bool)
         tokens = torch.cat([sample.tokens, torch.tensor(output.tokens, dtype=torch.int64)])
-        sets = (
-            None
-            if output.token_sets is None
-            else pad_token_sets([*rows_of(sample.token_sets), *output.token_sets])
-        )
+        log_probs = torch.tensor(output.log_probs, dtype=torch.float32)
+        sets = output.token_sets
+        if sets is not None:
+            sets = pad_token_sets([*rows_of(sample.token_sets), *sets])
+        metadata = sample.metadata
+        if output.failure is not None:
+            metadata = {**metadata, "failure": output.failure}
+        response = tokens[tokens.numel() - length :]
         return replace(
             sample,
             tokens=tokens,
             response_length=length,
             loss_mask=torch.cat([sample.loss_mask, new]),
-            rollout_log_probs=torch.cat(
-                [sample.rollout_log_probs, torch.tensor(output.log_probs, dtype=torch.float32)]
-            ),
+            rollout_log_probs=torch.cat([sample.rollout_log_probs, log_probs]),
             token_sets=sets,
             routes=joined_routes(sample.routes, output.routes, tokens.numel()),
             status=status,
             weight_versions=(*sample.weight_versions, *output.weight_versions),
-            response=self.tokenizer.decode(
-                tokens[tokens.numel() - length :], skip_special_tokens=True
-            ),
-            metadata=sample.metadata
-            if output.failure is None
-            else {**sample.metadata, "failure": output.failure},
+            response=self.tokenizer.decode(response, skip_special_tokens=True),
+            metadata=metadata,
         )
+
+
+def with_greedy_rewards(
+    rollouter: Rollouter,
+    prompts: Sequence[Prompt],
+    groups: Sequence[SampleGroup],
+    sampling: SamplingParams,
+) -> list[SampleGroup]:
+    """The groups, each sample with the reward of the greedy response to its prompt in its metadata;
+    NaN where that has no reward.
+
+    sampling: of the groups, which sets all but the temperature. Every rank calls this.
+    """
+    greedy = rollouter.generate(prompts, 1, replace(sampling, temperature=0.0), purpose="greedy")
+    rewards = {group.group_id: group.samples[0].reward for group in greedy}
+    result = []
+    for group in groups:
+        reward = rewards[group.group_id]
+        value = math.nan if reward is None else reward
+        samples = tuple(
+            replace(s, metadata={**s.metadata, GREEDY_REWARD: value}) for s in group.samples
+        )
+        result.append(SampleGroup(group.group_id, samples))
+    return result
 
 
 _STATUS = {
@@ -286,15 +345,14 @@ def pad_token_sets(sets: Sequence[Tensor]) -> Tensor:
 
 
 def to_plain(sample: Sample) -> dict[str, Any]:
-    """What another rank needs of a sample that it did not generate: no torch tensors, without what
-    its prompt tells."""
-    told = sample.rollout_log_probs
+    """Serialise a sample for the exchange between ranks: numpy arrays, prompt fields omitted."""
+    log_probs = sample.rollout_log_probs
     return {
         "sample_id": sample.sample_id,
         "tokens": sample.tokens.numpy(),
         "response_length": sample.response_length,
         "loss_mask": sample.loss_mask.numpy(),
-        "rollout_log_probs": None if told is None else told.numpy(),
+        "rollout_log_probs": None if log_probs is None else log_probs.numpy(),
         "token_sets": None if sample.token_sets is None else sample.token_sets.numpy(),
         "routes": None if sample.routes is None else sample.routes.numpy(),
         "token_rewards": None if sample.token_rewards is None else sample.token_rewards.numpy(),
@@ -307,7 +365,7 @@ def to_plain(sample: Sample) -> dict[str, Any]:
 
 
 def from_plain(record: dict[str, Any], before: Sample) -> Sample:
-    """before: the sample as all ranks have it."""
+    """The sample of `to_plain`. before: the sample as all ranks have it."""
     arrays = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes", "token_rewards")
     tensors = {
         name: None if record[name] is None else torch.from_numpy(record[name]) for name in arrays

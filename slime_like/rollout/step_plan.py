@@ -1,5 +1,5 @@
-"""A rollout becomes optimizer steps: which rank trains on which sample, advantages, and token
-weights.
+"""A rollout becomes optimizer steps: which rank trains on which sample, token weights, and the
+off-policy correction.
 
 All ranks hold all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples:
 the samples of an optimizer step, and so the loss, are the same for every layout. Which
@@ -12,16 +12,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.advantages import Outcomes
 from slime_like.distributed.seqlen_balancing import imbalance, partition, sequence_costs
+from slime_like.import_utils import load_function
+from slime_like.losses.custom_tis import custom_correction
+from slime_like.losses.mismatch import with_ess
+from slime_like.losses.off_policy import Correction, OffPolicyConfig, off_policy_correction
 from slime_like.losses.reductions import reduction_weights
-from slime_like.rollout.correction import sampler_told
-from slime_like.rollout.remax_baseline import GREEDY_REWARD
+from slime_like.metrics.typed import MetricAccumulator
+from slime_like.rollout.rollouter import GREEDY_REWARD
 from slime_like.types import Sample, SampleGroup, SampleStatus, TrainBatch, TrainSample
 
 
@@ -121,7 +127,7 @@ def flatten(groups: Sequence[SampleGroup]) -> list[Sample]:
     return [sample for group in groups for sample in group.samples]
 
 
-def usable(sample: Sample) -> Sample:
+def mask_failed(sample: Sample) -> Sample:
     """The sample as it is trained on. Without a response (aborted) its mask is all False; without a
     reward (the grader failed) it gets advantage 0, and keeps its mask and so every denominator, as
     a sample whose reward is NaN does."""
@@ -234,20 +240,23 @@ def train_samples(
     samples of all ranks have log-probs of the sampler (zeros in one that trains nothing), or none
     has, so that all ranks do alike.
     """
-    told = sampler_told(samples)
+    with_log_probs = has_rollout_log_probs(samples)
     shares = shares or plan.share(samples)
     result = []
     for k, step in enumerate(plan.steps(samples)):
         weights = step_weights(step, reduction, loss_norm_length, micro_batch_size)
         nll = nll_weights(step) if positive_nll else [None] * len(weights)
         result.append(
-            [_train_sample(step[i], weights[i], nll[i], told=told) for i in shares.mine(k)]
+            [
+                _train_sample(step[i], weights[i], nll[i], with_log_probs=with_log_probs)
+                for i in shares.mine(k)
+            ]
         )
     return result
 
 
 def _train_sample(
-    sample: Sample, weight: float, nll_weight: float | None, *, told: bool
+    sample: Sample, weight: float, nll_weight: float | None, *, with_log_probs: bool
 ) -> TrainSample:
     def per_token(value: float) -> Tensor:
         return torch.full((sample.response_length,), value, dtype=torch.float32)
@@ -260,7 +269,7 @@ def _train_sample(
         response_length=sample.response_length,
         loss_mask=sample.loss_mask,
         loss_weights=per_token(weight),
-        rollout_log_probs=rollout_log_probs if told else None,
+        rollout_log_probs=rollout_log_probs if with_log_probs else None,
         token_sets=sample.token_sets,
         routes=sample.routes,
         rewards=per_token(math.nan if sample.reward is None else sample.reward),
@@ -277,3 +286,105 @@ def map_steps(
         batches.append(TrainBatch(tuple(change(i + j, sample) for j, sample in enumerate(step))))
         i += len(step)
     return batches
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCorrection:
+    """keep_mask: [R] bool; importance_weights: [R] float32. None as in `Correction`."""
+
+    keep_mask: Tensor | None = None
+    importance_weights: Tensor | None = None
+
+
+def correct_steps(
+    config: OffPolicyConfig,
+    steps: Sequence[Sequence[TrainSample]],
+    old_log_probs: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+) -> tuple[list[SampleCorrection], dict[str, float]]:
+    """The correction of each of this rank's samples, counted over all steps, and metrics over the
+    whole rollout.
+
+    steps: this rank's samples of each optimizer step. old_log_probs: [R] by sample, over all steps.
+    group: data-parallel ranks, each of which calls this with as many steps. Raises ValueError when
+    active tokens have no log-probs of the sampler: see `has_rollout_log_probs`.
+    """
+    function = (
+        None
+        if config.custom_tis_function_path is None
+        else load_function(config.custom_tis_function_path, "--custom-tis-function-path")
+    )
+    accumulator = MetricAccumulator()
+    corrections: list[SampleCorrection] = []
+    for step in steps:
+        old = old_log_probs[len(corrections) : len(corrections) + len(step)]
+        correction = _correct(config, function, step, old, group)
+        accumulator.add(correction.metrics)
+        lengths = [s.response_length for s in step]
+        keeps = _split(correction.keep_mask, lengths)
+        weights = _split(correction.importance_weights, lengths)
+        corrections += [SampleCorrection(keep, weight) for keep, weight in zip(keeps, weights)]
+    return corrections, with_ess(accumulator.reduce(group))
+
+
+def _correct(
+    config: OffPolicyConfig,
+    function: Callable[..., Any] | None,
+    step: Sequence[TrainSample],
+    old: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+) -> Correction:
+    """One optimizer step."""
+    rollout = [_rollout_log_probs(sample, o) for sample, o in zip(step, old)]
+    masks = [s.loss_mask for s in step]
+    if function is not None:
+        totals = [int(s.tokens.numel()) for s in step]
+        return custom_correction(
+            function,
+            config,
+            old_log_probs=old,
+            rollout_log_probs=rollout,
+            loss_masks=masks,
+            total_lengths=totals,
+        )
+    lengths = torch.tensor([s.response_length for s in step])
+    return off_policy_correction(
+        config,
+        old_log_probs=torch.cat(list(old)),
+        rollout_log_probs=torch.cat(rollout),
+        loss_mask=torch.cat(masks),
+        seq_ids=torch.repeat_interleave(torch.arange(len(step)), lengths),
+        num_seqs=len(step),
+        group=group,
+    )
+
+
+def _rollout_log_probs(sample: TrainSample, old: Tensor) -> Tensor:
+    """The sampler's log-probs [R]; those of a sample that trains nothing may be missing."""
+    if sample.rollout_log_probs is not None:
+        return sample.rollout_log_probs
+    if sample.loss_mask.any():
+        raise ValueError(
+            "a sample has no log-probs of the sampler, which the off-policy correction needs"
+        )
+    return old
+
+
+def has_rollout_log_probs(samples: Sequence[Sample]) -> bool:
+    """Whether every sample of a rollout that trains something has log-probs of the sampler.
+    samples: of all ranks, so that all decide alike."""
+    return all(s.rollout_log_probs is not None or not s.loss_mask.any() for s in samples)
+
+
+def check_rollout_log_probs(config: OffPolicyConfig, samples: Sequence[Sample]) -> None:
+    """Raises ValueError naming a sample without log-probs when a correction is on."""
+    if config.enabled and not has_rollout_log_probs(samples):
+        first = next(s for s in samples if s.rollout_log_probs is None and s.loss_mask.any())
+        raise ValueError(
+            f"sample {first.sample_id} has no log-probs of the sampler (rollout_log_probs), which the off-policy correction needs; "
+            "record rollouts with them, or leave --tis-ratio-type and the other corrections out"
+        )
+
+
+def _split(values: Tensor | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
+    return [None] * len(lengths) if values is None else torch.split(values, list(lengths))

@@ -25,7 +25,7 @@ from slime_like.errors import RunError
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.engines.checked_json import BadAnswer
-from slime_like.rollout.engines.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.factory import request_settings, start_fleet
 from slime_like.rollout.engines.sglang.http import (
     RequestFailed,
@@ -34,6 +34,7 @@ from slime_like.rollout.engines.sglang.http import (
     with_retries,
 )
 from slime_like.rollout.engines.sglang.protocol import read_scores, scoring_body
+from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_spec import checkpoint_shapes
 from slime_like.rollout.engines.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater

@@ -31,15 +31,13 @@ from slime_like.megatron.backend import LogProbOutput, MegatronBackend
 from slime_like.megatron.micro_batching import work_per_token
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
-from slime_like.rollout.correction import (
-    SampleCorrection,
-    correct_steps,
-    require_sampler_log_probs,
-    sampler_told,
-)
 from slime_like.rollout.step_plan import (
     DataParallelAssignment,
+    SampleCorrection,
     StepPlan,
+    check_rollout_log_probs,
+    correct_steps,
+    has_rollout_log_probs,
     map_steps,
     outcomes_of,
     train_samples,
@@ -330,8 +328,8 @@ class BatchMaker:
         """The off-policy correction of this rank's samples, and how far trainer and sampler are
         apart where the sampler told."""
         config = self.settings.off_policy
-        require_sampler_log_probs(config, rollout.samples)
-        if self.algorithm.use_rollout_logprobs or not sampler_told(rollout.samples):
+        check_rollout_log_probs(config, rollout.samples)
+        if self.algorithm.use_rollout_logprobs or not has_rollout_log_probs(rollout.samples):
             return [SampleCorrection()] * len(scores.old), {}
         corrections, metrics = correct_steps(
             config, rollout.steps, scores.old_log_probs, self.layout.dp_group

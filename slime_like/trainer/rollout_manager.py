@@ -15,24 +15,27 @@ from arguments.rules.distillation import server_url
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
 from slime_like.advantages import TokenEstimator, advantage_estimators
-from slime_like.compat.slime.rollout_function import FunctionCollector, FunctionEvaluator
-from slime_like.compat.slime.samples import slime_args
 from slime_like.data.prompts import PromptSource, Room
 from slime_like.data.sft import answer_problem, sft_samples
+from slime_like.import_utils import load_function
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.rewards import confinement
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
 from slime_like.rollout.collector import Collector
-from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.group_buffer import GroupBuffer
+from slime_like.rollout.hooks import (
+    UserRollout,
+    custom_generate,
+    function_adapter,
+    group_filters,
+)
 from slime_like.rollout.metrics import TRUNCATED_FRACTION, truncated_fraction
 from slime_like.rollout.recording import check_values as check_recorded
 from slime_like.rollout.recording import load_rollout
-from slime_like.rollout.remax_baseline import with_greedy_rewards
-from slime_like.rollout.rollouter import Rollouter, training_sampling
+from slime_like.rollout.rollouter import Rollouter, training_sampling, with_greedy_rewards
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
 from slime_like.trainer.weight_sync import make_engine
 from slime_like.types import SampleGroup
@@ -62,6 +65,7 @@ class RolloutManager:
         self._tokenizer = tokenizer
         self._teacher = teacher
         self._is_sft = run.algorithm.loss_type == "sft_loss"
+        self.buffer: GroupBuffer | None = None  # what is sampled next, in a run that samples groups
         self._collector = self._make_collector(evaluator)
         self._ahead = self._make_ahead()
 
@@ -112,8 +116,8 @@ class RolloutManager:
                     "the checkpoint has no data position; --finetune starts at the first prompt"
                 )
             self._source.load_state_dict(position["data"])
-        if self._collector is not None:
-            self._collector.buffer.load_state_dict(position.get("waiting_groups") or [])
+        if self.buffer is not None:
+            self.buffer.load_state_dict(position.get("waiting_groups") or [])
         if ahead is None or problem is not None:
             return problem
         assert self._ahead is not None
@@ -145,7 +149,10 @@ class RolloutManager:
         estimator = advantage_estimators.get(self.run_config.algorithm.advantage_estimator)
         if isinstance(estimator, TokenEstimator) and estimator.needs_greedy:
             groups = with_greedy_rewards(
-                self._rollouter, collected.prompts, collected.groups, self._collector.sampling
+                self._rollouter,
+                collected.prompts,
+                collected.groups,
+                training_sampling(self.run_config.rollout),
             )
             return self._taught(groups, collected.metrics, self._rollouter.group)
         return self._taught(collected.groups, collected.metrics, self._rollouter.group)
@@ -179,31 +186,31 @@ class RolloutManager:
             ) from None
         return groups
 
-    @property
-    def buffer(self) -> GroupBuffer | None:
-        """What is sampled next; None in a run that samples no groups."""
-        return None if self._collector is None else self._collector.buffer
-
-    def _make_collector(self, evaluator: Evaluator | None) -> Collector | FunctionCollector | None:
-        """What collects the groups of each rollout, in a run that samples them."""
+    def _make_collector(self, evaluator: Evaluator | None) -> Collector | UserRollout | None:
+        """What collects the groups of each rollout: a `Collector`, or a function of the user's in
+        its place. None in a run that samples no groups."""
+        config, rollouter = self.run_config, self._rollouter
         if (
-            self._rollouter is None
+            rollouter is None
             or self._source is None
             or self._is_sft
-            or self.run_config.debug.load_debug_rollout_data
+            or config.debug.load_debug_rollout_data
         ):
             return None
-        buffer = GroupBuffer(self._source, self.run_config.rollout.n_samples_per_prompt)
-        path = self.run_config.scheduling.rollout_function_path
-        own = path in (None, OWN_ROLLOUT)
-        if not own or (
-            self._rollouter.engine.serves_all_ranks and leaves_stragglers(self.run_config)
-        ):
-            return FunctionCollector(
-                None if own else path, self.run_config, self._rollouter, buffer, evaluator
+        self.buffer = GroupBuffer(self._source, config.rollout.n_samples_per_prompt)
+        path = config.scheduling.rollout_function_path
+        if path not in (None, OWN_ROLLOUT):
+            return rollout_function(
+                config, path, "--rollout-function-path", rollouter, self.buffer, evaluator
             )
+        streams = rollouter.engine.serves_all_ranks and leaves_stragglers(config)
         return Collector(
-            self.run_config, self._rollouter, buffer, training_sampling(self.run_config.rollout)
+            config,
+            rollouter,
+            self.buffer,
+            training_sampling(config.rollout),
+            group_filters(config),
+            streams=streams,
         )
 
     def _make_ahead(self) -> AsyncRolloutQueue | None:
@@ -226,10 +233,10 @@ class RolloutManager:
 
     def _position(self) -> dict[str, Any]:
         """Where sampling goes on."""
-        assert self._source is not None and self._collector is not None
+        assert self._source is not None and self.buffer is not None
         return {
             "data": self._source.state_dict(),
-            "waiting_groups": self._collector.buffer.state_dict(),
+            "waiting_groups": self.buffer.state_dict(),
         }
 
 
@@ -260,23 +267,33 @@ def leaves_stragglers(run: RunConfig) -> bool:
     )
 
 
+def rollout_function(
+    run: RunConfig,
+    path: str,
+    flag: str,
+    rollouter: Rollouter,
+    buffer: GroupBuffer | None,
+    evaluator: Evaluator | None,
+) -> UserRollout:
+    """A user's function in place of a `Collector` or an `Evaluator`. Raises ValueError naming the
+    flag."""
+    function = load_function(path, flag)
+    return function_adapter(run).rollout_function(
+        function, f"{flag} {path}", rollouter, buffer, evaluator
+    )
+
+
 def function_evaluator(
     run: RunConfig, rollouter: Rollouter | None, evaluator: Evaluator | None, supply: RolloutManager
-) -> Evaluator | FunctionEvaluator | None:
+) -> Evaluator | UserRollout | None:
     """`evaluator`, or in its place the user's function for evaluations, which is that of rollouts
     where none is named."""
-    config = run.scheduling
-    flag = (
-        "--rollout-function-path" if config.eval_function_path is None else "--eval-function-path"
-    )
-    path = (
-        config.rollout_function_path
-        if config.eval_function_path is None
-        else config.eval_function_path
-    )
+    flag, path = "--eval-function-path", run.scheduling.eval_function_path
+    if path is None:
+        flag, path = "--rollout-function-path", run.scheduling.rollout_function_path
     if evaluator is None or rollouter is None or path is None or path == OWN_ROLLOUT:
         return evaluator
-    return FunctionEvaluator(path, flag, run, rollouter, supply.buffer, evaluator)
+    return rollout_function(run, path, flag, rollouter, supply.buffer, evaluator)
 
 
 def make_source(run: RunConfig, tokenizer: Any) -> PromptSource | None:
@@ -319,19 +336,12 @@ def make_rollouter(
     if run.reward.custom_rm_path is None and dist.get_rank() == 0:
         for words in confinement.unenforced():
             logger.warning(f"graders are not confined by {words}")
-    config = run.scheduling
-    path = config.custom_generate_function_path
-    custom = (
-        None
-        if path is None
-        else CustomGenerate(path, slime_args(run), timeout_s=config.custom_generate_timeout_s)
-    )
     return Rollouter(
         engine,
         Grader(**dataclasses.asdict(run.reward)),
         tokenizer,
         seed=run.data.rollout_seed,
-        custom_generate=custom,
+        custom_generate=custom_generate(run),
     )
 
 

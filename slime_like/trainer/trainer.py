@@ -12,8 +12,6 @@ from typing import Any
 
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.files import writes_to
-from slime_like.compat.slime.function_results import UNKNOWN_VERSIONS
-from slime_like.compat.slime.samples import slime_args
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.collectives import any_rank, from_rank_zero
 from slime_like.distributed.signals import ExitRequest, StopConditions
@@ -24,9 +22,10 @@ from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.progress import Progress
 from slime_like.metrics.timers import speed_and_memory
 from slime_like.rollout.evaluate import load_prompts
+from slime_like.rollout.hooks import processed_rewards
+from slime_like.rollout.metrics import UNKNOWN_VERSIONS
 from slime_like.rollout.recording import save_rollout
-from slime_like.rollout.reward_post_process import processed_rewards
-from slime_like.rollout.step_plan import check_token_sets, flatten, usable
+from slime_like.rollout.step_plan import check_token_sets, flatten, mask_failed
 from slime_like.trainer.batch_builder import BatchMaker, BatchSettings
 from slime_like.trainer.checkpointing import RunCheckpoints
 from slime_like.trainer.guards import SamplerGates, train_rollout_limit
@@ -225,7 +224,7 @@ class Trainer:
         if self.strategy.samples_responses:
             self.sampling.sync_weights(self.weight_version)
         groups, collected = self.sampling.groups_of(step)
-        samples = [usable(sample) for sample in flatten(groups)]
+        samples = [mask_failed(sample) for sample in flatten(groups)]
         check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
         metrics = self.strategy.check_samples(step, samples, collected, self.weight_version)
         if self.strategy.samples_responses:
@@ -355,7 +354,7 @@ def make_batch_maker(
         run.rollout.use_rollout_routing_replay,
         run.distillation.served,
         run.distillation.opd_kl_coef,
-        post_process=None if path is None else partial(processed_rewards, path, slime_args(run)),
+        post_process=None if path is None else partial(processed_rewards, run, path),
     )
     return BatchMaker(settings, layout, backend, gates, progress)
 

@@ -14,7 +14,7 @@ from slime_like.losses import LossTerms, policy_losses
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.objectives import Objective
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.rollout.step_plan import flatten, usable
+from slime_like.rollout.step_plan import flatten, mask_failed
 from tests.dist.backend_worker import make_trainer
 
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {
@@ -52,7 +52,9 @@ def second_step(
         if SUPERVISED in flags:
             loss = policy_losses.get("cross_entropy")
             trainer.backend.objective = Objective(loss, loss.config_type(), LossTerms())
-        samples = [usable(sample) for sample in flatten(trainer.sampling.supply.groups_of(0)[0])]
+        samples = [
+            mask_failed(sample) for sample in flatten(trainer.sampling.supply.groups_of(0)[0])
+        ]
         first, second = trainer.batches.make(samples, weight_version=0)[0].policy
         trainer.backend.update(first)
         pending = trainer.backend.forward_backward(second)

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from slime_like.errors import RunError
 from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
 from slime_like.rollout.engines.local.engine import LocalEngine
-from slime_like.rollout.engines.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.http import Deadlines, Retries
+from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.sampler import seed_of

@@ -36,10 +36,10 @@ def two_experts(rank: int) -> None:
 
 def count_what_is_left(rank: int, file: str, *urls: str) -> None:
     """After each rollout a line of `file` says how many requests each server still works on."""
-    from slime_like.compat.slime.rollout_function import FunctionCollector
+    from slime_like.rollout.collector import Collector
     from tests.sglang.conftest import running
 
-    collect = FunctionCollector.collect
+    collect = Collector.collect
 
     def and_count(self: Any, rollout_id: int) -> Any:
         collected = collect(self, rollout_id)
@@ -48,7 +48,7 @@ def count_what_is_left(rank: int, file: str, *urls: str) -> None:
                 lines.write(json.dumps([running(url) for url in urls]) + "\n")
         return collected
 
-    FunctionCollector.collect = and_count  # type: ignore[method-assign]
+    Collector.collect = and_count  # type: ignore[method-assign]
 
 
 def change_exports(change: Callable[[str, Tensor], tuple[str, Tensor]]) -> None:

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.rollout.engines.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.engines.sglang.engine import SglangEngine
+from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.router import Router
 from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
 from slime_like.rollout.engines.sglang.weight_update import Transport, UpdateSettings, WeightUpdater

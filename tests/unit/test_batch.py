@@ -13,9 +13,9 @@ from slime_like.losses.reductions import LOSS_REDUCTIONS
 from slime_like.rollout.step_plan import (
     StepPlan,
     map_steps,
+    mask_failed,
     step_weights,
     train_samples,
-    usable,
     with_routes,
 )
 from slime_like.types import Sample, SampleStatus
@@ -83,15 +83,15 @@ def test_weights_of_a_step(reduction: str, expected: list[float]) -> None:
 
 
 def test_aborted_samples_keep_their_place_and_train_nothing() -> None:
-    bad = usable(make(1, 3, status=SampleStatus.ABORTED))
+    bad = mask_failed(make(1, 3, status=SampleStatus.ABORTED))
     assert not bad.loss_mask.any() and math.isnan(bad.reward or 0.0) and bad.tokens.numel() == 5
     good = make(0, 3)
-    assert usable(good) is good
+    assert mask_failed(good) is good
     assert step_weights([good, bad], "sequence_mean", None) == pytest.approx([1 / 6, 1 / 2])
 
 
 def test_unscored_samples_keep_their_mask_and_every_denominator() -> None:
-    good, unscored = make(0, 3), usable(make(1, 3, status=SampleStatus.FAILED))
+    good, unscored = make(0, 3), mask_failed(make(1, 3, status=SampleStatus.FAILED))
     assert torch.equal(unscored.loss_mask, make(1, 3).loss_mask) and math.isnan(
         unscored.reward or 0.0
     )

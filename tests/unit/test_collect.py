@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from arguments.parse import parse_args
-from slime_like.compat.slime.samples import unwritten
 from slime_like.data.prompts import PromptSource
 from slime_like.errors import RunError
 from slime_like.rollout.collector import Collector
 from slime_like.rollout.engines.base import GenerateOutput, SamplingParams
 from slime_like.rollout.group_buffer import GroupBuffer, PendingGroup
+from slime_like.rollout.hooks import group_filters
 from slime_like.rollout.rollouter import Rollouter, cut_at_stop, joined_routes, training_sampling
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
@@ -50,7 +50,7 @@ class Script:
     def __init__(self, length: Callable[[int], int], reward: Callable[[int], float]) -> None:
         self.length, self.reward, self.version = length, reward, 1
 
-    def extend(
+    def continue_generation(
         self, samples: Sequence[Sample], sampling: SamplingParams, *, limit: int | None
     ) -> list[Sample]:
         return [self._grow(s, limit) for s in samples]
@@ -85,7 +85,12 @@ def collector(folder: Path, script: Script, *flags: str) -> Collector:
         1,
     )
     buffer = GroupBuffer(cast(PromptSource, Prompts()), 2)
-    return Collector(run, cast(Rollouter, script), buffer, training_sampling(run.rollout))
+    sampling = training_sampling(run.rollout)
+    return Collector(run, cast(Rollouter, script), buffer, sampling, group_filters(run))
+
+
+def waiting_of(c: Collector) -> list[PendingGroup]:
+    return cast(GroupBuffer, c.buffer).waiting
 
 
 def ids(groups: Sequence[Any]) -> list[int]:
@@ -236,16 +241,16 @@ def test_the_buffer_goes_through_json_bit_by_bit(tmp_path: Path) -> None:
     flags = ("--over-sampling-batch-size", "4", "--partial-rollout", "--rollout-slice-len", "2")
     c = collector(tmp_path, script, *flags)
     c.collect(0)
-    waiting = c.buffer.waiting
+    waiting = waiting_of(c)
     assert {s.status for g in waiting for s in g.samples} == {
         SampleStatus.PARTIAL,
         SampleStatus.COMPLETED,
     }
-    state = json.loads(json.dumps(c.buffer.state_dict(), allow_nan=False))
+    state = json.loads(json.dumps(cast(GroupBuffer, c.buffer).state_dict(), allow_nan=False))
     other = collector(tmp_path, script, *flags)
-    other.buffer.load_state_dict(state)
-    cast(Prompts, other.buffer.source).next_id = cast(Prompts, c.buffer.source).next_id
-    assert [plain(g) for g in other.buffer.waiting] == [plain(g) for g in waiting]
+    cast(GroupBuffer, other.buffer).load_state_dict(state)
+    cast(Any, other.buffer).source.next_id = cast(Any, c.buffer).source.next_id
+    assert [plain(g) for g in waiting_of(other)] == [plain(g) for g in waiting]
     for rollout in (1, 2):
         mine, restored = c.collect(rollout), other.collect(rollout)
         assert [plain(g) for g in restored.groups] == [plain(g) for g in mine.groups]
@@ -277,13 +282,13 @@ def test_a_buffer_filter_chooses_and_throws_away(tmp_path: Path) -> None:
         tmp_path, script, *flags, "--buffer-filter-path", f"{tmp_path / 'mine.py'}:newest"
     )
     c.collect(0)
-    assert ids(c.buffer.waiting) == [0, 1, 2]
+    assert ids(waiting_of(c)) == [0, 1, 2]
     found = c.collect(1)
     assert (
         found.metrics["rollout/groups_discarded"] == 1
         and found.metrics["rollout/wasted_tokens"] == 4
     )
-    assert ids(c.buffer.waiting) == [1, 7, 8, 2]
+    assert ids(waiting_of(c)) == [1, 7, 8, 2]
     c = collector(
         tmp_path, script, *flags, "--buffer-filter-path", f"{tmp_path / 'mine.py'}:invents"
     )
@@ -337,7 +342,7 @@ class Letters:
 
 
 def test_a_stop_string_across_a_cut_ends_the_response() -> None:
-    sample = unwritten(Prompt(0, "", (65,)), 0)
+    sample = Sample.empty(Prompt(0, "", (65,)), 0)
     sample = replace(sample, tokens=torch.tensor([65, *b"say </an"]), response_length=8)
     output = GenerateOutput(0, tuple(b"s> and on"), (-1.0,) * 9, "length", (3,) * 9)
     cut = cut_at_stop(Letters(), sample, output, ("</ans>",))
@@ -348,26 +353,17 @@ def test_a_stop_string_across_a_cut_ends_the_response() -> None:
     )
     assert cut_at_stop(Letters(), sample, output, ("</end>",)) is output
     assert (
-        cut_at_stop(Letters(), unwritten(Prompt(0, "", tuple(b"</an")), 0), output, ("</ans>",))
+        cut_at_stop(Letters(), Sample.empty(Prompt(0, "", tuple(b"</an")), 0), output, ("</ans>",))
         is output
     ), "a prompt is no response"
 
 
-def test_open_groups() -> None:
-    group = PendingGroup(Prompt(0, "", (1,)), (unwritten(Prompt(0, "", (1,)), 0),))
-    old = PendingGroup(
-        group.prompt,
-        (
-            replace(
-                group.samples[0],
-                tokens=torch.tensor([1, 5]),
-                response_length=1,
-                weight_versions=(4,),
-            ),
-        ),
-    )
-    assert not group.ended and not group.is_stale(9) and old.is_stale(5) and not old.is_stale(4)
-    assert old.restarted().response_tokens == 0 and old.response_tokens == 1
+def test_pending_groups() -> None:
+    prompt = Prompt(0, "", (1,))
+    group = PendingGroup(prompt, (Sample.empty(prompt, 0),))
+    written = replace(group.samples[0], tokens=torch.tensor([1, 5]), response_length=1)
+    assert not group.ended and group.response_tokens == 0
+    assert group.with_samples([written]).response_tokens == 1
 
 
 def test_routes_of_a_sample_that_grew_are_those_of_their_first_time() -> None:

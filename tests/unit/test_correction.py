@@ -16,7 +16,11 @@ from slime_like.losses.mismatch import with_ess
 from slime_like.losses.off_policy import OffPolicyConfig, off_policy_correction
 from slime_like.megatron.packing import pack, unpack
 from slime_like.metrics.typed import MetricAccumulator
-from slime_like.rollout.correction import correct_steps, require_sampler_log_probs, sampler_told
+from slime_like.rollout.step_plan import (
+    check_rollout_log_probs,
+    correct_steps,
+    has_rollout_log_probs,
+)
 from slime_like.types import Sample, TrainSample
 
 NAN = math.nan
@@ -119,11 +123,11 @@ def sample(sample_id: int, log_probs: Tensor | None, active: bool = True) -> Sam
 
 def test_missing_log_probs_of_the_sampler() -> None:
     told = [sample(0, torch.zeros(2)), sample(1, None, active=False)]
-    assert sampler_told(told)
-    require_sampler_log_probs(OffPolicyConfig(tis_ratio_type="token"), told)
+    assert has_rollout_log_probs(told)
+    check_rollout_log_probs(OffPolicyConfig(tis_ratio_type="token"), told)
     untold = [*told, sample(7, None)]
-    assert not sampler_told(untold)
-    require_sampler_log_probs(OffPolicyConfig(), untold)
+    assert not has_rollout_log_probs(untold)
+    check_rollout_log_probs(OffPolicyConfig(), untold)
     for config in (
         OffPolicyConfig(tis_ratio_type="token"),
         OffPolicyConfig(outlier_token_is_threshold_low=0.1),
@@ -131,7 +135,7 @@ def test_missing_log_probs_of_the_sampler() -> None:
         with pytest.raises(
             ValueError, match=r"sample 7 has no log-probs of the sampler \(rollout_log_probs\)"
         ):
-            require_sampler_log_probs(config, untold)
+            check_rollout_log_probs(config, untold)
 
 
 # --- functions of the user's own ---------------------------------------------------------------------------------------

@@ -15,14 +15,14 @@ import pytest
 from arguments.parse import parse_args
 from examples.calculator.calculator import calculate
 from examples.guessing_game.game import feedback
-from slime_like.compat.slime.samples import slime_args, unwritten
-from slime_like.rollout.custom_generate import CustomGenerate
 from slime_like.rollout.engines.base import (
     GenerateOutput,
     GenerateRequest,
-    RolloutEngine,
+    GenerationClient,
     SamplingParams,
 )
+from slime_like.rollout.episode import Model
+from slime_like.rollout.hooks import custom_generate
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
 
@@ -82,8 +82,10 @@ def play(
     timeout_s: float = 5,
     flags: str = "",
 ) -> Sample:
-    run = parse_args(complete(folder, "--custom-generate-function-path", path, *flags.split()), 1)
-    custom = CustomGenerate(path, slime_args(run), timeout_s=timeout_s)
+    words = ["--custom-generate-function-path", path, *flags.split()]
+    words += ["--custom-generate-timeout-s", str(timeout_s)]
+    custom = custom_generate(parse_args(complete(folder, *words), 1))
+    assert custom is not None
     prompt = Prompt(2, "Q:", (81, 58), label=label)
     sampling = SamplingParams(max_new_tokens=limit)
     seeds: list[tuple[int, int]] = []
@@ -92,14 +94,8 @@ def play(
         seeds.append((sample_id, position))
         return position
 
-    (sample,) = custom.run(
-        [unwritten(prompt, 9)],
-        cast(RolloutEngine, engine),
-        Letters(),
-        sampling,
-        seed_of,
-        evaluation=False,
-    )
+    model = Model(cast(GenerationClient, engine), Letters(), sampling, seed_of)
+    (sample,) = custom.run([Sample.empty(prompt, 9)], model, evaluation=False)
     assert {i for i, _ in seeds} <= {9} and len(set(seeds)) == len(seeds), (
         "every request has a seed of its own"
     )

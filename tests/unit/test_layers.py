@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,8 @@ LAYERS = (
         "slime_like.weights",
         "slime_like.megatron",
         "slime_like.rollout",
-        "slime_like.compat",
     ),
+    ("slime_like.compat",),
     (
         "slime_like.trainer",
         "slime_like.trainer.guards",
@@ -63,6 +64,8 @@ LAYERS = (
     ("slime_like.tinker", "slime_like.server", "scripts", "benchmarks"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# Taken apart by whoever can; no new one.
+KNOWN_CYCLES = [frozenset({"slime_like.megatron", "slime_like.weights"})]
 PACKAGES = ("slime_like", "arguments", "megatron_patches", "scripts", "benchmarks")
 MAY_IMPORT_MEGATRON = (
     "arguments.megatron_configs",
@@ -164,6 +167,78 @@ def test_no_import_from_a_higher_layer(module: str) -> None:
         if (to := place(name)) and LEVEL[to] > LEVEL[own]
     ]
     assert not higher
+
+
+def package_of(module: str) -> str:
+    """`slime_like.rollout` of `slime_like.rollout.engines.base`; a loose module is its own."""
+    parts = module.split(".")
+    if parts[0] != "slime_like":
+        return parts[0]
+    is_package = len(parts) > 2 or MODULES[module].name == "__init__.py"
+    return ".".join(parts[:2]) if is_package else module
+
+
+def cycles(edges: Mapping[str, Collection[str]]) -> list[frozenset[str]]:
+    """The sets of two or more nodes that reach each other."""
+    reached: dict[str, set[str]] = {}
+    for start in edges:
+        seen, waiting = set[str](), list(edges[start])
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting += edges.get(node, ())
+        reached[start] = seen
+    found = {
+        frozenset(n for n in reached[start] if start in reached.get(n, ())) for start in reached
+    }
+    return sorted((cycle for cycle in found if len(cycle) > 1), key=sorted)
+
+
+def test_packages_import_each_other_one_way() -> None:
+    edges: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        own = package_of(module)
+        used = {package_of(name) for name in imports_of(path) if name in MODULES}
+        edges.setdefault(own, set()).update(used - {own})
+    assert cycles(edges) == KNOWN_CYCLES
+
+
+def test_modules_import_each_other_one_way() -> None:
+    """Imports within functions, which are the way out of a cycle, do not count."""
+    edges = {
+        module: (imports_of(path, at_import_time=True) & MODULES.keys()) - {module}
+        for module, path in MODULES.items()
+    }
+    assert cycles(edges) == []
+
+
+def test_a_cycle_is_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str](), "e": {"a"}}
+    assert cycles(edges) == [frozenset({"b", "c"})]
+
+
+def test_no_core_module_knows_the_conventions_of_others() -> None:
+    """slime's are an adapter package; its path is looked up in one place, when a flag names a
+    function."""
+    core = {
+        module: path
+        for module, path in MODULES.items()
+        if not is_in(module, ("slime_like.compat",))
+    }
+    importing = [
+        module
+        for module, path in core.items()
+        if any(is_in(name, ("slime_like.compat",)) for name in imports_of(path))
+    ]
+    assert not importing
+    naming = {
+        module
+        for module, path in core.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and str(node.value).startswith("slime_like.compat")
+    }
+    assert naming == {"slime_like.rollout.hooks"}
 
 
 def test_relative_imports_are_not_used() -> None:

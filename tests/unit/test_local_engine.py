@@ -35,8 +35,8 @@ from slime_like.rollout.engines.base import (
     RolloutEngine,
     SamplingParams,
 )
+from slime_like.rollout.engines.local.decoder import draw_uniforms, sample_tokens
 from slime_like.rollout.engines.local.engine import LocalEngine
-from slime_like.rollout.sampling import draw_uniforms, sample_tokens
 
 VOCAB = 64
 SHAPE = dict(

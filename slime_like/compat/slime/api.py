@@ -1,19 +1,15 @@
-"""What slime's users import in functions of their own, over whichever engine the run has:
+"""What slime's users import in functions of their own, over whichever engine the run has.
 
-=====================================
-==============================================================================================
-slime                                  here, all from ``slime_like.compat.slime.api``
-=====================================
-==============================================================================================
-``slime.rollout.sglang_rollout``       GenerateState, generate, generate_and_rm, generate_and_rm_group, generate_rollout, eval_rollout, get_model_url
-``slime.rollout.base_types``           RolloutFnTrainOutput, RolloutFnEvalOutput
-``slime.rollout.rm_hub``               async_rm, batched_async_rm
-``slime.rollout.filter_hub``           DynamicFilterOutput
-``slime.utils.http_utils``             post
-``slime.utils.async_utils``            run
-``slime.utils.types``                  Sample
-=====================================
-==============================================================================================
+All of it is imported from ``slime_like.compat.slime.api``:
+
+- ``slime.rollout.sglang_rollout``: GenerateState, generate, generate_and_rm, generate_and_rm_group,
+  generate_rollout, eval_rollout, get_model_url
+- ``slime.rollout.base_types``: RolloutFnTrainOutput, RolloutFnEvalOutput
+- ``slime.rollout.rm_hub``: async_rm, batched_async_rm
+- ``slime.rollout.filter_hub``: DynamicFilterOutput
+- ``slime.utils.http_utils``: post
+- ``slime.utils.async_utils``: run
+- ``slime.utils.types``: Sample
 """
 
 from slime_like.compat.slime.requests import GenerateState, get_model_url, post

@@ -6,8 +6,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from slime_like.compat.slime.results import from_slime, whole
-from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, to_slime
+from slime_like.compat.slime.samples import (
+    SlimeArgs,
+    SlimeSample,
+    from_slime,
+    to_slime_written,
+)
 from slime_like.rollout.group_buffer import Choose, GroupBuffer, PendingGroup
 from slime_like.types import Prompt, Sample
 
@@ -37,7 +41,7 @@ class DataSource:
         with self._lock:
             groups, _ = self._buffer.take(num_samples, self._choose)
             self._prompts |= {group.group_id: group.prompt for group in groups}
-        return [[_handed_out(sample) for sample in group.samples] for group in groups]
+        return [[to_slime_written(sample) for sample in group.samples] for group in groups]
 
     def add_samples(self, samples: Sequence[Sequence[SlimeSample]]) -> None:
         """Groups of this call that wait for the next rollout, as far as they are; they are part of
@@ -64,7 +68,7 @@ class DataSource:
     def _read_group(self, group: Sequence[SlimeSample], prompt: Prompt) -> tuple[Sample, ...]:
         """Its samples by rising number, unfinished ones unless they are COMPLETED, TRUNCATED or
         FAILED."""
-        blanks = {s.sample_id: s for s in self._buffer.unwritten_group(prompt).samples}
+        blanks = {s.sample_id: s for s in self._buffer.empty_group(prompt).samples}
         if sorted(s.index if s.index is not None else -1 for s in group) != sorted(blanks):
             raise ValueError(
                 f"{self._flag}: data_source.add_samples: group {prompt.group_id} has the samples {[s.index for s in group]}, and was handed "
@@ -83,14 +87,7 @@ class DataSource:
                     self._args,
                     self._tokenizer,
                     flag=self._flag,
-                    may_go_on=True,
+                    allow_unfinished=True,
                 )
             read.append(ours)
         return tuple(read)
-
-
-def _handed_out(sample: Sample) -> SlimeSample:
-    made = to_slime(sample)
-    if sample.response_length:
-        made.written = [whole(sample)]
-    return made

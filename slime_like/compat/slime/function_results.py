@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from slime_like.compat.slime.results import blank, from_slime
-from slime_like.compat.slime.samples import SlimeArgs, SlimeSample
+from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, blank, from_slime
 from slime_like.rollout.evaluate import score, score_rewards
+from slime_like.rollout.metrics import UNKNOWN_VERSIONS
 from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
 
-UNKNOWN_VERSIONS = "rollout/unknown_version_frac"
 _TRAINED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 

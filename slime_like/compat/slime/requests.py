@@ -8,22 +8,15 @@ so the URL is not looked at beyond its end.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slime_like.compat.slime.results import from_slime
-from slime_like.compat.slime.rollout_context import function_call
-from slime_like.compat.slime.samples import SlimeArgs, to_slime
-from slime_like.rollout.engines.base import (
-    GenerateOutput,
-    GenerateRequest,
-    GenerationClient,
-    SamplingParams,
-)
-from slime_like.rollout.episode import Model
+from slime_like.compat.slime.rollout_context import rollout_context
+from slime_like.compat.slime.samples import SlimeArgs, from_slime, to_slime
+from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.episode import CUSTOM_GENERATE, Model
 from slime_like.types import Sample as OurSample
 
 # Keys of SGLang's sampling parameters that mean something here, and those that change nothing that
@@ -38,8 +31,6 @@ class _Call:
 
     sample_id: int
     model: Model
-    engine: GenerationClient
-    seed_of: Callable[[int, int], int]
     outputs: list[GenerateOutput] = field(default_factory=list)
 
 
@@ -82,8 +73,8 @@ async def post(
     else:
         raise ValueError("post: the payload needs 'input_ids' or 'text'")
     sampling = sampling_of(payload.get("sampling_params") or {}, call.model.sampling)
-    seed = call.seed_of(call.sample_id, sum(len(o.tokens) for o in call.outputs))
-    output = await call.engine.generate_one(
+    seed = call.model.seed_of(call.sample_id, sum(len(o.tokens) for o in call.outputs))
+    output = await call.model.engine.generate_one(
         GenerateRequest(call.sample_id, tuple(prompt), seed), sampling
     )
     call.outputs.append(output)
@@ -139,37 +130,22 @@ def sampling_of(given: Mapping[str, Any], base: SamplingParams) -> SamplingParam
 
 
 async def call_slime_function(
-    function: Callable[..., Any],
-    args: SlimeArgs,
-    sample: OurSample,
-    model: Model,
-    engine: GenerationClient,
-    seed_of: Callable[[int, int], int],
-    *,
-    evaluation: bool,
+    function: Callable[..., Any], args: SlimeArgs, sample: OurSample, model: Model, **more: bool
 ) -> OurSample:
-    """``await function(args, sample, sampling_params)``, and the sample that it returns."""
-    call = _Call(sample.sample_id, model, engine, seed_of)
+    """``await function(args, sample, sampling_params)``, and the sample that it returns. Raises
+    ValueError for a wrong one."""
+    call = _Call(sample.sample_id, model)
     _current.set(call)  # of this task alone
-    more = (
-        {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    )
     result = await function(args, to_slime(sample), sampling_dict(model.sampling), **more)
-    return from_slime(
-        result, sample, call.outputs, args, model.tokenizer, flag="--custom-generate-function-path"
-    )
+    return from_slime(result, sample, call.outputs, args, model.tokenizer, flag=CUSTOM_GENERATE)
 
 
 def _call() -> _Call:
     """That of the sample whose function is running, else of the rollout function, whose requests
-    are of no sample."""
+    belong to no sample."""
     try:
         return _current.get()
     except LookupError:
-        call = function_call()
-        return _Call(
-            call.next_number(),
-            Model(call, call.rollouter.tokenizer, call.sampling, call.seed_of),
-            call,
-            call.seed_of,
-        )
+        context = rollout_context()
+        responder = context.responder
+        return _Call(context.next_number(), responder.model(responder.sampling))

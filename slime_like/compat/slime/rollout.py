@@ -1,27 +1,31 @@
 """slime's functions for a rollout of one's own: those of ``slime.rollout.sglang_rollout``,
-``slime.rollout.rm_hub`` and
-``slime.rollout.base_types``, over whichever engine the run has. Import them from `slime_api.py`."""
+``slime.rollout.rm_hub`` and ``slime.rollout.base_types``, over whichever engine the run has. Import
+them from `api.py`."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 
 from slime_like.compat.slime.requests import sampling_dict, sampling_of
-from slime_like.compat.slime.results import blank, from_slime, whole
-from slime_like.compat.slime.rollout_context import RolloutContext, function_call
-from slime_like.compat.slime.samples import SlimeSample, to_slime
-from slime_like.rollout.collection_stats import CollectionStats
-from slime_like.rollout.engines.base import GenerateRequest
-from slime_like.rollout.episode import Model
-from slime_like.rollout.filters import DynamicFilter, samples_to_remove
-from slime_like.types import Sample, SampleStatus
+from slime_like.compat.slime.rollout_context import RolloutContext, rollout_context
+from slime_like.compat.slime.samples import (
+    SlimeSample,
+    blank,
+    from_slime,
+    refuse_token_rewards,
+    to_slime_written,
+)
+from slime_like.import_utils import load_function
+from slime_like.rollout.collector import Collector
+from slime_like.rollout.group_buffer import Choose, PendingGroup
+from slime_like.rollout.hooks import SAMPLE_FILTER, group_filters
+from slime_like.rollout.streaming import StreamGeneration
+from slime_like.types import Prompt, Sample, SampleStatus
 
 Group = list[SlimeSample]
 Result = TypeVar("Result")
@@ -54,87 +58,48 @@ async def generate(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any]
 ) -> SlimeSample:
     """Let the engine finish the sample, which is changed and returned. It is PENDING or ABORTED
-    after an abort, and goes on when asked again."""
-    call = function_call()
-    sampling = sampling_of(sampling_params, call.sampling)
-    ours = _open(sample, call)
-    if ours.response_length >= sampling.max_new_tokens:
-        return _take(sample, replace(ours, status=SampleStatus.TRUNCATED))
-    request = GenerateRequest(
-        ours.sample_id,
-        tuple(ours.tokens.tolist()),
-        call.seed_of(ours.sample_id, ours.response_length),
-    )
-    output = await call.generate_one(
-        request, replace(sampling, max_new_tokens=sampling.max_new_tokens - ours.response_length)
-    )
-    return _take(sample, call.rollouter.written(ours, output, sampling))
+    after an abort, and continues when asked again."""
+    context = rollout_context()
+    sampling = sampling_of(sampling_params, context.responder.sampling)
+    return _take(sample, await context.responder.generate(_unfinished(sample, context), sampling))
 
 
 async def generate_and_rm(
     args: Any, sample: SlimeSample, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> SlimeSample:
-    """`generate`, or --custom-generate-function-path; then the reward, except one of whole groups. A
+    """`generate`, or --custom-generate-function-path; then the reward, except one of groups. A
     finished sample stays as it is."""
-    call = function_call()
+    context = rollout_context()
+    responder = context.responder
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout and sample.response_length:
         sample.loss_mask = [0] * sample.response_length
-    if sample.status in _DONE or call.aborted:
+    if sample.status in _DONE or responder.stopped:
         return sample
-    custom = call.rollouter.custom_generate
-    if custom is None:
-        await generate(args, sample, sampling_params)
-    else:
-        model = Model(
-            call,
-            call.rollouter.tokenizer,
-            sampling_of(sampling_params, call.sampling),
-            call.seed_of,
-        )
-        _take(
-            sample,
-            await custom.make(
-                _open(sample, call), model, call, call.seed_of, evaluation=evaluation
-            ),
-        )
-    if call.out_of_time and sample.status not in _DONE:
-        _end_here(args, sample)
-    if not call.grades_groups and sample.reward is None and sample.status in _DONE:
-        sample.reward = await async_rm(args, sample)
-    return sample
+    sampling = sampling_of(sampling_params, responder.sampling)
+    found = _unfinished(sample, context)
+    return _take(sample, await responder.respond(found, sampling, evaluation=evaluation))
 
 
 async def generate_and_rm_group(
     args: Any, group: Group, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> Group:
-    """All samples of a group, with a reward of the whole group where the run has one."""
+    """All samples of a group, with a reward of the group where the run has one."""
     done = list(
         await asyncio.gather(
             *(generate_and_rm(args, sample, sampling_params, evaluation) for sample in group)
         )
     )
-    if function_call().grades_groups and all(sample.status in _DONE for sample in done):
+    grades_groups = rollout_context().responder.grader.args.group_rm
+    if grades_groups and all(sample.status in _DONE for sample in done):
         for sample, reward in zip(done, await batched_async_rm(args, done), strict=True):
             sample.reward = reward
     return done
 
 
-def _end_here(args: Any, sample: SlimeSample) -> None:
-    """A response that --rollout-time-limit-s cut short: as if it had reached its largest length, or
-    lost where it has not begun."""
-    if sample.response_length:
-        sample.status = SlimeSample.Status.TRUNCATED
-    else:
-        sample.status = SlimeSample.Status.ABORTED
-        sample.metadata.setdefault(
-            "failure", f"no token within --rollout-time-limit-s {args.rollout_time_limit_s:g}"
-        )
-
-
 async def async_rm(args: Any, sample: SlimeSample, **more: Any) -> float | None:
     """The run's reward. Where its function fails the sample is FAILED, with the reason in its
     metadata, and the answer None."""
-    (reward,) = await _grade([sample])
+    (reward,) = await batched_async_rm(args, [sample])
     return reward
 
 
@@ -142,127 +107,80 @@ async def batched_async_rm(
     args: Any, samples: Sequence[SlimeSample], **more: Any
 ) -> list[float | None]:
     """Rewards of several samples; with --group-rm they are a group."""
-    return await _grade(samples)
-
-
-async def _grade(samples: Sequence[SlimeSample]) -> list[float | None]:
-    call = function_call()
-    ours = [
-        from_slime(
-            s, blank(s, call.flag), s.written, call.args, call.rollouter.tokenizer, flag=call.flag
-        )
-        for s in samples
-    ]
-    graded = await call.grade([replace(sample, reward=None) for sample in ours])
+    context = rollout_context()
+    ours = [_read(s, context, allow_unfinished=False) for s in samples]
+    graded = await context.responder.grade([replace(sample, reward=None) for sample in ours])
     for sample, answer in zip(samples, graded, strict=True):
         if answer.status == SampleStatus.FAILED:
             sample.status, sample.metadata = SlimeSample.Status.FAILED, dict(answer.metadata)
-        if answer.token_rewards is not None:
-            raise ValueError(
-                f"{call.flag}: sample {sample.index} was given a reward for each token, and a sample of a rollout function "
-                "carries one number; add --sum-token-rewards"
-            )
+        refuse_token_rewards(answer)
     return [answer.reward for answer in graded]
+
+
+class _DataSourceGroups:
+    """A data source of a user's as what a `Collector` draws from."""
+
+    def __init__(self, data_source: Any, context: RolloutContext) -> None:
+        self.num_waiting = 0
+        self._data_source = data_source
+        self._context = context
+
+    def take(self, count: int, choose: Choose) -> tuple[list[PendingGroup], list[PendingGroup]]:
+        """The data source chooses itself."""
+        groups = self._data_source.get_samples(count)
+        return [self._pending(group) for group in groups], []
+
+    def requeue(self, groups: Sequence[PendingGroup]) -> None:
+        self.num_waiting += len(groups)
+        if groups:
+            self._data_source.add_samples([_to_slime(group.samples) for group in groups])
+
+    def _pending(self, group: Group) -> PendingGroup:
+        samples = tuple(_open(sample, self._context) for sample in group)
+        first = samples[0]
+        tokens = tuple(first.tokens[: first.prompt_length].tolist())
+        prompt = Prompt(first.group_id, first.text, tokens, first.label, first.metadata)
+        return PendingGroup(prompt, samples)
 
 
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """What a run without a function of its own does, to be wrapped by one: over-sampling, the
-    filters, and what is not finished."""
+    filters, and what is not finished. Not from within an event loop."""
     if evaluation:
         return run(eval_rollout(args, rollout_id))[0]
-    output, unfinished = run(generate_rollout_async(args, rollout_id, data_source.get_samples))
-    if unfinished:
-        data_source.add_samples(unfinished)
-    return output
-
-
-async def generate_rollout_async(
-    args: Any, rollout_id: int, get_samples: Callable[[int], list[Group]]
-) -> tuple[RolloutFnTrainOutput, list[Group]]:
-    """The groups of a rollout, as soon as there are enough, and those that wait for the next one
-    (--partial-rollout); the rest is aborted. Raises ValueError when --max-num-gen-batches draws
-    bring too few."""
-    call, tally, late = (
-        function_call(),
-        CollectionStats(),
-        0,
-    )  # late: groups that --rollout-time-limit-s cut short
-    wanted, draw = args.rollout_batch_size, args.over_sampling_batch_size or args.rollout_batch_size
-    chosen = DynamicFilter(args.dynamic_sampling_filter_path, call.args)
-    kept: list[Group] = []
-    pending: set[asyncio.Task[Group]] = set()
-    under_way, deadline = 0, math.inf
-    while len(kept) < wanted:
-        while under_way < wanted:
-            if tally.draws == args.max_num_gen_batches:
-                raise ValueError(
-                    tally.too_few(rollout_id, chosen, kept=len(kept), wanted=wanted, draw_size=draw)
-                )
-            groups = get_samples(draw)
-            under_way += len(groups)
-            tally.draws, tally.drawn = tally.draws + 1, tally.drawn + len(groups)
-            tally.resumed += sum(
-                any(sample.response_length for sample in group) for group in groups
-            )
-            call.aborted = call.out_of_time = False
-            deadline = time.monotonic() + (args.rollout_time_limit_s or math.inf)
-            pending |= {
-                asyncio.ensure_future(
-                    generate_and_rm_group(args, group, sampling_dict(call.sampling))
-                )
-                for group in groups
-            }
-        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        done, pending = await asyncio.wait(
-            pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not done:  # what is not finished ends where it is
-            call.out_of_time, deadline, late = True, math.inf, late + len(pending)
-            await call.abort()
-        for group in sorted((task.result() for task in done), key=_index):
-            keep = chosen.keeps(group, is_spare=under_way > wanted)
-            under_way -= not keep
-            if keep and len(kept) < wanted:
-                kept.append(group)
-                continue
-            tally.surplus += keep
-            tally.wasted_tokens += _tokens([group])
-    unfinished = await _abort(call, pending) if pending else []
-    kept.sort(key=_index)
-    samples_to_remove(args.rollout_sample_filter_path, call.args, kept)  # which marks them
-    waiting = unfinished if args.partial_rollout else []
-    if not args.partial_rollout:
-        tally.lost, tally.wasted_tokens = len(unfinished), tally.wasted_tokens + _tokens(unfinished)
-    metrics = tally.metrics(chosen.dropped, kept=len(kept), waiting=len(waiting), groups_late=late)
-    return RolloutFnTrainOutput(kept, metrics), waiting
-
-
-def _tokens(groups: Sequence[Group]) -> int:
-    return sum(sample.response_length for group in groups for sample in group)
-
-
-async def _abort(call: RolloutContext, pending: set[asyncio.Task[Group]]) -> list[Group]:
-    """The groups that are not finished, as far as they are."""
-    await call.abort()
-    groups = sorted(await asyncio.gather(*pending), key=_index)
-    for sample in (sample for group in groups for sample in group if sample.response_length):
-        sample.metadata.setdefault("start_rollout_id", call.rollout_id)
-    return groups
+    context = rollout_context()
+    responder = context.responder
+    collector = Collector(
+        context.config,
+        context.rollouter,
+        _DataSourceGroups(data_source, context),
+        responder.sampling,
+        replace(group_filters(context.config), removed_samples=None),
+    )
+    with StreamGeneration(responder, args.rollout_time_limit_s) as generation:
+        found = collector.collect_from(generation, rollout_id, lambda find: find())
+    groups = [_to_slime(group.samples) for group in found.groups]
+    if args.rollout_sample_filter_path is not None:  # which sets remove_sample
+        load_function(args.rollout_sample_filter_path, SAMPLE_FILTER)(context.args, groups)
+    metrics = {name.removeprefix("rollout/"): value for name, value in found.metrics.items()}
+    return RolloutFnTrainOutput(groups, metrics)
 
 
 async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
     """The evaluation sets of the run, as a run without a function of its own evaluates them."""
-    call = function_call()
-    if call.evaluator is None:
+    context = rollout_context()
+    evaluator, responder = context.evaluator, context.responder
+    if evaluator is None:
         raise ValueError(
-            f"{call.flag}: eval_rollout needs evaluation sets (--eval-prompt-data or --eval-config, with --eval-interval)"
+            f"{context.name}: eval_rollout needs evaluation sets (--eval-prompt-data or "
+            "--eval-config, with --eval-interval)"
         )
     data = {}
-    for each in call.evaluator.sets:
-        call.purpose = f"eval/{each.name}"
-        sampling, n = call.evaluator.sampling(each), each.n_samples_per_eval_prompt
+    grader = responder.grader
+    for each in evaluator.sets:
+        n = each.n_samples_per_eval_prompt
         groups = [
             [
                 SlimeSample(
@@ -270,56 +188,60 @@ async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput,
                 )
                 for j in range(n)
             ]
-            for p in call.evaluator.prompts[each.name]
+            for p in evaluator.prompts[each.name]
         ]
-        parameters = sampling_dict(sampling)
-        with call.grading(call.evaluator.grader(each.name)):
+        parameters = sampling_dict(evaluator.sampling(each))
+        responder.purpose = f"eval/{each.name}"
+        responder.grader = evaluator.grader(each.name) or grader
+        try:
             await asyncio.gather(
-                *(
-                    generate_and_rm_group(args, group, parameters, evaluation=True)
-                    for group in groups
-                )
+                *(generate_and_rm_group(args, g, parameters, evaluation=True) for g in groups)
             )
+        finally:
+            responder.grader = grader
         samples = [sample for group in groups for sample in group]
-        truncated = [sample.status == SlimeSample.Status.TRUNCATED for sample in samples]
         data[each.name] = {
             "rewards": [sample.reward for sample in samples],
-            "truncated": truncated,
+            "truncated": [sample.status == SlimeSample.Status.TRUNCATED for sample in samples],
             "samples": samples,
         }
     return RolloutFnEvalOutput(data), []
 
 
-def _index(group: Group) -> int:
-    index = group[0].index
-    assert index is not None
-    return index
+def _to_slime(samples: Sequence[Sample]) -> Group:
+    return [to_slime_written(sample) for sample in samples]
 
 
-def _open(sample: SlimeSample, call: RolloutContext) -> Sample:
-    """As a sample of ours that may go on."""
-    ours = blank(sample, call.flag)
-    if sample.response_length:
-        return from_slime(
-            sample,
-            ours,
-            sample.written,
-            call.args,
-            call.rollouter.tokenizer,
-            flag=call.flag,
-            may_go_on=True,
-        )
-    tokens = (
-        sample.tokens
-        or call.rollouter.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+def _read(sample: SlimeSample, context: RolloutContext, *, allow_unfinished: bool) -> Sample:
+    return from_slime(
+        sample,
+        blank(sample, context.name),
+        sample.written,
+        context.args,
+        context.rollouter.tokenizer,
+        flag=context.name,
+        allow_unfinished=allow_unfinished,
     )
-    return replace(ours, tokens=torch.tensor(tokens, dtype=torch.int64))
+
+
+def _open(sample: SlimeSample, context: RolloutContext) -> Sample:
+    """As a sample of ours that may continue."""
+    if sample.response_length:
+        return _read(sample, context, allow_unfinished=True)
+    tokens = sample.tokens
+    if not tokens:
+        tokens = context.rollouter.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    return replace(blank(sample, context.name), tokens=torch.tensor(tokens, dtype=torch.int64))
+
+
+def _unfinished(sample: SlimeSample, context: RolloutContext) -> Sample:
+    """`_open`; a sample that is asked for is not finished, FAILED or not."""
+    return replace(_open(sample, context), status=SampleStatus.PARTIAL)
 
 
 def _take(sample: SlimeSample, ours: Sample) -> SlimeSample:
     """`sample`, changed into what `ours` is."""
-    found = to_slime(ours)
+    found = to_slime_written(ours)
     for each in fields(SlimeSample):
         setattr(sample, each.name, getattr(found, each.name))
-    sample.written = [whole(ours)]
     return sample

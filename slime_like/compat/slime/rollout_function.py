@@ -17,81 +17,117 @@ import torch.distributed as dist
 from arguments.run_config import RunConfig
 from slime_like.compat.slime.data_source import DataSource
 from slime_like.compat.slime.function_results import Expected, read_eval_output, read_train_output
-from slime_like.compat.slime.results import blank
-from slime_like.compat.slime.rollout import generate_rollout
 from slime_like.compat.slime.rollout_context import RolloutContext
-from slime_like.compat.slime.samples import SlimeSample, slime_args
+from slime_like.compat.slime.samples import SlimeSample, blank, slime_args
 from slime_like.distributed.collectives import from_rank_zero_within
-from slime_like.import_utils import load_function
 from slime_like.rollout.collector import Collected
 from slime_like.rollout.evaluate import Evaluator
-from slime_like.rollout.filters import choose_waiting
 from slime_like.rollout.group_buffer import GroupBuffer
+from slime_like.rollout.hooks import group_filters
 from slime_like.rollout.rollouter import Rollouter, from_plain, to_plain, training_sampling
 from slime_like.types import SampleGroup
 
 
 class RolloutFunction:
-    """One of them. path None: slime's own. buffer: what data_source reads; None where the run
-    samples no prompts, and data_source is then None too."""
+    """In place of a `Collector`, of an `Evaluator`, or of both."""
 
     def __init__(
         self,
-        path: str | None,
-        flag: str,
-        run: RunConfig,
+        function: Callable[..., Any],
+        name: str,
+        config: RunConfig,
         rollouter: Rollouter,
         buffer: GroupBuffer | None,
         evaluator: Evaluator | None,
     ) -> None:
-        self.name = flag if path is None else f"{flag} {path}"
-        self.flag = flag
-        self.args = slime_args(run)
-        self.function: Callable[..., Any] = (
-            generate_rollout if path is None else load_function(path, flag)
-        )
-        self.rollouter = rollouter
+        """
+        Args:
+            function: The user's.
+            name: The flag and its value, for messages.
+            config: The run's.
+            rollouter: Of the run.
+            buffer: What data_source reads; None where the run samples no prompts, and data_source
+                is then None too.
+            evaluator: With the evaluation sets of the run.
+        """
+        self.name = name
+        self.args = slime_args(config)
         self.buffer = buffer
-        self.evaluator = evaluator
-        self.sampling = training_sampling(run.rollout)
-        self.timeout_s = run.scheduling.rollout_function_timeout_s
-        self.buffer_filter = run.scheduling.buffer_filter_path
+        self._function = function
+        self._config = config
+        self._rollouter = rollouter
+        self._evaluator = evaluator
+        self._filters = group_filters(config)
 
-    def call(self, rollout_id: int, read: Callable[[Any], Any], *, evaluation: bool) -> Any:
-        """`read` of what the function returns, on all ranks, which also have the new position of the
-        prompts. Raises ValueError for a function
-        that raises or returns something wrong, RunError for one that takes too long."""
+    def collect(self, rollout_id: int) -> Collected:
+        """As `Collector.collect`. Raises ValueError where the function returns something other than
+        --rollout-batch-size groups of --n-samples-per-prompt samples, and for a sample whose parts
+        do not belong together."""
+        rollout, rollouter = self._config.rollout, self._rollouter
 
+        def read(result: Any) -> tuple[Any, dict[str, float]]:
+            expected = Expected(
+                self.name,
+                self.args,
+                rollouter.tokenizer,
+                groups=rollout.rollout_batch_size,
+                samples=rollout.n_samples_per_prompt,
+                vocab_size=self._config.gpt.vocab_size,
+                newest_version=rollouter.engine.weight_version,
+            )
+            groups, metrics = read_train_output(result, expected)
+            return [
+                [(to_plain(s), s.group_id, s.text, s.label) for s in group] for group in groups
+            ], metrics
+
+        rows, metrics = self._call(rollout_id, read, evaluation=False)
+        return Collected([_group(row) for row in rows], [], metrics)
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]:
+        """As `Evaluator.evaluate`."""
+
+        def read(result: Any) -> dict[str, float]:
+            return read_eval_output(result, self.name, self.args, self._rollouter.tokenizer)
+
+        metrics: dict[str, float] = self._call(rollout_id, read, evaluation=True)
+        return metrics
+
+    def close(self) -> None:
+        if self._evaluator is not None:
+            self._evaluator.close()
+
+    def _call(self, rollout_id: int, read: Callable[[Any], Any], *, evaluation: bool) -> Any:
+        """`read` of what the function returns, on all ranks, which also have the new position of
+        the prompts. Raises ValueError for a function that raises or returns something wrong,
+        RunError for one that takes too long."""
         what = f"{self.name}: {'evaluation' if evaluation else 'rollout'} {rollout_id + 1}"
 
-        def work() -> tuple[Any, Any, Any]:
-            source = self._data_source(rollout_id)
+        def work() -> tuple[Any, Any]:
             with RolloutContext(
-                self.flag,
+                self.name,
+                self._config,
                 self.args,
-                self.rollouter,
-                self.sampling,
-                self.evaluator,
+                self._rollouter,
+                training_sampling(self._config.rollout),
+                self._evaluator,
                 rollout_id=rollout_id,
             ):
+                source = self._data_source(rollout_id)
                 try:
-                    result = self.function(self.args, rollout_id, source, evaluation=evaluation)
+                    result = self._function(self.args, rollout_id, source, evaluation=evaluation)
                 except Exception as error:
-                    if self.function is generate_rollout:
-                        raise
-                    raise ValueError(f"{what}: {told(error)}") from error
-            position = (
-                None
-                if self.buffer is None
-                else (self.buffer.source.state_dict(), self.buffer.state_dict())
-            )
-            return read(result), position, dist.get_rank()
+                    raise ValueError(f"{what}: {_where(error)}") from error
+            position = None
+            if self.buffer is not None:
+                position = (self.buffer.source.state_dict(), self.buffer.state_dict())
+            return read(result), position
 
-        late = f"{what} took longer than --rollout-function-timeout-s {self.timeout_s:g}"
-        answer, position, rank = from_rank_zero_within(
-            work, self.rollouter.group, timeout_s=self.timeout_s, late=late
+        timeout_s = self._config.scheduling.rollout_function_timeout_s
+        late = f"{what} took longer than --rollout-function-timeout-s {timeout_s:g}"
+        answer, position = from_rank_zero_within(
+            work, self._rollouter.group, timeout_s=timeout_s, late=late
         )
-        if position is not None and self.buffer is not None and dist.get_rank() != rank:
+        if position is not None and self.buffer is not None and dist.get_rank() != 0:
             self.buffer.source.load_state_dict(position[0])
             self.buffer.load_state_dict(position[1])
         return answer
@@ -101,82 +137,9 @@ class RolloutFunction:
             return None
 
         def choose(waiting: Sequence[Any], count: int) -> tuple[list[int], list[int]]:
-            return choose_waiting(self.buffer_filter, self.args, rollout_id, waiting, count)
+            return self._filters.choose_waiting(rollout_id, waiting, count)
 
-        return DataSource(self.buffer, choose, self.args, self.rollouter.tokenizer, self.flag)
-
-
-class FunctionCollector:
-    """In place of a `Collector`: the groups of a rollout as the function makes them. path None:
-    slime's own, which aborts what it does not need."""
-
-    def __init__(
-        self,
-        path: str | None,
-        run: RunConfig,
-        rollouter: Rollouter,
-        buffer: GroupBuffer,
-        evaluator: Evaluator | None,
-    ) -> None:
-        self.buffer = buffer
-        self.sampling = training_sampling(run.rollout)
-        flag = "the rollout" if path is None else "--rollout-function-path"
-        self._function = RolloutFunction(path, flag, run, rollouter, buffer, evaluator)
-        self._run = run
-
-    def collect(self, rollout_id: int) -> Collected:
-        """Raises ValueError where it returns other groups than --rollout-batch-size of
-        --n-samples-per-prompt samples, and for a sample whose parts do not belong together."""
-        function, rollout = self._function, self._run.rollout
-
-        def read(result: Any) -> tuple[Any, dict[str, float]]:
-            expected = Expected(
-                function.name,
-                function.args,
-                function.rollouter.tokenizer,
-                groups=rollout.rollout_batch_size,
-                samples=rollout.n_samples_per_prompt,
-                vocab_size=self._run.gpt.vocab_size,
-                newest_version=function.rollouter.engine.weight_version,
-            )
-            groups, metrics = read_train_output(result, expected)
-            return [
-                [(to_plain(s), s.group_id, s.text, s.label) for s in group] for group in groups
-            ], metrics
-
-        rows, metrics = function.call(rollout_id, read, evaluation=False)
-        return Collected([_group(row) for row in rows], [], metrics)
-
-
-class FunctionEvaluator:
-    """In place of an `Evaluator`: the scores of the sets as the function makes them."""
-
-    def __init__(
-        self,
-        path: str,
-        flag: str,
-        run: RunConfig,
-        rollouter: Rollouter,
-        buffer: GroupBuffer | None,
-        evaluator: Evaluator,
-    ) -> None:
-        self._function = RolloutFunction(path, flag, run, rollouter, buffer, evaluator)
-        self._evaluator = evaluator
-
-    def evaluate(self, rollout_id: int) -> dict[str, float]:
-        """As `Evaluator.evaluate`."""
-        function = self._function
-
-        def read(result: Any) -> dict[str, float]:
-            return read_eval_output(
-                result, function.name, function.args, function.rollouter.tokenizer
-            )
-
-        metrics: dict[str, float] = function.call(rollout_id, read, evaluation=True)
-        return metrics
-
-    def close(self) -> None:
-        self._evaluator.close()
+        return DataSource(self.buffer, choose, self.args, self._rollouter.tokenizer, self.name)
 
 
 def _group(rows: Sequence[tuple[dict[str, Any], int, str, Any]]) -> SampleGroup:
@@ -188,7 +151,7 @@ def _group(rows: Sequence[tuple[dict[str, Any], int, str, Any]]) -> SampleGroup:
     return SampleGroup(samples[0].group_id, tuple(samples))
 
 
-def told(error: Exception) -> str:
+def _where(error: Exception) -> str:
     """An error of a user's function, and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]

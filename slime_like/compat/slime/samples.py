@@ -9,8 +9,9 @@ changed is read back by its caller, and checked.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from arguments.run_config import RunConfig
 from slime_like.rollout.engines.base import GenerateOutput
-from slime_like.types import Prompt, Sample, SampleStatus
+from slime_like.types import NOT_SAMPLED, Prompt, Sample, SampleStatus
 
 
 @dataclass(slots=True)
@@ -93,20 +94,33 @@ def slime_args(run: RunConfig) -> SlimeArgs:
     return SlimeArgs({**ours, **run.custom})
 
 
-_STATUS = {
+_TO_SLIME = {
     SampleStatus.COMPLETED: SlimeSample.Status.COMPLETED,
     SampleStatus.TRUNCATED: SlimeSample.Status.TRUNCATED,
+    SampleStatus.ABORTED: SlimeSample.Status.ABORTED,
     SampleStatus.FAILED: SlimeSample.Status.FAILED,
+}
+
+HIGHEST_LOG_PROB = 1e-3  # rounding
+_FROM_SLIME = {
+    SlimeSample.Status.COMPLETED: SampleStatus.COMPLETED,
+    SlimeSample.Status.TRUNCATED: SampleStatus.TRUNCATED,
+    SlimeSample.Status.ABORTED: SampleStatus.ABORTED,
+    SlimeSample.Status.FAILED: SampleStatus.FAILED,
+}
+_UNFINISHED = {
+    SlimeSample.Status.PENDING: SampleStatus.PARTIAL,
+    SlimeSample.Status.ABORTED: SampleStatus.PARTIAL,
 }
 
 
 def to_slime(sample: Sample) -> SlimeSample:
-    """A sample that is unfinished is PENDING before its first token, and ABORTED after it, as in
-    slime."""
+    """A sample of ours as slime's. An unfinished one is PENDING before its first token, and ABORTED
+    after it, as in slime."""
     unfinished = (
         SlimeSample.Status.ABORTED if sample.response_length else SlimeSample.Status.PENDING
     )
-    told = sample.rollout_log_probs
+    log_probs = sample.rollout_log_probs
     return SlimeSample(
         group_index=sample.group_id,
         index=sample.sample_id,
@@ -118,8 +132,10 @@ def to_slime(sample: Sample) -> SlimeSample:
         reward=sample.reward,
         loss_mask=sample.loss_mask.int().tolist() if sample.response_length else None,
         weight_versions=sorted(set(sample.weight_versions)),
-        rollout_log_probs=None if told is None or not sample.response_length else told.tolist(),
-        status=_STATUS.get(sample.status, unfinished),
+        rollout_log_probs=None
+        if log_probs is None or not sample.response_length
+        else log_probs.tolist(),
+        status=_TO_SLIME.get(sample.status, unfinished),
         metadata=dict(sample.metadata),
     )
 
@@ -128,17 +144,164 @@ def to_slime_groups(groups: Iterable[Iterable[Sample]]) -> list[list[SlimeSample
     return [[to_slime(sample) for sample in group] for group in groups]
 
 
-def unwritten(prompt: Prompt, sample_id: int) -> Sample:
-    """A sample before its first token."""
-    return Sample(
-        group_id=prompt.group_id,
-        sample_id=sample_id,
-        tokens=torch.tensor(prompt.tokens, dtype=torch.int64),
-        response_length=0,
-        loss_mask=torch.empty(0, dtype=torch.bool),
-        rollout_log_probs=torch.empty(0, dtype=torch.float32),
-        status=SampleStatus.PARTIAL,
-        text=prompt.text,
-        label=prompt.label,
-        metadata=prompt.metadata,
+def refuse_token_rewards(sample: Sample) -> None:
+    """Raises ValueError for a sample that was given a reward for each token."""
+    if sample.token_rewards is not None:
+        raise ValueError(
+            f"sample {sample.sample_id} was given a reward for each token, and a sample of a "
+            "rollout function carries one number; add --sum-token-rewards"
+        )
+
+
+def to_slime_written(sample: Sample) -> SlimeSample:
+    """`to_slime`, with its response as what the engine wrote. Raises ValueError for one with
+    rewards of tokens."""
+    refuse_token_rewards(sample)
+    made = to_slime(sample)
+    made.written = [as_output(sample)] if sample.response_length else []
+    return made
+
+
+def from_slime(
+    result: Any,
+    sample: Sample,
+    outputs: Sequence[GenerateOutput],
+    args: SlimeArgs,
+    tokenizer: Any,
+    *,
+    flag: str,
+    allow_unfinished: bool = False,
+) -> Sample:
+    """What a function made of a sample, checked and read back.
+
+    Args:
+        result: What the function returned.
+        sample: What it does not set is as in this one.
+        outputs: What the engine wrote for it.
+        args: The settings; --reward-key is read.
+        tokenizer: The policy's.
+        flag: The function's, for messages.
+        allow_unfinished: PENDING and ABORTED samples continue.
+
+    Raises:
+        ValueError: naming the flag, the sample and what is wrong with it.
+    """
+    place = f"{flag}: sample {sample.sample_id}"
+    statuses = _FROM_SLIME | (_UNFINISHED if allow_unfinished else {})
+    mask = _checked_mask(result, place, statuses)
+    count, log_probs = result.response_length, result.rollout_log_probs
+    response = result.tokens[len(result.tokens) - count :]
+    return replace(
+        sample,
+        tokens=torch.tensor(result.tokens, dtype=torch.int64),
+        response_length=count,
+        loss_mask=torch.tensor(mask, dtype=torch.bool),
+        rollout_log_probs=None
+        if log_probs is None
+        else torch.tensor(log_probs, dtype=torch.float32),
+        weight_versions=versions_of(response, mask, outputs),
+        status=statuses[result.status],
+        reward=_reward(result, args, place),
+        response=result.response or tokenizer.decode(response, skip_special_tokens=True),
+        metadata=dict(result.metadata),
     )
+
+
+def _checked_mask(result: Any, place: str, statuses: Collection[SlimeSample.Status]) -> list[int]:
+    """The loss mask of a sample whose parts belong together; else ValueError."""
+    if not isinstance(result, SlimeSample):
+        raise ValueError(
+            f"{place}: the function returned {type(result).__name__}; return the sample that it "
+            "was given (one, not several)"
+        )
+    count, log_probs = result.response_length, result.rollout_log_probs
+    mask = [1] * count if result.loss_mask is None else list(result.loss_mask)
+    status = getattr(result.status, "value", result.status)
+    problems = {
+        f"response_length is {count} of {len(result.tokens)} tokens, prompt included": (
+            not 0 <= count < len(result.tokens)
+        ),
+        f"loss_mask has {len(mask)} entries for {count} response tokens": len(mask) != count,
+        "loss_mask has entries that are neither 0 nor 1": not set(mask) <= {0, 1},
+        f"rollout_log_probs has {len(log_probs or ())} entries for {count} response tokens": (
+            log_probs is not None and len(log_probs) != count
+        ),
+        f"status is {status!r}; set COMPLETED, TRUNCATED, ABORTED or FAILED": (
+            result.status not in statuses
+        ),
+        "rollout_log_probs are not finite, or above 0, where loss_mask is 1": not all(
+            -math.inf < p < HIGHEST_LOG_PROB for p, m in zip(log_probs or (), mask) if m
+        ),
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise ValueError(f"{place}: {problem}")
+    return mask
+
+
+def _reward(result: SlimeSample, args: SlimeArgs, place: str) -> float | None:
+    """A number that the function set itself, or None."""
+    value = result.reward
+    if isinstance(value, dict):
+        if args.reward_key not in value:
+            raise ValueError(
+                f"{place}: the reward is a dict; name the key to train on with --reward-key"
+            )
+        value = value[args.reward_key]
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, int | float):
+        raise ValueError(f"{place}: the reward is {type(value).__name__}, must be a number")
+    return float(value) if math.isfinite(value) else math.nan
+
+
+def versions_of(
+    response: Sequence[int], mask: Sequence[int], outputs: Sequence[GenerateOutput]
+) -> tuple[int, ...]:
+    """The weight version of each response token: outputs are found in the response in their order.
+    Trained tokens that were not found, because the function changed them, count as of the oldest
+    version."""
+    oldest = min(
+        (v for o in outputs for v in o.weight_versions if v != NOT_SAMPLED), default=NOT_SAMPLED
+    )
+    versions = [oldest if m else NOT_SAMPLED for m in mask]
+    position = 0
+    for output in outputs:
+        size = len(output.tokens)
+        for start in range(position, len(response) - size + 1):
+            if size and tuple(response[start : start + size]) == tuple(output.tokens):
+                versions[start : start + size] = [
+                    v if m else NOT_SAMPLED
+                    for v, m in zip(output.weight_versions, mask[start : start + size])
+                ]
+                position = start + size
+                break
+    return tuple(versions)
+
+
+def blank(sample: SlimeSample, flag: str) -> Sample:
+    """A sample of ours with the numbers and the prompt of a user's, before its first token. Raises
+    ValueError where it has no numbers."""
+    for name in ("group_index", "index"):
+        value = getattr(sample, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(
+                f"{flag}: a sample has {name} {value!r}; take samples from data_source.get_samples, or number them from 0"
+            )
+    assert sample.group_index is not None and sample.index is not None
+    return Sample.empty(
+        Prompt(
+            sample.group_index,
+            sample.prompt,
+            (),
+            label=sample.label,
+            metadata=dict(sample.metadata),
+        ),
+        sample.index,
+    )
+
+
+def as_output(sample: Sample) -> GenerateOutput:
+    """The response as one output of the engine: its tokens and their weight versions."""
+    response = tuple(sample.tokens[sample.prompt_length :].tolist())
+    return GenerateOutput(sample.sample_id, response, (), "stop", sample.weight_versions)

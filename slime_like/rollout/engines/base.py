@@ -170,11 +170,16 @@ class RolloutEngine(Protocol):
 
 
 class GenerationClient(Protocol):
-    """What answers single requests: an engine, or something before it."""
+    """What answers single requests: an engine, or what passes them on to one. The methods are
+    those of `RolloutEngine`."""
 
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
     ) -> GenerateOutput: ...
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None: ...
+
+    async def leave_loop(self) -> None: ...
 
 
 def asking_ranks(engine: RolloutEngine, world_size: int) -> int:

@@ -1,10 +1,8 @@
 """Generation in the training process, on transformers' model and KV cache: the engine for CPUs,
 tests and small models.
 
-The decode loop is our own because transformers' `generate` computes the prompt once per sample and
-goes on computing finished rows; sharing the prompt among the samples of a group and dropping
-finished rows is worth more than 1.5x on group sampling. There is no paged cache, no continuous
-batching and no tensor parallelism: use SGLang where these matter.
+There is no paged cache, no continuous batching and no tensor parallelism: use SGLang where these
+matter.
 
 A response depends on its prompt, its seed, the weights and the sampling parameters. Which other
 requests are decoded beside it changes logits by float32 rounding only (padding and batch size pick
@@ -13,44 +11,129 @@ other kernels), which turns a token in about one of 10^7.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DynamicCache,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.initialization import no_init_weights
 
-from slime_like.rollout.engines.base import (
-    FinishReason,
-    GenerateOutput,
-    GenerateRequest,
-    SamplingParams,
-)
-from slime_like.rollout.engines.local.batcher import LocalServing
-from slime_like.rollout.engines.local.routed_experts import RouteRecorder, whole_routes
+from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.engines.local.decoder import Decoder
 from slime_like.rollout.engines.local.weight_loader import WeightSlots
-from slime_like.rollout.sampling import draw_uniforms, sample_from_sets, sample_tokens
+
+PAUSED_POLL_S = 0.002
+
+# (requests, sampling, aborted sample ids) -> after every token, the outputs that ended with it, by
+# index
+Decode = Callable[
+    [Sequence[GenerateRequest], SamplingParams, Collection[int]],
+    Iterator[dict[int, GenerateOutput]],
+]
 
 
-@dataclass(slots=True)
-class _Row:
-    """A response in the making."""
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    request: GenerateRequest
+    sampling: SamplingParams
+    answer: asyncio.Future[GenerateOutput]
 
-    tokens: list[int] = field(default_factory=list)
-    weight_versions: list[int] = field(default_factory=list)
-    token_sets: list[Tensor] = field(default_factory=list)  # only where they are reported
-    routes: list[Tensor] = field(
-        default_factory=list
-    )  # likewise: of the prompt [P, layers, topk], then of one token after another
-    finish_reason: FinishReason = "length"
+
+class Batcher:
+    """Batches of at most `batch_size` requests with equal sampling parameters, one batch at a time.
+    Requests that arrive while a batch is decoded wait for its end."""
+
+    def __init__(self, decode: Decode, batch_size: int) -> None:
+        self.paused = False
+        self._decode = decode
+        self._batch_size = batch_size
+        self._waiting: deque[_Waiting] = deque()
+        self._running: list[_Waiting] = []
+        self._aborted: set[int] = set()
+        self._pump: asyncio.Task[None] | None = None
+        self._token_lock = threading.Lock()
+
+    def between_tokens(self) -> AbstractContextManager[bool]:
+        """Held while weights are replaced: no token is computed meanwhile."""
+        return self._token_lock
+
+    async def submit(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
+        loop = asyncio.get_running_loop()
+        if self._pump is None or self._pump.done() or self._pump.get_loop() is not loop:
+            self._waiting.clear()  # of an event loop that has ended
+            self._pump = loop.create_task(self._serve())
+        item = _Waiting(request, sampling, loop.create_future())
+        self._waiting.append(item)
+        try:
+            return await item.answer
+        except asyncio.CancelledError:
+            self.abort([request.sample_id])
+            raise
+
+    def abort(self, sample_ids: Collection[int] | None) -> None:
+        """Of what is being decoded after the next token; of what waits at once, with nothing."""
+
+        def wanted(item: _Waiting) -> bool:
+            return sample_ids is None or item.request.sample_id in sample_ids
+
+        self._aborted.update(item.request.sample_id for item in self._running if wanted(item))
+        for item in [item for item in self._waiting if wanted(item)]:
+            self._waiting.remove(item)
+            _answer(item, GenerateOutput(item.request.sample_id, (), (), "abort", ()))
+
+    async def _serve(self) -> None:
+        await asyncio.sleep(0)  # all requests of this turn of the loop go together
+        while self._waiting:
+            self._running = self._next_batch()
+            try:
+                await self._serve_batch(self._running)
+            except Exception as error:
+                for item in self._running:
+                    if not item.answer.done():
+                        item.answer.set_exception(error)
+            finally:
+                self._running = []
+                self._aborted.clear()
+
+    async def _serve_batch(self, batch: Sequence[_Waiting]) -> None:
+        tokens = self._decode([item.request for item in batch], batch[0].sampling, self._aborted)
+        while True:
+            while self.paused:
+                await asyncio.sleep(PAUSED_POLL_S)
+            with self._token_lock:
+                ended = next(tokens, None)
+            if ended is None:
+                return
+            for index, output in ended.items():
+                _answer(batch[index], output)
+            await asyncio.sleep(0)
+
+    def _next_batch(self) -> list[_Waiting]:
+        """The oldest request and others with its sampling parameters; equal prompts are neighbours,
+        so that each is computed once."""
+        sampling = self._waiting[0].sampling
+        batch = [item for item in self._waiting if item.sampling == sampling][: self._batch_size]
+        for item in batch:
+            self._waiting.remove(item)
+        return sorted(
+            batch, key=lambda item: (len(item.request.prompt_tokens), item.request.prompt_tokens)
+        )
+
+
+def _answer(item: _Waiting, output: GenerateOutput) -> None:
+    if not item.answer.done():
+        item.answer.set_result(output)
 
 
 class LocalEngine:
@@ -90,15 +173,17 @@ class LocalEngine:
         self.weight_version = -1
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self.serves_all_ranks = False
-        self._serving = LocalServing(self._decode, local_batch_size)
         self._model = model.eval().requires_grad_(False)
         self._slots = WeightSlots(self._model)
-        self._routes = RouteRecorder(self._model)
         self._weights_complete = False
         self._device = torch.device(device)
         self._tokenizer = tokenizer
         self._local_batch_size = local_batch_size
         self._end_ids = _end_token_ids(hf_checkpoint, config, tokenizer)
+        self._decoder = Decoder(
+            self._model, tokenizer, self._device, self._end_ids, lambda: self.weight_version
+        )
+        self._batcher = Batcher(self._decoder.decode, local_batch_size)
         text_config = config.get_text_config()
         self._vocab_size: int = text_config.vocab_size
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
@@ -106,7 +191,7 @@ class LocalEngine:
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """See `RolloutEngine`. Tied weights may come under any one, or all, of their names. Values
         are cast to the engine's dtype."""
-        with self._serving.between_tokens():
+        with self._batcher.between_tokens():
             self._weights_complete = False
             self._slots.load(weights)
             self._weights_complete = True
@@ -115,7 +200,7 @@ class LocalEngine:
     def generate(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams
     ) -> list[GenerateOutput]:
-        with self._serving.between_tokens():  # weights may be replaced by another thread
+        with self._batcher.between_tokens():  # weights may be replaced by another thread
             self._check(requests, sampling)
         # Prompts of like length share a chunk (less padding), equal prompts are neighbours
         # (computed once).
@@ -126,9 +211,9 @@ class LocalEngine:
         outputs: list[GenerateOutput | None] = [None] * len(requests)
         for start in range(0, len(order), self._local_batch_size):
             chunk = order[start : start + self._local_batch_size]
-            tokens = self._decode([requests[i] for i in chunk], sampling, frozenset())
+            tokens = self._decoder.decode([requests[i] for i in chunk], sampling, frozenset())
             while True:
-                with self._serving.between_tokens():
+                with self._batcher.between_tokens():
                     done = next(tokens, None)
                 if done is None:
                     break
@@ -142,19 +227,19 @@ class LocalEngine:
         """Decoded together with what else is waiting; the event loop gets its turn after every
         token."""
         self._check([request], sampling)
-        return await self._serving.submit(request, sampling)
+        return await self._batcher.submit(request, sampling)
 
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
-        self._serving.abort(sample_ids)
+        self._batcher.abort(sample_ids)
 
     async def leave_loop(self) -> None:
         """Nothing belongs to it."""
 
     def pause(self) -> None:
-        self._serving.paused = True
+        self._batcher.paused = True
 
     def resume(self) -> None:
-        self._serving.paused = False
+        self._batcher.paused = False
 
     def check_health(self) -> None:
         """It lives as long as this process."""
@@ -168,14 +253,15 @@ class LocalEngine:
     def close(self) -> None:
         """Free the weights; the engine generates no more."""
         self._weights_complete = False
-        del self._model, self._slots, self._routes
+        self._decoder.free()
+        del self._model, self._slots
 
     def _check(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
         if not self._weights_complete:
             raise RuntimeError(
                 "the local engine has no complete weights: its first or latest update_weights did not succeed"
             )
-        if sampling.report_routes and not self._routes.layers:
+        if sampling.report_routes and not self._decoder.routes.layers:
             raise ValueError(
                 "the model has no experts whose routes could be told (--use-rollout-routing-replay)"
             )
@@ -242,164 +328,6 @@ class LocalEngine:
         logits = self._model(input_ids=ids).logits[0, first - 1 : -1].float()
         top = (logits / (temperature or 1.0)).log_softmax(-1).topk(k, dim=-1)
         return top.indices.cpu(), top.values.cpu()
-
-    @torch.inference_mode()
-    def _decode(
-        self,
-        requests: Sequence[GenerateRequest],
-        sampling: SamplingParams,
-        aborted: Collection[int],
-    ) -> Iterator[dict[int, GenerateOutput]]:
-        """Decode B requests together; after every token the outputs of those that ended with it, by
-        their index. aborted: sample ids, read after every token."""
-        rows = [_Row() for _ in requests]
-        own_ends = frozenset() if sampling.ignore_end_tokens else self._end_ids
-        stop_ids = own_ends.union(sampling.stop_token_ids)
-        uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens).to(
-            self._device
-        )  # (B, N)
-        log_probs = torch.full(uniforms.shape, float("nan"), device=self._device)  # (B, N)
-        with self._routes.recording(sampling.report_routes):
-            logits, cache, mask, positions = self._prefill(
-                [r.prompt_tokens for r in requests], sampling.max_new_tokens
-            )
-        if sampling.report_routes:
-            for i, routes in enumerate(
-                self._routes.of_prompts([r.prompt_tokens for r in requests])
-            ):
-                rows[i].routes.append(routes)
-        reports = sampling.report_token_sets and not sampling.greedy
-        live = list(range(len(requests)))  # requests[live[j]] is row j of the running batch
-        live_index = torch.arange(len(requests), device=self._device)
-        prompt_width = mask.size(1) - sampling.max_new_tokens
-        for step in range(sampling.max_new_tokens):
-            if reports:
-                tokens, log_probs[live_index, step], kept = sample_from_sets(
-                    logits, uniforms[live_index, step], sampling
-                )
-                for row, members in zip(live, kept.cpu(), strict=True):
-                    rows[row].token_sets.append(members.nonzero()[:, 0].int())
-            else:
-                tokens, log_probs[live_index, step] = sample_tokens(
-                    logits, uniforms[live_index, step], sampling
-                )
-            for row, token in zip(live, tokens.tolist(), strict=True):
-                rows[row].tokens.append(token)
-                rows[row].weight_versions.append(self.weight_version)
-            going_on = self._mark_stopped(rows, live, stop_ids, sampling.stop)
-            if step + 1 == sampling.max_new_tokens:
-                going_on = []
-            for row in [live[j] for j in going_on if requests[live[j]].sample_id in aborted]:
-                rows[row].finish_reason = "abort"
-            going_on = [j for j in going_on if rows[live[j]].finish_reason != "abort"]
-            ended = [live[j] for j in sorted(set(range(len(live))) - set(going_on))]
-            yield {
-                row: self._output(requests[row], rows[row], log_probs[row].cpu(), reports=reports)
-                for row in ended
-            }
-            if not going_on:
-                return
-            if len(going_on) < len(live):
-                keep = torch.tensor(going_on, device=self._device)
-                cache.reorder_cache(keep)
-                live, live_index = [live[j] for j in going_on], live_index[keep]
-                tokens, mask, positions = tokens[keep], mask[keep], positions[keep]
-            positions = positions + 1
-            with self._routes.recording(sampling.report_routes):
-                logits = self._forward(
-                    tokens[:, None], mask[:, : prompt_width + step + 1], positions, cache
-                )
-            if sampling.report_routes:
-                for row, routes in zip(live, self._routes.last(len(live)), strict=True):
-                    rows[row].routes.append(routes)
-
-    def _prefill(
-        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int
-    ) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
-        """Compute each distinct prompt once, left-padded, then repeat it for its samples.
-
-        Returns logits of the last prompt token [B, V], the cache, the mask [B, W + max_new_tokens]
-        (response part all True; W is the longest prompt) and the position of the last prompt token
-        [B, 1].
-        """
-        distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        width = max(map(len, distinct))
-        ids = torch.zeros(len(distinct), width, dtype=torch.long)
-        mask = torch.ones(len(distinct), width + max_new_tokens, dtype=torch.long)
-        for prompt, i in distinct.items():
-            ids[i, width - len(prompt) :] = torch.tensor(prompt)
-            mask[i, : width - len(prompt)] = 0
-        ids, mask = ids.to(self._device), mask.to(self._device)
-        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
-        cache = DynamicCache(config=self._model.config)
-        logits = self._forward(ids, mask[:, :width], positions, cache)
-        owner = torch.tensor([distinct[prompt] for prompt in prompts], device=self._device)
-        cache.reorder_cache(owner)
-        return logits[owner], cache, mask[owner], positions[owner, -1:]
-
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        """Logits [B, V] after the last of ids [B, new]; extends the cache. mask covers cached and
-        new tokens."""
-        out = self._model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return out.logits[:, -1]
-
-    def _mark_stopped(
-        self,
-        rows: Sequence[_Row],
-        live: Sequence[int],
-        stop_ids: frozenset[int],
-        stop: Sequence[str],
-    ) -> list[int]:
-        """Set the finish reason of rows whose last token ended them; return the indices into `live`
-        of the others."""
-        stopped = [rows[row].tokens[-1] in stop_ids for row in live]
-        if stop:
-            assert self._tokenizer is not None
-            # Every token of a byte-level or SentencePiece vocabulary is at least a byte of text, so
-            # that a stop string which the last token completes lies within as many tokens as it has
-            # bytes; a few more keep the cut from touching it.
-            reach = max(len(s.encode()) for s in stop) + 4
-            tails = self._tokenizer.batch_decode(
-                [rows[row].tokens[-reach:] for row in live], skip_special_tokens=False
-            )
-            stopped = [
-                done or any(s in tail for s in stop)
-                for done, tail in zip(stopped, tails, strict=True)
-            ]
-        for row, done in zip(live, stopped, strict=True):
-            if done:
-                rows[row].finish_reason = "stop"
-        return [j for j, done in enumerate(stopped) if not done]
-
-    def _output(
-        self, request: GenerateRequest, row: _Row, log_probs: Tensor, *, reports: bool
-    ) -> GenerateOutput:
-        """A response up to its first non-finite log-prob, which only broken weights can cause; such
-        a response is aborted."""
-        values = log_probs[: len(row.tokens)]
-        finite = int(values.isfinite().cumprod(0).sum())
-        broken = finite < len(row.tokens)
-        return GenerateOutput(
-            sample_id=request.sample_id,
-            tokens=tuple(row.tokens[:finite]),
-            log_probs=tuple(values[:finite].tolist()),
-            finish_reason="abort" if broken else row.finish_reason,
-            weight_versions=tuple(row.weight_versions[:finite]),
-            token_sets=tuple(row.token_sets[:finite]) if reports else None,
-            routes=whole_routes(row.routes, len(request.prompt_tokens) + finite)
-            if row.routes
-            else None,
-            failure=f"the log-prob of response token {finite} is {float(values[finite])}"
-            if broken
-            else None,
-        )
 
 
 def _end_token_ids(

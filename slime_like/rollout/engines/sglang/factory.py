@@ -17,7 +17,7 @@ from arguments.schema import SglangConfig
 from arguments.sglang_install import interpreter, packages_of
 from slime_like.distributed.collectives import on_rank_zero
 from slime_like.errors import RunError
-from slime_like.rollout.engines.sglang.engine import RequestSettings, SglangEngine
+from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.http import Deadlines, RequestFailed, Retries
 from slime_like.rollout.engines.sglang.processes import (
     Launch,
@@ -27,6 +27,7 @@ from slime_like.rollout.engines.sglang.processes import (
     server_command,
     server_settings,
 )
+from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
 from slime_like.rollout.engines.sglang.router import Router
 from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings

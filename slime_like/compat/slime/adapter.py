@@ -1,0 +1,145 @@
+"""slime's conventions for functions named on the command line, as `rollout.hooks.FunctionAdapter`
+expects them: each function is called as slime calls it, and what it returns is checked."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from arguments.run_config import RunConfig
+from slime_like.compat.slime.requests import call_slime_function
+from slime_like.compat.slime.rollout_function import RolloutFunction
+from slime_like.compat.slime.samples import slime_args, to_slime, to_slime_groups
+from slime_like.rollout.episode import Model, Respond
+from slime_like.rollout.evaluate import Evaluator
+from slime_like.rollout.filters import DynamicFilterOutput, KeepGroup
+from slime_like.rollout.group_buffer import ChooseWaiting, GroupBuffer, PendingGroup
+from slime_like.rollout.rollouter import Rollouter
+from slime_like.types import Sample, SampleGroup
+
+Function = Callable[..., Any]
+
+
+class SlimeAdapter:
+    """See `FunctionAdapter`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._args = slime_args(config)
+
+    def dynamic_filter(self, function: Function, name: str) -> KeepGroup:
+        """``function(args, samples)``, which returns a bool or a DynamicFilterOutput."""
+
+        def keep_group(samples: Sequence[Sample]) -> DynamicFilterOutput:
+            place = f"{name}: group {samples[0].group_id}"
+            try:
+                output = function(self._args, [to_slime(sample) for sample in samples])
+            except Exception as error:
+                raise ValueError(
+                    f"{place}: the function raised {type(error).__name__}: {error}"
+                ) from error
+            if isinstance(output, bool):
+                return DynamicFilterOutput(keep=output)
+            keep = getattr(output, "keep", None)
+            if keep is None or getattr(keep, "shape", ()) != ():
+                raise ValueError(
+                    f"{place}: the function returned {type(output).__name__}; return True, False "
+                    "or a DynamicFilterOutput(keep, reason)"
+                )
+            reason = getattr(output, "reason", None)
+            fallback = bool(getattr(output, "keep_when_insufficient", False))
+            return DynamicFilterOutput(bool(keep), reason, fallback)
+
+        return keep_group
+
+    def buffer_filter(self, function: Function, name: str) -> ChooseWaiting:
+        """``function(args, rollout_id, buffer, num_samples)``, which takes groups out of the list
+        and returns those that continue; what else it takes out is thrown away."""
+
+        def choose(
+            rollout_id: int, waiting: Sequence[PendingGroup], count: int
+        ) -> tuple[list[int], list[int]]:
+            buffer = to_slime_groups(group.samples for group in waiting)
+            before = [group.group_id for group in waiting]
+            chosen = function(self._args, rollout_id, buffer, count)
+            ids = [group[0].group_index for group in chosen]
+            if len(ids) > count or len(set(ids)) < len(ids) or not set(ids) <= set(before):
+                raise ValueError(
+                    f"{name}: was asked for at most {count} of the groups {before} and returned "
+                    f"{ids}"
+                )
+            left = {group[0].group_index for group in buffer} - set(ids)
+            return ids, [i for i in before if i not in left and i not in ids]
+
+        return choose
+
+    def sample_filter(
+        self, function: Function, name: str
+    ) -> Callable[[Sequence[SampleGroup]], list[int]]:
+        """``function(args, groups)``, which sets `remove_sample` of samples."""
+
+        def removed_samples(groups: Sequence[SampleGroup]) -> list[int]:
+            found = to_slime_groups(group.samples for group in groups)
+            function(self._args, found)
+            samples = [sample for group in found for sample in group]
+            return [s.index for s in samples if s.remove_sample and s.index is not None]
+
+        return removed_samples
+
+    def custom_generate(self, function: Function) -> Respond:
+        """``async function(args, sample, sampling_params)``, perhaps with ``evaluation``."""
+        takes_evaluation = "evaluation" in inspect.signature(function).parameters
+
+        async def respond(sample: Sample, model: Model, evaluation: bool) -> Sample:
+            more = {"evaluation": evaluation} if takes_evaluation else {}
+            return await call_slime_function(function, self._args, sample, model, **more)
+
+        return respond
+
+    def reward_post_process(
+        self, function: Function, name: str
+    ) -> Callable[[Sequence[Sample]], list[float]]:
+        """``function(args, samples) -> (raw_rewards, rewards)``, samples in the order of the
+        rollout. The raw rewards are ignored: those of the run are logged."""
+
+        def process(samples: Sequence[Sample]) -> list[float]:
+            try:
+                result = function(self._args, [to_slime(sample) for sample in samples])
+            except Exception as error:
+                raise ValueError(
+                    f"{name}: the function raised {type(error).__name__}: {error}"
+                ) from error
+            return _second_list(result, name, len(samples))
+
+        return process
+
+    def rollout_function(
+        self,
+        function: Function,
+        name: str,
+        rollouter: Rollouter,
+        buffer: GroupBuffer | None,
+        evaluator: Evaluator | None,
+    ) -> RolloutFunction:
+        """``function(args, rollout_id, data_source, evaluation=False)``."""
+        return RolloutFunction(function, name, self._config, rollouter, buffer, evaluator)
+
+
+def _second_list(result: Any, name: str, count: int) -> list[float]:
+    """The rewards that a function of (raw_rewards, rewards) returned; None becomes NaN."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"{name}: the function returned {type(result).__name__}; return (raw_rewards, rewards)"
+        )
+    values = result[1].tolist() if hasattr(result[1], "tolist") else list(result[1])
+    if len(values) != count or len(list(result[0])) != count:
+        raise ValueError(
+            f"{name}: {len(list(result[0]))} raw rewards and {len(values)} rewards; the rollout "
+            f"has {count} samples"
+        )
+    wrong = [v for v in values if v is not None and not isinstance(v, int | float)]
+    if wrong:
+        raise ValueError(f"{name}: a reward is {type(wrong[0]).__name__}, must be a number")
+    return [math.nan if value is None else float(value) for value in values]

@@ -1,0 +1,278 @@
+"""Requests to SGLang servers, from rank 0: spread over the servers, tried again, aborted, and each
+answer checked."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx
+
+from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.engines.checked_json import BadAnswer, WrongVersion
+from slime_like.rollout.engines.sglang.http import (
+    Deadlines,
+    RequestFailed,
+    Retries,
+    async_client,
+    post_once,
+    with_retries,
+)
+from slime_like.rollout.engines.sglang.protocol import (
+    Legal,
+    Refused,
+    answer_bytes,
+    generation_body,
+    meta_of,
+    read_generation,
+)
+from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat, read_routes
+from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
+from slime_like.rollout.engines.sglang.weight_update import CONTROL_S
+
+ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
+LOOK_S = 0.1  # between two looks for a server that may answer
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """concurrency: requests on their way together, per server."""
+
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    retries: Retries = field(default_factory=Retries)
+    concurrency: int = 512
+
+
+class ServerRequests:
+    """The requests of one engine; a `GenerationClient`.
+
+    sent: versions of weights that were sent, whether or not they reached every server. updating:
+    weights are being replaced, and requests wait. bypasses_router: a server behind it has other
+    weights, until the next update. counts: what became of requests.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: RequestSettings,
+        vocab_size: int,
+        routes: RoutesFormat | None,
+    ) -> None:
+        """
+        Args:
+            fleet: The servers.
+            settings: Deadlines, retries and concurrency.
+            vocab_size: Tokens of answers are below.
+            routes: Of the network that is served; None: it has no experts.
+        """
+        self.sent: list[int] = []
+        self.updating = False
+        self.bypasses_router = False
+        self.counts: Counter[str] = Counter()
+        self._fleet = fleet
+        self._settings = settings
+        self._vocab_size = vocab_size
+        self._routes = routes
+        self._numbers = itertools.count()
+        self._run = f"{os.getpid():x}-{time.time_ns():x}"
+        self._client: httpx.AsyncClient | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots = asyncio.Semaphore(1)
+        self._pending: dict[str, int] = {}  # request id -> sample id
+        self._abort_asked: set[str] = set()
+
+    def new_id(self, what: object) -> str:
+        """A request id that no other request has."""
+        return f"{self._run}-{what}-{next(self._numbers)}"
+
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
+        """As `RolloutEngine.generate_one`."""
+        if not request.prompt_tokens:
+            raise ValueError(f"sample {request.sample_id}: the prompt is empty")
+        if sampling.report_routes and self._routes is None:
+            raise ValueError("report_routes: the network has no experts")
+        client = self._client_here()
+        rid = self.new_id(request.sample_id)
+        self._pending[rid] = request.sample_id
+        try:
+            async with self._slots:
+                return await self._ask(client, request, sampling, rid)
+        except (RequestFailed, BadAnswer) as failure:
+            kind = failure.kind if isinstance(failure, RequestFailed) else "bad_answer"
+            self.counts["dropped" if isinstance(failure, RequestFailed) else "rejected"] += 1
+            if isinstance(failure, BadAnswer):
+                self.counts[kind] += 1
+            words = str(failure) if rid in str(failure) else f"request {rid}: {failure}"
+            return GenerateOutput(request.sample_id, (), (), "abort", (), failure=words)
+        finally:
+            self._pending.pop(rid, None)
+            self._abort_asked.discard(rid)
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        """As `RolloutEngine.abort`."""
+        rids = [
+            rid
+            for rid, sample_id in self._pending.items()
+            if sample_ids is None or sample_id in sample_ids
+        ]
+        self._abort_asked.update(rids)
+        client = self._client_here()
+
+        async def send_abort(worker: Worker, rid: str) -> None:
+            try:
+                await post_once(
+                    client, f"{worker.url}/abort_request", {"rid": rid}, ABORT_DEADLINES
+                )
+            except RequestFailed as failure:  # a server that is gone has aborted it
+                if failure.kind != "no_json":  # SGLang answers with an empty body
+                    self.counts[f"abort_{failure.kind}"] += 1
+
+        await asyncio.gather(
+            *(send_abort(worker, rid) for worker in self._fleet.alive() for rid in rids)
+        )
+
+    async def _ask(
+        self,
+        client: httpx.AsyncClient,
+        request: GenerateRequest,
+        sampling: SamplingParams,
+        rid: str,
+    ) -> GenerateOutput:
+        avoid: set[str] = set()
+        if sampling.report_routes and self._fleet.router is not None:
+            # of a request it passes on the fields that it knows: asking for routes is none of them
+            avoid.add(self._fleet.router.url)
+
+        async def attempt(number: int) -> GenerateOutput:
+            if rid in self._abort_asked:
+                return GenerateOutput(request.sample_id, (), (), "abort", ())
+            this_rid = rid if number == 1 else f"{rid}-{number}"
+            self._pending[this_rid] = request.sample_id
+            try:
+                return await self._answer(client, request, sampling, this_rid, avoid)
+            except Refused as refused:
+                raise RequestFailed(
+                    f"refused_{refused.status}", str(refused), again=refused.status >= 500
+                ) from None
+            finally:
+                if this_rid != rid:
+                    del self._pending[this_rid]
+                    self._abort_asked.discard(this_rid)
+
+        output: GenerateOutput = await with_retries(attempt, self._settings.retries, self.counts)
+        return output
+
+    async def _answer(
+        self,
+        client: httpx.AsyncClient,
+        request: GenerateRequest,
+        sampling: SamplingParams,
+        rid: str,
+        avoid: set[str],
+    ) -> GenerateOutput:
+        """One attempt. A server that answers under weights that it cannot have is out until it has
+        got the current ones. Raises RequestFailed, BadAnswer, Refused."""
+        url, worker = await self._target(avoid)
+        oldest, evictions = self._fleet.version, 0 if worker is None else worker.evictions
+        body = generation_body(request, sampling, rid)
+        limit = answer_bytes(request, sampling, self._token_bytes(sampling))
+        answer = await self._post(client, url, worker, body, limit, avoid)
+        legal = Legal(self._vocab_size, {v for v in self.sent if v >= oldest})
+        try:
+            output = read_generation(answer, request, sampling, rid, legal)
+            if not sampling.report_routes:
+                return output
+            assert self._routes is not None
+            routes = read_routes(meta_of(answer, rid), request, output, self._routes, rid)
+            return replace(output, routes=routes)
+        except WrongVersion as wrong:
+            self.counts["wrong_version"] += 1
+            if worker is None:
+                self.bypasses_router = True
+            else:
+                # in a thread: it may have to tell the router
+                await asyncio.to_thread(self._fleet.distrust, worker, evictions, str(wrong))
+            raise WrongVersion(f"{url}: {wrong}") from None
+        except BadAnswer as wrong:
+            raise BadAnswer(f"{url}: {wrong}") from None
+
+    def _token_bytes(self, sampling: SamplingParams) -> int:
+        """Of a token's routed experts in an answer: base64 of int32 in every layer."""
+        if not sampling.report_routes or self._routes is None:
+            return 0
+        return 6 * len(self._routes.sparse) * self._routes.topk
+
+    async def _post(
+        self,
+        client: httpx.AsyncClient,
+        url: str,
+        worker: Worker | None,
+        body: dict[str, Any],
+        max_bytes: int,
+        avoid: set[str],
+    ) -> Any:
+        """Through the router, or to a server. avoid: addresses where this request failed; grows."""
+        task = asyncio.current_task()
+        assert task is not None
+        if worker is not None:
+            with self._fleet.lock:
+                worker.in_flight.add(task)
+        try:
+            deadlines = self._settings.deadlines
+            return await post_once(client, f"{url}/generate", body, deadlines, max_bytes)
+        except RequestFailed as failure:
+            avoid.add(url)
+            if worker is not None and failure.server_gone:
+                worker.strikes += 1
+            raise
+        except asyncio.CancelledError as cancelled:
+            if "evicted" not in cancelled.args:
+                raise
+            task.uncancel()
+            raise RequestFailed(
+                "evicted", f"{url}: the server was taken out while it worked on this", again=True
+            ) from None
+        finally:
+            if worker is not None:
+                with self._fleet.lock:
+                    worker.in_flight.discard(task)
+
+    async def _target(self, avoid: set[str]) -> tuple[str, Worker | None]:
+        """Where to ask; the router, or the server with the fewest requests of ours. Waits for one
+        that may answer, as long as one may come back. A request that failed at the router goes to a
+        server itself: the router may be gone, or take servers for dead that are not."""
+        deadline = time.monotonic() + self._settings.deadlines.total_s
+        while self.updating or not (ready := self._fleet.ready()):
+            if not (self.updating or self._fleet.may_recover()) or time.monotonic() > deadline:
+                raise RequestFailed(
+                    "no_engine", "no engine with the current weights is left", again=False
+                )
+            await asyncio.sleep(LOOK_S)
+        router = self._fleet.router
+        if router is not None and router.url not in avoid and not self.bypasses_router:
+            return router.url, None
+        worker = min(ready, key=lambda w: (w.url in avoid, len(w.in_flight)))
+        return worker.url, worker
+
+    def _client_here(self) -> httpx.AsyncClient:
+        """The connections of this event loop; those of one that has ended are of no use."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            limit = self._settings.concurrency * max(1, len(self._fleet.workers))
+            self._client = async_client(limit)
+            self._loop, self._slots = loop, asyncio.Semaphore(limit)
+        return self._client
+
+    async def leave_loop(self) -> None:
+        """As `RolloutEngine.leave_loop`."""
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            await self._client.aclose()
+            self._client = None

@@ -1,0 +1,135 @@
+"""Functions named on the command line that take part in rollouts.
+
+The core calls them with its own types. What a user's function is called with is the matter of an
+adapter: slime's conventions (its sample type, argument object and rollout functions) are in
+`slime_like.compat.slime`, which no core module imports. It is looked up here by its import path,
+when a flag names a function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from arguments.run_config import RunConfig
+from slime_like.distributed.collectives import from_rank_zero
+from slime_like.import_utils import load_function
+from slime_like.rollout.collector import Collected
+from slime_like.rollout.episode import CUSTOM_GENERATE, CustomGenerate, Respond, play_episode
+from slime_like.rollout.evaluate import Evaluator
+from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, KeepGroup
+from slime_like.rollout.group_buffer import ChooseWaiting, GroupBuffer, oldest_first
+from slime_like.rollout.rollouter import Rollouter
+from slime_like.types import Sample, SampleGroup
+
+ADAPTER = "slime_like.compat.slime.adapter"
+BUFFER_FILTER, SAMPLE_FILTER = "--buffer-filter-path", "--rollout-sample-filter-path"
+POST_PROCESS = "--custom-reward-post-process-path"
+
+
+class UserRollout(Protocol):
+    """A user's function in place of a `Collector`, of an `Evaluator`, or of both."""
+
+    def collect(self, rollout_id: int) -> Collected: ...
+
+    def evaluate(self, rollout_id: int) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+class FunctionAdapter(Protocol):
+    """Makes the core's callables of functions in a convention of others.
+
+    Each method gets a function that a flag names, imported already, and `name`, the flag with its
+    value, for messages. What a function returns is checked: ValueError starting with `name`.
+    """
+
+    def __init__(self, config: RunConfig) -> None: ...
+
+    def dynamic_filter(self, function: Callable[..., Any], name: str) -> KeepGroup: ...
+
+    def buffer_filter(self, function: Callable[..., Any], name: str) -> ChooseWaiting: ...
+
+    def sample_filter(
+        self, function: Callable[..., Any], name: str
+    ) -> Callable[[Sequence[SampleGroup]], Collection[int]]: ...
+
+    def custom_generate(self, function: Callable[..., Any]) -> Respond: ...
+
+    def reward_post_process(
+        self, function: Callable[..., Any], name: str
+    ) -> Callable[[Sequence[Sample]], list[float]]: ...
+
+    def rollout_function(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        rollouter: Rollouter,
+        buffer: GroupBuffer | None,
+        evaluator: Evaluator | None,
+    ) -> UserRollout: ...
+
+
+def function_adapter(config: RunConfig) -> FunctionAdapter:
+    """The adapter of a run with functions of the user's."""
+    adapter: FunctionAdapter = importlib.import_module(ADAPTER).SlimeAdapter(config)
+    return adapter
+
+
+def group_filters(config: RunConfig) -> GroupFilters:
+    """The filters that the command line names. Raises ValueError naming the flag."""
+    dynamic = config.scheduling.dynamic_sampling_filter_path
+    buffer = config.scheduling.buffer_filter_path
+    sample = config.scheduling.rollout_sample_filter_path
+    keep = None if dynamic is None else BUILT_IN_FILTERS.get(dynamic)
+    choose, removed = oldest_first, None
+    if dynamic is not None and keep is None:
+        function = load_function(dynamic, DYNAMIC_FILTER)
+        keep = function_adapter(config).dynamic_filter(function, f"{DYNAMIC_FILTER} {dynamic}")
+    if buffer is not None:
+        function = load_function(buffer, BUFFER_FILTER)
+        choose = function_adapter(config).buffer_filter(function, f"{BUFFER_FILTER} {buffer}")
+    if sample is not None:
+        function = load_function(sample, SAMPLE_FILTER)
+        removed = function_adapter(config).sample_filter(function, f"{SAMPLE_FILTER} {sample}")
+    return GroupFilters(keep, choose, removed)
+
+
+def custom_generate(config: RunConfig) -> CustomGenerate | None:
+    """--custom-generate-function-path, in either convention: a first parameter called ``args`` is
+    slime's. None where the flag is not given; raises ValueError naming it."""
+    path = config.scheduling.custom_generate_function_path
+    if path is None:
+        return None
+    function = load_function(path, CUSTOM_GENERATE)
+    names = list(inspect.signature(function).parameters)
+    if names and names[0] == "args":
+        respond = function_adapter(config).custom_generate(function)
+    else:
+        respond = play_episode(function)
+    timeout_s = config.scheduling.custom_generate_timeout_s
+    return CustomGenerate(f"{CUSTOM_GENERATE} {path}", respond, timeout_s=timeout_s)
+
+
+def processed_rewards(config: RunConfig, path: str, samples: Sequence[Sample]) -> Tensor:
+    """The rewards of a rollout as --custom-reward-post-process-path makes them, in place of the
+    comparison within groups; a collective.
+
+    Returns:
+        [B] float64, equal on all ranks; NaN where a sample has no finite reward or the function
+        gives none.
+
+    Raises:
+        ValueError: naming the flag, the function and what is wrong.
+    """
+    function = load_function(path, POST_PROCESS)
+    process = function_adapter(config).reward_post_process(function, f"{POST_PROCESS} {path}")
+    rewards = torch.tensor(from_rank_zero(lambda: process(samples)), dtype=torch.float64)
+    known = torch.tensor([s.reward is not None and math.isfinite(s.reward) for s in samples])
+    return torch.where(known & torch.isfinite(rewards), rewards, math.nan)

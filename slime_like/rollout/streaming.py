@@ -1,0 +1,274 @@
+"""Responses request by request, on rank 0: for servers, which can abort what a rollout does not
+need any more, and for rollout functions of the user's."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from slime_like.rewards.grader import Grader
+from slime_like.rollout.engines.base import (
+    GenerateOutput,
+    GenerateRequest,
+    GenerationClient,
+    SamplingParams,
+)
+from slime_like.rollout.episode import Model
+from slime_like.rollout.group_buffer import PendingGroup
+from slime_like.rollout.rollouter import Rollouter
+from slime_like.types import Sample, SampleStatus
+
+ABORT_S = 15.0  # for aborted requests to end
+FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+
+
+@dataclass(frozen=True, slots=True)
+class _ToGrade:
+    samples: Sequence[Sample]
+    grader: Grader
+    answer: Future[list[Sample]]
+
+
+class RewardExecutor:
+    """Rewards, in a thread: what waits together is graded together. The thread stays as long as the
+    process, since the reward processes that it starts end with it (`rewards/pool.py`)."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        self._lock = threading.Lock()
+        self._waiting: list[_ToGrade] = []
+
+    def submit(self, samples: Sequence[Sample], grader: Grader) -> Future[list[Sample]]:
+        """The samples with their rewards; they are a group where the reward is one of groups."""
+        item = _ToGrade(samples, grader, Future())
+        with self._lock:
+            self._waiting.append(item)
+        self._thread.submit(self._grade_waiting)
+        return item.answer
+
+    def _grade_waiting(self) -> None:
+        with self._lock:
+            grader = self._waiting[0].grader if self._waiting else None
+            items = [item for item in self._waiting if item.grader is grader]
+            self._waiting = [item for item in self._waiting if item.grader is not grader]
+        if grader is None:
+            return
+        try:
+            if grader.args.group_rm:
+                graded = grader.grade_groups([item.samples for item in items])
+            else:
+                every = iter(grader.grade([sample for item in items for sample in item.samples]))
+                graded = [list(itertools.islice(every, len(item.samples))) for item in items]
+        except BaseException as error:
+            for item in items:
+                item.answer.set_exception(error)
+            return
+        for item, samples in zip(items, graded, strict=True):
+            item.answer.set_result(samples)
+
+
+_reward_executor = RewardExecutor()
+
+
+class Responder:
+    """Continues and grades single responses. A `GenerationClient` itself, for functions of the
+    user's.
+
+    purpose: as of `Rollouter.generate`. grader: the run's, or an evaluation set's. stopped: no
+    request begins, since there are enough groups, or no time left: out_of_time is then the limit.
+    """
+
+    def __init__(
+        self, rollouter: Rollouter, client: GenerationClient, sampling: SamplingParams
+    ) -> None:
+        """
+        Args:
+            rollouter: Of the run.
+            client: What requests are sent to: the engine, or what passes them on.
+            sampling: Of training.
+        """
+        self.rollouter = rollouter
+        self._client = client
+        self.sampling = sampling
+        self.purpose = "train"
+        self.grader = rollouter.grader
+        self.stopped = False
+        self.out_of_time: float | None = None
+
+    async def respond(
+        self, sample: Sample, sampling: SamplingParams, *, evaluation: bool = False
+    ) -> Sample:
+        """The response to its end, or to where it was aborted.
+
+        Args:
+            sample: What has ended stays as it is.
+            sampling: max_new_tokens is of the complete response.
+            evaluation: Passed to a custom generate function.
+
+        Returns:
+            The sample, with its reward unless that is one of groups.
+        """
+        if sample.ended or self.stopped:
+            return sample
+        custom = self.rollouter.custom_generate
+        if custom is None:
+            sample = await self.generate(sample, sampling)
+        else:
+            model = self.model(sampling)
+            sample = await custom.respond(sample, model, evaluation=evaluation)
+        if self.out_of_time is not None and sample.status not in FINISHED:
+            sample = self._cut_short(sample)
+        finished = sample.status in FINISHED and sample.reward is None
+        if finished and not self.grader.args.group_rm:
+            (sample,) = await self.grade([sample])
+        return sample
+
+    async def respond_group(
+        self, samples: Sequence[Sample], sampling: SamplingParams
+    ) -> list[Sample]:
+        """`respond` for all samples of a group, with a reward of the group where the run has one."""
+        done = await asyncio.gather(*(self.respond(sample, sampling) for sample in samples))
+        if self.grader.args.group_rm and all(sample.ended for sample in done):
+            return await self.grade(done)
+        return done
+
+    async def generate(self, sample: Sample, sampling: SamplingParams) -> Sample:
+        """The sample with what the engine adds to it; PARTIAL after an abort."""
+        room = sampling.max_new_tokens - sample.response_length
+        if room <= 0:
+            return replace(sample, status=SampleStatus.TRUNCATED)
+        seed = self.seed_of(sample.sample_id, sample.response_length)
+        request = GenerateRequest(sample.sample_id, tuple(sample.tokens.tolist()), seed)
+        output = await self.generate_one(request, replace(sampling, max_new_tokens=room))
+        return self.rollouter.append_output(sample, output, sampling)
+
+    async def grade(self, samples: Sequence[Sample]) -> list[Sample]:
+        """With their rewards; together as a group where the reward is one of groups."""
+        return await asyncio.wrap_future(_reward_executor.submit(samples, self.grader))
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        """End requests (None: all, and no more begin); each returns what it has."""
+        self.stopped = self.stopped or sample_ids is None
+        await self._client.abort(sample_ids)
+
+    async def leave_loop(self) -> None:
+        """The event loop of the caller ends."""
+        await self._client.leave_loop()
+
+    def model(self, sampling: SamplingParams) -> Model:
+        """What a custom generate function calls."""
+        return Model(self, self.rollouter.tokenizer, sampling, self.seed_of)
+
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
+        """As the engine's; aborted at once where no request begins any more."""
+        if self.stopped:
+            return GenerateOutput(request.sample_id, (), (), "abort", ())
+        return await self._client.generate_one(request, sampling)
+
+    def seed_of(self, sample_id: int, position: int) -> int:
+        """As in rounds, so that the same responses are sampled."""
+        return self.rollouter.seed_of(self.purpose, sample_id, position)
+
+    def _cut_short(self, sample: Sample) -> Sample:
+        """A response that --rollout-time-limit-s ended: as if it had reached its largest length,
+        or lost where it has not begun."""
+        if sample.response_length:
+            return replace(sample, status=SampleStatus.TRUNCATED)
+        failure = f"no token within --rollout-time-limit-s {self.out_of_time:g}"
+        metadata = {"failure": failure, **sample.metadata}
+        return replace(sample, status=SampleStatus.ABORTED, metadata=metadata)
+
+
+class StreamGeneration:
+    """A `Generation` on rank 0, as a context. Its event loop runs in `wait` and `stop`."""
+
+    def __init__(self, responder: Responder, time_limit_s: float | None) -> None:
+        """
+        Args:
+            responder: Makes the responses.
+            time_limit_s: Seconds from the last draw of prompts to when responses end where they
+                are; None: no limit.
+        """
+        self.late = 0
+        self._responder = responder
+        self._time_limit_s = math.inf if time_limit_s is None else time_limit_s
+        self._deadline = math.inf
+        self._pending: set[asyncio.Task[PendingGroup]] = set()
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> StreamGeneration:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._runner:
+            self._runner.run(self._end())
+
+    def start(self, groups: Sequence[PendingGroup]) -> None:
+        self._responder.stopped, self._responder.out_of_time = False, None
+        self._deadline = time.monotonic() + self._time_limit_s
+        loop = self._runner.get_loop()
+        self._pending |= {loop.create_task(self._respond(group)) for group in groups}
+
+    def wait(self) -> list[PendingGroup]:
+        return self._runner.run(self._first_ended())
+
+    def stop(self) -> list[PendingGroup]:
+        return self._runner.run(self._abort()) if self._pending else []
+
+    async def _respond(self, group: PendingGroup) -> PendingGroup:
+        responder = self._responder
+        samples = await responder.respond_group(group.samples, responder.sampling)
+        return group.with_samples(samples)
+
+    async def _first_ended(self) -> list[PendingGroup]:
+        left = max(0.0, self._deadline - time.monotonic())
+        done, self._pending = await asyncio.wait(
+            self._pending,
+            timeout=None if left == math.inf else left,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not done:  # out of time: what is not finished ends where it is
+            self._responder.out_of_time, self._deadline = self._time_limit_s, math.inf
+            self.late += len(self._pending)
+            await self._responder.abort()
+        return sorted((task.result() for task in done), key=lambda group: group.group_id)
+
+    async def _abort(self) -> list[PendingGroup]:
+        await self._responder.abort()
+        groups = await asyncio.gather(*self._pending)
+        self._pending = set()
+        return sorted(map(_resumable, groups), key=lambda group: group.group_id)
+
+    async def _end(self) -> None:
+        """After an error there are requests left."""
+        if self._pending:
+            await self._responder.abort()
+            await asyncio.wait(self._pending, timeout=ABORT_S)
+        await self._responder.leave_loop()
+
+
+def _resumable(group: PendingGroup) -> PendingGroup:
+    """An unfinished group as it waits: samples that the engine gave up are sampled further."""
+
+    def resumable(sample: Sample) -> Sample:
+        if sample.status != SampleStatus.ABORTED:
+            return sample
+        if not sample.response_length:
+            return Sample.empty(group.prompt, sample.sample_id)
+        return replace(sample, status=SampleStatus.PARTIAL)
+
+    return group.with_samples(map(resumable, group.samples))
