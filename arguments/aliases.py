@@ -95,7 +95,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     "the critic is a part of every checkpoint in --save, so that both are of the same moment": "critic-save",
     "training a critic or a policy without the other": "critic-train-only disable-compute-advantages-and-returns",
     _MICRO: "data-pad-size-multiplier allgather-cp",
-    _CLUSTER: """actor-num-nodes actor-num-gpus-per-node num-gpus-per-node train-backend train-env-vars qwen-gdn-backend world-size rank
+    _CLUSTER: """actor-num-nodes actor-num-gpus-per-node num-gpus-per-node train-backend train-env-vars qwen-gdn-backend rank
         local-rank""",
     _SYNC: """update-weight-mode update-weight-local-checkpoint-dir update-weight-delta-encoding update-weight-delta-checksum update-weights-interval keep-old-actor
         force-fp8-ue8m0-scale""",

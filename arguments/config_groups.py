@@ -21,6 +21,7 @@ from arguments.schema import (
     LoraConfig,
     ModelConfig,
     ParallelConfig,
+    PreflightConfig,
     RewardConfig,
     RolloutConfig,
     ScheduleConfig,
@@ -58,5 +59,6 @@ class ConfigGroups:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     debug: DebugConfig
+    preflight: PreflightConfig
     server: ServerConfig
     world_size: int

@@ -44,6 +44,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "checkpoint": ("checkpoint", schema.CheckpointConfig),
     "logging": ("logging", schema.LoggingConfig),
     "debug": ("debug", schema.DebugConfig),
+    "preflight": ("preflight", schema.PreflightConfig),
     "server": ("server", schema.ServerConfig),
 }
 NETWORK = "network (megatron-core)"

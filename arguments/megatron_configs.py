@@ -43,6 +43,12 @@ class Machine:
     transformer_engine: bool
     gradient_fusion: bool  # Apex's extension
     apex: bool = False
+    planned: bool = False  # not this one: configurations are made for it, with what is here
+
+    @classmethod
+    def with_gpus(cls) -> Machine:
+        """What a job on GPUs has, as rules see it from elsewhere."""
+        return cls(cuda=True, transformer_engine=True, gradient_fusion=True, planned=True)
 
     @classmethod
     def here(cls) -> Machine:
@@ -93,6 +99,8 @@ def build_megatron_configs(
     values: field name -> value, of any of the three configurations; what is absent takes its
     default.
     """
+    if machine.planned:
+        machine, model = Machine.here(), dataclasses.replace(model, transformer_impl="local")
     nccl = parallel.distributed_backend == "nccl" or (
         parallel.distributed_backend == "auto" and machine.cuda
     )

@@ -35,7 +35,7 @@ from arguments.rules.server import OF_EVERY_STEP, OF_THE_SERVER, SERVER_RULES, o
 from arguments.rules.sglang import completed_sglang
 from arguments.run_config import RunConfig, TeacherModel
 from arguments.run_file import read_run_file
-from arguments.schema import ModelConfig
+from arguments.schema import ModelConfig, PreflightConfig
 from arguments.values import ParsedArgs, merge
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem, flag_name
@@ -91,6 +91,8 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
     given, table = _read(argv, program)
     loss, policy_loss = choose_loss(given, table)
     checkpoint = _read_checkpoint(given)
+    preflight = _make(PreflightConfig, given.values)
+    world_size = preflight.world_size or world_size
     draft = _draft(given, loss, policy_loss, checkpoint, world_size, program)
     problems = given.problems + [p for p in draft.problems if not _about_unread(p, given, table)]
     if problems:
@@ -307,7 +309,9 @@ def _draft(
         core=core,
         given=frozenset(given.values),
         world_size=world_size,
-        machine=Machine.here(),
+        machine=Machine.with_gpus()
+        if configs["preflight"].preflight and configs["preflight"].preflight_machine == "gpu"
+        else Machine.here(),
     )
     problems += [found for rule in program.rules for found in rule(settings)]
     return _Draft(settings, problems, checkpoint)

@@ -32,7 +32,7 @@ ALSO_SERVED = {
 }  # fmt: skip
 TRAINERS_GROUPS = (
     "data", "eval", "rollout", "scheduling", "reward", "algorithm", "lora", "distillation", "off_policy", "critic", "value_loss", "gates", "schedule", "checkpoint",
-    "logging", "debug",
+    "logging", "debug", "preflight",
 )  # fmt: skip
 OF_EVERY_STEP = (
     "lr",

@@ -11,6 +11,7 @@ from arguments.schema.lora import LoraConfig
 from arguments.schema.model import GPTModelConfig, ModelConfig
 from arguments.schema.optimizer import ScheduleConfig
 from arguments.schema.parallel import ParallelConfig
+from arguments.schema.preflight import PreflightConfig
 from arguments.schema.rollout import RewardConfig, RolloutConfig
 from arguments.schema.scheduling import SchedulingConfig
 from arguments.schema.server import ServerConfig
@@ -30,6 +31,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "ParallelConfig",
+    "PreflightConfig",
     "RewardConfig",
     "RolloutConfig",
     "ScheduleConfig",

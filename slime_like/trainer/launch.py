@@ -76,6 +76,10 @@ def run_ranks(config: RunConfig, rank: int, startup: Say) -> int:
             "this job may be requeued, and would start over: give --load the folder of --save"
         )
     prepare(config, rank, cautions)
+    if config.preflight.preflight:
+        from slime_like.preflight import run_preflight
+
+        return run_preflight(config)
     # megatron-core reads its globals on import, so this comes after the patches
     from slime_like.megatron.init import process_groups
 

@@ -50,6 +50,7 @@ LAYERS = (
     (
         "slime_like.trainer",
         "slime_like.trainer.guards",
+        "slime_like.preflight",
         "slime_like.trainer.batch_builder",
         "slime_like.trainer.value_exchange",
         "slime_like.trainer.checkpointing",
@@ -72,6 +73,7 @@ MAY_IMPORT_MEGATRON = (
     "megatron_patches",
     "slime_like.megatron",
     "slime_like.weights",
+    "slime_like.preflight",
     "scripts",
     "benchmarks",
 )

@@ -1,0 +1,39 @@
+"""A look at a command line before its job is queued: whether it starts, fits and is balanced. See
+docs/en/preflight.md."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from arguments.run_config import RunConfig
+from slime_like.config import ConfigError
+
+DOES_NOT_FIT, WRONG = 1, 2
+
+
+def run_preflight(run: RunConfig) -> int:
+    """Prints what it finds; the exit status is 0 where the job fits, 1 where not, 2 for a wrong
+    command line. Needs neither a process group nor a GPU."""
+    from slime_like.preflight.check import check
+    from slime_like.preflight.report import json_of, text_of
+
+    try:
+        found = check(run)
+        print(text_of(found), flush=True)
+        result = json_of(found)
+        if run.preflight.preflight_search:
+            from slime_like.preflight.search import search, text_of_search
+
+            best = search(run)
+            print(text_of_search(best), flush=True)
+            result["search"] = [each.as_json() for each in best]
+    except ConfigError as error:
+        print(error, file=sys.stderr, flush=True)
+        return WRONG
+    if run.preflight.preflight_json is not None:
+        Path(run.preflight.preflight_json).write_text(
+            json.dumps(result, indent=1) + "\n", encoding="utf-8"
+        )
+    return 0 if found.fits else DOES_NOT_FIT

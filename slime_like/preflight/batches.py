@@ -1,0 +1,144 @@
+"""How many micro-batches an optimizer step has, for lengths that are assumed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arguments.run_config import RunConfig
+from slime_like.config import ConfigError, Problem
+from slime_like.distributed.seqlen_balancing import (
+    imbalance,
+    pack_by_budget,
+    partition,
+    sequence_costs,
+)
+from slime_like.megatron.micro_batching import micro_batch_size, work_per_token
+
+CHARACTERS_PER_TOKEN = 4.0  # of English text, where prompts cannot be tokenised here
+PROMPTS_READ = 10_000
+DEFAULT_PROMPT = 256  # tokens, where neither prompts nor --rollout-max-prompt-len are given
+LENGTHS = "--preflight-lengths"
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """Of one optimizer step. longest, mean: tokens of a sample. samples: of the step. number: of
+    micro-batches on every data-parallel rank. tokens: that the largest may hold, over all
+    context-parallel ranks. used: share of the budget that is filled; None without one. imbalance:
+    work of the busiest data-parallel rank over the mean. prompts: where their lengths come from."""
+
+    longest: int
+    mean: float
+    samples: int
+    steps: int
+    number: int
+    tokens: int
+    used: float | None
+    imbalance: float
+    prompts: str
+
+
+def batches_of(run: RunConfig) -> Batches:
+    """Raises ConfigError for a distribution that cannot be read."""
+    samples = run.algorithm.global_batch_size or 1
+    lengths, source = sample_lengths(run, samples)
+    size = micro_batch_size(run.algorithm, run.parallel.context_parallel_size, forward_only=False)
+    dp = run.data_parallel_size
+    costs = sequence_costs(
+        lengths, work_per_token(run.megatron.transformer, run.gpt.vocab_size or 0)
+    )
+    if run.algorithm.balance_data:
+        parts = partition(costs, dp, equal_counts=size.tokens is None)
+    else:
+        parts = [part for part in np.array_split(np.arange(samples), dp)]
+    loads = np.array([costs[part].sum() for part in parts])
+    longest = prompt_limit(run) + run.rollout.rollout_max_response_len
+    if size.tokens is None:
+        number, used = samples // dp // size.samples, None
+        tokens = size.samples * longest
+    else:
+        number = max(len(pack_by_budget(lengths[part], size.tokens)) for part in parts)
+        if run.virtual_stages:
+            number += -number % run.parallel.pipeline_model_parallel_size
+        used = float(lengths.sum() / (dp * number * size.tokens))
+        tokens = max(size.tokens, longest)
+    return Batches(
+        longest=longest,
+        mean=float(lengths.mean()),
+        samples=samples,
+        steps=run.algorithm.num_steps_per_rollout or 1,
+        number=max(1, number),
+        tokens=tokens,
+        used=used,
+        imbalance=imbalance(loads),
+        prompts=source,
+    )
+
+
+def sample_lengths(run: RunConfig, count: int) -> tuple[NDArray[np.int64], str]:
+    """[count] tokens of prompt and response, the same in every call; and where those of prompts are
+    from."""
+    random = np.random.default_rng(0)
+    prompts, source = prompt_lengths(run)
+    drawn = random.choice(prompts, size=count)
+    return drawn + response_lengths(run, count, random), source
+
+
+def response_lengths(run: RunConfig, count: int, random: np.random.Generator) -> NDArray[np.int64]:
+    most, words = run.rollout.rollout_max_response_len, run.preflight.preflight_lengths.split(":")
+    if words == ["full"]:
+        return np.full(count, most)
+    if words == ["uniform"]:
+        return random.integers(1, most, size=count, endpoint=True)
+    try:
+        name, median, sigma = words[0], float(words[1]), float(words[2])
+        if name != "lognormal" or len(words) != 3 or not (median > 0 and 0 <= sigma < math.inf):
+            raise ValueError
+    except (IndexError, ValueError):
+        message = "unknown distribution; legal values: uniform, full, lognormal:MEDIAN:SIGMA"
+        given = run.preflight.preflight_lengths
+        raise ConfigError([Problem(LENGTHS, given, message)]) from None
+    drawn = random.lognormal(math.log(median), sigma, size=count)
+    return np.clip(drawn, 1, most).astype(np.int64)
+
+
+def prompt_limit(run: RunConfig) -> int:
+    """Tokens of the longest prompt that is let in."""
+    limit = run.data.rollout_max_prompt_len
+    return int(prompt_lengths(run)[0].max()) if limit is None else limit
+
+
+def prompt_lengths(run: RunConfig) -> tuple[NDArray[np.int64], str]:
+    """Tokens of prompts by their characters, from the first rows of --prompt-data, where that is a
+    JSONL file; else one length."""
+    path, limit = run.data.prompt_data, run.data.rollout_max_prompt_len
+    characters = list(_characters(path, run.data.input_key)) if path is not None else []
+    if not characters:
+        length = limit or DEFAULT_PROMPT
+        return np.array([length]), f"{length} tokens each"
+    lengths = np.ceil(np.array(characters) / CHARACTERS_PER_TOKEN).astype(np.int64)
+    kept = lengths[lengths <= limit] if limit is not None else lengths
+    kept = np.maximum(kept if kept.size else lengths[:1], 1)
+    return kept, f"{path}, {CHARACTERS_PER_TOKEN:g} characters a token"
+
+
+def _characters(path: str, key: str) -> Iterator[int]:
+    file = Path(path.partition("@")[0])
+    if file.suffix != ".jsonl" or not file.is_file():
+        return
+    with file.open(encoding="utf-8") as lines:
+        for _, line in zip(range(PROMPTS_READ), lines):
+            row: Any = json.loads(line)
+            value = row.get(key) if isinstance(row, dict) else None
+            if isinstance(value, str):
+                yield len(value)
+            elif isinstance(value, list):
+                yield sum(len(str(m.get("content", ""))) for m in value if isinstance(m, dict))

@@ -1,0 +1,37 @@
+"""One rank of a world that is not there: torch's fake process groups, which answer every collective
+at once, under megatron-core's real groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from arguments.schema import ParallelConfig
+from slime_like.megatron.init import model_parallel_groups
+from slime_like.megatron.parallel_layout import ParallelLayout
+
+
+@contextmanager
+def world_as_rank(
+    parallel: ParallelConfig, *, virtual_stages: int | None, rank: int, world_size: int
+) -> Iterator[ParallelLayout]:
+    """The layout as `rank` of `world_size` sees it. No process group may be there already."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    make = parallel_state.create_group
+
+    def without_backend(*positional: Any, **named: Any) -> Any:
+        named.pop("backend", None)  # gloo, for checkpoints: its groups would look for peers
+        return make(*positional, **named)
+
+    parallel_state.create_group = without_backend
+    try:
+        with model_parallel_groups(parallel, virtual_stages=virtual_stages, seed=0) as layout:
+            yield layout
+    finally:
+        parallel_state.create_group = make
+        dist.destroy_process_group()

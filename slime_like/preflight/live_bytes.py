@@ -1,0 +1,95 @@
+"""Bytes of the tensors that are alive, and what collectives carry, while modules run: on the meta
+device in a preflight, on the CPU in the tests that compare both."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+@dataclass(slots=True)
+class Traffic:
+    """calls: of one kind of collective in one group. bytes: of the larger of a rank's input and
+    output, over all calls."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class LiveBytes(TorchDispatchMode):
+    """now, peak: bytes of storages made inside this mode that are alive. traffic: by (collective,
+    name of the group)."""
+
+    def __init__(self, groups: Mapping[int, str] | None = None, topk: int = 0) -> None:
+        """groups: id of a process group -> its name in `traffic`; see `group_key`. topk: experts
+        that a router on the meta device chooses for each token."""
+        super().__init__()
+        self.now = self.peak = 0
+        self.traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
+        self._groups = groups or {}
+        self._known: set[int] = set()
+        self._topk = topk
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            self._carry(func, args)
+        elif func is torch.ops.aten.masked_select.default and args[0].is_meta:
+            mask = args[1]  # a router's [experts, tokens]
+            return self._take(args[0].new_empty(self._topk * mask.size(1)))
+        named = dict(kwargs or {})
+        if func is torch.ops.aten.new_empty.default and args[0].is_meta:
+            named["device"] = args[0].device  # megatron-core asks for the current one
+        return self._take(func(*args, **named))
+
+    def _take(self, result: Any) -> Any:
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if key not in self._known:
+                    self._known.add(key)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._drop, key, storage.nbytes())
+        return result
+
+    def forget(self, tensors: Any) -> None:
+        """These are somebody else's: parameters, which views bring in."""
+        for tensor in tensors:
+            self._known.add(tensor.untyped_storage()._cdata)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+    def _carry(self, func: Any, args: Any) -> None:
+        name = func.__name__.split(".")[0].strip("_")
+        sizes = [_bytes(arg) for arg in args]
+        group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
+        if group is None or "barrier" in name:
+            return
+        process_group = dist.ProcessGroup.unbox(group)
+        if process_group.size() > 1:
+            traffic = self.traffic[name, self._groups.get(group_key(process_group), "other")]
+            traffic.calls += 1
+            traffic.bytes += max(sizes)
+
+
+def group_key(group: dist.ProcessGroup) -> int:
+    """The same for every handle of a group."""
+    return hash(group.group_name)
+
+
+def _bytes(arg: Any) -> int:
+    return sum(t.nbytes for t in tree_iter(arg) if isinstance(t, Tensor))

@@ -1,0 +1,244 @@
+"""What a rank holds, term by term, in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from arguments.run_config import RunConfig
+from slime_like.megatron.factory import needs_reference
+from slime_like.megatron.model.gpt import padded_vocab_size
+from slime_like.megatron.ops.fused_linear_logprob import (
+    BLOCK_ELEMENTS_CPU,
+    BLOCK_ELEMENTS_GPU,
+    MIN_COLUMNS,
+)
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.preflight.batches import Batches
+from slime_like.preflight.fake_world import world_as_rank
+from slime_like.preflight.live_bytes import Traffic
+from slime_like.preflight.one_rank import (
+    OneRank,
+    build_rank,
+    gradient_bytes,
+    optimizer_bytes,
+    weight_bytes,
+)
+from slime_like.preflight.passes import Passes, run_stage
+from slime_like.preflight.shape import shape_of
+
+RUNTIME = 2 * 10**9  # of CUDA's context, kernels and libraries on a data-centre GPU: an assumption
+# NCCL's buffers for each group of more than one rank: an assumption (8 channels of 3 protocols, of
+# which the largest has NCCL_BUFFSIZE = 4 MiB for each of 2 directions)
+NCCL_GROUP = 64 * 2**20
+MEM_FRACTION_STATIC = 0.88  # where --sglang-mem-fraction-static is not given: an assumption
+TRAINING, SYNC, GENERATION = "training", "weight update", "generation"
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """terms: bytes on the device, in each phase. host: in host memory, of this rank. traffic: of
+    one micro-batch. in_flight: micro-batches whose activations are held at once, by its schedule.
+    parameters: of this rank, embeddings included."""
+
+    rank: int
+    stage: int
+    layers: int
+    layout: str
+    parameters: int
+    phases: Mapping[str, Mapping[str, int]]
+    host: Mapping[str, int]
+    in_flight: float
+    passes: Passes
+    traffic: Mapping[tuple[str, str], Traffic] = field(repr=False)
+    state: Mapping[str, int] = field(default_factory=dict)
+    group_sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
+
+    @property
+    def peak(self) -> int:
+        return sum(self.phases[self.peak_phase].values())
+
+    @property
+    def largest(self) -> str:
+        """The term that a user can do most about."""
+        terms = {k: v for k, v in self.phases[self.peak_phase].items() if k != "runtime"}
+        return max(terms, key=lambda name: terms[name])
+
+
+def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
+    """Builds the networks of one rank. No process group may be there."""
+    gpu = run.preflight.preflight_machine == "gpu"
+    frozen_base = bool(run.lora.lora_rank)
+    with world_as_rank(
+        run.parallel,
+        virtual_stages=run.virtual_stages,
+        rank=rank,
+        world_size=run.world_size,
+    ) as layout:
+        built = build_rank(run.megatron, run.gpt, layout, gpu=gpu, trained=not frozen_base)
+        passes = run_stage(built, batches.tokens, gpu=gpu)
+        weights, gradients = weight_bytes(built), gradient_bytes(built)
+        optimizer = optimizer_bytes(built, gpu=gpu)
+        state = {
+            "weights": weights,
+            "gradients": gradients,
+            "optimizer: fp32 parameters": optimizer.main,
+            "optimizer: moments": optimizer.moments,
+        }
+        host = {"optimizer": optimizer.host} if optimizer.host else {}
+        if frozen_base:
+            state |= _adapters(run, built)
+        state |= _other_models(run, layout, weights, host, gpu=gpu)
+        in_flight = micro_batches_in_flight(layout, batches.number)
+        layers = sum(len(_layers(chunk)) for chunk in built.chunks)
+        groups = group_sizes(layout)
+        number = sum(parameter.numel() for parameter in built.parameters)
+        head = head_bytes(run, batches.tokens // layout.cp_size, gpu=gpu)
+    if run.critic_model is not None:
+        state["critic"] = _critic(run, rank, gpu=gpu)
+    fixed = {"collectives": _collectives(groups, gpu=gpu), "runtime": RUNTIME if gpu else 0}
+    training = {
+        **state,
+        "activations": round(in_flight * passes.kept),
+        "working set": passes.peak - passes.kept + optimizer.step,
+        **({"head": head} if layout.is_last_stage else {}),
+        **fixed,
+    }
+    return RankReport(
+        rank=rank,
+        stage=layout.pp_rank,
+        layers=layers,
+        layout=layout.describe(),
+        parameters=number,
+        phases={TRAINING: training, **_other_phases(run, {**state, **fixed})},
+        host=host,
+        in_flight=in_flight,
+        passes=passes,
+        traffic=passes.traffic,
+        state=state,
+        group_sizes=groups,
+    )
+
+
+def _layers(chunk: Any) -> Any:
+    return chunk.decoder.layers
+
+
+def micro_batches_in_flight(layout: ParallelLayout, number: int) -> float:
+    """Micro-batches whose activations a stage holds at once, in units of all its layers.
+
+    1F1B: stage p of P holds P - p (arXiv 2006.09503, section 3.2). Interleaved: its warm-up of
+    2 (P - p - 1) + (V - 1) P micro-batches of one chunk, and one more (arXiv 2104.04473, section
+    2.2; `schedules.get_pp_rank_microbatches`).
+    """
+    pipeline, after = layout.pp_size, layout.pp_size - layout.pp_rank - 1
+    if layout.vp_size == 1:
+        return min(number, after + 1)
+    warm_up = 2 * after + (layout.vp_size - 1) * pipeline + 1
+    return min(number * layout.vp_size, warm_up) / layout.vp_size
+
+
+def head_bytes(run: RunConfig, rows: int, *, gpu: bool) -> int:
+    """The fused head over `rows` rows that all count, forward and backward.
+
+    As `ops/fused_linear_logprob.py` allocates: the rows' hidden states, a workspace of two blocks
+    in fp32, gradients of hidden states in fp32 and of the weight in its type, one fp32 slice of the
+    weight's gradient, and the statistics of each row.
+    """
+    config = run.megatron.transformer
+    size, hidden = config.params_dtype.itemsize, config.hidden_size
+    columns = padded_vocab_size(run.gpt, run.parallel.tensor_model_parallel_size)
+    columns //= run.parallel.tensor_model_parallel_size
+    chunk = run.algorithm.log_probs_chunk_size
+    block = rows if chunk == -1 else min(chunk, rows)
+    elements = BLOCK_ELEMENTS_GPU if gpu else BLOCK_ELEMENTS_CPU
+    width = max(1, min(columns, max(MIN_COLUMNS, elements // max(1, block))))
+    own = rows * hidden * (size + 4 + (size if size < 4 else 0)) + columns * hidden * size
+    slices = width * hidden * 4 if size < 4 and rows > block else 0
+    return own + slices + 2 * 4 * block * width + rows * 12 * 4
+
+
+def _adapters(run: RunConfig, built: OneRank) -> dict[str, int]:
+    """LoRA over every matrix of a layer: r (in + out) parameters, fp32 gradients and Adam."""
+    matrices = [p for chunk in built.chunks for p in chunk.decoder.parameters() if p.dim() == 2]
+    number = run.lora.lora_rank * sum(sum(matrix.shape) for matrix in matrices)
+    size = built.config.params_dtype.itemsize
+    return {"adapters": number * (size + 4 + (4 if size < 4 else 0) + 8)}
+
+
+def _other_models(
+    run: RunConfig, layout: ParallelLayout, weights: int, host: dict[str, int], *, gpu: bool
+) -> dict[str, int]:
+    """Networks that are not trained: reference and teacher, and the local engine's whole model."""
+    found = {}
+    if needs_reference(run.algorithm) and not (run.lora.lora_rank and run.reference_is_base):
+        if run.model.ref_offload:
+            host["reference"] = weights
+        else:
+            found["reference"] = weights
+    if run.teacher is not None:
+        megatron = type(run.megatron)(
+            run.teacher.transformer, run.megatron.optimizer, run.megatron.ddp
+        )
+        teacher = build_rank(megatron, run.teacher.gpt, layout, gpu=gpu, trained=False)
+        found["teacher"] = weight_bytes(teacher)
+    generates = run.algorithm.loss_type != "sft_loss" and not run.debug.debug_train_only
+    if run.rollout.rollout_engine == "local" and generates:
+        size = run.megatron.transformer.params_dtype.itemsize
+        found["local engine"] = shape_of(run.megatron.transformer, run.gpt).total * size
+    return found
+
+
+def _critic(run: RunConfig, rank: int, *, gpu: bool) -> int:
+    """Weights, gradients and optimizer of the critic, in its own layout."""
+    model = run.critic_model
+    assert model is not None
+    with world_as_rank(
+        model.parallel,
+        virtual_stages=model.parallel.num_virtual_stages_per_pipeline_rank,
+        rank=rank,
+        world_size=run.world_size,
+    ) as layout:
+        built = build_rank(model.megatron, run.gpt, layout, gpu=gpu, value_head=True)
+        optimizer = optimizer_bytes(built, gpu=gpu)
+        return weight_bytes(built) + gradient_bytes(built) + optimizer.device
+
+
+def _collectives(groups: Mapping[str, int], *, gpu: bool) -> int:
+    return NCCL_GROUP * sum(size > 1 for size in groups.values()) if gpu else 0
+
+
+def _other_phases(run: RunConfig, resident: dict[str, int]) -> dict[str, dict[str, int]]:
+    """The weight update, with two messages of weights on their way, and the generation of servers
+    that share the GPU."""
+    phases = {}
+    if run.rollout.rollout_engine == "sglang":
+        buckets = 2 * run.sglang.update_weight_buffer_size
+        phases[SYNC] = {**resident, "messages with weights": buckets}
+    if run.sglang.colocate:
+        server = round(server_fraction(run) * run.preflight.preflight_memory_gb * 10**9)
+        phases[GENERATION] = {**resident, "server": server}
+    return phases
+
+
+def server_fraction(run: RunConfig) -> float:
+    """Of the GPU that a colocated server takes for weights and cache."""
+    given = (run.sglang.sglang_server_flags or {}).get("mem_fraction_static")
+    return MEM_FRACTION_STATIC if given is None else float(given)
+
+
+def group_sizes(layout: ParallelLayout) -> dict[str, int]:
+    return {
+        "tensor": layout.tp_size,
+        "context": layout.cp_size,
+        "pipeline": layout.pp_size,
+        "data": layout.dp_cp_group.size(),
+        "expert": layout.ep_size,
+        "expert-tensor": layout.etp_size,
+        "expert data": layout.world_size // (layout.ep_size * layout.etp_size * layout.pp_size),
+    }

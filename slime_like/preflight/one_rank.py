@@ -1,0 +1,164 @@
+"""A rank's network on the meta device: megatron-core's own modules, gradient buffers and shards of
+the optimizer, with shapes and without memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from arguments.megatron_configs import MegatronConfigs
+from arguments.schema import GPTModelConfig
+from slime_like.megatron.model.gpt import build_chunks, to_model_precision, wrap_for_training
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.weights.meta_model import OnMeta
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """chunks: of this rank's pipeline stage. modules: in the model's precision, in gradient buffers
+    where it is trained. config: megatron-core's, as planned."""
+
+    layout: ParallelLayout
+    config: Any
+    gpt: GPTModelConfig
+    megatron: MegatronConfigs
+    chunks: list[Any]
+    modules: list[Any]
+    trained: bool
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    @property
+    def buffers(self) -> Iterator[Any]:
+        """megatron-core's buffers of gradients, those of experts included."""
+        for module in self.modules:
+            yield from (*module.buffers, *module.expert_parallel_buffers)
+
+
+def planned_config(transformer: Any, *, gpu: bool) -> Any:
+    """The configuration with which plain-torch modules stand for those of the run: kernels that
+    are not installed here are left out. They change what is computed at once, not what is held."""
+    config = copy.copy(transformer)
+    config.moe_grouped_gemm = config.moe_permute_fusion = config.moe_router_fusion = False
+    config.gradient_accumulation_fusion = config.apply_rope_fusion = False
+    config.masked_softmax_fusion = config.bias_dropout_fusion = False
+    if config.num_moe_experts:
+        config.moe_token_dispatcher_type = "alltoall"
+    gated_silu = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
+    config.bias_activation_fusion = gpu and gated_silu  # its input is all that it keeps
+    return config
+
+
+def build_rank(
+    megatron: MegatronConfigs,
+    gpt: GPTModelConfig,
+    layout: ParallelLayout,
+    *,
+    gpu: bool,
+    trained: bool = True,
+    value_head: bool = False,
+) -> OneRank:
+    """gpu: whether the run has Transformer Engine's kernels. trained: with buffers of gradients."""
+    config = planned_config(megatron.transformer, gpu=gpu)
+    with OnMeta():
+        chunks = build_chunks(config, gpt, "local", layout, value_head=value_head)
+        modules: list[Any] = to_model_precision(chunks, config)
+        if trained:
+            modules = list(wrap_for_training(modules, config, megatron.ddp))
+        else:
+            for module in modules:
+                module.requires_grad_(False)
+    return OneRank(layout, config, gpt, megatron, chunks, modules, trained)
+
+
+def weight_bytes(rank: OneRank) -> int:
+    """Of parameters as forward passes read them, and of buffers that belong to modules."""
+    if rank.trained and rank.megatron.ddp.use_distributed_optimizer:
+        return sum(buffer.param_data.nbytes for buffer in rank.buffers)  # with its padding
+    return sum(p.nbytes for p in {id(p): p for p in rank.parameters}.values())
+
+
+def gradient_bytes(rank: OneRank) -> int:
+    """Of megatron-core's buffers, in the type in which gradients are summed, with their padding."""
+    return sum(buffer.grad_data.nbytes for buffer in rank.buffers) if rank.trained else 0
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerBytes:
+    """main: fp32 parameters, where those of the model are narrower. moments: of Adam. host: what
+    --optimizer-cpu-offload keeps beside the device. step: beyond the gradient buffers, held while a
+    step is taken. elements: whose state this rank has."""
+
+    main: int = 0
+    moments: int = 0
+    host: int = 0
+    step: int = 0
+    elements: int = 0
+
+    @property
+    def device(self) -> int:
+        return self.main + self.moments
+
+
+def optimizer_bytes(rank: OneRank, *, gpu: bool) -> OptimizerBytes:
+    """What megatron-core's optimizer holds once it has taken a step.
+
+    Sources: `DistributedOptimizer._build_model_and_main_param_groups` (a shard of a 16-bit
+    parameter is copied to fp32, one of an fp32 parameter is a view), `Float16Optimizer...`
+    (whole copies), torch's and Transformer Engine's Adam (two moments of each main parameter).
+    """
+    if not rank.trained:
+        return OptimizerBytes()
+    of_type: dict[torch.dtype, int] = {}
+    step = 0
+    for buffer in rank.buffers:
+        elements = _owned(buffer, rank.megatron.ddp.use_distributed_optimizer)
+        of_type[buffer.param_dtype] = of_type.get(buffer.param_dtype, 0) + elements
+        if buffer.grad_dtype is not torch.float32:
+            step += 4 * elements  # a copy in fp32
+    optimizer = rank.megatron.optimizer
+    precise = optimizer.use_precision_aware_optimizer
+    narrow = sum(count for dtype, count in of_type.items() if dtype.itemsize == 2)
+    total = sum(of_type.values())
+    main = 4 * narrow
+    if precise:
+        step = 0  # it reads the buffers
+        remainders = gpu and optimizer.main_params_dtype is torch.float32
+        main = (2 if remainders else optimizer.main_params_dtype.itemsize) * narrow
+    moments = total * _moment_size(optimizer)
+    if optimizer.optimizer_cpu_offload:
+        share = optimizer.optimizer_offload_fraction
+        away = int(share * total * (4 + _moment_size(optimizer)))
+        kept = int((1 - share) * total)
+        return OptimizerBytes(4 * kept, kept * _moment_size(optimizer), away, 0, total)
+    return OptimizerBytes(main, moments, 0, step, total)
+
+
+def _moment_size(optimizer: Any) -> int:
+    """Bytes of the moments of one parameter."""
+    if optimizer.optimizer == "sgd":
+        return 4 if optimizer.sgd_momentum else 0
+    if not optimizer.use_precision_aware_optimizer:
+        return 8
+    return int(optimizer.exp_avg_dtype.itemsize + optimizer.exp_avg_sq_dtype.itemsize)
+
+
+def _owned(buffer: Any, distributed: bool) -> int:
+    """Elements of parameters, without padding, that this rank steps."""
+    if not distributed:
+        return sum(parameter.numel() for parameter in buffer.params)
+    ranges = DistributedOptimizer._build_gbuf_range_map(buffer)
+    return sum(
+        found["param"].size
+        for per_bucket in ranges.values()
+        for bucket in per_bucket
+        for found in bucket["param_map"].values()
+    )

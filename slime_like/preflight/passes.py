@@ -1,0 +1,262 @@
+"""One micro-batch through a rank's modules on the meta device, forward and backward: what autograd
+keeps, what is alive at the worst moment, and what collectives carry. The modules, and so the
+recomputation that the flags ask for, are those of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from slime_like.megatron.ops.attention import PackedAttention, packed_rows
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.preflight.live_bytes import LiveBytes, Traffic, group_key
+from slime_like.preflight.one_rank import OneRank
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Of one micro-batch. kept: bytes between its forward and its backward pass. peak: the most
+    that is alive in either, kept included. traffic: of both, by (collective, dimension)."""
+
+    tokens: int
+    kept: int
+    peak: int
+    traffic: Mapping[tuple[str, str], Traffic]
+
+    def plus(self, more: Passes, less: Passes, times: float) -> Passes:
+        """With `times` the difference of two others, whose working sets are the same."""
+        traffic = {}
+        for key in {*self.traffic, *more.traffic}:
+            a, b, c = (passes.traffic.get(key, Traffic()) for passes in (self, more, less))
+            traffic[key] = Traffic(
+                round(a.calls + times * (b.calls - c.calls)),
+                round(a.bytes + times * (b.bytes - c.bytes)),
+            )
+        kept = self.kept + round(times * (more.kept - less.kept))
+        return Passes(self.tokens, kept, self.peak + kept - self.kept, traffic)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention that keeps its inputs, its output and one fp32 number a row and head, as
+    FlashAttention does (arXiv 2205.14135, algorithm 1; 2307.08691, section 3.1)."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = query.new_empty(*query.shape[:-1], value.size(-1))
+        normaliser = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, normaliser)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _Norm(torch.autograd.Function):
+    """A norm that keeps its input and one fp32 number a row, as Transformer Engine's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+_ALLOCATE = (torch.empty, torch.zeros, torch.ones)
+
+
+class _Kernels(TorchFunctionMode):
+    """The kernels of the run in place of what the meta device would compute. gpu: also those that
+    Transformer Engine brings."""
+
+    def __init__(self, gpu: bool) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if "device" in named and func in _ALLOCATE:
+            named["device"] = "meta"  # megatron-core asks for the current one
+        if func is torch.autograd.backward:  # also of recomputation
+            with self:
+                return _backward(*args, **named)
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _Attention.apply(*args[:3])
+        if self.gpu and func is torch.nn.functional.rms_norm:
+            weight = args[2] if len(args) > 2 else named.get("weight")
+            if weight is not None:
+                return _Norm.apply(args[0], weight)
+        return func(*args, **named)
+
+
+def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
+    """One micro-batch through all layers of the rank.
+
+    Layers of a kind keep and send the same, so few of them are run: one unit of each kind, and then
+    two. A unit is --recompute-num-layers layers, or one. --recompute-method block, whose layers
+    differ, runs all.
+
+    tokens: of the micro-batch, over all context-parallel ranks; padded as the trainer pads.
+    """
+    config = rank.config
+    layers = [layer for chunk in rank.chunks for layer in unwrap_model(chunk).decoder.layers]
+    if config.recompute_method == "block" and len(rank.chunks) == 1:
+        return run_micro_batch(rank, layers, tokens, gpu=gpu)
+    unit = config.recompute_num_layers or 1
+    if config.recompute_granularity != "full" or len(layers) < unit:
+        unit = 1
+    kinds: dict[bool, list[Any]] = {}
+    for layer in layers:
+        kinds.setdefault(hasattr(layer.mlp, "router"), []).append(layer)
+    least = [layer for of_kind in kinds.values() for layer in (of_kind * unit)[:unit]]
+    total = once = run_micro_batch(rank, least, tokens, gpu=gpu)
+    for of_kind in kinds.values():
+        times = len(of_kind) / unit - 1
+        if times <= 0:
+            continue
+        twice = run_micro_batch(rank, [*least, *(of_kind * unit)[:unit]], tokens, gpu=gpu)
+        total = total.plus(twice, once, times)
+    return total
+
+
+def run_micro_batch(rank: OneRank, layers: list[Any], tokens: int, *, gpu: bool) -> Passes:
+    """layers: of the rank, through which the micro-batch goes."""
+    layout, config = rank.layout, rank.config
+    unit = layout.tp_size if config.sequence_parallel else 1
+    unit = unit if layout.cp_size == 1 else 2 * unit * layout.cp_size
+    tokens += -tokens % unit
+    balance_experts(rank, tokens // layout.cp_size)
+    rows = tokens // layout.cp_size // (layout.tp_size if config.sequence_parallel else 1)
+    packed = _on_meta(packed_rows(torch.tensor([0, tokens], dtype=torch.int32)))
+    packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor([0, tokens], dtype=torch.int32)
+    inputs = torch.empty(1, tokens // layout.cp_size, dtype=torch.int64, device="meta")
+    live = LiveBytes(group_names(layout), config.moe_router_topk if config.num_moe_experts else 0)
+    live.forget([*rank.parameters, *(b for chunk in rank.chunks for b in chunk.buffers())])
+    module, model = rank.modules[0].train(), unwrap_model(rank.chunks[0])
+    kept_layers = model.decoder.layers, model.decoder.num_layers_per_pipeline_rank
+    model.decoder.layers = torch.nn.ModuleList(layers)
+    model.decoder.num_layers_per_pipeline_rank = len(layers)
+    attend_to_rows(layers, 1 if gpu else layout.cp_size)
+    in_this_thread = torch.autograd.set_multithreading_enabled(False)  # as modes are
+    with torch.compiler.set_stance("force_eager"), in_this_thread, _Kernels(gpu), live:
+        if not model.pre_process:
+            received = torch.empty(
+                rows, 1, config.hidden_size, dtype=config.params_dtype, device="meta"
+            )
+            model.set_input_tensor(received.requires_grad_())
+            del received
+        output = module(
+            input_ids=inputs, position_ids=inputs, attention_mask=None, packed_seq_params=packed
+        )
+        kept = live.now
+        model.set_input_tensor(None)
+        if output.requires_grad:
+            torch.autograd.backward(output, torch.empty_like(output))
+        del output
+    model.decoder.layers, model.decoder.num_layers_per_pipeline_rank = kept_layers
+    return Passes(tokens, kept, live.peak, dict(live.traffic))
+
+
+def group_names(layout: ParallelLayout) -> dict[int, str]:
+    """The dimension that a group of this rank is of."""
+    return {
+        group_key(group): name
+        for name, group in (
+            ("expert-tensor", layout.etp_group),
+            ("expert", layout.ep_group),
+            ("data", layout.dp_cp_group),
+            ("context", layout.cp_group),
+            ("pipeline", layout.pp_group),
+            ("tensor", layout.tp_group),
+        )
+    }
+
+
+def _backward(tensors: Any, grad_tensors: Any, **_: Any) -> None:
+    """torch.autograd.backward, which leaves no modes off for what it calls."""
+    outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    gradients = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors)
+    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def balance_experts(rank: OneRank, rows: int) -> None:
+    """Every expert gets as many tokens: what a dispatcher would learn from the router's choice,
+    which is on no device. rows: this rank's tokens before sequence parallelism."""
+    for chunk in rank.chunks:
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            if isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+                sp = rank.layout.tp_size if rank.config.sequence_parallel else 1
+                _balance(dispatcher, rows // sp)
+
+
+def _balance(dispatcher: Any, rows: int) -> None:
+    experts, local = dispatcher.num_experts, dispatcher.num_local_experts
+    tp, ep = dispatcher.tp_size, dispatcher.ep_size
+    total = rows * dispatcher.config.moe_router_topk
+    counts = torch.full((experts,), total // experts)
+    counts[: total % experts] += 1
+    mine = counts[dispatcher.local_expert_indices]
+    sent = counts.view(ep, local).sum(dim=1)
+    from_ranks = mine.repeat(tp * ep)
+    dispatcher.sort_input_by_local_experts = torch.arange(experts * tp).view(-1, local).T.ravel()
+    dispatcher.restore_output_by_local_experts = (
+        torch.arange(experts * tp).view(local, -1).T.ravel()
+    )
+
+    def preprocess(routing_map: Tensor) -> Tensor:
+        dispatcher.num_out_tokens = total
+        dispatcher.input_splits = sent.tolist()
+        dispatcher.output_splits = [int(mine.sum())] * ep
+        dispatcher.output_splits_tp = torch.full((tp,), int(mine.sum()) * ep)
+        dispatcher.num_global_tokens_per_local_expert = from_ranks.view(-1, local)
+        return mine * tp * ep
+
+    dispatcher.preprocess = preprocess
+    dispatcher._maybe_dtoh_and_synchronize = lambda point, tokens_per_expert=None: tokens_per_expert
+
+
+def _on_meta(described: Any) -> Any:
+    """Packed rows whose indices into activations are on their device; their lengths stay here."""
+    if not is_dataclass(described) or isinstance(described, type):
+        return described
+    changes = {}
+    for field in fields(described):
+        value = getattr(described, field.name)
+        if is_dataclass(value):
+            changes[field.name] = _on_meta(value)
+        elif isinstance(value, Tensor) and not field.name.startswith("cu_seqlens"):
+            changes[field.name] = value.to("meta")
+    return replace(described, **changes)
+
+
+def attend_to_rows(layers: list[Any], copies: int) -> None:
+    """Attention of this rank's rows to keys and values of which it keeps `copies` times its own:
+    1 where they go round (Ring Attention, arXiv 2310.01889), else all that were gathered."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        if copies > 1:
+            key, value = (x.repeat(copies, 1, 1) for x in (key, value))
+        out: Tensor = _Attention.apply(query, key, value)
+        return out.reshape(out.size(0), -1)
+
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, PackedAttention):
+                module.forward = attend  # type: ignore[method-assign]

@@ -1,0 +1,154 @@
+"""What a preflight found, as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from arguments.run_config import RunConfig
+from slime_like.preflight.batches import Batches
+from slime_like.preflight.communication import Collective, Planes
+from slime_like.preflight.memory import RankReport
+from slime_like.preflight.shape import Shape
+
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """collectives: of the first rank. advice: flags, where a rank does not fit. seconds, cpu_s,
+    host_bytes: what finding this out took."""
+
+    run: RunConfig
+    shape: Shape
+    ranks: Sequence[RankReport]
+    batches: Batches
+    collectives: Sequence[Collective]
+    bubble: float
+    planes: Planes
+    advice: Sequence[str]
+    seconds: float
+    cpu_s: float
+    host_bytes: int
+
+    @property
+    def heaviest(self) -> RankReport:
+        return max(self.ranks, key=lambda rank: rank.peak)
+
+    @property
+    def limit(self) -> int:
+        return round(self.run.preflight.preflight_memory_gb * GB)
+
+    @property
+    def fits(self) -> bool:
+        return self.heaviest.peak <= self.limit
+
+    @property
+    def verdict(self) -> str:
+        worst = self.heaviest
+        if self.fits:
+            return f"fits: rank {worst.rank} needs {gb(worst.peak)} of {gb(self.limit)}"
+        term = worst.phases[worst.peak_phase][worst.largest]
+        return (
+            f"does not fit: rank {worst.rank} (stage {worst.stage}) needs {gb(worst.peak)} of "
+            f"{gb(self.limit)} during {worst.peak_phase}; its largest term is {worst.largest}, "
+            f"{gb(term)}"
+        )
+
+
+def gb(size: float) -> str:
+    return f"{size / GB:.2f} GB"
+
+
+def text_of(found: Preflight) -> str:
+    return "\n".join(_lines(found))
+
+
+def _lines(found: Preflight) -> Iterator[str]:
+    run, batches, shape = found.run, found.batches, found.shape
+    yield (
+        f"preflight of {run.world_size} ranks, {found.ranks[0].layout}; "
+        f"{shape.total / 1e9:.2f} billion parameters, {shape.active / 1e9:.2f} active"
+    )
+    yield from _ranks(found)
+    used = "" if batches.used is None else f", {batches.used:.0%} of the token budget used"
+    yield (
+        f"optimizer step: {batches.samples} samples of {batches.mean:.0f} tokens (prompts: "
+        f"{batches.prompts}), {batches.number} micro-batches of up to {batches.tokens} tokens a "
+        f"rank{used}; busiest data-parallel rank {batches.imbalance:.2f} of the mean; pipeline "
+        f"bubble {found.bubble:.1%}"
+    )
+    yield "collectives of an optimizer step, rank 0:"
+    for each in found.collectives:
+        yield (
+            f"  {each.name:<22} {each.dimension:<14} {each.ranks:>5} ranks {each.calls:>8} calls "
+            f"{gb(each.bytes):>12}"
+        )
+    planes = found.planes
+    yield (
+        f"a rollout's samples: {gb(planes.samples)}, {gb(planes.share)} a data-parallel rank, index "
+        f"{gb(planes.index)}; a weight update: {gb(planes.weights)} in {planes.messages} messages; "
+        f"a checkpoint: {gb(planes.checkpoint)}"
+    )
+    yield (
+        f"took {found.seconds:.1f} s ({found.cpu_s:.1f} s of processor time), "
+        f"{gb(found.host_bytes)} of host memory at most"
+    )
+    yield found.verdict
+    if found.advice:
+        yield "flags that help:"
+        yield from (f"  {flags}" for flags in found.advice)
+
+
+def _ranks(found: Preflight) -> Iterator[str]:
+    for rank in found.ranks:
+        terms = rank.phases[rank.peak_phase]
+        mark = "  <- heaviest" if rank is found.heaviest else ""
+        yield (
+            f"rank {rank.rank}: stage {rank.stage}, {rank.layers} layers, "
+            f"{rank.parameters / 1e9:.3f} billion parameters; peak {gb(rank.peak)} "
+            f"({rank.peak_phase}), {rank.in_flight:g} micro-batches in flight{mark}"
+        )
+        for name, size in sorted(terms.items(), key=lambda item: -item[1]):
+            if size:
+                yield f"  {name:<28} {gb(size):>12}"
+        for name, size in rank.host.items():
+            yield f"  {name + ' (host memory)':<28} {gb(size):>12}"
+        for phase, others in rank.phases.items():
+            if phase != rank.peak_phase:
+                yield f"  {'in ' + phase + ':':<28} {gb(sum(others.values())):>12}"
+
+
+def json_of(found: Preflight) -> dict[str, Any]:
+    """Plain values; sizes in bytes."""
+    return {
+        "fits": found.fits,
+        "verdict": found.verdict,
+        "world_size": found.run.world_size,
+        "layout": found.ranks[0].layout,
+        "parameters": found.shape.total,
+        "limit": found.limit,
+        "advice": list(found.advice),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "stage": rank.stage,
+                "layers": rank.layers,
+                "parameters": rank.parameters,
+                "phases": {name: dict(terms) for name, terms in rank.phases.items()},
+                "host": dict(rank.host),
+                "peak": rank.peak,
+                "peak_phase": rank.peak_phase,
+                "micro_batches_in_flight": rank.in_flight,
+            }
+            for rank in found.ranks
+        ],
+        "batches": asdict(found.batches),
+        "bubble": found.bubble,
+        "collectives": [asdict(each) for each in found.collectives],
+        "planes": asdict(found.planes),
+        "seconds": found.seconds,
+        "cpu_s": found.cpu_s,
+        "host_bytes": found.host_bytes,
+    }

@@ -1,0 +1,174 @@
+"""Layouts of as many GPUs, ranked by the time that a step is expected to take.
+
+The cost model, in seconds for one optimizer step on every GPU:
+
+    compute  = 8 N_active T / (G F)          6 N T of forward and backward (arXiv 2001.08361), and
+                                             2 N T more where all layers are recomputed
+    tensor   = 4 (t - 1) / t h T' L / (P B)  two all-gathers and two reduce-scatters of the rows in
+               times 2                       a layer, forward and backward (arXiv 2205.05198)
+    expert   = 4 k (e - 1) / e h T' L / P B  dispatch and combine, forward and backward
+    data     = (gradients + weights) / B     of a rank, once a step
+    step     = (compute + tensor + expert) / (1 - bubble) + data
+
+with T tokens of the step, T' those of one rank, G GPUs of F FLOP/s, P stages, and B bytes/s: within
+a node where the group is that small, else between nodes. What counts is the order; F and B are
+round numbers of one kind of machine.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arguments.run_config import RunConfig
+from slime_like.preflight.advice import with_flags
+from slime_like.preflight.batches import batches_of
+from slime_like.preflight.check import check
+from slime_like.preflight.communication import bubble
+from slime_like.preflight.report import Preflight, gb
+from slime_like.preflight.shape import Shape, shape_of
+
+FLOPS = 400e12  # bf16, as matrix products of this size reach on an H100
+WITHIN_NODE, BETWEEN_NODES = 300e9, 40e9  # bytes a second of one GPU
+BEST, LOOKED_AT = 5, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int | None  # None: a network without experts
+
+    @property
+    def flags(self) -> list[str]:
+        words = [
+            *("--tensor-model-parallel-size", str(self.tensor)),
+            *("--pipeline-model-parallel-size", str(self.pipeline)),
+            *("--context-parallel-size", str(self.context)),
+        ]
+        if self.expert is not None:
+            words += ["--expert-model-parallel-size", str(self.expert)]
+            words += ["--expert-tensor-parallel-size", "1" if self.expert > 1 else "null"]
+        return words + (["--sequence-parallel"] if self.tensor > 1 else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """seconds: of an optimizer step, by the cost model."""
+
+    layout: Layout
+    seconds: float
+    bubble: float
+    found: Preflight
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "flags": self.layout.flags,
+            "step_s": self.seconds,
+            "bubble": self.bubble,
+            "peak": self.found.heaviest.peak,
+        }
+
+
+def search(run: RunConfig) -> list[Candidate]:
+    """The best five layouts that fit, the fastest first. Rules decide what is legal, networks on
+    the meta device what fits, the cost model the order."""
+    ranked = []
+    shape = shape_of(run.megatron.transformer, run.gpt)
+    for layout in layouts(run):
+        if not may_fit(run, shape, layout):
+            continue
+        planned = with_layout(run, layout)
+        if planned is not None:
+            ranked.append((step_seconds(planned, shape), layout, planned))
+    ranked.sort(key=lambda item: item[0])
+    fitting: list[Candidate] = []
+    for seconds, layout, planned in ranked[:LOOKED_AT]:
+        found = check(planned)
+        if found.fits:
+            fitting.append(Candidate(layout, seconds, found.bubble, found))
+        if len(fitting) == BEST:
+            break
+    return fitting
+
+
+def layouts(run: RunConfig) -> Iterator[Layout]:
+    """Tensor parallelism within a node, every divisor of the layers as a pipeline."""
+    config, world = run.megatron.transformer, run.world_size
+    experts = config.num_moe_experts
+    for tensor in _powers(run.preflight.preflight_gpus_per_node):
+        for pipeline in (n for n in range(1, 17) if config.num_layers % n == 0):
+            for context in _powers(8):
+                if world % (tensor * pipeline * context):
+                    continue
+                for expert in _powers(experts) if experts else [None]:
+                    if expert is None or world % (expert * pipeline) == 0:
+                        yield Layout(tensor, pipeline, context, expert)
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**n for n in range(limit.bit_length()) if 2**n <= limit]
+
+
+def may_fit(run: RunConfig, shape: Shape, layout: Layout) -> bool:
+    """A rough look: weights, gradients and the optimizer's shards alone."""
+    expert = shape.expert_parameters / (layout.pipeline * (layout.expert or 1))
+    other = shape.other_parameters / (layout.pipeline * layout.tensor)
+    size = run.megatron.transformer.params_dtype.itemsize
+    held = (expert + other) * (size + 4) + 12 * shape.total / run.world_size
+    return held < 0.9 * run.preflight.preflight_memory_gb * 1e9
+
+
+def with_layout(run: RunConfig, layout: Layout) -> RunConfig | None:
+    """The command line with the flags of another layout; None where the rules refuse it."""
+    flags = [] if layout.tensor > 1 else ["--sequence-parallel", "false"]
+    return with_flags(run, [*layout.flags, *flags])
+
+
+def step_seconds(run: RunConfig, shape: Shape) -> float:
+    """See the module."""
+    batches, config, parallel = batches_of(run), run.megatron.transformer, run.parallel
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tokens = batches.samples * batches.mean
+    full = config.recompute_granularity == "full"
+    compute = (8 if full else 6) * shape.active * tokens / (run.world_size * FLOPS)
+    compute *= batches.imbalance / (batches.used or 1)
+    size = config.params_dtype.itemsize
+    # rows of one data- and context-parallel rank, through the layers of a stage
+    rows = batches.number * batches.tokens / parallel.context_parallel_size
+    moved = rows * config.hidden_size * size * config.num_layers / stages
+    sent = 8 * (tensor - 1) / tensor * moved / WITHIN_NODE
+    experts = parallel.expert_model_parallel_size
+    if experts > 1:
+        near = experts <= run.preflight.preflight_gpus_per_node
+        share = sum(shape.experts) / len(shape.experts) / tensor
+        speed = WITHIN_NODE if near else BETWEEN_NODES
+        sent += 4 * shape.topk * (experts - 1) / experts * share * moved / speed
+    sent += _around_the_ring(run, moved / tensor)
+    of_rank = shape.expert_parameters / (stages * experts)
+    of_rank += shape.other_parameters / (stages * tensor)
+    data = of_rank * (4 + size) / BETWEEN_NODES
+    return (compute + sent) / (1 - bubble(run, batches)) + data
+
+
+def _around_the_ring(run: RunConfig, moved: float) -> float:
+    """Keys and values of a rank pass all others: forward once, backward with their gradients."""
+    ranks, config = run.parallel.context_parallel_size, run.megatron.transformer
+    groups = config.num_query_groups or config.num_attention_heads
+    share = 2 * groups * config.kv_channels / config.hidden_size
+    return 3 * (ranks - 1) * share * moved / WITHIN_NODE
+
+
+def text_of_search(best: Sequence[Candidate]) -> str:
+    if not best:
+        return "search: no layout of these fits; more GPUs, or flags that hold less, are needed"
+    lines = ["layouts that fit, the fastest by the cost model first:"]
+    for place, each in enumerate(best, start=1):
+        lines.append(
+            f"  {place}. {shlex.join(each.layout.flags)}  ({each.seconds:.2f} s a step, bubble "
+            f"{each.bubble:.1%}, peak {gb(each.found.heaviest.peak)})"
+        )
+    return "\n".join(lines)

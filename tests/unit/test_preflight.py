@@ -1,0 +1,223 @@
+"""A look at command lines before their jobs: sizes of real models, refusals, advice, formulas."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import megatron_patches
+
+megatron_patches.apply()
+
+from arguments.parse import parse_args  # noqa: E402
+from arguments.run_config import RunConfig  # noqa: E402
+from slime_like.config import ConfigError  # noqa: E402
+from slime_like.preflight import run_preflight  # noqa: E402
+from slime_like.preflight.batches import batches_of, response_lengths  # noqa: E402
+from slime_like.preflight.check import check, chosen_ranks  # noqa: E402
+from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
+from slime_like.preflight.memory import head_bytes, micro_batches_in_flight  # noqa: E402
+from slime_like.preflight.one_rank import build_rank  # noqa: E402
+from slime_like.preflight.search import Layout, search, with_layout  # noqa: E402
+from slime_like.preflight.shape import shape_of  # noqa: E402
+from tests.unit.command_lines import HF_CONFIG, complete, problems_of  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+BILLION = 10**9
+# as the models' cards have them: parameters in all, and of one token
+MODELS = {
+    "qwen3_32b": (32.8, None),
+    "qwen3_235b_a22b": (235.1, 22),
+    "deepseek_v3": (671.0, 37),
+}
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [0], "tie_word_embeddings": False, "head_dim": 16,
+}  # fmt: skip
+
+
+def job(model: str, *more: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The run file of one of the models, on 1,024 GPUs."""
+    monkeypatch.chdir(ROOT)
+    return ["--config", f"examples/preflight/{model}.yaml", "--preflight", "--nodes", "128", *more]
+
+
+def tiny(
+    folder: Path, *more: str, changes: dict[str, Any] | None = None, world: int = 8
+) -> RunConfig:
+    argv = [*complete(folder), "--preflight", "--world-size", str(world), *more]
+    config = {**HF_CONFIG, **(changes or {})}
+    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    return parse_args(argv, 1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_on_1024_gpus(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fit as the run files have them. Parameters of a stage's ranks add up to the model's, the
+    time and the memory of the look are bounded."""
+    found = check(parse_args(job(model, monkeypatch=monkeypatch), 1))
+    total, active = MODELS[model]
+    assert found.fits, found.verdict
+    assert found.shape.total / BILLION == pytest.approx(total, rel=0.005)
+    assert active is None or found.shape.active / BILLION == pytest.approx(active, rel=0.025)
+    assert {rank.rank for rank in found.ranks} >= {0, 1023}
+    assert found.cpu_s < 60
+    assert found.host_bytes < 4 * BILLION
+
+
+IMPOSSIBLE = {
+    "--tensor-model-parallel-size 3": "does not divide --num-attention-heads 64",
+    "--pipeline-model-parallel-size 3": "does not divide the 1024 processes",
+    "--pipeline-model-parallel-size 4": "does not divide the 94 layers",
+    "--expert-model-parallel-size 48": "does not divide the 128 experts",
+    "--global-batch-size 64": "fewer than the 128 data-parallel ranks",
+    "--no-sequence-parallel": "experts with --tensor-model-parallel-size above 1 need it",
+}
+
+
+@pytest.mark.parametrize(("flags", "reason"), IMPOSSIBLE.items())
+def test_impossible_layouts_are_refused(
+    flags: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = job("qwen3_235b_a22b", *flags.split(), monkeypatch=monkeypatch)
+    assert any(reason in str(problem) for problem in problems_of(argv))
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank, term and three flags; the exit status is 1, and JSON has the same."""
+    file = tmp_path / "found.json"
+    words = "--tensor-model-parallel-size 2 --preflight-memory-gb 2 --preflight-json"
+    run = tiny(tmp_path, *words.split(), str(file))
+    assert run_preflight(run) == 1
+    text, found = capsys.readouterr().out, json.loads(file.read_text())
+    assert "does not fit: rank 0 (stage 0) needs" in text
+    assert not found["fits"] and len(found["advice"]) == 3
+    assert all(flags in text for flags in found["advice"])
+    assert found["ranks"][0]["peak"] == sum(found["ranks"][0]["phases"]["training"].values())
+
+
+def test_the_advice_helps(tmp_path: Path) -> None:
+    """Sharding the optimizer makes the rank smaller by what is sharded."""
+    words = [
+        "--preflight-machine",
+        "here",
+        "--micro-batch-size",
+        "1",
+        "--preflight-memory-gb",
+        "0.02",
+    ]
+    vocabulary = {"vocab_size": 2**15}
+    before = check(tiny(tmp_path, *words, changes=vocabulary))
+    assert "--use-distributed-optimizer" in before.advice
+    sharded = tiny(tmp_path, *words, "--use-distributed-optimizer", changes=vocabulary)
+    moments = [found.heaviest.state["optimizer: moments"] for found in (before, check(sharded))]
+    assert moments[1] == pytest.approx(moments[0] / 8, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, MOE, {"tie_word_embeddings": False}],
+    ids=["dense, tied", "experts", "dense, untied"],
+)
+def test_formula_of_parameters(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Equal to megatron-core's modules, whole; 320 tokens are padded to 384."""
+    run = tiny(tmp_path, changes=changes, world=1)
+    with world_as_rank(run.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
+        built = build_rank(run.megatron, run.gpt, layout, gpu=True)
+        real = sum(parameter.numel() for parameter in built.parameters)
+    shape = shape_of(run.megatron.transformer, run.gpt)
+    assert shape.total + (384 - 320) * 64 * (1 if shape.tied else 2) == real
+
+
+def test_formula_of_parameters_of_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of 1,024: attention is whole there but for tensor parallelism."""
+    run = parse_args(job("deepseek_v3", monkeypatch=monkeypatch), 1)
+    attention = shape_of(run.megatron.transformer, run.gpt).attention
+    with world_as_rank(run.parallel, virtual_stages=None, rank=0, world_size=1024) as layout:
+        layer = build_rank(run.megatron, run.gpt, layout, gpu=True).chunks[0].decoder.layers[5]
+    names = ("self_attention", "input_layernorm", "pre_mlp_layernorm")
+    whole = ("layernorm",)  # not split over tensor-parallel ranks
+    real = sum(
+        parameter.numel() * (1 if any(word in name for word in whole) else 8)
+        for name, parameter in layer.named_parameters()
+        if name.startswith(names)
+    )
+    assert real == attention
+
+
+def stage(rank: int, stages: int, chunks: int) -> Any:
+    return SimpleNamespace(pp_rank=rank, pp_size=stages, vp_size=chunks)
+
+
+def test_micro_batches_in_flight() -> None:
+    """By running the schedules: forward passes that are not undone by a backward pass."""
+    assert [micro_batches_in_flight(stage(r, 4, 1), 8) for r in range(4)] == [4, 3, 2, 1]
+    assert micro_batches_in_flight(stage(0, 4, 1), 2) == 2
+    # of 2 chunks each: 2 * 3 + 4 + 1 halves on the first stage, 4 + 1 on the last
+    assert micro_batches_in_flight(stage(0, 4, 2), 8) == 5.5
+    assert micro_batches_in_flight(stage(3, 4, 2), 8) == 2.5
+
+
+@pytest.mark.parametrize("words", ["lognormal", "lognormal:0:1", "lognormal:5:x", "gauss:1:2"])
+def test_distributions_that_are_not_known(tmp_path: Path, words: str) -> None:
+    with pytest.raises(ConfigError, match="legal values: uniform, full, lognormal"):
+        batches_of(tiny(tmp_path, "--preflight-lengths", words))
+
+
+def test_lengths_and_micro_batches(tmp_path: Path) -> None:
+    """As many as the token budget takes: 16 samples on 2 ranks, 128 tokens and a prompt of 1 each,
+    3 to a budget of 400."""
+    import numpy as np
+
+    words = "--preflight-lengths full --use-dynamic-batch-size --max-tokens-per-gpu 400"
+    found = batches_of(tiny(tmp_path, *words.split(), world=2))
+    assert (found.number, found.samples, found.longest) == (3, 16, 129)
+    assert found.used == pytest.approx(16 * 129 / (2 * 3 * 400))
+    run = tiny(tmp_path, "--preflight-lengths", "lognormal:40:0.5")
+    drawn = response_lengths(run, 4000, np.random.default_rng(1))
+    assert abs(math.log(float(np.median(drawn)) / 40)) < 0.1 and drawn.max() <= 128
+
+
+def test_chosen_ranks(tmp_path: Path) -> None:
+    words: Sequence[str] = ("--pipeline-model-parallel-size", "4", "--micro-batch-size", "1")
+    run = tiny(tmp_path, *words, world=16)
+    assert chosen_ranks(run) == [0, 4, 15]
+    run = tiny(tmp_path, *words, "--preflight-all-ranks", world=16)
+    assert chosen_ranks(run) == [0, 4, 8, 12, 15]
+
+
+def test_head_has_no_logits(tmp_path: Path) -> None:
+    """Twice the vocabulary adds rows of the weight's gradient, and nothing for each token."""
+    small = tiny(tmp_path, changes={"vocab_size": 2**16})
+    large = tiny(tmp_path, changes={"vocab_size": 2**17})
+    more = head_bytes(large, 4096, gpu=True) - head_bytes(small, 4096, gpu=True)
+    assert more == 2**16 * 64 * 4
+
+
+def test_search_names_layouts_that_the_rules_take(tmp_path: Path) -> None:
+    """Its flags replace those of the command line, whichever way they were spelled."""
+    run = tiny(tmp_path, "--pipeline-model-parallel-size=2", world=8)
+    planned = with_layout(run, Layout(tensor=2, pipeline=1, context=2, expert=None))
+    assert planned is not None
+    sizes = planned.parallel
+    assert (sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size) == (2, 1)
+    assert sizes.context_parallel_size == 2 and planned.parallel.sequence_parallel
+    assert with_layout(run, Layout(tensor=8, pipeline=1, context=1, expert=None)) is None
+
+
+@pytest.mark.slow
+def test_search_ranks_by_its_model(tmp_path: Path) -> None:
+    best = search(tiny(tmp_path, "--bf16", "--use-distributed-optimizer", world=4))
+    assert len(best) == 5
+    assert [each.seconds for each in best] == sorted(each.seconds for each in best)
+    assert all(each.found.fits for each in best)
+
+
+def test_preflight_settings_need_it(tmp_path: Path) -> None:
+    assert any("--preflight" in p.message for p in problems_of(complete(tmp_path, "--nodes", "2")))
