@@ -11,7 +11,7 @@ from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
 class PreflightConfig:
     preflight: bool = arg(
         False,
-        "Check the command line, tell what each rank holds and sends in the job, and end; no GPU and no process group is needed. Exit status: "
+        "Check the command line, report what each rank holds and sends in the job, and end; no GPU and no process group is needed. Exit status: "
         "0 fits, 1 does not.",
     )
     preflight_world_size: int | None = arg(

@@ -49,12 +49,13 @@ def collectives_of_step(run: RunConfig, rank: RankReport, batches: Batches) -> l
         if dimension != "data"
     ]
     sizes, config = rank.group_sizes, run.megatron.transformer
-    if sizes["data"] > 1:
-        distributed = run.megatron.ddp.use_distributed_optimizer
-        reduce = "reduce_scatter" if distributed else "all_reduce"
-        found.append(Collective(reduce, "data", sizes["data"], 1, rank.state["gradients"]))
-        if distributed:
-            found.append(Collective("all_gather", "data", sizes["data"], 1, rank.state["weights"]))
+    for dimension, (gradients, weights) in rank.reduced.items():
+        ranks = sizes[dimension]
+        if ranks > 1:
+            name = "reduce_scatter" if weights else "all_reduce"
+            found.append(Collective(name, dimension, ranks, 1, gradients))
+        if ranks > 1 and weights:
+            found.append(Collective("all_gather", dimension, ranks, 1, weights))
     stages = run.parallel.pipeline_model_parallel_size
     if stages > 1:
         share = run.parallel.context_parallel_size

@@ -39,7 +39,8 @@ TRAINING, SYNC, GENERATION = "training", "weight update", "generation"
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """terms: bytes on the device, in each phase. host: in host memory, of this rank. traffic: of
-    one micro-batch. in_flight: micro-batches whose activations are held at once, by its schedule.
+    one micro-batch. reduced: bytes of gradients, and of weights in such buffers, by the dimension over
+    which they are reduced. in_flight: micro-batches that are held at once, by its schedule.
     parameters: of this rank, embeddings included."""
 
     rank: int
@@ -54,6 +55,7 @@ class RankReport:
     traffic: Mapping[tuple[str, str], Traffic] = field(repr=False)
     state: Mapping[str, int] = field(default_factory=dict)
     group_sizes: Mapping[str, int] = field(default_factory=dict)
+    reduced: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def peak_phase(self) -> str:
@@ -97,6 +99,7 @@ def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
         in_flight = micro_batches_in_flight(layout, batches.number)
         layers = sum(len(_layers(chunk)) for chunk in built.chunks)
         groups = group_sizes(layout)
+        reduced = buffers_by_group(built)
         number = sum(parameter.numel() for parameter in built.parameters)
         head = head_bytes(run, batches.tokens // layout.cp_size, gpu=gpu)
     if run.critic_model is not None:
@@ -122,6 +125,7 @@ def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
         traffic=passes.traffic,
         state=state,
         group_sizes=groups,
+        reduced=reduced,
     )
 
 
@@ -130,7 +134,7 @@ def _layers(chunk: Any) -> Any:
 
 
 def micro_batches_in_flight(layout: ParallelLayout, number: int) -> float:
-    """Micro-batches whose activations a stage holds at once, in units of all its layers.
+    """Micro-batches that a stage holds at once, in units of all its layers.
 
     1F1B: stage p of P holds P - p (arXiv 2006.09503, section 3.2). Interleaved: its warm-up of
     2 (P - p - 1) + (V - 1) P micro-batches of one chunk, and one more (arXiv 2104.04473, section
@@ -224,6 +228,17 @@ def _other_phases(run: RunConfig, resident: dict[str, int]) -> dict[str, dict[st
         server = round(server_fraction(run) * run.preflight.preflight_memory_gb * 10**9)
         phases[GENERATION] = {**resident, "server": server}
     return phases
+
+
+def buffers_by_group(built: OneRank) -> dict[str, tuple[int, int]]:
+    """See `RankReport.reduced`."""
+    found = {}
+    for name, kind in (("data", "buffers"), ("expert data", "expert_parallel_buffers")):
+        buffers = [b for m in built.modules if built.trained for b in getattr(m, kind)]
+        weights = sum(b.param_data.nbytes for b in buffers if b.param_data is not None)
+        if buffers:
+            found[name] = (sum(b.grad_data.nbytes for b in buffers), weights)
+    return found
 
 
 def server_fraction(run: RunConfig) -> float:

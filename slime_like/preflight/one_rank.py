@@ -94,8 +94,8 @@ def gradient_bytes(rank: OneRank) -> int:
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
     """main: fp32 parameters, where those of the model are narrower. moments: of Adam. host: what
-    --optimizer-cpu-offload keeps beside the device. step: beyond the gradient buffers, held while a
-    step is taken. elements: whose state this rank has."""
+    --optimizer-cpu-offload keeps off the device. step: beyond the gradient buffers, held while a
+    step is taken. elements: stepped by this rank."""
 
     main: int = 0
     moments: int = 0

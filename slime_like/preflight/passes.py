@@ -5,7 +5,7 @@ recomputation that the flags ask for, are those of the run."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class Passes:
     traffic: Mapping[tuple[str, str], Traffic]
 
     def plus(self, more: Passes, less: Passes, times: float) -> Passes:
-        """With `times` the difference of two others, whose working sets are the same."""
+        """With `times` the difference of two others with the same working set."""
         traffic = {}
         for key in {*self.traffic, *more.traffic}:
             a, b, c = (passes.traffic.get(key, Traffic()) for passes in (self, more, less))
@@ -107,7 +107,7 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
     """One micro-batch through all layers of the rank.
 
     Layers of a kind keep and send the same, so few of them are run: one unit of each kind, and then
-    two. A unit is --recompute-num-layers layers, or one. --recompute-method block, whose layers
+    two. A unit is --recompute-num-layers layers, or one. --recompute-method block, where layers
     differ, runs all.
 
     tokens: of the micro-batch, over all context-parallel ranks; padded as the trainer pads.
@@ -141,8 +141,7 @@ def run_micro_batch(rank: OneRank, layers: list[Any], tokens: int, *, gpu: bool)
     tokens += -tokens % unit
     balance_experts(rank, tokens // layout.cp_size)
     rows = tokens // layout.cp_size // (layout.tp_size if config.sequence_parallel else 1)
-    packed = _on_meta(packed_rows(torch.tensor([0, tokens], dtype=torch.int32)))
-    packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor([0, tokens], dtype=torch.int32)
+    packed = packed_rows(torch.tensor([0, tokens], dtype=torch.int32))
     inputs = torch.empty(1, tokens // layout.cp_size, dtype=torch.int64, device="meta")
     live = LiveBytes(group_names(layout), config.moe_router_topk if config.num_moe_experts else 0)
     live.forget([*rank.parameters, *(b for chunk in rank.chunks for b in chunk.buffers())])
@@ -230,20 +229,6 @@ def _balance(dispatcher: Any, rows: int) -> None:
 
     dispatcher.preprocess = preprocess
     dispatcher._maybe_dtoh_and_synchronize = lambda point, tokens_per_expert=None: tokens_per_expert
-
-
-def _on_meta(described: Any) -> Any:
-    """Packed rows whose indices into activations are on their device; their lengths stay here."""
-    if not is_dataclass(described) or isinstance(described, type):
-        return described
-    changes = {}
-    for field in fields(described):
-        value = getattr(described, field.name)
-        if is_dataclass(value):
-            changes[field.name] = _on_meta(value)
-        elif isinstance(value, Tensor) and not field.name.startswith("cu_seqlens"):
-            changes[field.name] = value.to("meta")
-    return replace(described, **changes)
 
 
 def attend_to_rows(layers: list[Any], copies: int) -> None:

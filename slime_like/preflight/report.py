@@ -9,7 +9,7 @@ from typing import Any
 from arguments.run_config import RunConfig
 from slime_like.preflight.batches import Batches
 from slime_like.preflight.communication import Collective, Planes
-from slime_like.preflight.memory import RankReport
+from slime_like.preflight.memory import TRAINING, RankReport
 from slime_like.preflight.shape import Shape
 
 GB = 10**9
@@ -103,21 +103,22 @@ def _lines(found: Preflight) -> Iterator[str]:
 
 def _ranks(found: Preflight) -> Iterator[str]:
     for rank in found.ranks:
-        terms = rank.phases[rank.peak_phase]
         mark = "  <- heaviest" if rank is found.heaviest else ""
         yield (
             f"rank {rank.rank}: stage {rank.stage}, {rank.layers} layers, "
             f"{rank.parameters / 1e9:.3f} billion parameters; peak {gb(rank.peak)} "
             f"({rank.peak_phase}), {rank.in_flight:g} micro-batches in flight{mark}"
         )
-        for name, size in sorted(terms.items(), key=lambda item: -item[1]):
+        training = rank.phases[TRAINING]
+        for name, size in sorted(training.items(), key=lambda item: -item[1]):
             if size:
                 yield f"  {name:<28} {gb(size):>12}"
         for name, size in rank.host.items():
             yield f"  {name + ' (host memory)':<28} {gb(size):>12}"
-        for phase, others in rank.phases.items():
-            if phase != rank.peak_phase:
-                yield f"  {'in ' + phase + ':':<28} {gb(sum(others.values())):>12}"
+        for phase, terms in rank.phases.items():
+            own = ", ".join(f"{n} {gb(size)}" for n, size in terms.items() if n not in training)
+            note = f"  (without activations; {own})" if own else ""
+            yield f"  {'in ' + phase + ':':<28} {gb(sum(terms.values())):>12}{note}"
 
 
 def json_of(found: Preflight) -> dict[str, Any]:

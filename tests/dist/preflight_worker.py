@@ -15,6 +15,7 @@ from benchmarks.parity.steps import parallel, settings, share, train_samples
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.preflight.live_bytes import LiveBytes
 
 TOKENS = 1024
 
@@ -34,7 +35,7 @@ def count(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, An
 def counted(folder: str, layout: ParallelLayout, flags: str) -> dict[str, int]:
     backend = MegatronBackend(settings(folder, flags), layout, total_steps=3)
     network = backend.policy
-    saved = saved_bytes(network, layout)
+    kept = kept_bytes(network, layout)
     backend.update(share(train_samples(1), layout))
     buffers = [b for m in network.modules for b in (*m.buffers, *m.expert_parallel_buffers)]
     parameters = {id(p): p for chunk in network.chunks for p in chunk.parameters()}.values()
@@ -47,7 +48,7 @@ def counted(folder: str, layout: ParallelLayout, flags: str) -> dict[str, int]:
         "gradients": sum(b.grad_data.nbytes for b in buffers),
         "main": sum(t.nbytes for t in main if t.untyped_storage().data_ptr() not in own),
         "moments": sum(t.nbytes for t in moments),
-        "activations": saved,
+        "activations": kept,
     }
 
 
@@ -64,9 +65,10 @@ def optimizer_tensors(optimizer: Any) -> tuple[list[Tensor], list[Tensor]]:
     return main, moments
 
 
-def saved_bytes(network: Any, layout: ParallelLayout) -> int:
-    """Bytes of the storages that autograd keeps of one micro-batch of one sequence, parameters left
-    out."""
+def kept_bytes(network: Any, layout: ParallelLayout) -> int:
+    """Bytes of the storages that autograd saves of one micro-batch of one sequence, parameters left
+    out. With recomputation, of all that are alive: megatron-core's checkpoint keeps rotary
+    embeddings and random states, which autograd does not see."""
     module, config = network.modules[0].train(), network.config
     model = unwrap_model(module)
     rows = TOKENS // layout.cp_size
@@ -86,11 +88,15 @@ def saved_bytes(network: Any, layout: ParallelLayout) -> int:
         return tensor
 
     lengths = torch.tensor([0, TOKENS], dtype=torch.int32)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(
+    live = LiveBytes()
+    live.forget(fixed)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with live if config.recompute_granularity else hooks:
+        output = module(
             input_ids=tokens,
             position_ids=torch.arange(rows)[None],
             attention_mask=None,
             packed_seq_params=packed_rows(lengths, layout.cp_size, layout.cp_rank),
         )
-    return sum(storage.nbytes() for storage in held.values())
+    assert output.requires_grad
+    return live.now or sum(storage.nbytes() for storage in held.values())
