@@ -17,7 +17,7 @@ from slime_like.megatron.ops.attention import packed_rows
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.preflight.live_bytes import LiveBytes
 
-TOKENS = 1024
+TOKENS = 4096
 
 
 def count(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
