@@ -150,6 +150,7 @@ def run_micro_batch(rank: OneRank, layers: list[Any], tokens: int, *, gpu: bool)
     model.decoder.layers = torch.nn.ModuleList(layers)
     model.decoder.num_layers_per_pipeline_rank = len(layers)
     attend_to_rows(layers, 1 if gpu else layout.cp_size)
+    forget_positions(model)
     in_this_thread = torch.autograd.set_multithreading_enabled(False)  # as modes are
     with torch.compiler.set_stance("force_eager"), in_this_thread, _Kernels(gpu), live:
         if not model.pre_process:
@@ -229,6 +230,13 @@ def _balance(dispatcher: Any, rows: int) -> None:
 
     dispatcher.preprocess = preprocess
     dispatcher._maybe_dtoh_and_synchronize = lambda point, tokens_per_expert=None: tokens_per_expert
+
+
+def forget_positions(model: torch.nn.Module) -> None:
+    """Rotary embeddings are computed again: megatron-core keeps those of earlier passes."""
+    for module in model.modules():
+        if clear := getattr(type(module).forward, "cache_clear", None):
+            clear()
 
 
 def attend_to_rows(layers: list[Any], copies: int) -> None:
