@@ -1,5 +1,5 @@
 """What a preflight predicts is what the ranks of a real run hold: parameters, weights, gradients and
-the optimizer to the byte, what autograd keeps within 10 %."""
+the optimizer to the byte, what autograd keeps within 10 %, with recomputation 15 %."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_predicted_is_counted(tmp_path: Path) -> None:
         for rank, real in enumerate(counted[name]):
             expected = predicted(folder, flags, rank=rank, world_size=2)
             same = all(expected[term] == real[term] for term in EXACT)
-            kept = pytest.approx(real["activations"], rel=0.1)
+            kept = pytest.approx(real["activations"], rel=0.15 if FULL in flags else 0.1)
             if not same or (expected["activations"] != kept and name not in KEEP_SCORES):
                 wrong.append((name, rank, expected, real))
     assert not wrong, "\n".join(map(str, wrong))
