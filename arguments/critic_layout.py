@@ -8,12 +8,15 @@ import re
 from typing import Any
 
 from arguments.megatron_configs import build_megatron_configs
+from arguments.rules.algorithm import has_critic, legacy_needs_even_micro_batches
 from arguments.rules.base import Rule, Settings
-from arguments.rules.batches import BATCH_RULES, every_rank_gets_a_sample
-from arguments.rules.critic import has_critic
-from arguments.rules.losses import legacy_needs_even_micro_batches
-from arguments.rules.moe import MOE_RULES
-from arguments.rules.parallel import PARALLEL_RULES, virtual_stages_of
+from arguments.rules.layout import (
+    BATCH_RULES,
+    PARALLEL_RULES,
+    every_rank_gets_a_sample,
+    virtual_stages_of,
+)
+from arguments.rules.network import MOE_RULES
 from arguments.run_config import CriticModel
 from arguments.schema import CriticConfig, ParallelConfig
 from slime_like.config import Problem, flag_name

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import slime_like.losses  # noqa: F401  (fills the registries)
@@ -21,6 +21,10 @@ from slime_like.losses.off_policy import OffPolicyConfig
 from slime_like.losses.reductions import LOSS_REDUCTIONS
 from slime_like.losses.registry import policy_losses
 from slime_like.losses.value_loss import ValueLossConfig
+from slime_like.registry import registrations
+from slime_like.rewards.registry import rewards
+from slime_like.rollout.engines.engine_registry import rollout_engines
+from slime_like.rollout.engines.sglang.weight_transfer.base import weight_transports
 
 # attribute of RunConfig -> (title in --help, dataclass)
 GROUPS: Mapping[str, tuple[str, type]] = {
@@ -57,6 +61,12 @@ CUSTOM_ARGUMENTS = Flag(
     "module.function or file.py:function that adds flags of your own: function(parser), where parser is an argparse.ArgumentParser. Your "
     "functions find their values in args.",
     ("--custom-arguments-path",), metavar="FILE.PY:FUNCTION",
+)  # fmt: skip
+IMPORT_MODULES = Flag(
+    "import_modules", "run file", "list",
+    "Modules or files of your own that register policy losses, advantage estimators, rewards, model families, rollout engines or weight "
+    "transports; their names and settings are then flags and values like ours. See the guide \"Extend it\".",
+    ("--import-modules", "--external-lib"), metavar="FILE.PY|MODULE ...",
 )  # fmt: skip
 
 
@@ -106,11 +116,25 @@ def registry_choices() -> dict[str, list[str]]:
     """Legal values that come from the registries."""
     losses = policy_losses.names(with_aliases=True)
     return {
+        "rm_type": rewards.names(),
+        "rollout_engine": rollout_engines.names(),
+        "update_weight_transport": weight_transports.names(),
         "policy_loss_type": losses,
         "advantage_estimator": advantage_estimators.names(with_aliases=True)
         + [n for n in ESTIMATORS_THAT_ARE_LOSSES if n in losses],
         "loss_reduction": list(LOSS_REDUCTIONS),
         "kl_loss_type": list(KL_ESTIMATORS),
+    }
+
+
+def registry_help() -> dict[str, str]:
+    """What the entries of the registries say about themselves, for --help."""
+    return {
+        "policy_loss_type": policy_losses.help(),
+        "advantage_estimator": advantage_estimators.help(),
+        "rm_type": rewards.help(),
+        "rollout_engine": rollout_engines.help(),
+        "update_weight_transport": weight_transports.help(),
     }
 
 
@@ -191,14 +215,26 @@ def _has_words(name: str, typed: str) -> bool:
     return set(typed.split("-")) <= set(name.split("-"))
 
 
-@cache
 def flag_table() -> FlagTable:
-    """Every flag of this installation."""
-    choices = registry_choices()
-    flags = [RUN_FILE, CUSTOM_ARGUMENTS]
+    """Every flag of this installation, and of the modules that were imported for their entries."""
+    return _flag_table(registrations())
+
+
+@lru_cache(maxsize=1)
+def _flag_table(version: int) -> FlagTable:
+    """version: of the registries."""
+    choices, more = registry_choices(), registry_help()
+    flags = [RUN_FILE, CUSTOM_ARGUMENTS, IMPORT_MODULES]
     for title, config_type in GROUPS.values():
-        flags += flags_of(config_type, title, choices)
+        for flag in flags_of(config_type, title, choices):
+            words = f"{flag.help} {more.get(flag.dest, '')}".rstrip()
+            flags.append(dataclasses.replace(flag, help=words))
     flags += loss_flags()
     flags += flags_of(MegatronSpellings, NETWORK)
-    flags += megatron_flags()
+    flags += _megatron_flags()
     return FlagTable(flags)
+
+
+@cache
+def _megatron_flags() -> list[Flag]:
+    return megatron_flags()

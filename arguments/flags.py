@@ -47,6 +47,8 @@ class Flag:
     needs: tuple[str, ...] = ()  # see `slime_like.config.arg`
     only_with: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
+    required_with: tuple[str, ...] = ()
+    idle_without: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -140,6 +142,8 @@ def flags_of(
                 needs=meta.get("needs", ()),
                 only_with=meta.get("only_with", ()),
                 excludes=meta.get("excludes", ()),
+                required_with=meta.get("required_with", ()),
+                idle_without=meta.get("idle_without", ()),
             )
         )
     return flags

@@ -99,7 +99,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
 }
 # Fields that are a torch.dtype, and Megatron-LM's words for it: what Transformer Engine's Adam can
-# do; `validate_optimizer.py` knows more.
+# do; `arguments/rules/training.py` knows more.
 OPTIMIZER_DTYPES: Mapping[str, tuple[str, ...]] = {
     "main_grads_dtype": ("fp32", "bf16"),
     "main_params_dtype": ("fp32", "fp16"),
@@ -120,6 +120,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "optimizer_offload_fraction": ("optimizer_cpu_offload",),
     "pin_cpu_grads": ("optimizer_cpu_offload",),
     "pin_cpu_params": ("optimizer_cpu_offload",),
+    "overlap_param_gather": ("use_distributed_optimizer", "overlap_grad_reduce"),
 }
 DEFAULT_WORDS = {
     "num_layers": "from --hf-checkpoint",

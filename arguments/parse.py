@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,16 +21,15 @@ from arguments.help import SERVER_USAGE, TRAIN_USAGE
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
 from arguments.megatron_configs import Machine, build_megatron_configs, resolve_transformer_impl
-from arguments.parser import CUSTOM_ARGUMENTS, HelpRequested, LauncherParser
+from arguments.parser import HelpRequested, LauncherParser
 from arguments.resolve_loss import choose_loss, resolve_aliases
+from arguments.rules.algorithm import completed_critic, has_critic
 from arguments.rules.base import Rule, Settings
-from arguments.rules.batches import default_micro_batches, global_batch_of
-from arguments.rules.critic import completed_critic, has_critic
-from arguments.rules.distillation import completed_distillation
-from arguments.rules.moe import MOE_WARNINGS
-from arguments.rules.notes import notes_of
-from arguments.rules.parallel import virtual_stages_of
-from arguments.rules.run import RULES, WARNINGS, Warn, settings_of_other_losses
+from arguments.rules.data import completed_distillation
+from arguments.rules.declared import declared_warnings
+from arguments.rules.layout import default_micro_batches, global_batch_of, virtual_stages_of
+from arguments.rules.network import MOE_WARNINGS
+from arguments.rules.run import RULES, WARNINGS, Warn, notes_of, settings_of_other_losses
 from arguments.rules.server import OF_EVERY_STEP, OF_THE_SERVER, SERVER_RULES, of_the_trainer
 from arguments.rules.sglang import completed_sglang
 from arguments.run_config import RunConfig, TeacherModel
@@ -39,10 +38,13 @@ from arguments.schema import ModelConfig, PreflightConfig
 from arguments.values import ParsedArgs, merge
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem, flag_name
+from slime_like.import_utils import load_module
 from slime_like.losses.off_policy import OffPolicyConfig
 from slime_like.losses.registry import PolicyLoss
+from slime_like.registry import registrations
 
 CONFIG_EXIT_STATUS = 2
+IMPORT_FLAG = "--import-modules"
 UNTIED = "untie_embeddings_and_output_weights"  # a critic has no output weights
 # Rank 0 prints; when another rank ends first, torchrun would end rank 0 before it has.
 _WAIT_FOR_RANK_0_S = 5.0
@@ -76,8 +78,13 @@ def launcher_parser(program: Program = TRAIN) -> LauncherParser:
     return LauncherParser(flag_table(), program.usage, program.hidden)
 
 
-@cache
-def _shared_parser(usage: str, hidden: frozenset[str]) -> LauncherParser:
+def _parser_of(program: Program) -> LauncherParser:
+    """A parser that is shared, with the entries that the registries have now."""
+    return _shared_parser(program.usage, program.hidden, registrations())
+
+
+@lru_cache(maxsize=4)
+def _shared_parser(usage: str, hidden: frozenset[str], version: int) -> LauncherParser:
     return LauncherParser(flag_table(), usage, hidden)
 
 
@@ -102,7 +109,12 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
         draft,
         table,
         argv,
-        [*given.warnings, *words, *settings_of_other_losses(draft.settings, table.by_dest)],
+        [
+            *given.warnings,
+            *words,
+            *declared_warnings(draft.settings),
+            *settings_of_other_losses(draft.settings, table.by_dest),
+        ],
         given.custom,
     )
 
@@ -151,31 +163,52 @@ def complete_words(program: Program = TRAIN) -> None:
 
 def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]:
     """The run file and, over it, the command line; and all flags, the user's own included."""
-    parser = _shared_parser(program.usage, program.hidden)
-    try:
-        given, run_file = _sources(argv, parser)
-    except HelpRequested:
-        path = _custom_path_of(argv)  # whose flags --help shows too
-        if path is None:
-            raise
-        given, run_file = ParsedArgs({"custom_arguments_path": path}), ParsedArgs()
-    both = merge(run_file, given)
-    path = both.values.get("custom_arguments_path")
+    first = _first_look(argv, program)
+    import_modules(first.values.get("import_modules", []))
+    problems: list[Problem] = []
+    parser, path = _parser_of(program), first.values.get("custom_arguments_path")
     if path is not None:
-        parser = launcher_parser(program)
+        own = launcher_parser(program)
         try:
-            parser.add_custom(path)
+            own.add_custom(path)
+            parser = own
         except ConfigError as error:
-            both.problems += error.problems
-        else:
-            given, run_file = _sources(argv, parser)
-            custom = parser.custom_values(run_file, argv)
-            both = merge(run_file, given)
-            both.custom = custom
+            problems += error.problems
+    given, run_file = _sources(argv, parser)
+    custom = parser.custom_values(run_file, argv)
+    both = merge(run_file, given)
+    both.custom, both.problems = custom, problems + both.problems
     resolve_aliases(both)
     _own_icepop(both)
     _kl_in_the_reward(both)
     return both, parser.table
+
+
+def _first_look(argv: Sequence[str], program: Program) -> ParsedArgs:
+    """What can be read before the user's modules are imported, also of a line that asks for help:
+    it shows their flags too."""
+    parser = _parser_of(program)
+    words = [word for word in argv if word not in ("--help", "-h", "--version")]
+    given, run_file = _sources(words, parser)
+    return merge(run_file, given)
+
+
+def import_modules(modules: Sequence[str]) -> None:
+    """Import the modules of --import-modules, which register what they have.
+
+    Raises:
+        ConfigError: for those that cannot be imported. What follows from their names would be told
+        wrongly, so this comes alone.
+    """
+    problems = []
+    for path in modules:
+        try:
+            load_module(path, IMPORT_FLAG)
+        except ValueError as error:
+            message = str(error).removeprefix(f"{IMPORT_FLAG} {path!r}: ")
+            problems.append(Problem(IMPORT_FLAG, path, message))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _sources(argv: Sequence[str], parser: LauncherParser) -> tuple[ParsedArgs, ParsedArgs]:
@@ -187,17 +220,6 @@ def _sources(argv: Sequence[str], parser: LauncherParser) -> tuple[ParsedArgs, P
         except ConfigError as error:
             given.problems += error.problems
     return given, run_file
-
-
-def _custom_path_of(argv: Sequence[str]) -> str | None:
-    """--custom-arguments-path of a command line that asks for help."""
-    words = [word.replace("_", "-") for word in argv]
-    for place, word in enumerate(words):
-        if word == CUSTOM_ARGUMENTS and place + 1 < len(argv):
-            return argv[place + 1]
-        if word.startswith(CUSTOM_ARGUMENTS + "="):
-            return argv[place].partition("=")[2]
-    return None
 
 
 def _own_icepop(given: ParsedArgs) -> None:

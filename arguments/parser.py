@@ -465,6 +465,8 @@ class LauncherParser(argparse.ArgumentParser):
 
         Problems are added to those of the run file.
         """
+        if not self._custom:
+            return {}
         self.given, self._strict = ParsedArgs(), True
         namespace, _ = self._parse([*run_file.custom_words, *argv], argparse.Namespace())
         names = {normalise(o) for a in self._custom.values() for o in a.option_strings}

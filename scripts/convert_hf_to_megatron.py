@@ -76,7 +76,7 @@ def convert(chosen: argparse.Namespace) -> int:
 
     import megatron_patches
     from arguments.hf.model import read_hf_model
-    from arguments.rules.layout import CutNetwork, layout_problems
+    from arguments.rules.network import CutNetwork, layout_problems
     from slime_like.config import ConfigError
     from slime_like.trainer.launch import quiet_dependencies
 

@@ -83,14 +83,18 @@ def arg(
     needs: str | Sequence[str] = (),
     only_with: str | Sequence[str] = (),
     excludes: str | Sequence[str] = (),
+    required_with: str | Sequence[str] = (),
+    idle_without: str | Sequence[str] = (),
 ) -> Any:
     """Declare a setting. `aliases` are further spellings, e.g. ``("--dual-clip",)``; the first flag
     is the field's name.
 
     needs: settings without which this one has no effect; only_with: the same, where the remedy is
-    to leave it out; excludes: settings that it does not go with. Each is a condition or several
-    that must all hold: ``"save"``, ``"lr_decay_style=WSD"``, ``"use_kl_loss|kl_coef"``; see
-    `arguments/rules/declared.py`, which makes the messages.
+    to leave it out; excludes: settings that it does not go with; required_with: settings that
+    cannot do without this one; idle_without: as needs, and only a warning. Each is a condition or
+    several that must all hold: ``"save"``, ``"lr_decay_style=WSD"``, ``"use_kl_loss|kl_coef"``,
+    ``"rollout_top_p<1"``, ``"@critic"``; see `arguments/rules/declared.py`, which makes the
+    messages.
 
     A field annotated `bool` with default False becomes a switch, with default True a `--no-`
     switch.
@@ -106,6 +110,8 @@ def arg(
         needs=_conditions(needs),
         only_with=_conditions(only_with),
         excludes=_conditions(excludes),
+        required_with=_conditions(required_with),
+        idle_without=_conditions(idle_without),
     )
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata)

@@ -1,4 +1,4 @@
-"""Functions of the user's own, named on the command line: ``module.function`` or
+"""Functions and modules of the user's own, named on the command line: ``module.function`` or
 ``path/to/file.py:function``."""
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from slime_like.registry import registering_for
 from slime_like.text import clean
 
 IMPORT_LIMIT_S = 60.0
+MODULE_LIMIT_S = 600.0  # they may import torch, which must not be interrupted in the middle
 
 
 def load_function(path: str, flag: str, *, limit_s: float = IMPORT_LIMIT_S) -> Callable[..., Any]:
@@ -38,16 +40,7 @@ def load_function(path: str, flag: str, *, limit_s: float = IMPORT_LIMIT_S) -> C
         file, _, name = path.rpartition(".")
     if not file or not name:
         raise ValueError(f"{flag} {path!r}: must be module.function or path/to/file.py:function")
-    try:
-        with _deadline(limit_s):
-            module = (
-                _load_file(Path(file)) if file.endswith(".py") else importlib.import_module(file)
-            )
-    except (Exception, SystemExit) as error:
-        words = clean(f"{type(error).__name__}: {error}")
-        raise ValueError(
-            f"{flag} {path!r}: cannot import {file!r}: {words}{_place(error)}"
-        ) from error
+    module = _load(file, flag, path, limit_s)
     function = getattr(module, name, None)
     if function is None:
         there = sorted(
@@ -63,6 +56,34 @@ def load_function(path: str, flag: str, *, limit_s: float = IMPORT_LIMIT_S) -> C
             f"{flag} {path!r}: {name!r} is a {type(function).__name__}, not a function"
         )
     return function
+
+
+def load_module(path: str, flag: str, *, limit_s: float = MODULE_LIMIT_S) -> None:
+    """Import a module of the user's, for what it registers.
+
+    Args:
+        path: ``package.module`` or ``path/to/file.py``. A file may import its neighbours.
+        flag: The option that errors name.
+        limit_s: Seconds that the import may take, where this is the main thread.
+
+    Raises:
+        ValueError: It cannot be imported; also where it registers a name that is taken.
+    """
+    source = str(Path(path).resolve()) if path.endswith(".py") else path
+    with registering_for(source):
+        _load(path, flag, path, limit_s)
+
+
+def _load(file: str, flag: str, path: str, limit_s: float) -> ModuleType:
+    """The module in `file`; `path` is what errors show. Raises ValueError."""
+    try:
+        with _deadline(limit_s):
+            return _load_file(Path(file)) if file.endswith(".py") else importlib.import_module(file)
+    except (Exception, SystemExit) as error:
+        words = clean(f"{type(error).__name__}: {error}")
+        raise ValueError(
+            f"{flag} {path!r}: cannot import {file!r}: {words}{_place(error)}"
+        ) from error
 
 
 @contextlib.contextmanager

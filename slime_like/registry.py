@@ -1,11 +1,20 @@
-"""A name -> object table whose lookup error lists the legal names."""
+"""A name -> object table whose lookup error lists the legal names.
+
+What can be added without a change to the package lies in such tables: policy losses, advantage
+estimators, rewards, model families, rollout engines and weight transports. Each package declares
+its own table, and a `register_*` function that fills it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
+_registrations = 0  # of all tables together
+_source: str | None = None  # the module of a user's that is being imported
 
 
 class Registry(Generic[T]):
@@ -14,19 +23,51 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._entries: dict[str, T] = {}
+        self._entries: dict[str, T | Callable[[], T]] = {}
+        self._lazy: set[str] = set()
         self._aliases: dict[str, str] = {}
+        self._help: dict[str, str] = {}
+        self._sources: dict[str, str] = {}
 
-    def add(self, name: str, entry: T, aliases: Iterable[str] = ()) -> None:
-        assert name not in self._entries and name not in self._aliases, (
-            f"{self.kind} {name!r} is registered twice"
-        )
+    def add(self, name: str, entry: T, aliases: Iterable[str] = (), *, help: str = "") -> None:
+        """Add an entry under `name` and `aliases`. help: of this choice, for --help.
+
+        Raises:
+            ValueError: when one of the names is taken.
+        """
+        aliases = tuple(aliases)
+        for each in (name, *aliases):
+            if each in self._entries or each in self._aliases:
+                raise ValueError(f"{self.kind} {each!r} is registered already; choose another name")
         self._entries[name] = entry
-        for alias in aliases:
-            assert alias not in self._entries and alias not in self._aliases, (
-                f"{self.kind} {alias!r} is registered twice"
-            )
-            self._aliases[alias] = name
+        self._aliases.update(dict.fromkeys(aliases, name))
+        self._help[name] = help
+        if _source is not None:
+            self._sources[name] = _source
+        _count()
+
+    def add_lazy(self, name: str, path: str, *, help: str = "") -> None:
+        """Add the entry "module:attribute", which is imported when it is first asked for."""
+
+        def load() -> T:
+            module, _, attribute = path.partition(":")
+            return cast(T, getattr(importlib.import_module(module), attribute))
+
+        self.add(name, cast(T, load), help=help)
+        self._lazy.add(name)
+
+    def remove(self, name: str) -> None:
+        """Take an entry and its aliases away again.
+
+        Raises:
+            ValueError: when there is no such entry.
+        """
+        name = self.canonical(name)
+        for table in (self._entries, self._help, self._sources):
+            table.pop(name, None)
+        self._lazy.discard(name)
+        self._aliases = {alias: meant for alias, meant in self._aliases.items() if meant != name}
+        _count()
 
     def canonical(self, name: str) -> str:
         """The registered name that `name` stands for. Raises ValueError with all legal names."""
@@ -38,11 +79,44 @@ class Registry(Generic[T]):
         return name
 
     def get(self, name: str) -> T:
-        return self._entries[self.canonical(name)]
+        name = self.canonical(name)
+        if name in self._lazy:
+            self._entries[name] = cast(Callable[[], T], self._entries[name])()
+            self._lazy.discard(name)
+        return cast(T, self._entries[name])
 
     def names(self, with_aliases: bool = False) -> list[str]:
         names = sorted(self._entries)
         return names + sorted(self._aliases) if with_aliases else names
 
     def items(self) -> Iterator[tuple[str, T]]:
-        return iter(sorted(self._entries.items()))
+        return iter([(name, self.get(name)) for name in self.names()])
+
+    def help(self) -> str:
+        """``name: what it is.`` of every entry that says it, for --help."""
+        return " ".join(f"{name}: {self._help[name]}" for name in self.names() if self._help[name])
+
+    def source(self, name: str) -> str | None:
+        """The module of --import-modules that added this entry; None for the project's own."""
+        return self._sources.get(self.canonical(name))
+
+
+def registrations() -> int:
+    """How often a table has changed: what is made of the tables is made anew for another number."""
+    return _registrations
+
+
+@contextlib.contextmanager
+def registering_for(module: str) -> Iterator[None]:
+    """While `module`, one of a user's, is imported: what is registered is its."""
+    global _source
+    before, _source = _source, module
+    try:
+        yield
+    finally:
+        _source = before
+
+
+def _count() -> None:
+    global _registrations
+    _registrations += 1

@@ -32,7 +32,8 @@ from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
 from slime_like.rollout.engines.sglang.router import Router
 from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
-from slime_like.rollout.engines.sglang.weight_update import Transport, UpdateSettings, WeightUpdater
+from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
+from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 
 ATTEMPTS = 3  # of a request
 Answer = dict[str, Any]
@@ -396,7 +397,7 @@ def engine_of(
     model: str,
     servers: list[FakeServer],
     *,
-    transport: Transport = "disk",
+    transport: str = "disk",
     synced: bool = True,
     update_timeout_s: float = 5.0,
     total_s: float = 10.0,

@@ -13,15 +13,25 @@ rotation, quantised weights, and the rotary types dynamic, yarn and longrope.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arguments.hf import deepseek
-from arguments.hf.moe import MIXTRAL, QWEN2_MOE, QWEN_MOE, MoeFamily, moe_settings
+from arguments.hf.config_keys import (
+    ACTIVATIONS,
+    DTYPES,
+    KINDS,
+    LARGEST,
+    MAPPED,
+    REFUSED_WHEN_SET,
+    REQUIRED,
+    WITHOUT_EFFECT,
+)
+from arguments.hf.rope import read_rope
 from slime_like.checkpoints.files import read_json
 from slime_like.config import ConfigError, Problem
+from slime_like.weights.families import ModelFamily, model_families
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,164 +51,7 @@ class HfModel:
     dtype: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """What distinguishes one architecture from another. required: keys beyond REQUIRED that the
-    file must have. moe: its experts. windows_by_size: `sliding_window` alone switches sliding
-    windows on. deepseek: latent attention, and experts chosen by sigmoids: hf_deepseek.py."""
-
-    model_type: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    required: tuple[str, ...] = ()
-    moe: MoeFamily | None = None
-    windows_by_size: bool = False
-    deepseek: bool = False
-
-
-MOE_KEYS = ("num_key_value_heads", "num_experts_per_tok")
-FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family("llama"),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, required=("num_key_value_heads",)),
-    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, required=("num_key_value_heads", "head_dim")),
-    "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe",
-        qk_norm=True,
-        required=(*MOE_KEYS, "head_dim", "moe_intermediate_size"),
-        moe=QWEN_MOE,
-    ),
-    "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe",
-        qkv_bias=True,
-        required=(*MOE_KEYS, "moe_intermediate_size", "shared_expert_intermediate_size"),
-        moe=QWEN2_MOE,
-    ),
-    "MixtralForCausalLM": Family(
-        "mixtral", required=(*MOE_KEYS, "num_local_experts"), moe=MIXTRAL, windows_by_size=True
-    ),
-    "DeepseekV3ForCausalLM": Family("deepseek_v3", required=deepseek.REQUIRED, deepseek=True),
-}
 VALUE_MODELS = re.compile(r"For(?:Token|Sequence)Classification$")
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
-MAPPED = frozenset(REQUIRED) | {
-    "architectures",
-    "model_type",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "hidden_act",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-    "attention_dropout",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    "torch_dtype",
-    "dtype",
-    # read by _check_windows
-    "use_sliding_window",
-    "sliding_window",
-    "max_window_layers",
-    "layer_types",
-}
-# Tokens, generation, initialisation and bookkeeping: the network's function does not depend on
-# them.
-WITHOUT_EFFECT = frozenset(
-    """_name_or_path transformers_version transformers.js_config unsloth_version unsloth_fixed is_llama_config auto_map
-    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id initializer_range use_cache
-    pretraining_tp task_specific_params prefix tokenizer_class problem_type id2label label2id num_labels return_dict
-    output_attentions output_hidden_states return_dict_in_generate output_scores chunk_size_feed_forward
-    _attn_implementation attn_implementation _attn_implementation_autoset is_decoder torchscript use_bfloat16
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
-    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
-    suppress_tokens begin_suppress_tokens classifier_dropout token_classification_bias""".split()  # noqa: SIM905
-)
-REFUSED_WHEN_SET = {
-    "attention_bias": "biases on the attention projections are not supported with this architecture",
-    "mlp_bias": "biases in the MLP are not supported",
-    "router_jitter_noise": "noise on the router's input is not supported",
-    "quantization_config": "quantised weights are not supported; use the unquantised model",
-    "is_encoder_decoder": "encoder-decoder models are not supported",
-    "add_cross_attention": "cross attention is not supported",
-    "pruned_heads": "pruned heads are not supported",
-    "tie_encoder_decoder": "encoder-decoder models are not supported",
-}
-ACTIVATIONS = {"silu": "silu", "swish": "silu"}
-DTYPES = ("float32", "bfloat16", "float16")
-# megatron-core's rotary embedding has these numbers of Llama 3.1 built in; only the factor is an
-# argument.
-LLAMA3_FIXED = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-ROPE_KEYS = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", *LLAMA3_FIXED}),
-}
-LARGEST = 2**31  # of any number in such a file
-MOST_LAYERS = 10_000
-DEFAULT_ROPE_THETA = 10000.0  # transformers' default_theta
-
-
-def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and -LARGEST < value < LARGEST  # false for NaN
-    )
-
-
-def _is_rope(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _is_number(v) if key in ROPE_NUMBERS else isinstance(v, str)
-        for key, v in value.items()
-        if v is not None and key in (*ROPE_NUMBERS, "type", "rope_type")
-    )
-
-
-def _list_of(kind: type) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, list)
-        and len(value) <= MOST_LAYERS
-        and all(type(each) is kind for each in value)
-    )
-
-
-ROPE_NUMBERS = frozenset(
-    """factor rope_theta partial_rotary_factor low_freq_factor high_freq_factor original_max_position_embeddings
-    beta_fast beta_slow mscale mscale_all_dim attention_factor""".split()  # noqa: SIM905
-)
-TEXT = ("a text", lambda value: isinstance(value, str))
-NUMBER = ("a finite number", _is_number)
-COUNT = (
-    f"an integer from 0 to {MOST_LAYERS}",
-    lambda value: type(value) is int and 0 <= value <= MOST_LAYERS,
-)
-ROPE = ("an object with numbers and a rope_type", _is_rope)
-# What keys of the file must be where they are looked at other than as a positive number: (legal
-# values, test)
-KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "architectures": ("a list of names", _list_of(str)),
-    "layer_types": ("a list of names", _list_of(str)),
-    "mlp_only_layers": ("a list of layers", _list_of(int)),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE),
-    **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), TEXT),
-    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "attention_dropout"), NUMBER),
-    **dict.fromkeys(
-        ("num_hidden_layers", "max_window_layers", "first_k_dense_replace", "n_shared_experts"),
-        COUNT,
-    ),
-}
 
 
 @dataclass(slots=True)
@@ -239,7 +92,9 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
     gpt = _gpt(
         reader,
         head_dim=transformer["kv_channels"],
-        rope=_latent_rope(transformer) if family.deepseek else _rope(reader),
+        rope=_latent_rope(transformer)
+        if transformer.get("multi_latent_attention")
+        else read_rope(reader),
     )
     dtype = reader.config.get("dtype") or reader.config.get("torch_dtype")
     if dtype is not None and dtype not in DTYPES:
@@ -287,17 +142,17 @@ def _type_problem(folder: str, key: str, value: Any) -> list[Problem]:
     return [Problem("--hf-checkpoint", folder, words)]
 
 
-def _family(reader: _Reader, value_head: bool) -> tuple[str, Family]:
+def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
     """Raises at once: without a known architecture the other keys have no meaning."""
     names = reader.config.get("architectures") or []
-    legal = ", ".join(FAMILIES)
+    legal = ", ".join(model_families.names())
     if value_head:
         names = [VALUE_MODELS.sub("ForCausalLM", str(name)) for name in names]
         legal += ", or these with ForTokenClassification or ForSequenceClassification"
-    if len(names) != 1 or names[0] not in FAMILIES:
+    if len(names) != 1 or names[0] not in model_families.names():
         reader.refuse(f"architectures {names!r} is not supported; legal values: one of {legal}")
         raise ConfigError(reader.problems)
-    family = FAMILIES[names[0]]
+    family = model_families.get(names[0])
     model_type = reader.config.get("model_type", family.model_type)
     if model_type != family.model_type:
         reader.refuse(
@@ -311,10 +166,8 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, Family]:
     return names[0], family
 
 
-def _check_keys(reader: _Reader, family: Family) -> None:
-    mapped = MAPPED | (family.moe.keys if family.moe is not None else set())
-    mapped |= {"qkv_bias"} if family.qkv_bias else set()
-    mapped |= deepseek.KEYS if family.deepseek else set()
+def _check_keys(reader: _Reader, family: ModelFamily) -> None:
+    mapped = MAPPED | family.keys | ({"qkv_bias"} if family.qkv_bias else set())
     if family.qkv_bias and reader.config.get("qkv_bias") is False:
         reader.refuse(
             "qkv_bias False: this architecture is supported with biases on query, key and value only"
@@ -330,7 +183,7 @@ def _check_keys(reader: _Reader, family: Family) -> None:
             )
 
 
-def _check_windows(reader: _Reader, family: Family) -> None:
+def _check_windows(reader: _Reader, family: ModelFamily) -> None:
     """Sliding windows are refused where some layer would use one; the keys alone, as in Qwen's
     files, are harmless."""
     config = reader.config
@@ -348,7 +201,7 @@ def _check_windows(reader: _Reader, family: Family) -> None:
         )
 
 
-def _transformer(reader: _Reader, family: Family) -> dict[str, Any]:
+def _transformer(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
     config = reader.config
     heads, hidden_size = reader.number("num_attention_heads"), reader.number("hidden_size")
     groups = reader.number("num_key_value_heads", default=heads)
@@ -383,8 +236,7 @@ def _transformer(reader: _Reader, family: Family) -> dict[str, Any]:
         "add_qkv_bias": family.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": float(dropout),
-        **(moe_settings(reader, family.moe) if family.moe is not None else {}),
-        **(deepseek.deepseek_settings(reader) if family.deepseek else {}),
+        **family.settings(reader),
     }
 
 
@@ -409,42 +261,3 @@ def _gpt(reader: _Reader, head_dim: int, rope: Mapping[str, Any]) -> dict[str, A
         else None,
         "untie_embeddings_and_output_weights": not reader.config.get("tie_word_embeddings", False),
     }
-
-
-def _rope(reader: _Reader) -> dict[str, Any]:
-    """rope_theta, rope_type ("default", "linear" or "llama3") and factor, from either generation's
-    keys."""
-    config = reader.config
-    old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    if old and new and old != new:
-        reader.refuse("rope_scaling and rope_parameters differ; keep one of them")
-    given = dict(new or old)
-    theta = given.pop("rope_theta", None) or config.get("rope_theta") or DEFAULT_ROPE_THETA
-    partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
-    legacy_type = given.pop("type", "default")  # the key's name before transformers 4.43
-    rope_type = given.pop("rope_type", legacy_type)
-    result = {"rope_theta": theta, "rope_type": rope_type, "factor": given.get("factor", 1.0)}
-    if partial not in (None, 1, 1.0):
-        reader.refuse(f"partial_rotary_factor {partial!r}: partial rotation is not supported")
-    if not isinstance(theta, int | float) or theta <= 0:
-        reader.refuse(f"rope_theta must be a positive number, not {theta!r}")
-        result["rope_theta"] = DEFAULT_ROPE_THETA
-    if rope_type not in ROPE_KEYS:
-        reader.refuse(
-            f"rope_type {rope_type!r} is not supported; legal values: {', '.join(ROPE_KEYS)}"
-        )
-        return result
-    for key in sorted(given.keys() - ROPE_KEYS[rope_type]):
-        reader.refuse(f"rope_type {rope_type!r} with {key} {given[key]!r} is not supported")
-    if rope_type != "default" and not (
-        isinstance(result["factor"], int | float) and result["factor"] >= 1 and "factor" in given
-    ):
-        reader.refuse(f"rope_type {rope_type!r} needs a factor >= 1, not {given.get('factor')!r}")
-        result["factor"] = 1.0
-    if rope_type == "llama3":
-        for key, only in LLAMA3_FIXED.items():
-            if given.get(key) != only:
-                reader.refuse(
-                    f"rope_type 'llama3' with {key} {given.get(key)!r} is not supported: megatron-core fixes it at {only}"
-                )
-    return result

@@ -1,14 +1,29 @@
-"""Rules about advantages and the off-policy correction."""
+"""Rules and warnings about advantages, losses, the off-policy correction, supervised fine-tuning
+and the critic."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
-from arguments.rules.base import Rule, Settings, problem
-from slime_like.advantages.registry import OutcomeEstimator, TokenEstimator, advantage_estimators
+from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
+from arguments.rules.declared import has_critic
+from arguments.rules.layout import global_batch_of
+from arguments.schema import CriticConfig
+from slime_like.advantages.registry import (
+    OutcomeEstimator,
+    TokenEstimator,
+    advantage_estimators,
+    compares_samples,
+    needs_critic,
+)
+from slime_like.checkpoints.folders import is_checkpoint_root
 from slime_like.config import Problem, flag_name
 from slime_like.import_utils import load_function
 from slime_like.losses.off_policy import OffPolicyConfig
+
+# --- algorithm -----------------------------------------------------------------------------------
+
 
 # --- off-policy correction -------------------------------------------------------------------------------------------
 
@@ -117,17 +132,7 @@ def whitening_is_on(s: Settings) -> list[Problem]:
     return []
 
 
-def adaptive_kl_has_a_start(s: Settings) -> list[Problem]:
-    if s.algorithm.kl_ctrl_type == "adaptive" and not s.algorithm.kl_coef:
-        return problem(
-            "kl_ctrl_type",
-            "adaptive",
-            "needs --kl-coef above 0 to start from: it changes the weight of the KL in the reward",
-        )
-    return []
-
-
-ADVANTAGE_RULES: tuple[Rule, ...] = (whitening_is_on, adaptive_kl_has_a_start)
+ADVANTAGE_RULES: tuple[Rule, ...] = (whitening_is_on,)
 
 # --- warnings --------------------------------------------------------------------------------------------------------
 
@@ -140,38 +145,212 @@ def idle_advantage_settings(s: Settings) -> str | None:
         return f"--gamma has no effect with --advantage-estimator {name}, which gives all tokens of a sample one advantage"
     if "disable_grpo_std_normalization" in s.given and name != "grpo":
         return f"--disable-grpo-std-normalization has no effect with --advantage-estimator {name}"
-    for field in ("kl_target", "kl_horizon"):
-        if field in s.given and s.algorithm.kl_ctrl_type != "adaptive":
-            return f"{flag_name(field)} has no effect without --kl-ctrl-type adaptive"
-    for field in ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max"):
-        if field in s.given and s.algorithm.entropy_ctrl_type != "adaptive":
-            return f"{flag_name(field)} has no effect without --entropy-ctrl-type adaptive"
     return None
 
 
-# What a setting of the correction needs to have an effect.
-_PARTS = {
-    "token_tis_ratio_clip_": ("--tis-ratio-type token", lambda c: c.tis_ratio_type == "token"),
-    "sequence_tis_ratio_clip_": (
-        "--tis-ratio-type sequence",
-        lambda c: c.tis_ratio_type == "sequence",
-    ),
-    "tis_batch_": ("--tis-ratio-type", lambda c: c.tis_ratio_type is not None),
-    "geo_mask_": (
-        "--sequence-mask-metric geometric",
-        lambda c: c.sequence_mask_metric == "geometric",
-    ),
-    "product_mask_": (
-        "--sequence-mask-metric product",
-        lambda c: c.sequence_mask_metric == "product",
-    ),
-}
+# --- losses --------------------------------------------------------------------------------------
 
 
-def idle_correction_settings(s: Settings) -> str | None:
-    """A bound was given, and what it bounds is off."""
-    for name in sorted(s.given & {f.name for f in dataclasses.fields(OffPolicyConfig)}):
-        for prefix, (needs, holds) in _PARTS.items():
-            if name.startswith(prefix) and not holds(s.off_policy):
-                return f"{flag_name(name)} has no effect without {needs}"
-    return None
+WIDE_FOR_A_GEOMETRIC_MEAN = 0.01
+
+
+def sequence_mask(s: Settings) -> list[Problem]:
+    if not s.algorithm.use_opsm:
+        return []
+    if s.algorithm.loss_type == "sft_loss" or s.loss.correction == "forbidden":
+        return problem(
+            "use_opsm",
+            None,
+            f"does not go with the loss {s.loss.name}, which has no old policy; leave it out",
+        )
+    return []
+
+
+def legacy_needs_even_micro_batches(s: Settings) -> list[Problem]:
+    size, dp, micro = global_batch_of(s), s.data_parallel_size, s.algorithm.micro_batch_size
+    if (
+        s.algorithm.loss_reduction != "token_mean_legacy"
+        or size is None
+        or dp is None
+        or size % (dp * micro) == 0
+    ):
+        return []
+    if s.algorithm.use_dynamic_batch_size:
+        return []  # has its own rule
+    message = f"needs an optimizer step of whole micro-batches, and {size} samples are not divisible by {dp} data-parallel ranks x {micro}"
+    return problem("loss_reduction", "token_mean_legacy", f"{message}; use token_mean")
+
+
+def entropy_bounds(s: Settings) -> list[Problem]:
+    """An adaptive coefficient starts and stays between its bounds."""
+    a = s.algorithm
+    if a.entropy_ctrl_type != "adaptive":
+        return []
+    if a.entropy_coef_min > a.entropy_coef_max:
+        message = f"must not be above --entropy-coef-max {a.entropy_coef_max:g}"
+        return problem("entropy_coef_min", a.entropy_coef_min, message)
+    if not a.entropy_coef_min <= a.entropy_coef <= a.entropy_coef_max:
+        message = f"is where the adaptive coefficient starts; it must be from {a.entropy_coef_min:g} to {a.entropy_coef_max:g}"
+        return problem("entropy_coef", a.entropy_coef, message)
+    return []
+
+
+LOSS_RULES: tuple[Rule, ...] = (
+    entropy_bounds,
+    sequence_mask,
+    legacy_needs_even_micro_batches,
+)
+
+
+def wide_gspo_range(s: Settings) -> str | None:
+    if s.loss.name != "gspo":
+        return None
+    widest = max(s.policy_loss.eps_clip, s.policy_loss.eps_clip_high or 0.0)
+    if widest <= WIDE_FOR_A_GEOMETRIC_MEAN:
+        return None
+    return f"gspo's ratio is a geometric mean over the sequence, close to 1: a clip range of {widest:g} never acts; try --eps-clip 3e-4 --eps-clip-high 4e-4"
+
+
+def gmpo_needs_one_advantage(s: Settings) -> str | None:
+    """Outcome estimators give all tokens of a sample one; whitening keeps that."""
+    name = s.algorithm.advantage_estimator
+    if s.loss.name != "gmpo" or isinstance(advantage_estimators.get(name), OutcomeEstimator):
+        return None
+    return f"gmpo is defined for one advantage in each sequence, and --advantage-estimator {name} gives each token its own"
+
+
+def sapo_needs_a_group(s: Settings) -> str | None:
+    """SAPO's temperatures are for advantages that are centred within a prompt's group."""
+    name = s.algorithm.advantage_estimator
+    entry = advantage_estimators.get(name)
+    if s.loss.name != "sapo" or (compares_samples(entry) and not needs_critic(entry)):
+        return None
+    why = "takes its baseline from a critic" if needs_critic(entry) else "has no group"
+    return (
+        f"--policy-loss-type sapo is defined for advantages of a group, and "
+        f"--advantage-estimator {name} {why}; see --advantage-estimator grpo"
+    )
+
+
+# --- supervised ----------------------------------------------------------------------------------
+
+
+# Only evaluation samples and grades.
+OF_SAMPLING = (
+    "rollout_temperature",
+    "rollout_top_p",
+    "rollout_top_k",
+    "rollout_stop",
+    "rollout_stop_token_ids",
+)
+OF_REWARDS = ("rm_type", "custom_rm_path", "reward_key")
+
+
+def supervised_loss(s: Settings) -> list[Problem]:
+    if s.algorithm.loss_type != "sft_loss":
+        return []
+    found = []
+    if "policy_loss_type" in s.given and s.loss.name != "cross_entropy":
+        found += problem(
+            "policy_loss_type",
+            s.algorithm.policy_loss_type,
+            "does not go with --loss-type sft_loss; leave it out",
+        )
+    if s.data.label_key is None and not (s.data.prompt_data or "").startswith(
+        TASK_PREFIX
+    ):  # such a source names its answers itself
+        found += problem(
+            "label_key",
+            None,
+            "is missing: the field that holds the answer to learn (--loss-type sft_loss)",
+        )
+    return found
+
+
+def idle_in_supervised_training(s: Settings) -> list[Problem]:
+    """Given, and neither off nor 0: settings of sampling and grading, where nothing samples."""
+    if s.algorithm.loss_type != "sft_loss" or s.evaluates:
+        return []
+    idle = {name: getattr(s.rollout, name) for name in OF_SAMPLING} | {
+        name: getattr(s.reward, name) for name in OF_REWARDS
+    }
+    words = (
+        "has no effect with --loss-type sft_loss without evaluation (--eval-interval); leave it out"
+    )
+    return [
+        p
+        for name, value in idle.items()
+        if name in s.given and value
+        for p in problem(name, None if value is True else value, words)
+    ]
+
+
+def cross_entropy_is_supervised(s: Settings) -> list[Problem]:
+    if s.algorithm.loss_type == "sft_loss" or s.loss.name != "cross_entropy":
+        return []
+    message = "ignores rewards: the policy would imitate whatever it samples; for supervised fine-tuning use --loss-type sft_loss"
+    return problem("policy_loss_type", "cross_entropy", message)
+
+
+SUPERVISED_RULES: tuple[Rule, ...] = (
+    supervised_loss,
+    idle_in_supervised_training,
+    cross_entropy_is_supervised,
+)
+
+
+# --- critic --------------------------------------------------------------------------------------
+
+
+def completed_critic(s: Settings) -> CriticConfig:
+    """Without a critic, as it stands."""
+    lr, min_lr, critic = s.core.get("lr"), s.core.get("min_lr") or 0.0, s.critic
+    if not has_critic(s) or lr is None:
+        return critic
+    critic_lr = lr if critic.critic_lr is None else critic.critic_lr
+    critic_min_lr = (
+        min_lr / lr * critic_lr if critic.critic_min_lr is None else critic.critic_min_lr
+    )
+    return dataclasses.replace(critic, critic_lr=critic_lr, critic_min_lr=critic_min_lr)
+
+
+def critic_learning_rate(s: Settings) -> list[Problem]:
+    lr, low = s.critic.critic_lr or s.core.get("lr"), s.critic.critic_min_lr
+    if lr is None or low is None or low <= lr:
+        return []
+    name = "--lr" if s.critic.critic_lr is None else "--critic-lr"
+    return problem("critic_min_lr", low, f"must not be above {name} {lr:g}")
+
+
+def critic_warmup(s: Settings) -> list[Problem]:
+    iters, decay = s.critic.critic_lr_warmup_iters, s.schedule.lr_decay_iters
+    if decay is None or iters < decay:
+        return []
+    return problem("critic_lr_warmup_iters", iters, f"must be below --lr-decay-iters {decay}")
+
+
+def critic_only_steps(s: Settings) -> list[Problem]:
+    steps, rollouts = s.critic.num_critic_only_steps, s.rollout.num_rollout
+    if rollouts is None or steps <= rollouts:
+        return []
+    return problem(
+        "num_critic_only_steps", steps, f"is more than the {rollouts} rollouts of --num-rollout"
+    )
+
+
+def critic_source(s: Settings) -> list[Problem]:
+    path = s.critic.critic_load
+    if path is None or not has_critic(s):
+        return []
+    if not Path(path).is_dir():
+        return problem("critic_load", path, "no such folder")
+    if not is_checkpoint_root(path) and not (Path(path) / "config.json").is_file():
+        return problem(
+            "critic_load", path, "holds neither checkpoints nor a Hugging Face model (config.json)"
+        )
+    return []
+
+
+CRITIC_RULES: tuple[Rule, ...] = (
+    critic_learning_rate, critic_warmup, critic_only_steps, critic_source,
+)  # fmt: skip

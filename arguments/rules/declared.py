@@ -1,19 +1,40 @@
-"""Rules that fields declare: `arg(..., needs=, only_with=, excludes=)`.
+"""Rules that fields declare: `arg(..., needs=, only_with=, excludes=, required_with=,
+idle_without=)`.
 
-A condition is the name of a setting (it is on), ``name=value``, or alternatives ``a|b=value``.
-A declaration speaks about a setting that the user gave a value other than its default.
+A condition is the name of a setting (it is on), ``name=value``, ``name>number``, ``name<number``, a
+fact about the run such as ``@experts``, or alternatives ``a|b=value``. All but `required_with` speak
+about a setting that the user gave a value other than its default.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
 from typing import Any
 
-from arguments.flag_registry import GROUPS, flag_table
+from arguments.flag_registry import GROUPS, FlagTable, flag_table
 from arguments.flags import Flag
 from arguments.rules.base import Settings, problem
+from slime_like.advantages.registry import advantage_estimators, needs_critic
 from slime_like.config import Problem, flag_name
+
+
+def has_critic(s: Settings) -> bool:
+    return s.algorithm.loss_type != "sft_loss" and needs_critic(
+        advantage_estimators.get(s.algorithm.advantage_estimator)
+    )
+
+
+# What conditions can ask besides single settings, and the words for it.
+FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
+    "@critic": (has_critic, "--advantage-estimator ppo"),
+    "@experts": (lambda s: bool(s.core.get("num_moe_experts")), "experts in the network"),
+}
+# Of every setting of a group.
+ONLY_WITH = {"critic": "@critic", "value_loss": "@critic"}
+_ALTERNATIVE = re.compile(r"(@?\w+)(?:([=<>])(.*))?")
 
 
 @cache
@@ -31,42 +52,92 @@ def value_of(s: Settings, name: str) -> Any:
     group = _group_of_fields().get(name)
     if group is not None:
         return getattr(getattr(s, group), name)
-    return getattr(s.policy_loss, name, s.core.get(name))
+    default = flag_table().by_dest[name].default
+    return getattr(s.policy_loss, name, s.core.get(name, default))
+
+
+def parts_of(alternative: str) -> tuple[str, str, str]:
+    """``name>1`` -> ("name", ">", "1"); a name alone has two empty parts."""
+    found = _ALTERNATIVE.fullmatch(alternative)
+    assert found is not None, f"{alternative!r} is no condition"
+    return found[1], found[2] or "", found[3] or ""
 
 
 def holds(condition: str, s: Settings) -> bool:
     """Whether one of the condition's alternatives is true."""
-    for alternative in condition.split("|"):
-        name, equals, wanted = alternative.partition("=")
-        value = value_of(s, name)
-        if (str(value) == wanted) if equals else bool(value):
-            return True
-    return False
+    return any(_is_true(*parts_of(alternative), s) for alternative in condition.split("|"))
+
+
+def _is_true(name: str, sign: str, wanted: str, s: Settings) -> bool:
+    if name in FACTS:
+        return FACTS[name][0](s)
+    value = value_of(s, name)
+    if not sign:
+        return bool(value)
+    if sign == "=":
+        return str(value) == wanted
+    return value is not None and (value > float(wanted) if sign == ">" else value < float(wanted))
 
 
 def in_words(condition: str) -> str:
     """``use_kl_loss|lr_decay_style=WSD`` -> ``--use-kl-loss or --lr-decay-style WSD``."""
-    parts = [alternative.partition("=") for alternative in condition.split("|")]
-    return " or ".join(f"{flag_name(name)} {value}".rstrip() for name, _, value in parts)
+    return " or ".join(_words(*parts_of(alternative)) for alternative in condition.split("|"))
+
+
+def _words(name: str, sign: str, wanted: str) -> str:
+    if name in FACTS:
+        return FACTS[name][1]
+    between = {"": "", "=": " ", ">": " above ", "<": " below "}[sign]
+    return f"{flag_name(name)}{between}{wanted}"
 
 
 def declared_rules(s: Settings) -> list[Problem]:
     """What the declarations of all flags say, at most one problem for each flag."""
     found = []
-    for flag in _with_declarations():
+    for flag in _with_declarations(flag_table()):
         value = value_of(s, flag.dest)
-        if flag.dest not in s.given or value == flag.default:
+        if value is None and flag.required_with and all(holds(c, s) for c in flag.required_with):
+            found += problem(
+                flag.dest, None, f"is missing; {in_words(flag.required_with[0])} needs it"
+            )
+        if flag.dest not in s.given:
             continue
-        message = broken(flag, s)
+        message = (None if value == flag.default else broken(flag, s)) or _of_its_group(flag, s)
         if message is not None:
             plain = None if value is True or isinstance(value, dict) else value
             found += problem(flag.dest, plain, message)
     return found
 
 
-@cache
-def _with_declarations() -> tuple[Flag, ...]:
-    return tuple(f for f in flag_table().flags if f.needs or f.only_with or f.excludes)
+def declared_warnings(s: Settings) -> list[str]:
+    """Settings that were given and that nothing reads."""
+    return [
+        f"{flag_name(flag.dest)} has no effect without {in_words(condition)}"
+        for flag in flag_table().flags
+        for condition in flag.idle_without
+        if flag.dest in s.given and not holds(condition, s)
+    ]
+
+
+@lru_cache(maxsize=1)
+def _with_declarations(table: FlagTable) -> tuple[Flag, ...]:
+    groups = _group_of_fields()
+    return tuple(
+        flag
+        for flag in table.flags
+        if flag.needs
+        or flag.only_with
+        or flag.excludes
+        or flag.required_with
+        or groups.get(flag.dest) in ONLY_WITH
+    )
+
+
+def _of_its_group(flag: Flag, s: Settings) -> str | None:
+    condition = ONLY_WITH.get(_group_of_fields().get(flag.dest, ""))
+    if condition is None or holds(condition, s):
+        return None
+    return f"goes with {in_words(condition)} only; leave it out"
 
 
 def broken(flag: Flag, s: Settings) -> str | None:
@@ -79,26 +150,33 @@ def broken(flag: Flag, s: Settings) -> str | None:
     for condition in flag.only_with:
         if not holds(condition, s):
             return f"goes with {in_words(condition)} only; leave it out"
-    for condition in flag.needs:
-        if not holds(condition, s):
-            return f"has no effect without {in_words(condition)}; {_remedy(condition)}"
-    return None
+    unmet = [condition for condition in flag.needs if not holds(condition, s)]
+    if not unmet:
+        return None
+    remedy = _remedy(unmet[0]) if len(unmet) == 1 else "add them, or leave this out"
+    return f"has no effect without {' and '.join(map(in_words, unmet))}; {remedy}"
 
 
 def _remedy(condition: str) -> str:
-    if "|" in condition or "=" in condition:
-        return "add one of them, or leave this out" if "|" in condition else "add it"
-    is_switch = flag_table().by_dest[condition].kind == "switch"
+    if "|" in condition:
+        return "add one of them, or leave this out"
+    name, sign, _ = parts_of(condition)
+    if name in FACTS:
+        return "leave it out"
+    if sign:
+        return "add it"
+    is_switch = flag_table().by_dest[name].kind == "switch"
     return "add the switch" if is_switch else "give it, or leave this out"
 
 
 def unknown_names() -> list[str]:
     """Names in declarations that are no settings: a mistake of ours, which a test looks for."""
-    known = {flag.dest for flag in flag_table().flags}
+    known = {flag.dest for flag in flag_table().flags} | FACTS.keys()
     return [
         name
-        for flag in _with_declarations()
-        for condition in (*flag.needs, *flag.only_with, *flag.excludes)
+        for flag in flag_table().flags
+        for kind in ("needs", "only_with", "excludes", "required_with", "idle_without")
+        for condition in getattr(flag, kind)
         for alternative in condition.split("|")
-        if (name := alternative.partition("=")[0]) not in known
+        if (name := parts_of(alternative)[0]) not in known
     ]

@@ -134,18 +134,6 @@ def debugging(s: Settings) -> list[Problem]:
             s.checkpoint.save,
             "contradicts --debug-rollout-only, which trains nothing; leave one of them out",
         )
-    if debug.debug_train_only and debug.load_debug_rollout_data is None:
-        found += problem(
-            "load_debug_rollout_data",
-            None,
-            "is missing; --debug-train-only trains on saved rollouts",
-        )
-    if debug.load_debug_rollout_data is not None and debug.save_debug_rollout_data is not None:
-        found += problem(
-            "save_debug_rollout_data",
-            debug.save_debug_rollout_data,
-            "has nothing new to save with --load-debug-rollout-data",
-        )
     if s.algorithm.loss_type == "sft_loss" and (
         debug.debug_rollout_only or debug.debug_train_only or debug.load_debug_rollout_data
     ):

@@ -1,39 +1,386 @@
-"""The rules about parallel sizes by themselves, for programs that cut a network and do not train
-it."""
+"""Rules about how the work is divided: the network and the sequences over processes, a rollout
+into optimizer steps, a step into micro-batches; and the length of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from arguments.rules.moe import expert_parallel_sizes
-from arguments.rules.parallel import (
-    pipeline_divides_the_layers,
-    tensor_parallel_divides_the_network,
-    world_is_divisible,
-)
+from arguments.megatron_configs import resolve_transformer_impl
+from arguments.rules.base import LayoutSettings, Rule, Settings, problem
 from arguments.schema import ParallelConfig
-from slime_like.config import Problem, check_fields
+from slime_like.config import Problem, flag_name
 
-RULES = (
-    world_is_divisible,
-    tensor_parallel_divides_the_network,
-    pipeline_divides_the_layers,
-    expert_parallel_sizes,
+# --- layout --------------------------------------------------------------------------------------
+
+
+def world_is_divisible(s: LayoutSettings) -> list[Problem]:
+    size = s.parallel.model_parallel_size
+    if s.world_size % size == 0:
+        return []
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = " x ".join(
+        f"{flag_name(n)} {getattr(s.parallel, n)}"
+        for n in names
+        if n != "context_parallel_size" or s.parallel.context_parallel_size > 1
+    )
+    return problem(
+        "tensor_model_parallel_size",
+        None,
+        f"{sizes} = {size} does not divide the {s.world_size} processes; change a size or the number of processes",
+    )
+
+
+def sequence_parallel_needs_tensor_parallel(s: Settings) -> list[Problem]:
+    if s.parallel.sequence_parallel and s.parallel.tensor_model_parallel_size == 1:
+        return problem(
+            "sequence_parallel",
+            None,
+            "needs --tensor-model-parallel-size above 1; leave it out or raise that",
+        )
+    return []
+
+
+def tensor_parallel_divides_the_network(s: LayoutSettings) -> list[Problem]:
+    size = s.parallel.tensor_model_parallel_size
+    found = []
+    for name in ("num_attention_heads", "num_query_groups", "hidden_size", "ffn_hidden_size"):
+        whole = s.core.get(name)
+        if whole and whole % size:
+            found += problem(
+                "tensor_model_parallel_size",
+                size,
+                f"does not divide {flag_name(name)} {whole}; choose a divisor of it",
+            )
+    return found
+
+
+def context_parallel_has_limits(s: Settings) -> list[Problem]:
+    """What ranks that share sequences cannot do, and which of them exchanges keys and values how."""
+    size, how = s.parallel.context_parallel_size, s.core.get("cp_comm_type")
+    if size == 1:
+        used = how is None or (s.critic.critic_context_parallel_size or 1) > 1
+        return (
+            []
+            if used
+            else problem("cp_comm_type", how, "needs --context-parallel-size above 1; leave it out")
+        )
+    found = []
+    for name in ("attention_dropout", "hidden_dropout"):
+        if s.core.get(name):
+            found += problem(
+                name,
+                s.core[name],
+                "must be 0 with --context-parallel-size above 1, whose ranks would all drop the same positions",
+            )
+    local = resolve_transformer_impl(s.model, s.machine) == "local"
+    if s.core.get("multi_latent_attention") and not local:
+        found += problem(
+            "context_parallel_size",
+            size,
+            "is proved for multi-latent attention with --transformer-impl local only; use that",
+        )
+    if local and how not in (None, "all_gather"):
+        found += problem(
+            "cp_comm_type",
+            how,
+            "needs Transformer Engine layers, which are not used here; use all_gather, or leave it out",
+        )
+    heads, tensor = s.core.get("num_attention_heads"), s.parallel.tensor_model_parallel_size
+    groups = s.core.get("num_query_groups") or heads
+    if how == "a2a" and heads and groups and (heads // tensor % size or groups // tensor % size):
+        have = f"the {heads} heads and {groups} query groups, over --tensor-model-parallel-size {tensor}"
+        found += problem(
+            "cp_comm_type",
+            how,
+            f"exchanges heads, so --context-parallel-size {size} must divide {have}; use p2p or all_gather",
+        )
+    return found
+
+
+def virtual_stages_of(parallel: ParallelConfig, num_layers: int | None) -> int | None:
+    """Model chunks on each pipeline rank, by either of the two flags; None without the interleaved
+    schedule."""
+    if parallel.num_virtual_stages_per_pipeline_rank is not None:
+        return parallel.num_virtual_stages_per_pipeline_rank
+    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    if per_chunk is None or not num_layers:
+        return None
+    return num_layers // parallel.pipeline_model_parallel_size // per_chunk
+
+
+def interleaved_flags(s: Settings) -> list[Problem]:
+    parallel = s.parallel
+    stages, layers = (
+        parallel.num_virtual_stages_per_pipeline_rank,
+        parallel.num_layers_per_virtual_pipeline_stage,
+    )
+    if stages is None and layers is None:
+        return []
+    name = (
+        "num_layers_per_virtual_pipeline_stage"
+        if stages is None
+        else "num_virtual_stages_per_pipeline_rank"
+    )
+    if parallel.pipeline_model_parallel_size == 1:
+        return problem(
+            name, getattr(parallel, name), "needs --pipeline-model-parallel-size above 1"
+        )
+    if stages == 1:
+        return problem(name, 1, "must be above 1; leave it out for the plain schedule")
+    return []
+
+
+def pipeline_divides_the_layers(s: LayoutSettings) -> list[Problem]:
+    pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core.get("num_layers")
+    if not layers:
+        return []
+    if layers % pipeline:
+        return problem(
+            "pipeline_model_parallel_size",
+            pipeline,
+            f"does not divide the {layers} layers; choose a divisor of {layers}",
+        )
+    per_rank = layers // pipeline
+    stages, per_chunk = (
+        s.parallel.num_virtual_stages_per_pipeline_rank,
+        s.parallel.num_layers_per_virtual_pipeline_stage,
+    )
+    if stages and per_rank % stages:
+        return problem(
+            "num_virtual_stages_per_pipeline_rank",
+            stages,
+            f"does not divide the {per_rank} layers of a pipeline rank",
+        )
+    if per_chunk and (per_rank % per_chunk or per_rank == per_chunk):
+        return problem(
+            "num_layers_per_virtual_pipeline_stage",
+            per_chunk,
+            f"must be a proper divisor of the {per_rank} layers of a pipeline rank",
+        )
+    return []
+
+
+def backend_is_there(s: Settings) -> list[Problem]:
+    if s.parallel.distributed_backend == "nccl" and not s.machine.cuda:
+        return problem(
+            "distributed_backend",
+            "nccl",
+            "needs CUDA, which is not available here; use gloo or auto",
+        )
+    return []
+
+
+PARALLEL_RULES: tuple[Rule, ...] = (
+    world_is_divisible, sequence_parallel_needs_tensor_parallel, tensor_parallel_divides_the_network,
+    context_parallel_has_limits, interleaved_flags, pipeline_divides_the_layers, backend_is_there,
+)  # fmt: skip
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+BY_TOKENS = ("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu")
+BY_SAMPLES = ("micro_batch_size", "log_probs_micro_batch_size")
+
+# Tokens of a micro-batch where no flag cuts them: about five times as fast as one sample at a time,
+# and no more memory than one long sequence takes.
+DEFAULT_TOKENS = 4096
+
+
+def default_micro_batches(values: Mapping[str, Any]) -> dict[str, Any]:
+    """How micro-batches are cut where no flag says it, as settings: by a token budget.
+
+    One sample at a time stays where a budget cannot be: --qkv-format bshd, token_mean_legacy, and a
+    pipeline, which is kept busy by many micro-batches.
+    """
+    cut = {*BY_TOKENS, *BY_SAMPLES, "use_dynamic_batch_size"}
+    one_by_one = (
+        values.get("qkv_format") == "bshd"
+        or values.get("loss_reduction") == "token_mean_legacy"
+        or values.get("pipeline_model_parallel_size", 1) > 1
+        or (values.get("critic_pipeline_model_parallel_size") or 1) > 1
+    )
+    if one_by_one or any(name in values for name in cut):
+        return {}
+    return {"use_dynamic_batch_size": True, "max_tokens_per_gpu": DEFAULT_TOKENS}
+
+
+# --- a rollout and its steps ------------------------------------------------------------------------------------------
+
+
+def run_length(s: Settings) -> list[Problem]:
+    if s.rollout.num_rollout is None and s.rollout.num_epoch is None:
+        return problem(
+            "num_rollout",
+            None,
+            "is missing: the number of rollouts in the run (or give --num-epoch)",
+        )
+    if s.rollout.num_rollout is None and s.data.prompt_data is None:
+        return problem(
+            "num_epoch",
+            s.rollout.num_epoch,
+            "counts passes over --prompt-data, which is missing; use --num-rollout",
+        )
+    return []
+
+
+def supervised_samples(s: Settings) -> list[Problem]:
+    if s.algorithm.loss_type == "sft_loss" and s.rollout.n_samples_per_prompt != 1:
+        return problem(
+            "n_samples_per_prompt",
+            s.rollout.n_samples_per_prompt,
+            "must be 1 with --loss-type sft_loss: a row is a sample; leave it out",
+        )
+    return []
+
+
+def global_batch_of(s: Settings) -> int | None:
+    """Samples in each optimizer step; None when the flags do not give a whole number."""
+    steps, size = s.algorithm.num_steps_per_rollout, s.algorithm.global_batch_size
+    if size is not None:
+        return (
+            size
+            if s.samples_per_rollout % size == 0 and steps in (None, s.samples_per_rollout // size)
+            else None
+        )
+    whole, rest = divmod(s.samples_per_rollout, steps or 1)
+    return None if rest else whole
+
+
+def rollout_is_divisible(s: Settings) -> list[Problem]:
+    if not s.trains or global_batch_of(s) is not None:
+        return []
+    steps, size, samples = (
+        s.algorithm.num_steps_per_rollout,
+        s.algorithm.global_batch_size,
+        s.samples_per_rollout,
+    )
+    have = f"--rollout-batch-size {s.rollout.rollout_batch_size} x --n-samples-per-prompt {s.rollout.n_samples_per_prompt} = {samples} samples"
+    if size is not None and samples % size:
+        return problem("global_batch_size", size, f"does not divide {have}")
+    if size is not None:
+        return problem(
+            "num_steps_per_rollout",
+            steps,
+            f"contradicts --global-batch-size {size}: {have} are {samples // size} steps; give one of them",
+        )
+    return problem("num_steps_per_rollout", steps, f"does not divide {have}")
+
+
+def global_batch_is_divisible(s: Settings) -> list[Problem]:
+    """Also the interleaved schedule's condition on the number of micro-batches."""
+    size, dp, micro = global_batch_of(s), s.data_parallel_size, s.algorithm.micro_batch_size
+    if size is None or dp is None or not s.trains or s.algorithm.use_dynamic_batch_size:
+        return []
+    if s.algorithm.loss_reduction == "token_mean_legacy" and size % (dp * micro):
+        return []  # the reduction's own rule tells it
+    name = "global_batch_size" if s.algorithm.global_batch_size else "rollout_batch_size"
+    if size % (dp * micro):
+        parts = f"{dp} data-parallel ranks x --micro-batch-size {micro}"
+        return problem(
+            name,
+            None,
+            f"an optimizer step's {size} samples are not divisible by {parts} = {dp * micro}; change one of them",
+        )
+    micro_batches, pipeline = size // (dp * micro), s.parallel.pipeline_model_parallel_size
+    if virtual_stages_of(s.parallel, s.core.get("num_layers")) and micro_batches % pipeline:
+        return problem(
+            name, None,
+            f"the interleaved schedule needs a multiple of --pipeline-model-parallel-size {pipeline} micro-batches in a step; there are {micro_batches}",
+        )  # fmt: skip
+    return []
+
+
+def log_prob_micro_batches(s: Settings) -> list[Problem]:
+    """The interleaved schedule's condition, for the forward passes over a whole rollout."""
+    size, dp, pipeline = (
+        s.algorithm.log_probs_micro_batch_size,
+        s.data_parallel_size,
+        s.parallel.pipeline_model_parallel_size,
+    )
+    if size is None or dp is None or not virtual_stages_of(s.parallel, s.core.get("num_layers")):
+        return []
+    if s.samples_per_rollout % (dp * size * pipeline):
+        need = f"{dp} data-parallel ranks x {size} x --pipeline-model-parallel-size {pipeline}"
+        message = f"the interleaved schedule needs the {s.samples_per_rollout} samples of a rollout to be divisible by {need}"
+        return problem("log_probs_micro_batch_size", size, message)
+    return []
+
+
+def sequences_fit(s: Settings) -> list[Problem]:
+    """Positions beyond the network's are not defined, or not trained."""
+    limit, prompt = s.gpt.max_position_embeddings, s.data.rollout_max_prompt_len or 1
+    responses = {}
+    if s.generates or (s.evaluates and any(each.max_response_len is None for each in s.eval_sets)):
+        responses["rollout_max_response_len"] = s.rollout.rollout_max_response_len
+    if s.evaluates and (
+        own := [each.max_response_len for each in s.eval_sets if each.max_response_len is not None]
+    ):
+        responses["eval_config" if s.eval.eval_config is not None else "eval_max_response_len"] = (
+            max(own)
+        )
+    have = f"with --rollout-max-prompt-len {prompt} it " if prompt > 1 else ""
+    message = f"{have}exceeds the {limit} positions of the network (--max-position-embeddings)"
+    too_long = {
+        name: response
+        for name, response in responses.items()
+        if limit is not None and response + prompt > limit
+    }
+    return [p for name, response in too_long.items() for p in problem(name, response, message)]
+
+
+# --- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def token_budgets(s: Settings) -> list[Problem]:
+    """Micro-batches are cut in one of two ways, and the settings of the other have no effect."""
+    if not s.algorithm.use_dynamic_batch_size:
+        return []
+    found = []
+    if s.algorithm.max_tokens_per_gpu is None:
+        found += problem(
+            "max_tokens_per_gpu",
+            None,
+            "is missing: the tokens up to which --use-dynamic-batch-size fills a micro-batch",
+        )
+    for name in BY_SAMPLES:
+        if name in s.given:
+            found += problem(
+                name,
+                getattr(s.algorithm, name),
+                "contradicts --use-dynamic-batch-size, which fills by tokens; leave it out",
+            )
+    if s.algorithm.loss_reduction == "token_mean_legacy":
+        message = "needs micro-batches of one size, which --use-dynamic-batch-size does not make; use token_mean"
+        found += problem("loss_reduction", "token_mean_legacy", message)
+    return found
+
+
+def every_rank_gets_a_sample(s: Settings) -> list[Problem]:
+    size, dp = global_batch_of(s), s.data_parallel_size
+    if (
+        not s.algorithm.use_dynamic_batch_size
+        or size is None
+        or dp is None
+        or not s.trains
+        or size >= dp
+    ):
+        return []
+    name = "global_batch_size" if s.algorithm.global_batch_size else "rollout_batch_size"
+    return problem(
+        name,
+        None,
+        f"an optimizer step's {size} samples are fewer than the {dp} data-parallel ranks; change one of them",
+    )
+
+
+BATCH_RULES: tuple[Rule, ...] = (
+    run_length,
+    supervised_samples,
+    rollout_is_divisible,
+    global_batch_is_divisible,
+    log_prob_micro_batches,
+    sequences_fit,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class CutNetwork:
-    """core: megatron-core's fields of the network."""
-
-    parallel: ParallelConfig
-    core: Mapping[str, Any]
-    world_size: int
-
-
-def layout_problems(cut: CutNetwork) -> list[Problem]:
-    """What is wrong with the sizes on their own; else with the network, and with the number of
-    processes."""
-    return check_fields(cut.parallel) or [found for rule in RULES for found in rule(cut)]
+MICRO_BATCH_RULES: tuple[Rule, ...] = (token_budgets, every_rank_gets_a_sample)

@@ -1,9 +1,9 @@
 """All rules between the settings of a run, in the order in which their problems are told; those of
-KL and reduction; and the warnings."""
+KL and reduction; the warnings; and what the launcher says once though nothing is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from arguments.critic_layout import critic_layout_is_possible
 from arguments.flags import Flag
@@ -11,35 +11,43 @@ from arguments.resolve_loss import loss_fields
 from arguments.rules.algorithm import (
     ADVANTAGE_RULES,
     CORRECTION_RULES,
-    idle_advantage_settings,
-    idle_correction_settings,
-)
-from arguments.rules.base import Rule, Settings, problem
-from arguments.rules.batches import BATCH_RULES, MICRO_BATCH_RULES, global_batch_of
-from arguments.rules.critic import CRITIC_RULES
-from arguments.rules.data import DATA_RULES, truncates
-from arguments.rules.declared import declared_rules
-from arguments.rules.distillation import DISTILLATION_RULES, nothing_to_learn
-from arguments.rules.files import FILE_RULES
-from arguments.rules.learning_rate import LEARNING_RATE_RULES, STEP_RULES
-from arguments.rules.lora import LORA_RULES, nothing_to_overlap
-from arguments.rules.losses import (
+    CRITIC_RULES,
     LOSS_RULES,
+    SUPERVISED_RULES,
     gmpo_needs_one_advantage,
+    idle_advantage_settings,
     sapo_needs_a_group,
     wide_gspo_range,
 )
-from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
-from arguments.rules.network import NETWORK_RULES
-from arguments.rules.optimizer import OPTIMIZER_RULES, OPTIMIZER_WARNINGS
-from arguments.rules.parallel import PARALLEL_RULES
+from arguments.rules.base import Rule, Settings, problem
+from arguments.rules.data import DATA_RULES, DISTILLATION_RULES, nothing_to_learn, truncates
+from arguments.rules.declared import declared_rules
+from arguments.rules.files import FILE_RULES
+from arguments.rules.layout import (
+    BATCH_RULES,
+    BY_SAMPLES,
+    BY_TOKENS,
+    MICRO_BATCH_RULES,
+    PARALLEL_RULES,
+    global_batch_of,
+)
+from arguments.rules.network import MOE_RULES, MOE_WARNINGS, NETWORK_RULES
 from arguments.rules.scheduling import SCHEDULING_RULES
 from arguments.rules.server import only_the_server_has_these
 from arguments.rules.sglang import SGLANG_RULES
-from arguments.rules.supervised import SUPERVISED_RULES
+from arguments.rules.training import (
+    LEARNING_RATE_RULES,
+    LORA_RULES,
+    OPTIMIZER_RULES,
+    OPTIMIZER_WARNINGS,
+    STEP_RULES,
+    nothing_to_overlap,
+)
 from slime_like.advantages.registry import advantage_estimators, compares_samples
 from slime_like.config import Problem
 from slime_like.losses.registry import policy_losses
+
+# --- run -----------------------------------------------------------------------------------------
 
 
 def kl_in_one_place(s: Settings) -> list[Problem]:
@@ -82,21 +90,10 @@ def reduction_fits_the_loss(s: Settings) -> list[Problem]:
     return []
 
 
-def norm_length(s: Settings) -> list[Problem]:
-    wanted = s.algorithm.loss_reduction == "seq_mean_token_sum_norm"
-    if wanted and s.algorithm.loss_norm_length is None:
-        return problem(
-            "loss_norm_length",
-            None,
-            "is missing; --loss-reduction seq_mean_token_sum_norm divides by it",
-        )
-    return []
-
-
 RULES: tuple[Rule, ...] = (
     declared_rules,
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
-    kl_in_one_place, kl_needs_a_reference, reduction_fits_the_loss, norm_length, *SUPERVISED_RULES, *LOSS_RULES,
+    kl_in_one_place, kl_needs_a_reference, reduction_fits_the_loss, *SUPERVISED_RULES, *LOSS_RULES,
     *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *LORA_RULES, *DISTILLATION_RULES,
     *STEP_RULES, *OPTIMIZER_RULES, *LEARNING_RATE_RULES, *DATA_RULES, *SCHEDULING_RULES, *SGLANG_RULES, *FILE_RULES, only_the_server_has_these,
 )  # fmt: skip
@@ -160,7 +157,7 @@ def truncated_sampling(s: Settings) -> str | None:
 
 WARNINGS: tuple[Warn, ...] = (
     reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling,
-    wide_gspo_range, gmpo_needs_one_advantage, sapo_needs_a_group, idle_correction_settings, idle_advantage_settings, nothing_to_learn,
+    wide_gspo_range, gmpo_needs_one_advantage, sapo_needs_a_group, idle_advantage_settings, nothing_to_learn,
     *MOE_WARNINGS, *OPTIMIZER_WARNINGS, nothing_to_overlap,
 )  # fmt: skip
 
@@ -173,3 +170,43 @@ def settings_of_other_losses(settings: Settings, table: Mapping[str, Flag]) -> l
         f"{table[name].name} has no effect: it is not a setting of the loss {settings.loss.name}"
         for name in sorted(others & settings.given)
     ]
+
+
+# --- notes ---------------------------------------------------------------------------------------
+
+
+def notes_of(s: Settings) -> Iterator[str]:
+    """One line each."""
+    if not s.trains:
+        return
+    if parts := list(_other_defaults(s)):
+        yield f"different from slime under the same flags: {'; '.join(parts)}"
+    cut = {*BY_SAMPLES, *BY_TOKENS, "use_dynamic_batch_size"}
+    if s.algorithm.use_dynamic_batch_size and not cut & s.given:
+        yield (
+            f"micro-batches of up to {s.algorithm.max_tokens_per_gpu} tokens; "
+            "see --max-tokens-per-gpu and --micro-batch-size"
+        )
+
+
+def _other_defaults(s: Settings) -> Iterator[str]:
+    if "bf16" not in s.given:
+        yield "float32 (slime: bf16; add --bf16)"
+    if "use_distributed_optimizer" not in s.given and s.core.get("optimizer", "adam") == "adam":
+        yield "optimizer state on every rank (slime: sharded; add --use-distributed-optimizer)"
+    if s.generates and calls_users_functions(s):
+        yield "sample.response has no special tokens (slime keeps them)"
+
+
+def calls_users_functions(s: Settings) -> bool:
+    """Whether a function of the user's sees samples."""
+    return any(
+        path is not None
+        for path in (
+            s.reward.custom_rm_path,
+            s.scheduling.custom_generate_function_path,
+            s.scheduling.rollout_function_path,
+            s.scheduling.dynamic_sampling_filter_path,
+            s.scheduling.rollout_sample_filter_path,
+        )
+    )

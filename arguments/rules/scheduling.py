@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from arguments.rules.base import Rule, Settings, problem
-from arguments.rules.distillation import teacher_urls
+from arguments.rules.data import teacher_urls
 from slime_like.advantages.registry import TokenEstimator, advantage_estimators
 from slime_like.config import Problem, flag_name
 from slime_like.import_utils import load_function
@@ -207,19 +207,6 @@ def time_limit(s: Settings) -> list[Problem]:
     return [p for name, given in others.items() if given for p in problem(name, None, words)]
 
 
-def asynchronous(s: Settings) -> list[Problem]:
-    config = s.scheduling
-    if not config.async_rollout:
-        return []
-    if config.partial_rollout:  # a group that waits grows older than any bound
-        return problem(
-            "async_rollout",
-            None,
-            "does not go with --partial-rollout, whose groups have no bound on their age; leave one out",
-        )
-    return []
-
-
 def reward_post_process(s: Settings) -> list[Problem]:
     path, name = s.algorithm.custom_reward_post_process_path, "custom_reward_post_process_path"
     if path is None:
@@ -242,12 +229,6 @@ def reward_post_process(s: Settings) -> list[Problem]:
 
 def reward_server(s: Settings) -> list[Problem]:
     url, wanted = s.reward.rm_url, s.reward.rm_type == "remote_rm"
-    if wanted and url is None:
-        return problem(
-            "rm_url",
-            None,
-            "is missing: the server of --rm-type remote_rm, as in http://127.0.0.1:8000/reward",
-        )
     if url is not None and not url.startswith(("http://", "https://")):
         return problem("rm_url", url, "must start with http:// or https://")
     if url is not None and not wanted and not (s.distillation.served and url in teacher_urls(s)):
@@ -267,7 +248,6 @@ SCHEDULING_RULES: tuple[Rule, ...] = (
     custom_generate_is_async,
     rollout_functions,
     time_limit,
-    asynchronous,
     reward_post_process,
     reward_server,
 )

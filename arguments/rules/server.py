@@ -9,10 +9,8 @@ from pathlib import Path
 
 from arguments.flag_registry import GROUPS
 from arguments.rules.base import Rule, Settings, problem
-from arguments.rules.moe import MOE_RULES
-from arguments.rules.network import NETWORK_RULES
-from arguments.rules.optimizer import OFFLOAD, OPTIMIZER_RULES, PRECISE
-from arguments.rules.parallel import PARALLEL_RULES
+from arguments.rules.layout import PARALLEL_RULES
+from arguments.rules.network import MOE_RULES, NETWORK_RULES
 from arguments.rules.sglang import (
     checkpoint_of_the_servers,
     engines_are_named,
@@ -21,6 +19,7 @@ from arguments.rules.sglang import (
     sglang_is_installed,
     uses_sglang,
 )
+from arguments.rules.training import OFFLOAD, OPTIMIZER_RULES, PRECISE
 from arguments.schema import ServerConfig
 from slime_like.config import Problem, flag_name
 from slime_like.losses.registry import policy_losses

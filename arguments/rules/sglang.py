@@ -255,16 +255,6 @@ def weight_transport_fits(s: Settings) -> list[Problem]:
     return found
 
 
-def sampling_fits_sglang(s: Settings) -> list[Problem]:
-    if uses_sglang(s) and s.rollout.renormalize_sampled_log_probs:
-        return problem(
-            "renormalize_sampled_log_probs",
-            None,
-            "is implemented for --rollout-engine local only; leave it out",
-        )
-    return []
-
-
 def checkpoint_of_the_servers(s: Settings) -> list[Problem]:
     if (
         uses_sglang(s)
@@ -287,6 +277,5 @@ def completed_sglang(s: Settings) -> SglangConfig:
 
 
 SGLANG_RULES: tuple[Rule, ...] = (
-    idle_sglang_settings, engines_are_named, engines_that_are_started, sglang_is_installed, weight_transport_fits, sampling_fits_sglang,
-    checkpoint_of_the_servers,
+    idle_sglang_settings, engines_are_named, engines_that_are_started, sglang_is_installed, weight_transport_fits, checkpoint_of_the_servers,
 )  # fmt: skip

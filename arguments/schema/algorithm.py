@@ -32,6 +32,7 @@ class AlgorithmConfig:
         "Tokens by which --loss-reduction seq_mean_token_sum_norm divides each sequence's sum.",
         legal=AT_LEAST_ONE,
         only_with="loss_reduction=seq_mean_token_sum_norm",
+        required_with="loss_reduction=seq_mean_token_sum_norm",
     )
     advantage_estimator: str = arg(
         "grpo", "How rewards become advantages.", excludes="loss_type=sft_loss"
@@ -69,6 +70,7 @@ class AlgorithmConfig:
         "Lambda of generalised advantage estimation (ppo): 1 trusts rewards alone, 0 the critic's next value.",
         legal=UNIT,
         excludes="loss_type=sft_loss",
+        only_with="@critic",
     )
     use_kl_loss: bool = arg(
         False,
@@ -105,6 +107,7 @@ class AlgorithmConfig:
         "How --kl-coef changes: not at all, or towards --kl-target as the KL is above or below it.",
         choices=("fixed", "adaptive"),
         excludes="loss_type=sft_loss",
+        needs="kl_coef",
     )
     kl_target: float = arg(
         0.1,
@@ -112,6 +115,7 @@ class AlgorithmConfig:
         legal=POSITIVE,
         aliases=("--kl-ctrl-kl-target",),
         excludes="loss_type=sft_loss",
+        idle_without="kl_ctrl_type=adaptive",
     )
     kl_horizon: float = arg(
         10000.0,
@@ -119,6 +123,7 @@ class AlgorithmConfig:
         legal=POSITIVE,
         aliases=("--kl-ctrl-horizon",),
         excludes="loss_type=sft_loss",
+        idle_without="kl_ctrl_type=adaptive",
     )
     entropy_coef: float = arg(
         0.0, "Weight of the entropy bonus.", legal=NON_NEGATIVE, excludes="loss_type=sft_loss"
@@ -134,18 +139,28 @@ class AlgorithmConfig:
         "Entropy by token, in nats, that --entropy-ctrl-type adaptive keeps: no bonus above it.",
         legal=POSITIVE,
         excludes="loss_type=sft_loss",
+        idle_without="entropy_ctrl_type=adaptive",
     )
     entropy_coef_delta: float = arg(
         1e-4,
         "Change of the coefficient at each optimizer step with --entropy-ctrl-type adaptive.",
         legal=POSITIVE,
         excludes="loss_type=sft_loss",
+        idle_without="entropy_ctrl_type=adaptive",
     )
     entropy_coef_min: float = arg(
-        0.0, "Least adaptive coefficient.", legal=NON_NEGATIVE, excludes="loss_type=sft_loss"
+        0.0,
+        "Least adaptive coefficient.",
+        legal=NON_NEGATIVE,
+        excludes="loss_type=sft_loss",
+        idle_without="entropy_ctrl_type=adaptive",
     )
     entropy_coef_max: float = arg(
-        0.005, "Largest adaptive coefficient.", legal=POSITIVE, excludes="loss_type=sft_loss"
+        0.005,
+        "Largest adaptive coefficient.",
+        legal=POSITIVE,
+        excludes="loss_type=sft_loss",
+        idle_without="entropy_ctrl_type=adaptive",
     )
     use_opsm: bool = arg(
         False,
@@ -171,6 +186,7 @@ class AlgorithmConfig:
     use_routing_replay: bool = arg(
         False,
         "Mixtures of experts: in the update, send each token to the experts that the pass of the old log-probs chose for it.",
+        needs="@experts",
     )
     num_steps_per_rollout: int | None = arg(
         None,
@@ -216,6 +232,7 @@ class AlgorithmConfig:
         "thd",
         "thd: the sequences of a micro-batch end to end, without padding. bshd: each padded to the longest, for comparison.",
         choices=("thd", "bshd"),
+        excludes="use_dynamic_batch_size",
     )
     log_probs_chunk_size: int = arg(
         1024,

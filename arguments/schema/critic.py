@@ -2,7 +2,7 @@
 slime_like/losses/value_loss.py.
 
 Its layout has the fields of `ParallelConfig` with the prefix `critic_`;
-`validate_critic.critic_parallel` puts both together."""
+`arguments.critic_layout.critic_parallel` puts both together."""
 
 from __future__ import annotations
 

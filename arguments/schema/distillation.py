@@ -19,12 +19,14 @@ class DistillationConfig:
         "--opd-teacher-url.",
         choices=("megatron", "sglang"),
         needs="use_opd",
+        required_with=("use_opd", "loss_type=policy_loss"),
     )
     opd_kl_coef: float = arg(1.0, "Weight of the gap.", legal=POSITIVE, needs="use_opd")
     opd_teacher_load: str | None = arg(
         None,
         "Folder of the teacher (Hugging Face), of any supported shape; it has the policy's tokenizer and parallel layout.",
         needs="use_opd",
+        required_with=("opd_type=megatron", "use_opd"),
     )
     opd_teacher_url: list[str] | None = arg(
         None,

@@ -30,11 +30,13 @@ class DebugConfig:
     save_debug_rollout_data: str | None = arg(
         None,
         "Write each rollout to this path (JSON and safetensors); {rollout_id} becomes its number, from 1.",
+        excludes="load_debug_rollout_data",
     )
     load_debug_rollout_data: str | None = arg(
         None,
         "Read rollouts from this path in place of generating them; {rollout_id} becomes their number, from 1.",
         excludes="debug_rollout_only",
+        required_with="debug_train_only",
     )
     debug_rollout_only: bool = arg(
         False, "Generate and grade only; no training.", excludes="debug_train_only"

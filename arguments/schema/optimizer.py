@@ -24,6 +24,7 @@ class ScheduleConfig:
         "Length of the annealing phase of WSD, in optimizer steps.",
         legal=POSITIVE,
         only_with="lr_decay_style=WSD",
+        required_with="lr_decay_style=WSD",
     )
     lr_wsd_decay_style: str = arg(
         "exponential",
@@ -39,10 +40,18 @@ class ScheduleConfig:
     )
     lr_warmup_init: float = arg(0.0, "Learning rate at which warm-up starts.", legal=NON_NEGATIVE)
     start_weight_decay: float | None = arg(
-        None, "Initial weight decay of a changing schedule.", legal=NON_NEGATIVE
+        None,
+        "Initial weight decay of a changing schedule.",
+        legal=NON_NEGATIVE,
+        only_with="weight_decay_incr_style=linear|weight_decay_incr_style=cosine",
+        required_with="weight_decay_incr_style=linear|weight_decay_incr_style=cosine",
     )
     end_weight_decay: float | None = arg(
-        None, "Final weight decay of a changing schedule.", legal=NON_NEGATIVE
+        None,
+        "Final weight decay of a changing schedule.",
+        legal=NON_NEGATIVE,
+        only_with="weight_decay_incr_style=linear|weight_decay_incr_style=cosine",
+        required_with="weight_decay_incr_style=linear|weight_decay_incr_style=cosine",
     )
     weight_decay_incr_style: str = arg(
         "constant",

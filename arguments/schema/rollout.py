@@ -26,8 +26,7 @@ class RolloutConfig:
     )
     rollout_engine: str = arg(
         "local",
-        "local: transformers' generation inside each training rank. sglang: SGLang servers.",
-        choices=("local", "sglang"),
+        "What samples responses.",
     )
     rollout_max_response_len: int = arg(128, "Longest response, in tokens.", legal=AT_LEAST_ONE)
     rollout_temperature: float = arg(
@@ -42,11 +41,15 @@ class RolloutConfig:
         "With --rollout-top-k or --rollout-top-p: log-probs and entropy, the sampler's and those of policy, reference and teacher, are over the "
         "tokens that the sampler chose from, which come with each sample. Takes 4 bytes for each token of the largest set of a micro-batch, at "
         "each of its rows; --rollout-top-k bounds the sets of --rollout-top-p.",
+        needs="rollout_top_p<1|rollout_top_k>0",
+        excludes=("loss_type=sft_loss", "rollout_engine=sglang"),
     )
     use_rollout_routing_replay: bool = arg(
         False,
         "Mixtures of experts: send each token to the experts that the sampler sent it to, in the pass of the old log-probs and in the update; "
         "the share of tokens whose router would choose others is reported. --use-routing-replay beside it changes nothing.",
+        needs="@experts",
+        excludes="loss_type=sft_loss",
     )
     rollout_stop: list[str] | None = arg(None, "Strings that end a response.", nargs="+")
     rollout_stop_token_ids: list[int] | None = arg(
@@ -61,8 +64,7 @@ class RolloutConfig:
 class RewardConfig:
     rm_type: str | None = arg(
         None,
-        "Reward: exact_match, math, gsm8k, code (the metadata's tests, in a sandbox), remote_rm (--rm-url), task (the data source's own scorer), zero (0 for everything: distillation).",
-        choices=("zero", "exact_match", "math", "gsm8k", "code", "remote_rm", "task"),
+        "The reward.",
     )
     custom_rm_path: str | None = arg(
         None,
@@ -96,4 +98,5 @@ class RewardConfig:
     rm_url: str | None = arg(
         None,
         "Reward server of --rm-type remote_rm: gets prompt, response and label as JSON, answers a number or an object (--reward-key).",
+        required_with="rm_type=remote_rm",
     )

@@ -87,6 +87,7 @@ class SchedulingConfig:
     async_rollout: bool = arg(
         False,
         "Sample the next rollouts while this one is trained on; new weights reach responses in the middle.",
+        excludes="partial_rollout",
     )
     max_staleness: int | None = arg(
         None,

@@ -70,10 +70,7 @@ class SglangConfig:
     )
     update_weight_transport: str | None = arg(
         None,
-        "How weights reach the servers. broadcast: a process group with them, gloo or NCCL. disk: a Hugging Face folder. cuda_ipc: handles of GPU "
-        "memory, with --colocate. tensor: in the requests themselves, which needs no other connection and is slow. Default: cuda_ipc with "
-        "--colocate, else broadcast.",
-        choices=("broadcast", "disk", "cuda_ipc", "tensor"),
+        "How weights reach the servers; default: cuda_ipc with --colocate, else broadcast.",
     )
     update_weight_buffer_size: int = arg(
         512 * 2**20, "Bytes of one message with weights.", legal=AT_LEAST_ONE

@@ -8,16 +8,14 @@ This is our reading of the paper's valid samples; verl counts rewards that are n
 
 from __future__ import annotations
 
-from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.advantages.registry import GroupRewards, register_outcome_estimator
 from slime_like.lazy import Tensor
-
-
-def gpg(group: GroupRewards) -> Tensor:
-    return group.rewards - group.rewards.mean()
 
 
 def alpha(samples: int, differing: int) -> float:
     return samples / max(differing, 1)
 
 
-advantage_estimators.add("gpg", OutcomeEstimator("gpg", gpg, batch_factor=alpha))
+@register_outcome_estimator("gpg", batch_factor=alpha)
+def gpg(group: GroupRewards) -> Tensor:
+    return group.rewards - group.rewards.mean()

@@ -6,15 +6,13 @@ A_i = (R_i - mean) / (std + 1e-6)        std with Bessel's correction
 
 from __future__ import annotations
 
-from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.advantages.registry import GroupRewards, register_outcome_estimator
 from slime_like.lazy import Tensor
 
 EPS = 1e-6
 
 
+@register_outcome_estimator("grpo")
 def grpo(group: GroupRewards) -> Tensor:
     centred = group.rewards - group.rewards.mean()
     return centred / (group.rewards.std() + EPS) if group.normalize_std else centred
-
-
-advantage_estimators.add("grpo", OutcomeEstimator("grpo", grpo))

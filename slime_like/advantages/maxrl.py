@@ -6,13 +6,11 @@ A_i = (R_i - mean) / mean,    0 in a group whose mean is not positive
 
 from __future__ import annotations
 
-from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.advantages.registry import GroupRewards, register_outcome_estimator
 from slime_like.lazy import Tensor, torch
 
 
+@register_outcome_estimator("maxrl")
 def maxrl(group: GroupRewards) -> Tensor:
     mean = group.rewards.mean()
     return (group.rewards - mean) / mean if mean > 0 else torch.zeros_like(group.rewards)
-
-
-advantage_estimators.add("maxrl", OutcomeEstimator("maxrl", maxrl))

@@ -6,13 +6,11 @@ A_i = R_i - sum_j L_j R_j / sum_j L_j        L: active tokens
 
 from __future__ import annotations
 
-from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.advantages.registry import GroupRewards, register_outcome_estimator
 from slime_like.lazy import Tensor
 
 
+@register_outcome_estimator("opo")
 def opo(group: GroupRewards) -> Tensor:
     baseline = (group.lengths * group.rewards).sum() / group.lengths.sum().clamp(min=1)
     return group.rewards - baseline
-
-
-advantage_estimators.add("opo", OutcomeEstimator("opo", opo))

@@ -10,21 +10,15 @@ any whitening.
 
 from __future__ import annotations
 
-from slime_like.advantages.registry import TokenEstimator, TokenRewards, advantage_estimators
+from slime_like.advantages.registry import TokenRewards, register_token_estimator
 from slime_like.advantages.returns import gae, token_rewards
 from slime_like.lazy import Tensor
 
 
+@register_token_estimator("ppo", needs_values=True, takes_token_rewards=True, aliases=("gae",))
 def ppo(batch: TokenRewards) -> list[Tensor]:
     if batch.values is None:
         raise ValueError("--advantage-estimator ppo needs a critic's value of every token (values)")
     rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties, batch.token_rewards)
     advantages, _ = gae(rewards, batch.values, batch.masks, batch.gamma, batch.lambd)
     return advantages
-
-
-advantage_estimators.add(
-    "ppo",
-    TokenEstimator("ppo", ppo, needs_values=True, takes_token_rewards=True),
-    aliases=("gae",),
-)

@@ -4,8 +4,9 @@ own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from slime_like.lazy import Tensor
 from slime_like.registry import Registry
@@ -77,6 +78,36 @@ class TokenEstimator:
 AdvantageEstimator = OutcomeEstimator | TokenEstimator
 
 advantage_estimators: Registry[AdvantageEstimator] = Registry("advantage estimator")
+
+OutcomeFunction = TypeVar("OutcomeFunction", bound=Callable[[GroupRewards], Tensor])
+TokenFunction = TypeVar("TokenFunction", bound=Callable[[TokenRewards], list[Tensor]])
+
+
+def register_outcome_estimator(
+    name: str, *, aliases: Iterable[str] = (), help: str = "", **declared: Any
+) -> Callable[[OutcomeFunction], OutcomeFunction]:
+    """Decorator that makes ``fn(group) -> advantages [n]`` the estimator of --advantage-estimator
+    `name`. declared: further fields of `OutcomeEstimator`. Raises ValueError when the name is
+    taken."""
+
+    def register(fn: OutcomeFunction) -> OutcomeFunction:
+        advantage_estimators.add(name, OutcomeEstimator(name, fn, **declared), aliases, help=help)
+        return fn
+
+    return register
+
+
+def register_token_estimator(
+    name: str, *, aliases: Iterable[str] = (), help: str = "", **declared: Any
+) -> Callable[[TokenFunction], TokenFunction]:
+    """As `register_outcome_estimator`, of ``fn(rewards) -> advantages [R] of each sample``.
+    declared: further fields of `TokenEstimator`."""
+
+    def register(fn: TokenFunction) -> TokenFunction:
+        advantage_estimators.add(name, TokenEstimator(name, fn, **declared), aliases, help=help)
+        return fn
+
+    return register
 
 
 def needs_critic(estimator: AdvantageEstimator) -> bool:

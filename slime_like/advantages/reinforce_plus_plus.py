@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from slime_like.advantages.registry import (
     GroupRewards,
-    TokenEstimator,
     TokenRewards,
-    advantage_estimators,
+    register_token_estimator,
 )
 from slime_like.advantages.returns import discounted_returns, token_rewards
 from slime_like.lazy import Tensor, torch
 
 
+# reinforce++: SkyRL's name
+@register_token_estimator(
+    "reinforce_plus_plus", whitens=True, takes_token_rewards=True, aliases=("reinforce++",)
+)
 def reinforce_plus_plus(batch: TokenRewards) -> list[Tensor]:
     rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties, batch.token_rewards)
     return discounted_returns(rewards, batch.masks, batch.gamma)
@@ -29,24 +32,10 @@ def centred(group: GroupRewards) -> Tensor:
     return group.rewards - group.rewards.mean()
 
 
+@register_token_estimator("reinforce_plus_plus_baseline", outcome=centred, whitens=True)
 def reinforce_plus_plus_baseline(batch: TokenRewards) -> list[Tensor]:
     """batch.outcomes: centred rewards."""
     return [
         torch.where(mask, outcome - penalty.double(), 0.0)
         for outcome, mask, penalty in zip(batch.outcomes, batch.masks, batch.penalties)
     ]
-
-
-advantage_estimators.add(
-    "reinforce_plus_plus",
-    TokenEstimator(
-        "reinforce_plus_plus", reinforce_plus_plus, whitens=True, takes_token_rewards=True
-    ),
-    aliases=("reinforce++",),  # SkyRL's name
-)
-advantage_estimators.add(
-    "reinforce_plus_plus_baseline",
-    TokenEstimator(
-        "reinforce_plus_plus_baseline", reinforce_plus_plus_baseline, outcome=centred, whitens=True
-    ),
-)

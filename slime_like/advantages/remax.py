@@ -5,11 +5,12 @@ A_t = sum_{s >= t} gamma^(s-t) R_s - R_greedy,    R_s = -penalty_s + R at the la
 
 from __future__ import annotations
 
-from slime_like.advantages.registry import TokenEstimator, TokenRewards, advantage_estimators
+from slime_like.advantages.registry import TokenRewards, register_token_estimator
 from slime_like.advantages.returns import discounted_returns, token_rewards
 from slime_like.lazy import Tensor, torch
 
 
+@register_token_estimator("remax", needs_greedy=True)
 def remax(batch: TokenRewards) -> list[Tensor]:
     if batch.greedy_rewards is None:
         raise ValueError(
@@ -22,6 +23,3 @@ def remax(batch: TokenRewards) -> list[Tensor]:
         torch.where(mask, value - greedy, 0.0)
         for value, mask, greedy in zip(returns, batch.masks, batch.greedy_rewards)
     ]
-
-
-advantage_estimators.add("remax", TokenEstimator("remax", remax, needs_greedy=True))

@@ -6,13 +6,11 @@ A_i = (R_i - mean) n / (n - 1)
 
 from __future__ import annotations
 
-from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.advantages.registry import GroupRewards, register_outcome_estimator
 from slime_like.lazy import Tensor
 
 
+@register_outcome_estimator("rloo")
 def rloo(group: GroupRewards) -> Tensor:
     n = group.rewards.numel()
     return (group.rewards - group.rewards.mean()) * n / (n - 1)
-
-
-advantage_estimators.add("rloo", OutcomeEstimator("rloo", rloo))

@@ -15,7 +15,7 @@ from typing import Any
 
 from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_max, masked_mean, masked_min
 
 
@@ -38,6 +38,14 @@ class CISPOConfig(CheckedSettings):
         return f"{self.cispo_anchor}_log_probs"
 
 
+def _by_config(config: CISPOConfig) -> Mapping[str, Any]:
+    correction = "masks" if config.cispo_anchor == "rollout" else "outer"
+    return {"needs": frozenset({"advantages", config.anchor}), "correction": correction}
+
+
+@register_policy_loss(
+    "cispo", CISPOConfig, needs=("advantages", "old_log_probs"), by_config=_by_config
+)
 def cispo(inputs: LossInputs, config: CISPOConfig) -> PolicyLossOutput:
     """Token losses [T]. pg_clipfrac: share of active tokens whose ratio is outside the bounds."""
     ratio = inputs.log_ratio(config.anchor).detach().exp()
@@ -50,20 +58,3 @@ def cispo(inputs: LossInputs, config: CISPOConfig) -> PolicyLossOutput:
     metrics["cispo/ratio_max"] = masked_max(ratio, mask)
     metrics["cispo/ratio_min"] = masked_min(ratio, mask)
     return PolicyLossOutput(inputs.policy_gradient(weight * inputs.required("advantages")), metrics)
-
-
-def _by_config(config: CISPOConfig) -> Mapping[str, Any]:
-    correction = "masks" if config.cispo_anchor == "rollout" else "outer"
-    return {"needs": frozenset({"advantages", config.anchor}), "correction": correction}
-
-
-policy_losses.add(
-    "cispo",
-    PolicyLoss(
-        name="cispo",
-        config_type=CISPOConfig,
-        fn=cispo,
-        needs=frozenset({"advantages", "old_log_probs"}),
-        by_config=_by_config,
-    ),
-)

@@ -14,7 +14,7 @@ from slime_like.lazy import torch
 from slime_like.losses.covariance import covariances, pick, random_order
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.ppo import ClipConfig, clipped_surrogate
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_mean
 
 
@@ -27,6 +27,9 @@ class ClipCovConfig(ClipConfig):
     clip_cov_ub: float = arg(5.0, "Clip-Cov: candidates have a covariance below this.")
 
 
+@register_policy_loss(
+    "clip_cov", ClipCovConfig, needs=("advantages", "old_log_probs"), homogeneous=False
+)
 def clip_cov(inputs: LossInputs, config: ClipCovConfig) -> PolicyLossOutput:
     """Token losses [T]. clip_cov_frac: share of active tokens whose gradient is cut."""
     ratio = inputs.log_ratio().exp()
@@ -42,15 +45,3 @@ def clip_cov(inputs: LossInputs, config: ClipCovConfig) -> PolicyLossOutput:
         "clip_cov_frac": masked_mean(chosen, inputs.loss_mask),
     }
     return PolicyLossOutput(torch.where(chosen, 0.0, surrogate.token_losses), metrics)
-
-
-policy_losses.add(
-    "clip_cov",
-    PolicyLoss(
-        name="clip_cov",
-        config_type=ClipCovConfig,
-        fn=clip_cov,
-        needs=frozenset({"advantages", "old_log_probs"}),
-        homogeneous=False,
-    ),
-)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slime_like.config import CheckedSettings
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,19 +14,7 @@ class CrossEntropyConfig(CheckedSettings):
     """No settings."""
 
 
+@register_policy_loss("cross_entropy", CrossEntropyConfig, correction="forbidden", aliases=("sft",))
 def cross_entropy(inputs: LossInputs, config: CrossEntropyConfig) -> PolicyLossOutput:
     """Token losses [T]."""
     return PolicyLossOutput(-inputs.masked(inputs.log_probs), {})
-
-
-policy_losses.add(
-    "cross_entropy",
-    PolicyLoss(
-        name="cross_entropy",
-        config_type=CrossEntropyConfig,
-        fn=cross_entropy,
-        needs=frozenset(),
-        correction="forbidden",
-    ),
-    aliases=("sft",),
-)

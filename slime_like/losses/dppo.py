@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
 from slime_like.lazy import Tensor, torch
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_mean
 
 DEFAULT_DELTA = {"binary_tv": 0.2, "binary_kl": 0.05}
@@ -49,6 +49,17 @@ class DPPOConfig(CheckedSettings):
         return default if low is None else low, default if high is None else high
 
 
+@register_policy_loss(
+    "dppo",
+    DPPOConfig,
+    needs=("advantages",),  # and an anchor
+    correction="masks",
+    alias_defaults={
+        "dppo_tv": {"dppo_type": "binary_tv"},
+        "dppo_kl": {"dppo_type": "binary_kl"},
+    },
+    aliases=("dppo_tv", "dppo_kl"),
+)
 def dppo(inputs: LossInputs, config: DPPOConfig) -> PolicyLossOutput:
     """Token losses [T]. pg_clipfrac: share of active tokens that are dropped. Warns when it falls
     back to the old policy."""
@@ -77,20 +88,3 @@ def _outside(log_p: Tensor, log_q: Tensor, config: DPPOConfig) -> tuple[Tensor, 
     rest_p, rest_q = (-torch.expm1(x).clamp(max=-LEAST_COMPLEMENT) for x in (log_p, log_q))
     kl = q * (log_q - log_p) + rest_q * (rest_q / rest_p).log()
     return (p > q) & (kl > high), (p < q) & (kl > low)
-
-
-policy_losses.add(
-    "dppo",
-    PolicyLoss(
-        name="dppo",
-        config_type=DPPOConfig,
-        fn=dppo,
-        needs=frozenset({"advantages"}),  # and an anchor
-        correction="masks",
-        alias_defaults={
-            "dppo_tv": {"dppo_type": "binary_tv"},
-            "dppo_kl": {"dppo_type": "binary_kl"},
-        },
-    ),
-    aliases=("dppo_tv", "dppo_kl"),
-)

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 
 from slime_like.config import POSITIVE, CheckedSettings, arg
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_mean
 
 
 @dataclass(frozen=True, slots=True)
 class DROConfig(CheckedSettings):
     dro_beta: float | None = arg(
-        None, "DRO: weight of the squared log-ratio; has no default.", legal=POSITIVE
+        None,
+        "DRO: weight of the squared log-ratio; has no default.",
+        legal=POSITIVE,
+        required_with="policy_loss_type=dro",
     )
 
 
@@ -36,20 +39,9 @@ def quadratic(inputs: LossInputs, coef: float, name: str) -> PolicyLossOutput:
     return PolicyLossOutput(policy + penalty, metrics)
 
 
+@register_policy_loss("dro", DROConfig, needs=("advantages", "old_log_probs"), homogeneous=False)
 def dro(inputs: LossInputs, config: DROConfig) -> PolicyLossOutput:
     """Token losses [T]. Raises ValueError without a beta."""
     if config.dro_beta is None:
         raise ValueError("--dro-beta is missing: the loss dro needs it, > 0")
     return quadratic(inputs, config.dro_beta, "dro")
-
-
-policy_losses.add(
-    "dro",
-    PolicyLoss(
-        name="dro",
-        config_type=DROConfig,
-        fn=dro,
-        needs=frozenset({"advantages", "old_log_probs"}),
-        homogeneous=False,
-    ),
-)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from slime_like.config import NON_NEGATIVE, CheckedSettings, arg
 from slime_like.lazy import torch
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_mean
 
 
@@ -38,6 +38,14 @@ class GMPOConfig(CheckedSettings):
     )
 
 
+@register_policy_loss(
+    "gmpo",
+    GMPOConfig,
+    needs=("advantages", "old_log_probs"),
+    correction="internal",
+    required_reductions=("sequence_mean", "rollout_mean"),
+    aliases=("geo_mean",),
+)
 def gmpo(inputs: LossInputs, config: GMPOConfig) -> PolicyLossOutput:
     """Token losses [T]. pg_clipfrac: share of active tokens where the clip acts; pg_clipfrac_high
     and _low: of either side."""
@@ -67,17 +75,3 @@ def gmpo(inputs: LossInputs, config: GMPOConfig) -> PolicyLossOutput:
     ):
         metrics[name] = masked_mean(flags, inputs.loss_mask)
     return PolicyLossOutput(torch.where(kept, -advantages * ratio, 0.0), metrics)
-
-
-policy_losses.add(
-    "gmpo",
-    PolicyLoss(
-        name="gmpo",
-        config_type=GMPOConfig,
-        fn=gmpo,
-        needs=frozenset({"advantages", "old_log_probs"}),
-        correction="internal",
-        required_reductions=("sequence_mean", "rollout_mean"),
-    ),
-    aliases=("geo_mean",),
-)

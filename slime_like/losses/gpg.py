@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slime_like.config import CheckedSettings
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +15,7 @@ class GPGConfig(CheckedSettings):
     """No settings."""
 
 
+@register_policy_loss("gpg", GPGConfig, needs=("advantages",))
 def gpg(inputs: LossInputs, config: GPGConfig) -> PolicyLossOutput:
     """Token losses [T]."""
     return PolicyLossOutput(inputs.policy_gradient(inputs.required("advantages")), {})
-
-
-policy_losses.add(
-    "gpg", PolicyLoss(name="gpg", config_type=GPGConfig, fn=gpg, needs=frozenset({"advantages"}))
-)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from slime_like.config import NON_NEGATIVE, arg
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.ppo import ClipConfig, clipped_surrogate
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,12 @@ class GSPOConfig(ClipConfig):
     eps_clip: float = arg(3e-4, "The ratio is bounded below by 1 - this.", legal=NON_NEGATIVE)
 
 
+@register_policy_loss(
+    "gspo",
+    GSPOConfig,
+    needs=("advantages", "old_log_probs"),
+    recommended_reductions=("sequence_mean", "rollout_mean"),
+)
 def gspo(inputs: LossInputs, config: GSPOConfig) -> PolicyLossOutput:
     """Token losses [T]; the ratio of the metrics is s."""
     ratio = inputs.sequence_log_ratio().exp()
@@ -32,15 +38,3 @@ def gspo(inputs: LossInputs, config: GSPOConfig) -> PolicyLossOutput:
     return PolicyLossOutput(
         surrogate.token_losses, {**ratio_metrics(inputs, ratio), **surrogate.metrics}
     )
-
-
-policy_losses.add(
-    "gspo",
-    PolicyLoss(
-        name="gspo",
-        config_type=GSPOConfig,
-        fn=gspo,
-        needs=frozenset({"advantages", "old_log_probs"}),
-        recommended_reductions=("sequence_mean", "rollout_mean"),
-    ),
-)

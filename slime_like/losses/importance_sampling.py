@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from slime_like.config import CheckedSettings
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_mean
 
 
@@ -16,6 +16,9 @@ class ImportanceSamplingConfig(CheckedSettings):
     """No settings."""
 
 
+@register_policy_loss(
+    "importance_sampling", ImportanceSamplingConfig, needs=("advantages", "old_log_probs")
+)
 def importance_sampling(inputs: LossInputs, config: ImportanceSamplingConfig) -> PolicyLossOutput:
     """Token losses [T]. importance_ratio: mean ratio over active tokens."""
     ratio = inputs.log_ratio().exp()
@@ -24,14 +27,3 @@ def importance_sampling(inputs: LossInputs, config: ImportanceSamplingConfig) ->
         "importance_ratio": masked_mean(ratio, inputs.loss_mask),
     }
     return PolicyLossOutput(-inputs.required("advantages") * ratio, metrics)
-
-
-policy_losses.add(
-    "importance_sampling",
-    PolicyLoss(
-        name="importance_sampling",
-        config_type=ImportanceSamplingConfig,
-        fn=importance_sampling,
-        needs=frozenset({"advantages", "old_log_probs"}),
-    ),
-)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from slime_like.config import POSITIVE, CheckedSettings, arg
 from slime_like.losses.dro import quadratic
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +19,13 @@ class KimiConfig(CheckedSettings):
     kimi_tau: float = arg(0.1, "Kimi: weight of the squared log-ratio.", legal=POSITIVE)
 
 
+@register_policy_loss(
+    "kimi",
+    KimiConfig,
+    needs=("advantages", "old_log_probs"),
+    homogeneous=False,
+    aliases=("kimi15",),
+)
 def kimi(inputs: LossInputs, config: KimiConfig) -> PolicyLossOutput:
     """Token losses [T]."""
     return quadratic(inputs, config.kimi_tau, "kimi")
-
-
-policy_losses.add(
-    "kimi",
-    PolicyLoss(
-        name="kimi",
-        config_type=KimiConfig,
-        fn=kimi,
-        needs=frozenset({"advantages", "old_log_probs"}),
-        homogeneous=False,
-    ),
-    aliases=("kimi15",),
-)

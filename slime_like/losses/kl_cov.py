@@ -13,7 +13,7 @@ from slime_like.config import NON_NEGATIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import torch
 from slime_like.losses.covariance import covariances, pick
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_mean
 
 
@@ -27,6 +27,9 @@ class KLCovConfig(CheckedSettings):
     kl_cov_coef: float = arg(1.0, "KL-Cov: weight of the penalty.", legal=NON_NEGATIVE)
 
 
+@register_policy_loss(
+    "kl_cov", KLCovConfig, needs=("advantages", "old_log_probs"), homogeneous=False
+)
 def kl_cov(inputs: LossInputs, config: KLCovConfig) -> PolicyLossOutput:
     """Token losses [T]. kl_cov_sel_frac: share of active tokens that get the penalty."""
     log_ratio = inputs.log_ratio()
@@ -38,15 +41,3 @@ def kl_cov(inputs: LossInputs, config: KLCovConfig) -> PolicyLossOutput:
         "kl_cov_sel_frac": masked_mean(chosen, inputs.loss_mask),
     }
     return PolicyLossOutput(-inputs.required("advantages") * ratio + penalty, metrics)
-
-
-policy_losses.add(
-    "kl_cov",
-    PolicyLoss(
-        name="kl_cov",
-        config_type=KLCovConfig,
-        fn=kl_cov,
-        needs=frozenset({"advantages", "old_log_probs"}),
-        homogeneous=False,
-    ),
-)

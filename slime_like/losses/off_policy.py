@@ -72,18 +72,28 @@ class OffPolicyConfig(CheckedSettings):
         choices=("token", "sequence"),
     )
     token_tis_ratio_clip_high: float = arg(
-        2.0, "Cap of the weight with --tis-ratio-type token.", legal=POSITIVE
+        2.0,
+        "Cap of the weight with --tis-ratio-type token.",
+        legal=POSITIVE,
+        idle_without="tis_ratio_type=token",
     )
     token_tis_ratio_clip_low: float = arg(
-        0.0, "Least weight with --tis-ratio-type token.", legal=NON_NEGATIVE
+        0.0,
+        "Least weight with --tis-ratio-type token.",
+        legal=NON_NEGATIVE,
+        idle_without="tis_ratio_type=token",
     )
     sequence_tis_ratio_clip_high: float = arg(
-        5.0, "Cap of the weight with --tis-ratio-type sequence.", legal=POSITIVE
+        5.0,
+        "Cap of the weight with --tis-ratio-type sequence.",
+        legal=POSITIVE,
+        idle_without="tis_ratio_type=sequence",
     )
     tis_batch_normalize: bool = arg(
         False,
         "Divide importance weights by their mean over the optimizer step (token: over tokens, sequence: over sequences).",
         aliases=("--rollout-is-batch-normalize",),
+        idle_without="tis_ratio_type",
     )
     sequence_mask_metric: str | None = arg(
         None,
@@ -94,14 +104,26 @@ class OffPolicyConfig(CheckedSettings):
         0.99,
         "Least geometric mean that is kept; lower it for mixtures of experts.",
         legal=NON_NEGATIVE,
+        idle_without="sequence_mask_metric=geometric",
     )
     geo_mask_high: float = arg(
         1.01,
         "Largest geometric mean that is kept; raise it for mixtures of experts.",
         legal=POSITIVE,
+        idle_without="sequence_mask_metric=geometric",
     )
-    product_mask_low: float = arg(0.5, "Least product that is kept.", legal=NON_NEGATIVE)
-    product_mask_high: float = arg(2.0, "Largest product that is kept.", legal=POSITIVE)
+    product_mask_low: float = arg(
+        0.5,
+        "Least product that is kept.",
+        legal=NON_NEGATIVE,
+        idle_without="sequence_mask_metric=product",
+    )
+    product_mask_high: float = arg(
+        2.0,
+        "Largest product that is kept.",
+        legal=POSITIVE,
+        idle_without="sequence_mask_metric=product",
+    )
     outlier_token_is_threshold_low: float | None = arg(
         None,
         "Drop a sequence with a token whose ratio is below this; try 1e-4.",

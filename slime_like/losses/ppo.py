@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from slime_like.config import ABOVE_ONE, NON_NEGATIVE, CheckedSettings, arg
 from slime_like.lazy import Tensor, torch
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import Metric, masked_mean
 
 
@@ -77,6 +77,13 @@ class PPOConfig(ClipConfig):
     pass
 
 
+@register_policy_loss(
+    "ppo",
+    PPOConfig,
+    needs=("advantages", "old_log_probs"),
+    alias_defaults={"dual_clip": {"eps_clip_c": 3.0}},
+    aliases=("regular", "vanilla", "dual_clip"),
+)
 def ppo(inputs: LossInputs, config: PPOConfig) -> PolicyLossOutput:
     """Token losses [T]. pg_clipfrac: share of active tokens whose clipped branch is strictly above
     the unclipped one."""
@@ -85,16 +92,3 @@ def ppo(inputs: LossInputs, config: PPOConfig) -> PolicyLossOutput:
     return PolicyLossOutput(
         surrogate.token_losses, {**ratio_metrics(inputs, ratio), **surrogate.metrics}
     )
-
-
-policy_losses.add(
-    "ppo",
-    PolicyLoss(
-        name="ppo",
-        config_type=PPOConfig,
-        fn=ppo,
-        needs=frozenset({"advantages", "old_log_probs"}),
-        alias_defaults={"dual_clip": {"eps_clip_c": 3.0}},
-    ),
-    aliases=("regular", "vanilla", "dual_clip"),
-)

@@ -1,11 +1,11 @@
-"""The table of policy losses. A new loss is one file that registers itself, and one import line in
-`__init__.py`."""
+"""The table of policy losses. A new loss is one file that registers itself: with an import line in
+`__init__.py`, or outside the package with --import-modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput
 from slime_like.registry import Registry
@@ -74,3 +74,33 @@ class PolicyLoss:
 
 
 policy_losses: Registry[PolicyLoss] = Registry("policy loss")
+LossFunction = TypeVar("LossFunction", bound=Callable[[LossInputs, Any], PolicyLossOutput])
+
+
+def register_policy_loss(
+    name: str,
+    config_type: type,
+    *,
+    needs: Iterable[str] = (),
+    aliases: Iterable[str] = (),
+    help: str = "",
+    **declared: Any,
+) -> Callable[[LossFunction], LossFunction]:
+    """Decorator that makes ``fn(inputs, config) -> PolicyLossOutput`` the loss of
+    --policy-loss-type `name`.
+
+    Args:
+        config_type: its settings, each of which becomes a flag; see `PolicyLoss`.
+        needs: fields of `LossInputs` that must be there.
+        declared: further fields of `PolicyLoss`.
+
+    Raises:
+        ValueError: when the name is taken.
+    """
+
+    def register(fn: LossFunction) -> LossFunction:
+        entry = PolicyLoss(name, config_type, fn, frozenset(needs), **declared)
+        policy_losses.add(name, entry, aliases, help=help)
+        return fn
+
+    return register

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from slime_like.lazy import torch
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, ratio_metrics
 from slime_like.losses.ppo import RangeConfig
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_mean
 
 
@@ -22,6 +22,9 @@ class RolloutISConfig(RangeConfig):
     pass
 
 
+@register_policy_loss(
+    "rollout_is", RolloutISConfig, needs=("advantages", "rollout_log_probs"), correction="masks"
+)
 def rollout_is(inputs: LossInputs, config: RolloutISConfig) -> PolicyLossOutput:
     """Token losses [T]. pg_clipfrac: share of active tokens out of the range."""
     ratio = inputs.log_ratio("rollout_log_probs").detach().exp()
@@ -33,15 +36,3 @@ def rollout_is(inputs: LossInputs, config: RolloutISConfig) -> PolicyLossOutput:
         inputs.policy_gradient(torch.where(inside, ratio, 0.0) * inputs.required("advantages")),
         metrics,
     )
-
-
-policy_losses.add(
-    "rollout_is",
-    PolicyLoss(
-        name="rollout_is",
-        config_type=RolloutISConfig,
-        fn=rollout_is,
-        needs=frozenset({"advantages", "rollout_log_probs"}),
-        correction="masks",
-    ),
-)

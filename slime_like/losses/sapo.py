@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from slime_like.config import POSITIVE, CheckedSettings, arg
 from slime_like.lazy import torch
 from slime_like.losses.inputs import LOG_RATIO_CLAMP, LossInputs, PolicyLossOutput, ratio_metrics
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_mean
 
 
@@ -34,6 +34,12 @@ class SAPOConfig(CheckedSettings):
     )
 
 
+@register_policy_loss(
+    "sapo",
+    SAPOConfig,
+    needs=("advantages", "old_log_probs"),
+    recommended_reductions=("sequence_mean", "rollout_mean"),
+)
 def sapo(inputs: LossInputs, config: SAPOConfig) -> PolicyLossOutput:
     """Token losses [T]."""
     advantages = inputs.required("advantages")
@@ -52,15 +58,3 @@ def sapo(inputs: LossInputs, config: SAPOConfig) -> PolicyLossOutput:
     metrics["sapo_grad_weight"] = masked_mean(weight, inputs.loss_mask)
     metrics["sapo_gate"] = masked_mean(gate, inputs.loss_mask)
     return PolicyLossOutput(-advantages * (4 / tau) * gate, metrics)
-
-
-policy_losses.add(
-    "sapo",
-    PolicyLoss(
-        name="sapo",
-        config_type=SAPOConfig,
-        fn=sapo,
-        needs=frozenset({"advantages", "old_log_probs"}),
-        recommended_reductions=("sequence_mean", "rollout_mean"),
-    ),
-)

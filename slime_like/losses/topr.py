@@ -20,7 +20,7 @@ from slime_like.losses.inputs import (
     ratio_metrics,
     sequence_mean_metric,
 )
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 from slime_like.metrics.typed import masked_mean
 
 
@@ -32,6 +32,7 @@ class TOPRConfig(CheckedSettings):
     topr_negative_weight: float = arg(1.0, "TOPR: weight of the other samples.", legal=NON_NEGATIVE)
 
 
+@register_policy_loss("topr", TOPRConfig, needs=("advantages", "old_log_probs", "rewards"))
 def topr(inputs: LossInputs, config: TOPRConfig) -> PolicyLossOutput:
     """Token losses [T]. topr/positive_frac: share of sequences with a reward above 0;
     topr/negative_ratio_above_one: share, among active tokens of the others, whose ratio is cut."""
@@ -44,14 +45,3 @@ def topr(inputs: LossInputs, config: TOPRConfig) -> PolicyLossOutput:
     metrics["topr/positive_frac"] = sequence_mean_metric(inputs, positive.float())
     metrics["topr/negative_ratio_above_one"] = masked_mean(ratio > 1, inputs.loss_mask & ~positive)
     return PolicyLossOutput(inputs.policy_gradient(weight * inputs.required("advantages")), metrics)
-
-
-policy_losses.add(
-    "topr",
-    PolicyLoss(
-        name="topr",
-        config_type=TOPRConfig,
-        fn=topr,
-        needs=frozenset({"advantages", "old_log_probs", "rewards"}),
-    ),
-)

@@ -24,7 +24,7 @@ from slime_like.losses.inputs import (
     ratio_metrics,
     sequence_mean_metric,
 )
-from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.registry import register_policy_loss
 
 LOG_WEIGHT_RANGE = (math.log(1e-8), 20.0)
 
@@ -49,6 +49,9 @@ class VESPOConfig(CheckedSettings):
     )
 
 
+@register_policy_loss(
+    "vespo", VESPOConfig, needs=("advantages", "old_log_probs"), correction="internal"
+)
 def vespo(inputs: LossInputs, config: VESPOConfig) -> PolicyLossOutput:
     """Token losses [T]. vespo/phi_seq_mean: mean weight over sequences with active tokens."""
     advantages = inputs.required("advantages")
@@ -72,15 +75,3 @@ def vespo(inputs: LossInputs, config: VESPOConfig) -> PolicyLossOutput:
         "vespo/phi_seq_mean": sequence_mean_metric(inputs, phi),
     }
     return PolicyLossOutput(inputs.policy_gradient(phi * advantages), metrics)
-
-
-policy_losses.add(
-    "vespo",
-    PolicyLoss(
-        name="vespo",
-        config_type=VESPOConfig,
-        fn=vespo,
-        needs=frozenset({"advantages", "old_log_probs"}),
-        correction="internal",
-    ),
-)

@@ -213,8 +213,10 @@ class Grader:
         if self._pool is None or not names <= ready:
             if self._pool is not None:
                 self._pool.close()
+            wanted = sorted(names | ready)
+            modules = {source for name in wanted if (source := rewards.source(name)) is not None}
             self._pool = WorkerPool(
-                Setup(self.args, tuple(sorted(names | ready))), self._num_workers
+                Setup(self.args, tuple(wanted), modules=tuple(sorted(modules))), self._num_workers
             )
         return self._pool
 

@@ -6,10 +6,19 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from slime_like.registry import Registry
 from slime_like.rewards import code, confinement, exact_match, gsm8k, math, remote, task
+
+Score = Callable[[str, Any, Mapping[str, Any]], float]  # (response, label, metadata)
+ScoreFunction = TypeVar("ScoreFunction", bound=Score)
+# (label, metadata) -> why no response to such a row can be graded, or None
+AnswerCheck = Callable[[Any, Mapping[str, Any]], str | None]
+
+
+def _no_problem(label: Any, metadata: Mapping[str, Any]) -> None:
+    """Every row can be scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +35,8 @@ class Reward:
     `extra` installs.
     """
 
-    score: Callable[[str, Any, Mapping[str, Any]], float]
-    problem: Callable[[Any, Mapping[str, Any]], str | None]
+    score: Score
+    problem: AnswerCheck = _no_problem
     inline: bool = False
     bounded: bool = False
     evaluates: Callable[[str], bool] | None = None
@@ -43,42 +52,61 @@ class Reward:
 
 
 rewards: Registry[Reward] = Registry("reward (--rm-type)")
-rewards.add(
-    "zero",
-    Reward(lambda response, label, metadata: 0.0, lambda label, metadata: None, inline=True),
+
+
+def register_reward(
+    name: str, problem: AnswerCheck = _no_problem, *, help: str = "", **declared: Any
+) -> Callable[[ScoreFunction], ScoreFunction]:
+    """Decorator that makes ``score(response, label, metadata) -> float`` the reward of --rm-type
+    `name`.
+
+    It runs in worker processes that may open no file and no socket; --custom-rm-path is for
+    functions that have to. declared: further fields of `Reward`. Raises ValueError when the name is
+    taken.
+    """
+
+    def register(score: ScoreFunction) -> ScoreFunction:
+        rewards.add(name, Reward(score, problem, **declared), help=help)
+        return score
+
+    return register
+
+
+register_reward("zero", inline=True, help="0 for everything (distillation).")(
+    lambda response, label, metadata: 0.0
 )
-rewards.add("exact_match", Reward(exact_match.score, exact_match.problem, bounded=True))
-rewards.add("gsm8k", Reward(gsm8k.score, gsm8k.problem, bounded=True))
-rewards.add(
+register_reward(
+    "exact_match", exact_match.problem, bounded=True, help="the response is the label."
+)(exact_match.score)
+register_reward(
+    "gsm8k", gsm8k.problem, bounded=True, help="the last number of the response is the label's."
+)(gsm8k.score)
+register_reward(
     "math",
-    Reward(math.score, math.problem, prepare=math.prepare, library=("math_verify", "math-verify")),
-)
-rewards.add("code", Reward(code.score, code.problem, prepare=code.prepare))
-rewards.add(
+    math.problem,
+    prepare=math.prepare,
+    library=("math_verify", "math-verify"),
+    help="math-verify finds the label in the response.",
+)(math.score)
+register_reward(
+    "code", code.problem, prepare=code.prepare, help="the metadata's tests, in a sandbox."
+)(code.score)
+register_reward(
     "remote_rm",
-    Reward(
-        remote.only_remote,
-        remote.problem,
-        prepare=remote.prepare,
-        library=("httpx", "httpx"),
-        extra="sglang",
-    ),
-)
-rewards.add(
+    remote.problem,
+    prepare=remote.prepare,
+    library=("httpx", "httpx"),
+    extra="sglang",
+    help="a server (--rm-url).",
+)(remote.only_remote)
+register_reward(
     "task",
-    Reward(
-        task.score,
-        task.problem,
-        evaluates=task.evaluates,
-        prepare=task.prepare,
-        library=("reasoning_gym", "reasoning-gym"),
-    ),
-)
-
-
-AnswerCheck = Callable[
-    [Any, Mapping[str, Any]], str | None
-]  # (label, metadata) -> what is wrong with them, or None
+    task.problem,
+    evaluates=task.evaluates,
+    prepare=task.prepare,
+    library=("reasoning_gym", "reasoning-gym"),
+    help="the data source's own scorer.",
+)(task.score)
 
 
 def reward_of(

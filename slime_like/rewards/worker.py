@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from slime_like.import_utils import load_module
 from slime_like.rewards import confinement, keeper
 from slime_like.rewards.custom import RewardArgs, RewardSample, is_async, load_function
 from slime_like.rewards.forked import in_child
@@ -53,12 +54,14 @@ Text = tuple[str, Any, dict[str, Any]]  # response, label, metadata
 class Setup:
     """args.custom_rm_path is loaded where it is set, else the named rewards are prepared.
 
-    missing: what `confinement.missing` found in the process that starts the workers.
+    missing: what `confinement.missing` found in the process that starts the workers. modules: of
+    the user's, where some of the named rewards are.
     """
 
     args: RewardArgs
     rm_types: tuple[str, ...]
     missing: dict[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
 
     @property
     def confined(self) -> bool:
@@ -136,6 +139,8 @@ def _prepare(setup: Setup) -> Callable[..., Any] | None:
 
         remote.prepare()
         return remote.score
+    for module in setup.modules:
+        load_module(module, "--import-modules")
     _confine(setup.rm_types)
     return None
 

@@ -37,7 +37,10 @@ from slime_like.rollout.engines.sglang.protocol import read_scores, scoring_body
 from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_spec import checkpoint_shapes
-from slime_like.rollout.engines.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater
+from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
+from slime_like.rollout.engines.sglang.weight_transfer.disk import DiskTransport
+from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
+from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.sampler import SampleCommand, is_tied, plain, with_nan
 
@@ -53,37 +56,46 @@ UNTIED = (
 )
 
 
-class SnapshotUpdater(WeightUpdater):
+class SnapshotTransport(DiskTransport):
     """Weights that lie in a folder already. folder: what the next update gives the servers."""
 
-    def __init__(self, fleet: Fleet, base: str, folder: Path, timeout_s: float) -> None:
-        settings = UpdateSettings(
-            "disk", timeout_s=timeout_s, disk_dir=str(folder), keep_files=True
-        )
-        super().__init__(fleet, settings, base, torch.device("cpu"))
-        self.folder = Path(base)
+    folder = Path()
 
-    def _from_disk(
+    def send(
         self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
     ) -> None:
         for _ in weights:  # names and shapes, which are compared with the base model's
             pass
-        self._load_everywhere(self.folder, version, workers)
+        self.load_everywhere(self.folder, version, workers)
+
+
+def snapshot_updater(fleet: Fleet, base: str, folder: Path, timeout_s: float) -> WeightUpdater:
+    """base: the folder that the servers were started with."""
+    settings = UpdateSettings("disk", timeout_s=timeout_s, disk_dir=str(folder), keep_files=True)
+    return WeightUpdater(fleet, settings, base, torch.device("cpu"), SnapshotTransport)
+
+
+def snapshots_of(updater: WeightUpdater | None) -> SnapshotTransport | None:
+    """The transport of a `snapshot_updater`; None on other ranks than 0."""
+    if updater is None:
+        return None
+    assert isinstance(updater.transport, SnapshotTransport)
+    return updater.transport
 
 
 class SglangSampler:
-    """In place of a `SnapshotSampler`. Rank 0 talks to the servers. engine, updater: the latter on
-    rank 0 only."""
+    """In place of a `SnapshotSampler`. Rank 0 talks to the servers. snapshots: the engine's
+    transport, on rank 0 only."""
 
     def __init__(
         self,
         engine: SglangEngine,
-        updater: SnapshotUpdater | None,
+        snapshots: SnapshotTransport | None,
         settings: RequestSettings,
         base: str,
     ) -> None:
         """A collective. base: folder of the model that the servers were started with."""
-        self._engine, self._updater, self._settings = engine, updater, settings
+        self._engine, self._snapshots, self._settings = engine, snapshots, settings
         self._folder = ""  # whose weights the servers have
         self._version = 0
         self._tied = from_rank_zero(lambda: is_tied(base))
@@ -128,8 +140,8 @@ class SglangSampler:
         on_rank_zero(lambda: shapes.update(shapes_in(folder)))
         for _ in range(ATTEMPTS):
             self._version += 1
-            if self._updater is not None:
-                self._updater.folder = Path(folder)
+            if self._snapshots is not None:
+                self._snapshots.folder = Path(folder)
             self._engine.update_weights(iter(shapes.items()), self._version)
             if self._engine.weight_version == self._version:
                 self._folder = folder
@@ -207,16 +219,16 @@ def make_sglang_sampler(run: RunConfig, layout: ParallelLayout) -> SglangSampler
     assert run.model.hf_checkpoint is not None
     model, root = run.model.hf_checkpoint, Path(run.server.server_dir).resolve()
 
-    def start() -> tuple[Fleet, SnapshotUpdater]:
+    def start() -> tuple[Fleet, WeightUpdater]:
         fleet = start_fleet(run, device=device_of_this_process(), logs=root / "engines")
-        return fleet, SnapshotUpdater(fleet, model, root, run.sglang.update_weight_timeout_s)
+        return fleet, snapshot_updater(fleet, model, root, run.sglang.update_weight_timeout_s)
 
     fleet, updater = on_rank_zero(start) or (None, None)
     settings = request_settings(run.sglang)
     engine = SglangEngine(
         fleet, updater, settings, model, check_updates=run.sglang.check_weight_update_equal
     )
-    return SglangSampler(engine, updater, settings, model)
+    return SglangSampler(engine, snapshots_of(updater), settings, model)
 
 
 def seeds_count(fleet: Fleet | None) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from arguments.rules.distillation import server_url
+from arguments.rules.data import server_url
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
 from slime_like.advantages import TokenEstimator, advantage_estimators

@@ -13,7 +13,7 @@ from slime_like.errors import RunError
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
 from slime_like.rollout.engines.base import RolloutEngine
-from slime_like.rollout.engines.local.engine import LocalEngine
+from slime_like.rollout.engines.engine_registry import EngineContext, rollout_engines
 
 if TYPE_CHECKING:
     from slime_like.trainer.weight_check import WeightCheck
@@ -72,17 +72,5 @@ def make_engine(
     output_dir: Path,
 ) -> RolloutEngine:
     """The engine of --rollout-engine; a collective."""
-    assert run.model.hf_checkpoint is not None
-    if run.rollout.rollout_engine == "sglang":
-        from slime_like.rollout.engines.sglang.factory import make_sglang_engine
-
-        return make_sglang_engine(run, device=device, output_dir=output_dir)
-    return LocalEngine(
-        run.model.hf_checkpoint,
-        tokenizer,
-        local_batch_size=run.rollout.rollout_local_batch_size,
-        device=device,
-        dtype=run.megatron.transformer.params_dtype,
-        trust_remote_code=run.model.trust_remote_code,
-        tied=False if run.unties_output_layer else None,
-    )
+    make = rollout_engines.get(run.rollout.rollout_engine)
+    return make(EngineContext(run, tokenizer, device, output_dir))

@@ -14,10 +14,9 @@ from torch import Tensor
 from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.weights.families import (
-    EMBEDDING,
-    LM_HEAD,
-    OUTPUT_LAYER,
+from slime_like.weights.families import EMBEDDING, LM_HEAD, OUTPUT_LAYER
+from slime_like.weights.mappings import Mapping, Sizes, VocabParallel
+from slime_like.weights.parameter_map import (
     any_expert,
     expert_number,
     family_map,
@@ -25,7 +24,6 @@ from slime_like.weights.families import (
     model_sizes,
     unwrap,
 )
-from slime_like.weights.mappings import Mapping, Sizes, VocabParallel
 
 
 def export_hf_weights(

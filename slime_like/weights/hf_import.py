@@ -12,7 +12,8 @@ from torch import Tensor
 from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.weights.families import (
+from slime_like.weights.mappings import Mapping, Part, Sizes
+from slime_like.weights.parameter_map import (
     VALUE_HEAD,
     expert_number,
     family_map,
@@ -20,7 +21,6 @@ from slime_like.weights.families import (
     model_sizes,
     unwrap,
 )
-from slime_like.weights.mappings import Mapping, Part, Sizes
 from slime_like.weights.safetensors_reader import DTYPES, MAX_NAMED, WeightFiles, listed
 
 

@@ -25,7 +25,7 @@ from slime_like.config import ConfigError
 from slime_like.megatron.checkpoint.networks import SavedNetwork, sharded_state
 from slime_like.megatron.model.gpt import build_chunks, model_shape
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.weights.families import global_parameters, named_weights
+from slime_like.weights.parameter_map import global_parameters, named_weights
 
 TIMEOUT_MINUTES = 24 * 60.0  # a rank may write for long while the others have done their part
 NO_ACCELERATOR = Machine(cuda=False, transformer_engine=False, gradient_fusion=False)

@@ -27,11 +27,11 @@ from slime_like.config import ConfigError, Problem
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.checkpoint.networks import available_name
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors
-from slime_like.weights.families import family_map, model_sizes
 from slime_like.weights.hf_export import gather_full_tensors
 from slime_like.weights.hf_save import check_folders, finish_folder
 from slime_like.weights.mappings import Mapping
 from slime_like.weights.meta_model import Blueprint
+from slime_like.weights.parameter_map import family_map, model_sizes
 from slime_like.weights.safetensors_writer import (
     NOTE,
     ShardPlan,

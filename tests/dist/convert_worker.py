@@ -28,7 +28,7 @@ from slime_like.megatron.model.gpt import build_chunks  # noqa: E402
 from slime_like.megatron.model.policy import head_weight  # noqa: E402
 from slime_like.megatron.ops.attention import packed_rows  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
-from slime_like.weights import families  # noqa: E402
+from slime_like.weights import parameter_map  # noqa: E402
 from slime_like.weights.hf_export import export_hf_weights  # noqa: E402
 from slime_like.weights.hf_import import load_hf_weights  # noqa: E402
 from slime_like.weights.hf_save import save_hf  # noqa: E402
@@ -216,8 +216,8 @@ def check_names_of_transformer_engine(
             renamed += other != name
             yield other, weight
 
-    families_named_weights = families.named_weights
-    with mock.patch.object(families, "named_weights", named_weights):
+    families_named_weights = parameter_map.named_weights
+    with mock.patch.object(parameter_map, "named_weights", named_weights):
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.data.zero_()

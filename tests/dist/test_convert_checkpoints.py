@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.parity.ranks import run_ranks
-from slime_like.weights.families import FAMILIES
+from slime_like.weights.families import model_families
 from tests.dist.test_convert import MODELS, SIZES
 from tests.dist.test_convert_moe import make_models
 
@@ -51,7 +51,7 @@ def test_round_trips_from_one_layout_to_another(folders: dict[str, str], tmp_pat
         json.loads((Path(folder) / "config.json").read_text())["architectures"][0]
         for folder in folders.values()
     }
-    assert architectures - {"Qwen2ForTokenClassification"} == set(FAMILIES), (
+    assert architectures - {"Qwen2ForTokenClassification"} == set(model_families.names()), (
         "a family without a round trip"
     )
     cases: list[Any] = []

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.parity.models import TINY
 from benchmarks.parity.ranks import run_ranks
-from slime_like.weights.families import any_expert, canonical_name, expert_number, family_map
+from slime_like.weights.parameter_map import any_expert, canonical_name, expert_number, family_map
 from tests.dist import convert_worker
 
 SIZES: dict[str, Any] = dict(**TINY, vocab_size=90, initializer_range=0.2)

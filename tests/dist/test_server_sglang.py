@@ -25,7 +25,7 @@ from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.sampler import seed_of
-from slime_like.tinker.sglang_sampler import SglangSampler, SnapshotUpdater
+from slime_like.tinker.sglang_sampler import SglangSampler, snapshot_updater, snapshots_of
 from tests.fake_sglang import FakeServer, changed, fake_servers, make_served_model, status
 
 PROMPTS = [(7, 8, 9), (11, 5)]
@@ -56,10 +56,13 @@ def sampler_of(base: str, servers: list[FakeServer]) -> SglangSampler:
         1.0,
     )
     fleet.start()
-    updater = SnapshotUpdater(fleet, base, Path(base), 5.0)
+    updater = snapshot_updater(fleet, base, Path(base), 5.0)
     settings = RequestSettings(Deadlines(5.0, 10.0, 10.0), Retries(2, 0.01, 0.02), 64)
     return SglangSampler(
-        SglangEngine(fleet, updater, settings, base, check_updates=False), updater, settings, base
+        SglangEngine(fleet, updater, settings, base, check_updates=False),
+        snapshots_of(updater),
+        settings,
+        base,
     )
 
 

@@ -23,7 +23,8 @@ from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.router import Router
 from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
-from slime_like.rollout.engines.sglang.weight_update import Transport, UpdateSettings, WeightUpdater
+from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
+from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 from tests.sglang.conftest import Servers, running, slowed
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
@@ -37,7 +38,7 @@ EXACT = 1e-4
 
 @contextlib.contextmanager
 def engine_of(
-    model: str, urls: Sequence[str], transport: Transport, *, router: str | None = None, **more: Any
+    model: str, urls: Sequence[str], transport: str, *, router: str | None = None, **more: Any
 ) -> Iterator[SglangEngine]:
     """router: host:port. more: of the engine."""
     behind = None if router is None else Router(f"http://{router}", None, 5.0)
@@ -51,9 +52,7 @@ def engine_of(
 
 
 @contextlib.contextmanager
-def engine_with(
-    fleet: Fleet, model: str, transport: Transport, **more: Any
-) -> Iterator[SglangEngine]:
+def engine_with(fleet: Fleet, model: str, transport: str, **more: Any) -> Iterator[SglangEngine]:
     try:
         fleet.start()
         updater = WeightUpdater(
@@ -135,7 +134,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) ->
 
 @pytest.mark.parametrize("transport", ["broadcast", "disk", "tensor"])
 def test_versions_and_log_probs_of_tokens_around_an_update(
-    demo: Path, servers: Servers, transport: Transport
+    demo: Path, servers: Servers, transport: str
 ) -> None:
     """Through the router, while both servers are in the middle of responses."""
     model = str(demo / "model")

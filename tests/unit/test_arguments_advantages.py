@@ -95,7 +95,7 @@ REFUSED = [
         "--normalize-advantages",
         "reinforce_plus_plus_baseline",
     ),
-    ("adaptive_kl_has_a_start", "--kl-ctrl-type adaptive", "--kl-ctrl-type", "--kl-coef above 0"),
+    ("", "--kl-ctrl-type adaptive", "--kl-ctrl-type", "without --kl-coef"),
     ("", "--use-kl-in-reward", "--use-kl-in-reward", "--kl-coef"),
     ("", "--kl-ctrl-type adaptiv", "--kl-ctrl-type", "legal values: fixed, adaptive"),
     ("", "--kl-target 0", "--kl-target", "must be > 0"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from arguments.hf.peft_adapter import adapter_config, read_adapter_config
-from arguments.rules.lora import LORA_RULES
+from arguments.rules.training import LORA_RULES
 from arguments.run_config import RunConfig
 from slime_like.megatron.lora import critic_lora_spec, lora_spec
 from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags, write_files

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from arguments.rules.losses import LOSS_RULES
+from arguments.rules.algorithm import LOSS_RULES
 from arguments.run_config import RunConfig
 from slime_like.config import Problem
 from slime_like.losses import policy_losses
@@ -169,7 +169,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("", "--policy-loss-type cispo --cispo-anchor rollout --tis-ratio-type sequence", "--tis-ratio-type", "count double"),
     ("", "--policy-loss-type dppo_tv --use-tis", "--tis-ratio-type", "count double"),
     ("", "--loss-type sft_loss --token-mask-is-threshold-low 0.5 --token-mask-is-threshold-high 2", "--token-mask-is-threshold-low", "no old policy"),
-    ("dro_needs_beta", "--policy-loss-type dro", "--dro-beta", "is missing"),
+    ("", "--policy-loss-type dro", "--dro-beta", "is missing"),
     ("sequence_mask", "--opsm-delta 0.1", "--opsm-delta", "without --use-opsm"),
     ("sequence_mask", "--use-opsm --loss-type sft_loss", "--use-opsm", "no old policy"),
     ("", "--positive-nll-coef 0.1 --loss-type sft_loss", "--positive-nll-coef", "--loss-type sft_loss"),

@@ -10,7 +10,7 @@ import torch
 
 from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
-from arguments.rules.optimizer import OPTIMIZER_RULES
+from arguments.rules.training import OPTIMIZER_RULES
 from slime_like.config import ConfigError
 from tests.unit.command_lines import complete
 

@@ -22,17 +22,17 @@ megatron_patches.apply()
 from arguments.hf.model import read_hf_model  # noqa: E402
 from arguments.megatron import merge_network  # noqa: E402
 from arguments.megatron_configs import build_megatron_configs  # noqa: E402
-from arguments.rules.layout import CutNetwork, layout_problems  # noqa: E402
+from arguments.rules.network import CutNetwork, layout_problems  # noqa: E402
 from arguments.schema import GPTModelConfig, ModelConfig  # noqa: E402
-from slime_like.weights.families import (  # noqa: E402
-    FAMILIES,
+from slime_like.weights.families import model_families  # noqa: E402
+from slime_like.weights.hf_import import _fill  # noqa: E402
+from slime_like.weights.meta_model import NO_ACCELERATOR, conversion_layout  # noqa: E402
+from slime_like.weights.parameter_map import (  # noqa: E402
     canonical_name,
     expert_number,
     family_map,
     model_sizes,
 )
-from slime_like.weights.hf_import import _fill  # noqa: E402
-from slime_like.weights.meta_model import NO_ACCELERATOR, conversion_layout  # noqa: E402
 from slime_like.weights.safetensors_reader import WeightFiles  # noqa: E402
 
 mbridge = pytest.importorskip(
@@ -170,4 +170,4 @@ def test_the_same_shards_and_the_same_tensors_back(
 
 
 def test_every_family_is_judged() -> None:
-    assert {f"{name}ForCausalLM" for name in MODELS} == set(FAMILIES)
+    assert {f"{name}ForCausalLM" for name in MODELS} == set(model_families.names())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from arguments.parse import parse_args
-from arguments.rules.distillation import DISTILLATION_RULES, server_url
+from arguments.rules.data import DISTILLATION_RULES, server_url
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages, teacher_gaps
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of
 

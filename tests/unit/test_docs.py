@@ -38,7 +38,7 @@ FOREIGN = {
     "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend --enable-return-routed-experts",
     "tensorboard": "--logdir",
     "examples/tinker": "--model --base-url --demo --learning-rate --log-path --start-from --stop-after",
-    "of a user's module": "--my-weight",
+    "of a user's module": "--my-weight --spo-eps",
     "passed on to SGLang": "--sglang-mem-fraction-static --sglang-enable-deterministic-inference",
 }
 OTHERS = {flag for flags in FOREIGN.values() for flag in flags.split()}

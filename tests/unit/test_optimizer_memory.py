@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
-from arguments.rules.optimizer import LARGEST_BETA2_OF_BF16
+from arguments.rules.training import LARGEST_BETA2_OF_BF16
 from megatron_patches import precision_adam
 from megatron_patches.precision_adam import PrecisionAwareAdam
 

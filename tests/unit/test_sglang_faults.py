@@ -22,10 +22,7 @@ from slime_like.rollout.engines.local.engine import LocalEngine
 from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.http import ControlClient, RequestFailed
 from slime_like.rollout.engines.sglang.router import Router
-from slime_like.rollout.engines.sglang.weight_update import (
-    Transport,
-    UpdateIncomplete,
-)
+from slime_like.rollout.engines.sglang.weight_transfer.servers import UpdateIncomplete
 from tests.fake_sglang import (
     ATTEMPTS,
     Answer,
@@ -344,7 +341,7 @@ def test_garbage_of_control_calls_is_a_sentence_and_kills_no_thread(model: str) 
                 with contextlib.suppress(RunError):  # of the router, by its name
                     engine.update_weights(weights_of(model), version + 1)
                 with contextlib.suppress(RunError, RequestFailed):
-                    engine._updater._size(engine.fleet.workers[1])
+                    engine._updater.servers.size(engine.fleet.workers[1])
                 engine.fleet.take_added()
                 engine.fleet._wake.set()
                 wait_until(lambda: not engine.fleet._wake.is_set())
@@ -607,7 +604,7 @@ def test_weights_in_requests(model: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "tensor"])
-def test_a_server_that_does_not_tell_its_size_is_out(model: str, transport: Transport) -> None:
+def test_a_server_that_does_not_tell_its_size_is_out(model: str, transport: str) -> None:
     """The update is given up, not the run: all ranks make another attempt, for the servers that are
     left."""
     with (

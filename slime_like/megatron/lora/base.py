@@ -21,7 +21,7 @@ from slime_like.megatron.lora.targets import HEAD
 from slime_like.megatron.model.policy import Slot
 from slime_like.megatron.network import Network
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.weights.families import family_map, global_parameters, model_sizes, unwrap
+from slime_like.weights.parameter_map import family_map, global_parameters, model_sizes, unwrap
 
 VALUE_HEAD = "value_head"  # the slot of one
 LATENT = (

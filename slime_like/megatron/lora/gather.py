@@ -11,8 +11,8 @@ from torch import Tensor
 
 from slime_like.megatron.lora.adapter import shard_of, shard_shape
 from slime_like.megatron.lora.network import LoraNetwork
-from slime_like.weights.families import any_expert
 from slime_like.weights.hf_export import shards_of_all_ranks
+from slime_like.weights.parameter_map import any_expert
 
 
 def gather_factors(

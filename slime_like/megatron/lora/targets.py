@@ -13,7 +13,7 @@ from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 
 from slime_like.megatron.lora.config import LoraSpec
-from slime_like.weights.families import LM_HEAD, OUTPUT_LAYER, expert_number
+from slime_like.weights.families import LM_HEAD, OUTPUT_LAYER
 from slime_like.weights.mappings import (
     QKV,
     ColumnParallel,
@@ -23,6 +23,7 @@ from slime_like.weights.mappings import (
     Sizes,
     VocabParallel,
 )
+from slime_like.weights.parameter_map import expert_number
 
 HEAD = OUTPUT_LAYER
 

@@ -13,6 +13,7 @@ that they leave, and these are reported too.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -104,12 +105,16 @@ class GenerateOutput:
 
 
 class RolloutEngine(Protocol):
-    """Generates responses under weights that the trainer hands over."""
+    """Generates responses under weights that the trainer hands over.
 
-    weight_version: int  # of the last complete update; -1 before the first
+    What has a default is enough for an engine that answers each request before anything else
+    happens in its process.
+    """
+
+    weight_version: int = -1  # of the last complete update; -1 before the first
     # True: servers that all ranks share, rank 0 asks for all; False: each rank has an engine of its
     # own, and asks it
-    serves_all_ranks: bool
+    serves_all_ranks: bool = False
 
     def generate(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams
@@ -117,7 +122,14 @@ class RolloutEngine(Protocol):
         """Outputs in the order of `requests`; not from within an event loop. Raises RuntimeError
         while the weights are missing or half updated, ValueError for requests that the engine can
         never serve."""
-        ...
+
+        async def all_of_them() -> list[GenerateOutput]:
+            try:
+                return await asyncio.gather(*(self.generate_one(r, sampling) for r in requests))
+            finally:
+                await self.leave_loop()
+
+        return asyncio.run(all_of_them())
 
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams
@@ -130,19 +142,15 @@ class RolloutEngine(Protocol):
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
         """End pending requests (None: all of them); each returns what it has, with finish_reason
         "abort" and failure None. Ids that are not pending are passed over."""
-        ...
 
     async def leave_loop(self) -> None:
         """The event loop that asked ends: close what belongs to it."""
-        ...
 
     def pause(self) -> None:
         """Stop making tokens; pending requests stay, and so do their tokens."""
-        ...
 
     def resume(self) -> None:
         """Go on after `pause`, under the weights of now."""
-        ...
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by (Hugging Face name, full tensor) pairs. A collective: all ranks
@@ -155,18 +163,17 @@ class RolloutEngine(Protocol):
     def check_health(self) -> None:
         """A collective, before a rollout. `weight_version` is -1 after it where the engine needs
         the weights again. Raises RunError when the engine cannot serve any more."""
-        ...
 
     def release_memory(self) -> None:
         """Before training: give up what the GPUs of the trainer are needed for. `update_weights`
         takes it back."""
-        ...
 
     def take_metrics(self) -> dict[str, float]:
         """Numbers about requests and weight updates since the last call; rank 0's are logged."""
-        ...
+        return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run ends."""
 
 
 class GenerationClient(Protocol):

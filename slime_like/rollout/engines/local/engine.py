@@ -29,7 +29,12 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.engines.base import (
+    GenerateOutput,
+    GenerateRequest,
+    RolloutEngine,
+    SamplingParams,
+)
 from slime_like.rollout.engines.local.decoder import Decoder
 from slime_like.rollout.engines.local.weight_loader import WeightSlots
 
@@ -136,7 +141,7 @@ def _answer(item: _Waiting, output: GenerateOutput) -> None:
         item.answer.set_result(output)
 
 
-class LocalEngine:
+class LocalEngine(RolloutEngine):
     """`RolloutEngine` in process. The network comes from the config in `hf_checkpoint` (a folder), its
     weights only from `update_weights`.
 
@@ -170,9 +175,7 @@ class LocalEngine:
                 config, dtype=dtype, trust_remote_code=trust_remote_code
             )
         model.tie_weights()
-        self.weight_version = -1
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
-        self.serves_all_ranks = False
         self._model = model.eval().requires_grad_(False)
         self._slots = WeightSlots(self._model)
         self._weights_complete = False
@@ -232,23 +235,11 @@ class LocalEngine:
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
         self._batcher.abort(sample_ids)
 
-    async def leave_loop(self) -> None:
-        """Nothing belongs to it."""
-
     def pause(self) -> None:
         self._batcher.paused = True
 
     def resume(self) -> None:
         self._batcher.paused = False
-
-    def check_health(self) -> None:
-        """It lives as long as this process."""
-
-    def release_memory(self) -> None:
-        """Its weights stay: they are small, or there is no GPU."""
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
 
     def close(self) -> None:
         """Free the weights; the engine generates no more."""

@@ -12,7 +12,7 @@ from slime_like.rollout.engines.checked_json import shown
 from slime_like.rollout.engines.sglang.control_answers import checksums, weight_version
 from slime_like.rollout.engines.sglang.http import RequestFailed
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
-from slime_like.rollout.engines.sglang.weight_update import CONTROL_S
+from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from slime_like.distributed.collectives import from_rank_zero, share
 from slime_like.errors import RunError
-from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.rollout.engines.base import (
+    GenerateOutput,
+    GenerateRequest,
+    RolloutEngine,
+    SamplingParams,
+)
 from slime_like.rollout.engines.checked_json import BadAnswer
 from slime_like.rollout.engines.sglang.control_plane import (
     ColocatedMemory,
@@ -38,17 +43,15 @@ from slime_like.rollout.engines.sglang.requests import LOOK_S, RequestSettings, 
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_spec import compare_with_checkpoint, vocabulary_size
-from slime_like.rollout.engines.sglang.weight_update import (
-    UpdateIncomplete,
-    WeightUpdater,
-)
+from slime_like.rollout.engines.sglang.weight_transfer.servers import UpdateIncomplete
+from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
 
 PAUSE = {"mode": "retract"}
 
 
-class SglangEngine:
+class SglangEngine(RolloutEngine):
     """`RolloutEngine` over HTTP. fleet, updater: on rank 0 only, where they are made before this;
     None elsewhere. routes: of the network that is served; None: it has no experts."""
 
@@ -56,7 +59,6 @@ class SglangEngine:
         self, fleet: Fleet | None, updater: WeightUpdater | None, requests: RequestSettings, hf_checkpoint: str, *,
         check_updates: bool, colocated: bool = False, routes: RoutesFormat | None = None,
     ) -> None:  # fmt: skip
-        self.weight_version = -1
         self.serves_all_ranks = True
         self.fleet = fleet
         self._updater = updater
@@ -72,19 +74,6 @@ class SglangEngine:
         self._metrics: dict[str, float] = {}
 
     # --- requests
-
-    def generate(
-        self, requests: Sequence[GenerateRequest], sampling: SamplingParams
-    ) -> list[GenerateOutput]:
-        async def all_of_them() -> list[GenerateOutput]:
-            try:
-                return await asyncio.gather(
-                    *(self.generate_one(request, sampling) for request in requests)
-                )
-            finally:
-                await self.leave_loop()
-
-        return asyncio.run(all_of_them())
 
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams

@@ -17,6 +17,7 @@ from arguments.schema import SglangConfig
 from arguments.sglang_install import interpreter, packages_of
 from slime_like.distributed.collectives import on_rank_zero
 from slime_like.errors import RunError
+from slime_like.rollout.engines.engine_registry import EngineContext
 from slime_like.rollout.engines.sglang.engine import SglangEngine
 from slime_like.rollout.engines.sglang.http import Deadlines, RequestFailed, Retries
 from slime_like.rollout.engines.sglang.processes import (
@@ -31,7 +32,9 @@ from slime_like.rollout.engines.sglang.requests import RequestSettings
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
 from slime_like.rollout.engines.sglang.router import Router
 from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
-from slime_like.rollout.engines.sglang.weight_update import CONTROL_S, UpdateSettings, WeightUpdater
+from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
+from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
+from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +42,16 @@ LOOPBACK = "127.0.0.1"
 ROUTES_SETTING = "enable_return_routed_experts"  # of a server
 
 
-def make_sglang_engine(run: RunConfig, *, device: torch.device, output_dir: Path) -> SglangEngine:
+def make_sglang_engine(context: EngineContext) -> SglangEngine:
     """A collective. Rank 0 starts what is to be started and waits until it answers; what these
-    processes print is in `output_dir`/engines. Raises RunError on every rank when it does not."""
+    processes print is in the run's folder under engines. Raises RunError on every rank when it does
+    not."""
+    run, device = context.config, context.device
     assert run.model.hf_checkpoint is not None
     model, settings = run.model.hf_checkpoint, update_settings(run.sglang)
 
     def start() -> tuple[Fleet, WeightUpdater]:
-        fleet = start_fleet(run, device=device, logs=output_dir / "engines")
+        fleet = start_fleet(run, device=device, logs=context.output_dir / "engines")
         return fleet, WeightUpdater(fleet, settings, model, device)
 
     fleet, updater = on_rank_zero(start) or (None, None)
@@ -212,9 +217,9 @@ def request_settings(config: SglangConfig) -> RequestSettings:
 
 
 def update_settings(config: SglangConfig) -> UpdateSettings:
-    assert config.update_weight_transport in ("broadcast", "disk", "cuda_ipc", "tensor")
+    assert config.update_weight_transport is not None, "completed when the command line is read"
     return UpdateSettings(
-        transport=config.update_weight_transport,  # type: ignore[arg-type]
+        transport=config.update_weight_transport,
         buffer_bytes=config.update_weight_buffer_size,
         timeout_s=config.update_weight_timeout_s,
         disk_dir=config.update_weight_disk_dir,

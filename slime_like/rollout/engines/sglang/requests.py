@@ -34,7 +34,7 @@ from slime_like.rollout.engines.sglang.protocol import (
 )
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat, read_routes
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
-from slime_like.rollout.engines.sglang.weight_update import CONTROL_S
+from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
 
 ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
 LOOK_S = 0.1  # between two looks for a server that may answer

@@ -1,5 +1,4 @@
-"""One declarative map per model family: megatron-core's parameter name -> how it is made of Hugging
-Face tensors.
+"""Every parameter of a model of some family, and how it is made of Hugging Face tensors.
 
 Names are those of the layer spec without Transformer Engine; with it, the norm in front of a linear
 layer is a parameter of that layer, its grouped experts are numbered parameters of one layer, and
@@ -17,163 +16,23 @@ from torch import Tensor
 
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
+from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER, model_families
+from slime_like.weights.families.base import ATTENTION, HF_ATTENTION
 from slime_like.weights.mappings import (
-    QKV,
-    ColumnParallel,
-    GatedMLP,
     Mapping,
     Replicated,
     ReplicatedRows,
-    RowParallel,
     Sizes,
-    VocabParallel,
 )
-
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT_LAYER = "output_layer.weight"
-LM_HEAD = "lm_head.weight"  # Hugging Face's name of it
-_ATTENTION = "model.layers.{layer}.self_attn"
-_MLP = "model.layers.{layer}.mlp"
-
-LLAMA: dict[str, Mapping] = {
-    EMBEDDING: VocabParallel("model.embed_tokens.weight"),
-    "decoder.layers.{layer}.input_layernorm.weight": Replicated(
-        "model.layers.{layer}.input_layernorm.weight"
-    ),
-    "decoder.layers.{layer}.self_attention.linear_qkv.weight": QKV(
-        f"{_ATTENTION}.q_proj.weight", f"{_ATTENTION}.k_proj.weight", f"{_ATTENTION}.v_proj.weight"
-    ),
-    "decoder.layers.{layer}.self_attention.linear_proj.weight": RowParallel(
-        f"{_ATTENTION}.o_proj.weight", "query"
-    ),
-    "decoder.layers.{layer}.pre_mlp_layernorm.weight": Replicated(
-        "model.layers.{layer}.post_attention_layernorm.weight"
-    ),
-    "decoder.layers.{layer}.mlp.linear_fc1.weight": GatedMLP(
-        f"{_MLP}.gate_proj.weight", f"{_MLP}.up_proj.weight"
-    ),
-    "decoder.layers.{layer}.mlp.linear_fc2.weight": RowParallel(f"{_MLP}.down_proj.weight", "ffn"),
-    "decoder.final_layernorm.weight": Replicated("model.norm.weight"),
-    OUTPUT_LAYER: VocabParallel(LM_HEAD),
-}
-
-QWEN2: dict[str, Mapping] = {
-    **LLAMA,
-    "decoder.layers.{layer}.self_attention.linear_qkv.bias": QKV(
-        f"{_ATTENTION}.q_proj.bias",
-        f"{_ATTENTION}.k_proj.bias",
-        f"{_ATTENTION}.v_proj.bias",
-        bias=True,
-    ),
-}
-
-QWEN3: dict[str, Mapping] = {
-    **LLAMA,
-    "decoder.layers.{layer}.self_attention.q_layernorm.weight": Replicated(
-        f"{_ATTENTION}.q_norm.weight", "head_dim"
-    ),
-    "decoder.layers.{layer}.self_attention.k_layernorm.weight": Replicated(
-        f"{_ATTENTION}.k_norm.weight", "head_dim"
-    ),
-}
-
-_MEGATRON_MLP = "decoder.layers.{layer}.mlp"
-_EXPERT = f"{_MEGATRON_MLP}.experts.local_experts.{{expert}}"
-
-
-def _experts(block: str, gate: str, up: str, down: str) -> dict[str, Mapping]:
-    """Router and experts of a layer. block: the layer's name in the file; gate, up, down: an
-    expert's three projections."""
-    expert = f"{block}.experts.{{expert}}"
-    return {
-        f"{_MEGATRON_MLP}.router.weight": ReplicatedRows(f"{block}.gate.weight", "experts"),
-        f"{_EXPERT}.linear_fc1.weight": GatedMLP(
-            f"{expert}.{gate}.weight", f"{expert}.{up}.weight", "expert_ffn"
-        ),
-        f"{_EXPERT}.linear_fc2.weight": RowParallel(f"{expert}.{down}.weight", "expert_ffn"),
-    }
-
-
-QWEN3_MOE: dict[str, Mapping] = {**QWEN3, **_experts(_MLP, "gate_proj", "up_proj", "down_proj")}
-
-QWEN2_MOE: dict[str, Mapping] = {
-    **QWEN2,
-    **_experts(_MLP, "gate_proj", "up_proj", "down_proj"),
-    f"{_MEGATRON_MLP}.shared_experts.linear_fc1.weight": GatedMLP(
-        f"{_MLP}.shared_expert.gate_proj.weight",
-        f"{_MLP}.shared_expert.up_proj.weight",
-        "shared_ffn",
-    ),
-    f"{_MEGATRON_MLP}.shared_experts.linear_fc2.weight": RowParallel(
-        f"{_MLP}.shared_expert.down_proj.weight", "shared_ffn"
-    ),
-    f"{_MEGATRON_MLP}.shared_experts.gate_weight": ReplicatedRows(
-        f"{_MLP}.shared_expert_gate.weight", "one"
-    ),
-}
-
-_LATENT = "decoder.layers.{layer}.self_attention"
-# megatron-core turns the rotated part of queries and keys from pairs into halves itself, as the
-# file's architecture does
-DEEPSEEK_V3: dict[str, Mapping] = {
-    **{name: mapping for name, mapping in LLAMA.items() if ".self_attention." not in name},
-    f"{_LATENT}.linear_q_proj.weight": ColumnParallel(
-        f"{_ATTENTION}.q_proj.weight", "latent_query"
-    ),
-    f"{_LATENT}.linear_q_down_proj.weight": ColumnParallel(
-        f"{_ATTENTION}.q_a_proj.weight", "q_latent"
-    ),
-    f"{_LATENT}.q_layernorm.weight": Replicated(f"{_ATTENTION}.q_a_layernorm.weight", "q_latent"),
-    f"{_LATENT}.linear_q_up_proj.weight": ColumnParallel(
-        f"{_ATTENTION}.q_b_proj.weight", "latent_query", "q_latent"
-    ),
-    f"{_LATENT}.linear_kv_down_proj.weight": ColumnParallel(
-        f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_latent_and_rotary"
-    ),
-    f"{_LATENT}.kv_layernorm.weight": Replicated(
-        f"{_ATTENTION}.kv_a_layernorm.weight", "kv_latent"
-    ),
-    f"{_LATENT}.linear_kv_up_proj.weight": ColumnParallel(
-        f"{_ATTENTION}.kv_b_proj.weight", "latent_key_value", "kv_latent"
-    ),
-    f"{_LATENT}.linear_proj.weight": RowParallel(f"{_ATTENTION}.o_proj.weight", "latent_value"),
-    **_experts(_MLP, "gate_proj", "up_proj", "down_proj"),
-    f"{_MEGATRON_MLP}.router.expert_bias": Replicated(
-        f"{_MLP}.gate.e_score_correction_bias", "experts"
-    ),
-    f"{_MEGATRON_MLP}.shared_experts.linear_fc1.weight": GatedMLP(
-        f"{_MLP}.shared_experts.gate_proj.weight",
-        f"{_MLP}.shared_experts.up_proj.weight",
-        "shared_ffn",
-    ),
-    f"{_MEGATRON_MLP}.shared_experts.linear_fc2.weight": RowParallel(
-        f"{_MLP}.shared_experts.down_proj.weight", "shared_ffn"
-    ),
-}
 
 # Transformer Engine's layers have the down-projections whole on every tensor-parallel rank
 _WHOLE_DOWN_PROJECTIONS: dict[str, Mapping] = {
-    f"{_LATENT}.linear_q_down_proj.weight": ReplicatedRows(
-        f"{_ATTENTION}.q_a_proj.weight", "q_latent"
+    f"{ATTENTION}.linear_q_down_proj.weight": ReplicatedRows(
+        f"{HF_ATTENTION}.q_a_proj.weight", "q_latent"
     ),
-    f"{_LATENT}.linear_kv_down_proj.weight": ReplicatedRows(
-        f"{_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_latent_and_rotary"
+    f"{ATTENTION}.linear_kv_down_proj.weight": ReplicatedRows(
+        f"{HF_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_latent_and_rotary"
     ),
-}
-
-MIXTRAL: dict[str, Mapping] = {
-    **LLAMA,
-    **_experts("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"),
-}
-
-FAMILIES = {
-    "LlamaForCausalLM": LLAMA,
-    "Qwen2ForCausalLM": QWEN2,
-    "Qwen3ForCausalLM": QWEN3,
-    "Qwen3MoeForCausalLM": QWEN3_MOE,
-    "Qwen2MoeForCausalLM": QWEN2_MOE,
-    "MixtralForCausalLM": MIXTRAL,
-    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
 }
 
 # A critic's head, under the names of *ForTokenClassification. *ForSequenceClassification has the
@@ -195,9 +54,10 @@ _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 
 
-_OF_WHOLE_QUERIES = (f"{_LATENT}.linear_q_proj.weight",)
+_OF_WHOLE_QUERIES = (f"{ATTENTION}.linear_q_proj.weight",)
 _OF_COMPRESSED_QUERIES = tuple(
-    f"{_LATENT}.{name}.weight" for name in ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj")
+    f"{ATTENTION}.{name}.weight"
+    for name in ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj")
 )
 
 
@@ -210,13 +70,9 @@ def family_map(
     config: the model's TransformerConfig. tied: the output layer is the embedding. (Where they are
     on different pipeline stages megatron-core keeps a copy of it as the last stage's
     output_layer.weight.) value_head: a critic, which has no output layer. Raises ValueError for an
-    architecture without a map.
+    architecture that is not registered.
     """
-    if architecture not in FAMILIES:
-        raise ValueError(
-            f"architecture {architecture!r} has no conversion map; legal values: {', '.join(FAMILIES)}"
-        )
-    family = dict(FAMILIES[architecture])
+    family = dict(model_families.get(architecture).parameters)
     if tied:
         family[OUTPUT_LAYER] = family[EMBEDDING]
     if config.multi_latent_attention:

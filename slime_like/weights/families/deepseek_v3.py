@@ -1,5 +1,4 @@
-"""DeepSeek-V3's multi-latent attention, rotary embedding and experts, as settings of megatron-core;
-a part of `hf_model.py`.
+"""DeepSeek-V3: multi-latent attention, experts chosen by sigmoids within groups.
 
 What megatron-core 0.16 has no counterpart for is refused by key: multi-token prediction, other
 group scores than the sum of each group's two best, weights that are not renormalised, rotary
@@ -10,7 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from arguments.hf.moe import WITHOUT_EFFECT, Reader
+from slime_like.weights.families import llama
+from slime_like.weights.families.base import (
+    ATTENTION,
+    HF_ATTENTION,
+    HF_MLP,
+    MLP,
+    ConfigReader,
+    ModelFamily,
+    register_model_family,
+)
+from slime_like.weights.families.experts import WITHOUT_EFFECT, expert_parameters
+from slime_like.weights.mappings import ColumnParallel, GatedMLP, Mapping, Replicated, RowParallel
 
 MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 ROUTER_KEYS = (
@@ -67,7 +77,7 @@ YARN = {
 }  # key -> transformers' default
 
 
-def deepseek_settings(reader: Reader) -> dict[str, Any]:
+def deepseek_settings(reader: ConfigReader) -> dict[str, Any]:
     """MLATransformerConfig's fields. What is unsupported is told to the reader."""
     for key, legal in FIXED.items():
         value = reader.config.get(key)
@@ -107,7 +117,7 @@ def deepseek_settings(reader: Reader) -> dict[str, Any]:
     }
 
 
-def _rotary(reader: Reader) -> dict[str, Any]:
+def _rotary(reader: ConfigReader) -> dict[str, Any]:
     config = reader.config
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = given.pop("rope_type", given.pop("type", "default"))
@@ -141,7 +151,7 @@ def _rotary(reader: Reader) -> dict[str, Any]:
     return settings | {key: float(value) for key, value in yarn.items()}
 
 
-def _experts(reader: Reader) -> dict[str, Any]:
+def _experts(reader: ConfigReader) -> dict[str, Any]:
     experts, topk = reader.number("n_routed_experts"), reader.number("num_experts_per_tok")
     groups, chosen = reader.number("n_group", default=1), reader.number("topk_group", default=1)
     limited = chosen < groups
@@ -183,3 +193,57 @@ def _experts(reader: Reader) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": shared * ffn,
         "moe_router_load_balancing_type": "none",
     }
+
+
+# megatron-core turns the rotated part of queries and keys from pairs into halves itself, as the
+# file's architecture does
+PARAMETERS: dict[str, Mapping] = {
+    **{
+        name: mapping
+        for name, mapping in llama.PARAMETERS.items()
+        if ".self_attention." not in name
+    },
+    f"{ATTENTION}.linear_q_proj.weight": ColumnParallel(
+        f"{HF_ATTENTION}.q_proj.weight", "latent_query"
+    ),
+    f"{ATTENTION}.linear_q_down_proj.weight": ColumnParallel(
+        f"{HF_ATTENTION}.q_a_proj.weight", "q_latent"
+    ),
+    f"{ATTENTION}.q_layernorm.weight": Replicated(
+        f"{HF_ATTENTION}.q_a_layernorm.weight", "q_latent"
+    ),
+    f"{ATTENTION}.linear_q_up_proj.weight": ColumnParallel(
+        f"{HF_ATTENTION}.q_b_proj.weight", "latent_query", "q_latent"
+    ),
+    f"{ATTENTION}.linear_kv_down_proj.weight": ColumnParallel(
+        f"{HF_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_latent_and_rotary"
+    ),
+    f"{ATTENTION}.kv_layernorm.weight": Replicated(
+        f"{HF_ATTENTION}.kv_a_layernorm.weight", "kv_latent"
+    ),
+    f"{ATTENTION}.linear_kv_up_proj.weight": ColumnParallel(
+        f"{HF_ATTENTION}.kv_b_proj.weight", "latent_key_value", "kv_latent"
+    ),
+    f"{ATTENTION}.linear_proj.weight": RowParallel(f"{HF_ATTENTION}.o_proj.weight", "latent_value"),
+    **expert_parameters(HF_MLP, "gate_proj", "up_proj", "down_proj"),
+    f"{MLP}.router.expert_bias": Replicated(f"{HF_MLP}.gate.e_score_correction_bias", "experts"),
+    f"{MLP}.shared_experts.linear_fc1.weight": GatedMLP(
+        f"{HF_MLP}.shared_experts.gate_proj.weight",
+        f"{HF_MLP}.shared_experts.up_proj.weight",
+        "shared_ffn",
+    ),
+    f"{MLP}.shared_experts.linear_fc2.weight": RowParallel(
+        f"{HF_MLP}.shared_experts.down_proj.weight", "shared_ffn"
+    ),
+}
+
+register_model_family(
+    ModelFamily(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        PARAMETERS,
+        required=REQUIRED,
+        keys=KEYS,
+        settings=deepseek_settings,
+    )
+)

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from slime_like.rollout.engines.sglang.buckets import Bucket
 from slime_like.rollout.engines.sglang.http import RequestFailed
+from slime_like.rollout.engines.sglang.weight_transfer.buckets import Bucket
 
 Call = Callable[[str, dict[str, Any]], Any]  # (path, body) -> answer, of one server
 # a server that refuses a bucket says so at once; one that takes it answers only after the broadcast

@@ -18,13 +18,49 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from slime_like.rollout.engines.sglang.buckets import Bucket
+from slime_like.rollout.engines.sglang.server_pool import Worker
+from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTransport
+from slime_like.rollout.engines.sglang.weight_transfer.buckets import Bucket, in_buckets
+
+
+class TensorTransport(WeightTransport):
+    """Bucket by bucket; a server that fails with one gets no other."""
+
+    def send(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+    ) -> None:
+        self.servers.in_session(workers, lambda ready: self._move(weights, version, ready))
+
+    def _move(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+    ) -> None:
+        sizes = dict(zip(map(id, workers), self.servers.sizes(workers), strict=True))
+        for bucket in in_buckets(weights, self.servers.settings.buffer_bytes):
+            flat = self._placed(bucket.flat())
+
+            def post(worker: Worker, bucket: Bucket = bucket, flat: Tensor = flat) -> None:
+                body = tensor_update(bucket, flat, version, sizes[id(worker)])
+                self.servers.call(worker, "/update_weights_from_tensor", body)
+
+            workers = self.servers.on_each(workers, post, "a bucket of weights")
+            if flat.is_cuda:
+                torch.cuda.ipc_collect()  # the memory of handles that the servers have let go of
+
+    def _placed(self, flat: Tensor) -> Tensor:
+        return flat.cpu()
+
+
+class CudaIpcTransport(TensorTransport):
+    def _placed(self, flat: Tensor) -> Tensor:
+        return flat.to(self.servers.device)
 
 
 def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dict[str, Any]:

@@ -1,0 +1,32 @@
+"""A weight transport: one file in the host's memory (/dev/shm), which the servers of this host load.
+No process group and no disk."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from slime_like.rollout.engines.sglang.server_pool import Worker
+from slime_like.rollout.engines.sglang.weight_transfer.base import (
+    WeightTransport,
+    register_weight_transport,
+)
+from slime_like.weights.hf_save import write_hf
+
+
+@register_weight_transport("shm", help="a folder in this host's memory.")
+class SharedMemoryTransport(WeightTransport):
+    def send(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+    ) -> None:
+        servers = self.servers
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+            folder = Path(memory) / "weights"
+            write_hf(folder, weights, Path(servers.hf_checkpoint))
+            body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+            servers.on_each(  # a server that fails is evicted; the others go on
+                workers,
+                lambda worker: servers.call(worker, "/update_weights_from_disk", body),
+                "loading weights from memory",
+            )

@@ -1,0 +1,55 @@
+"""The engines of --rollout-engine. An entry is a function that makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from slime_like.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from arguments.run_config import RunConfig
+    from slime_like.rollout.engines.base import RolloutEngine
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """What an engine is made from. tokenizer: transformers'. device: of this rank. output_dir: of
+    the run, for logs."""
+
+    config: RunConfig
+    tokenizer: Any
+    device: torch.device
+    output_dir: Path
+
+
+EngineFactory = Callable[[EngineContext], "RolloutEngine"]
+Factory = TypeVar("Factory", bound=EngineFactory)
+
+rollout_engines: Registry[EngineFactory] = Registry("rollout engine (--rollout-engine)")
+
+
+def register_rollout_engine(name: str, *, help: str = "") -> Callable[[Factory], Factory]:
+    """Decorator that makes ``make(context) -> RolloutEngine`` the engine of --rollout-engine
+    `name`. It is called on all ranks alike. Raises ValueError when the name is taken."""
+
+    def register(make: Factory) -> Factory:
+        rollout_engines.add(name, make, help=help)
+        return make
+
+    return register
+
+
+_HERE = "slime_like.rollout.engines"
+rollout_engines.add_lazy(
+    "local",
+    f"{_HERE}.local.factory:make_local_engine",
+    help="transformers' generation inside each training rank.",
+)
+rollout_engines.add_lazy(
+    "sglang", f"{_HERE}.sglang.factory:make_sglang_engine", help="SGLang servers."
+)

@@ -1,0 +1,116 @@
+"""Weights over a process group of rank 0 and every rank of every server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from slime_like.rollout.engines.sglang.processes import ServerProcess
+from slime_like.rollout.engines.sglang.server_pool import Worker
+from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTransport
+from slime_like.rollout.engines.sglang.weight_transfer.buckets import in_buckets
+from slime_like.rollout.engines.sglang.weight_transfer.process_group import (
+    BroadcastFailed,
+    BroadcastGroup,
+)
+from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers, UpdateIncomplete
+
+
+class BroadcastTransport(WeightTransport):
+    """Keeps a copy of the weights in this process's memory, unless the settings say otherwise, for
+    a server that comes late."""
+
+    def __init__(self, servers: Servers) -> None:
+        super().__init__(servers)
+        self.restores = servers.settings.keep_copy
+        self._group: BroadcastGroup | None = None
+        # of the group; a server that was started again, or was out, is another one
+        self._members: list[tuple[Worker, ServerProcess | None, int]] = []
+        self._groups_made = 0
+        self._copy: tuple[int, list[tuple[str, Tensor]]] | None = None  # version, weights
+
+    def send(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+    ) -> None:
+        self._copy = None  # never two in memory
+        copy: list[tuple[str, Tensor]] = []
+        stream = self._kept(weights, copy) if self.restores else weights
+        self.servers.in_session(workers, lambda ready: self._move(stream, version, ready))
+        self._copy = (version, copy) if self.restores else None
+
+    @staticmethod
+    def _kept(
+        weights: Iterator[tuple[str, Tensor]], copy: list[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            copy.append((name, tensor.detach().to("cpu", copy=True)))
+            yield name, tensor
+
+    def _move(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+    ) -> None:
+        group = self._group_of(workers)
+        for bucket in in_buckets(weights, self.servers.settings.buffer_bytes):
+            try:
+                group.send(bucket, version)
+            except BroadcastFailed as failure:
+                self._group = None
+                group.abandon()
+                self.servers.give_up(failure, [workers[i] for i in failure.servers], workers)
+
+    @property
+    def latest(self) -> int | None:
+        return None if self._copy is None else self._copy[0]
+
+    def restore(self, worker: Worker) -> None:
+        """Over a group of its own: the others go on generating."""
+        assert self._copy is not None, "asked where there is a latest version"
+        version, weights = self._copy
+        self.servers.begin(worker)
+        try:
+            group = self._new_group([worker])
+            try:
+                for bucket in in_buckets(iter(weights), self.servers.settings.buffer_bytes):
+                    group.send(bucket, version)
+            except BroadcastFailed:
+                group.abandon()
+                raise
+        except BroadcastFailed as failure:
+            raise UpdateIncomplete(str(failure)) from None
+        group.close()
+        self.servers.end(worker)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
+    def _group_of(self, workers: Sequence[Worker]) -> BroadcastGroup:
+        """The group with just these servers: the one that is there, or a new one."""
+        members = [(worker, worker.process, worker.evictions) for worker in workers]
+        if self._group is not None and members == self._members:
+            return self._group
+        if self._group is not None:
+            self._group.abandon()
+            self._group = None
+        try:
+            self._group = self._new_group(workers)
+        except BroadcastFailed as failure:
+            self.servers.give_up(failure, [workers[i] for i in failure.servers], workers)
+        self._members = members
+        assert self._group is not None
+        return self._group
+
+    def _new_group(self, workers: Sequence[Worker]) -> BroadcastGroup:
+        self._groups_made += 1
+        backend = "nccl" if self.servers.device.type == "cuda" else "gloo"
+
+        def call_of(worker: Worker) -> Callable[[str, dict[str, Any]], Any]:
+            return lambda path, body: self.servers.call(worker, path, body)
+
+        return BroadcastGroup(
+            f"slime_like_weights_{time.time_ns():x}_{self._groups_made}", [w.url for w in workers], [call_of(w) for w in workers],
+            self.servers.sizes(workers), backend, self.servers.device, self.servers.settings.timeout_s,
+        )  # fmt: skip

@@ -1,0 +1,70 @@
+"""Weights as a Hugging Face folder that trainer and servers see under one name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from slime_like.checkpoints.scratch import scratch_folder
+from slime_like.rollout.engines.sglang.server_pool import Worker
+from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTransport
+from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers
+from slime_like.weights.hf_save import write_hf
+
+
+class DiskTransport(WeightTransport):
+    restores = True
+
+    def __init__(self, servers: Servers) -> None:
+        super().__init__(servers)
+        settings = servers.settings
+        self._keeps = settings.keep_files
+        self._temporary = (
+            scratch_folder("slime_like_weights_") if settings.disk_dir is None else None
+        )
+        self._root = Path(self._temporary or str(settings.disk_dir))
+        self._snapshot: tuple[int, Path] | None = None  # version, folder
+
+    def send(
+        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+    ) -> None:
+        folder = self._root / f"version-{version}"
+        write_hf(folder, weights, Path(self.servers.hf_checkpoint))
+        before = self._snapshot
+        self.load_everywhere(folder, version, workers)
+        if before is not None and before[1] != folder and not self._keeps:
+            shutil.rmtree(before[1], ignore_errors=True)
+
+    def load_everywhere(self, folder: Path, version: int, workers: Sequence[Worker]) -> None:
+        self.servers.on_each(
+            workers,
+            lambda worker: self._load(worker, folder, version),
+            "loading weights from disk",
+        )
+        self._snapshot = (version, folder)
+
+    def _load(self, worker: Worker, folder: Path, version: int) -> None:
+        body: dict[str, object] = {
+            "model_path": str(folder.absolute()),
+            "weight_version": str(version),
+            "flush_cache": True,
+            "abort_all_requests": False,
+        }
+        self.servers.call(worker, "/update_weights_from_disk", body)
+
+    @property
+    def latest(self) -> int | None:
+        return None if self._snapshot is None else self._snapshot[0]
+
+    def restore(self, worker: Worker) -> None:
+        assert self._snapshot is not None, "asked where there is a latest version"
+        self._load(worker, self._snapshot[1], self._snapshot[0])
+
+    def close(self) -> None:
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        elif self._snapshot is not None and not self._keeps:
+            shutil.rmtree(self._snapshot[1], ignore_errors=True)

@@ -1,0 +1,125 @@
+"""The servers as a transport meets them: calls with time limits, and what becomes of those that
+fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
+
+import torch
+
+from slime_like.errors import RunError
+from slime_like.rollout.engines.sglang.control_answers import tensor_parallel_size
+from slime_like.rollout.engines.sglang.http import RequestFailed
+from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
+from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
+
+CONTROL_S = 30.0  # of calls that move no weights
+
+
+class UpdateIncomplete(RuntimeError):
+    """Not every server got the weights; those that failed are evicted. The update has to be made
+    again, for the others."""
+
+
+class Servers:
+    """settings: of the update. hf_checkpoint: the folder that the servers were started with.
+    device: where the trainer's weights are."""
+
+    def __init__(
+        self, fleet: Fleet, settings: UpdateSettings, hf_checkpoint: str, device: torch.device
+    ) -> None:
+        self.fleet = fleet
+        self.settings = settings
+        self.hf_checkpoint = hf_checkpoint
+        self.device = device
+
+    def call(self, worker: Worker, path: str, body: dict[str, object]) -> object:
+        """POST, with the time limit of a message with weights. Raises RequestFailed."""
+        return self.fleet.call(worker, path, body, timeout_s=self.settings.timeout_s)
+
+    def on_each(
+        self, workers: Sequence[Worker], call: Callable[[Worker], object], what: str
+    ) -> list[Worker]:
+        """`call` for all workers at the same time; those for which it succeeded. When it failed for
+        every one, raises UpdateIncomplete if one of
+        them is started again, else RunError."""
+        if not workers:
+            self.none_left(f"{what}: no engine is left")
+        failures: list[str] = []
+        succeeded: list[Worker] = []
+        with ThreadPoolExecutor(max_workers=len(workers)) as threads:
+            pending = [(worker, threads.submit(call, worker)) for worker in workers]
+            for worker, future in pending:
+                try:
+                    future.result()
+                    succeeded.append(worker)
+                except RequestFailed as failure:
+                    failures.append(str(failure))
+                    self.fleet.evict(worker, f"{what}: {failure}")
+        if len(failures) == len(workers):
+            self.none_left(f"{what} failed on every engine: " + "; ".join(failures))
+        return succeeded
+
+    def in_session(
+        self, workers: Sequence[Worker], move: Callable[[Sequence[Worker]], None]
+    ) -> None:
+        """begin_weight_update, what `move` does, end_weight_update, on all servers."""
+        ready = self.on_each(workers, self.begin, "beginning a weight update")
+        move(ready)
+        self.on_each([w for w in ready if w.alive], self.end, "ending a weight update")
+
+    def begin(self, worker: Worker) -> None:
+        """A server that was left inside a session, by another run or when it was lost, is freed
+        first."""
+        try:
+            self.fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
+        except RequestFailed as failure:
+            if "already open" not in str(failure):
+                raise
+            self.fleet.call(worker, "/end_weight_update", {}, timeout_s=CONTROL_S)
+            self.fleet.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
+
+    def end(self, worker: Worker) -> None:
+        self.call(worker, "/end_weight_update", {})
+
+    def sizes(self, workers: Sequence[Worker]) -> list[int]:
+        """Tensor-parallel ranks of each. One that does not answer is evicted, and this update given
+        up."""
+        sizes = []
+        for worker in workers:
+            try:
+                sizes.append(self.size(worker))
+            except RequestFailed as failure:
+                self.fleet.evict(worker, str(failure))
+                raise UpdateIncomplete(str(failure)) from None
+        return sizes
+
+    def size(self, worker: Worker) -> int:
+        """Raises RequestFailed."""
+        size = self.fleet.ask(worker, "/server_info", tensor_parallel_size, timeout_s=CONTROL_S)
+        if size is None:
+            raise RunError(
+                f"the engine {worker.url} is pipeline- or data-parallel: weights can only reach it with --update-weight-transport disk"
+            )
+        return size
+
+    def give_up(
+        self, why: Exception, failed: Sequence[Worker], workers: Sequence[Worker]
+    ) -> NoReturn:
+        """Evict those that failed or do not answer any more, or all of them where that is not
+        known, and raise UpdateIncomplete."""
+        others = [w for w in workers if w not in failed]
+        named = [*failed, *(w for w in others if not self._reachable(w))]
+        for worker in named or list(workers):
+            self.fleet.evict(worker, str(why))
+        raise UpdateIncomplete(str(why)) from None
+
+    def _reachable(self, worker: Worker) -> bool:
+        return self.fleet.answers(worker, min(CONTROL_S, self.fleet.health.timeout_s))
+
+    def none_left(self, words: str) -> NoReturn:
+        if self.fleet.starts_again():
+            raise UpdateIncomplete(words)
+        raise RunError(words)

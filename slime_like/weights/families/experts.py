@@ -1,0 +1,101 @@
+"""What families with experts share: settings of megatron-core from config.json, and the parameters.
+
+A router that softmaxes over all experts and then renormalises the chosen ones gives the weights of
+a softmax over the chosen logits: `norm_topk_prob` true is megatron-core's order (top-k, then
+softmax), false is `moe_router_pre_softmax`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.weights.families.base import MLP, ConfigReader
+from slime_like.weights.mappings import GatedMLP, Mapping, ReplicatedRows, RowParallel
+
+EXPERT = f"{MLP}.experts.local_experts.{{expert}}"
+REQUIRED = ("num_key_value_heads", "num_experts_per_tok")
+# Of the training loss of transformers, or of its outputs; here --moe-aux-loss-coeff alone decides.
+WITHOUT_EFFECT = frozenset({"router_aux_loss_coef", "output_router_logits"})
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKeys:
+    """Where a family's config.json says what about its experts.
+
+    experts: names of the number of experts; files have one of them. ffn: the inner size of one
+    expert. norm_topk: key of the switch that renormalises the chosen weights, with its default, or
+    None where they always are. dense_layers: whether some layers may be dense (`mlp_only_layers`,
+    `decoder_sparse_step`). shared: key of the shared expert's inner size, whose output has a gate,
+    or None.
+    """
+
+    experts: tuple[str, ...]
+    ffn: str
+    norm_topk: tuple[str, bool] | None = None
+    dense_layers: bool = False
+    shared: str | None = None
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Every key of config.json that is read or has no effect here."""
+        keys = {*self.experts, self.ffn, "num_experts_per_tok", *WITHOUT_EFFECT}
+        keys |= {"mlp_only_layers", "decoder_sparse_step"} if self.dense_layers else set()
+        keys |= {key for key in (self.norm_topk and self.norm_topk[0], self.shared) if key}
+        return frozenset(keys)
+
+
+def expert_parameters(block: str, gate: str, up: str, down: str) -> dict[str, Mapping]:
+    """Router and experts of a layer. block: the layer's name in the file; gate, up, down: an
+    expert's three projections."""
+    expert = f"{block}.experts.{{expert}}"
+    return {
+        f"{MLP}.router.weight": ReplicatedRows(f"{block}.gate.weight", "experts"),
+        f"{EXPERT}.linear_fc1.weight": GatedMLP(
+            f"{expert}.{gate}.weight", f"{expert}.{up}.weight", "expert_ffn"
+        ),
+        f"{EXPERT}.linear_fc2.weight": RowParallel(f"{expert}.{down}.weight", "expert_ffn"),
+    }
+
+
+def expert_settings(reader: ConfigReader, keys: ExpertKeys) -> dict[str, Any]:
+    """TransformerConfig's fields about experts. What is unsupported is told to the reader."""
+    given = [key for key in keys.experts if reader.config.get(key) is not None]
+    experts = reader.number((given or keys.experts)[0])
+    topk = reader.number("num_experts_per_tok")
+    if topk > experts:
+        reader.refuse(f"num_experts_per_tok {topk} is above the number of experts {experts}")
+    normalised = True if keys.norm_topk is None else reader.config.get(*keys.norm_topk)
+    if normalised and topk == 1:
+        reader.refuse(
+            "num_experts_per_tok 1 with renormalised weights: every weight is 1, and the router would never learn"
+        )
+    settings = {
+        "num_moe_experts": experts,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": reader.number(keys.ffn),
+        "moe_layer_freq": _layer_pattern(reader) if keys.dense_layers else 1,
+        "moe_router_pre_softmax": not normalised,
+        "moe_router_score_function": "softmax",
+    }
+    if keys.shared is not None:
+        settings |= {
+            "moe_shared_expert_intermediate_size": reader.number(keys.shared),
+            "moe_shared_expert_gate": True,
+        }
+    return settings
+
+
+def _layer_pattern(reader: ConfigReader) -> int | list[int]:
+    """1 for a layer with experts, 0 for a dense one; just 1 when all have experts."""
+    layers, step = (
+        reader.number("num_hidden_layers"),
+        reader.number("decoder_sparse_step", default=1),
+    )
+    dense = reader.config.get("mlp_only_layers") or []
+    pattern = [0 if layer in dense or (layer + 1) % step else 1 for layer in range(layers)]
+    if not any(pattern):
+        reader.refuse(
+            f"mlp_only_layers {dense} and decoder_sparse_step {step} leave no layer with experts"
+        )
+    return 1 if all(pattern) else pattern
