@@ -233,10 +233,10 @@ class Collector:
         self._leave(generation.stop(), rollout_id, stats)
         stats.late = generation.late
         kept.sort(key=lambda g: g.group_id)
-        groups = self._without_removed([SampleGroup(g.group_id, g.samples) for g in kept], decide)
+        complete = self._without_removed([SampleGroup(g.group_id, g.samples) for g in kept], decide)
         metrics = stats.metrics(kept=len(kept), waiting=self.buffer.num_waiting)
         return Collected(
-            groups, [g.prompt for g in kept], metrics if schedules(self.config) else {}
+            complete, [g.prompt for g in kept], metrics if schedules(self.config) else {}
         )
 
     def _collect_on_rank_zero(self, rollout_id: int) -> Collected:

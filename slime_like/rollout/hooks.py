@@ -88,7 +88,8 @@ def group_filters(config: RunConfig) -> GroupFilters:
     buffer = config.scheduling.buffer_filter_path
     sample = config.scheduling.rollout_sample_filter_path
     keep = None if dynamic is None else BUILT_IN_FILTERS.get(dynamic)
-    choose, removed = oldest_first, None
+    choose: ChooseWaiting = oldest_first
+    removed = None
     if dynamic is not None and keep is None:
         function = load_function(dynamic, DYNAMIC_FILTER)
         keep = function_adapter(config).dynamic_filter(function, f"{DYNAMIC_FILTER} {dynamic}")

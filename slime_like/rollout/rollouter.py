@@ -241,9 +241,9 @@ class Rollouter:
         new = torch.full((len(output.tokens),), status != SampleStatus.ABORTED, dtype=torch.bool)
         tokens = torch.cat([sample.tokens, torch.tensor(output.tokens, dtype=torch.int64)])
         log_probs = torch.tensor(output.log_probs, dtype=torch.float32)
-        sets = output.token_sets
-        if sets is not None:
-            sets = pad_token_sets([*rows_of(sample.token_sets), *sets])
+        sets = None
+        if output.token_sets is not None:
+            sets = pad_token_sets([*rows_of(sample.token_sets), *output.token_sets])
         metadata = sample.metadata
         if output.failure is not None:
             metadata = {**metadata, "failure": output.failure}

@@ -108,7 +108,7 @@ class RolloutEngine(Protocol):
     """Generates responses under weights that the trainer hands over.
 
     What has a default is enough for an engine that answers each request before anything else
-    happens in its process.
+    happens in its process. The defaults return explicitly: to mypy an empty body is abstract.
     """
 
     weight_version: int = -1  # of the last complete update; -1 before the first
@@ -142,15 +142,19 @@ class RolloutEngine(Protocol):
     async def abort(self, sample_ids: Collection[int] | None = None) -> None:
         """End pending requests (None: all of them); each returns what it has, with finish_reason
         "abort" and failure None. Ids that are not pending are passed over."""
+        return
 
     async def leave_loop(self) -> None:
         """The event loop that asked ends: close what belongs to it."""
+        return
 
     def pause(self) -> None:
         """Stop making tokens; pending requests stay, and so do their tokens."""
+        return
 
     def resume(self) -> None:
         """Go on after `pause`, under the weights of now."""
+        return
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights by (Hugging Face name, full tensor) pairs. A collective: all ranks
@@ -163,10 +167,12 @@ class RolloutEngine(Protocol):
     def check_health(self) -> None:
         """A collective, before a rollout. `weight_version` is -1 after it where the engine needs
         the weights again. Raises RunError when the engine cannot serve any more."""
+        return
 
     def release_memory(self) -> None:
         """Before training: give up what the GPUs of the trainer are needed for. `update_weights`
         takes it back."""
+        return
 
     def take_metrics(self) -> dict[str, float]:
         """Numbers about requests and weight updates since the last call; rank 0's are logged."""
@@ -174,6 +180,7 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """The run ends."""
+        return
 
 
 class GenerationClient(Protocol):
