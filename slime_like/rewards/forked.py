@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from slime_like.rewards import confinement
+from slime_like.rewards.sandbox import SandboxError
 
 _MOST = 2**20  # bytes of an answer
+_OPEN = "not confined"  # key of the answer of a child that did not call `score`
 # Without brackets, quotes, assignments and escapes an expression cannot call or change anything.
 _HARMLESS = re.compile(r"[A-Za-z0-9 \t\n.,+\-*/<>%?!|^~$&#]{0,10000}")
 
@@ -27,6 +29,9 @@ def in_child(score: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
     Returns:
         The answer, or ``{"died": how}``.
+
+    Raises:
+        SandboxError: The child's rights could not be taken away.
     """
     parent = os.getpid()
     reader, writer = os.pipe()
@@ -45,6 +50,8 @@ def in_child(score: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             answer = json.loads(data)
         except ValueError:
             return {"died": "its answer cannot be read"}
+        if isinstance(answer, dict) and isinstance(answer.get(_OPEN), str):
+            raise SandboxError(f"a child of the grader cannot be confined: {answer[_OPEN]}")
         if _is_answer(answer):
             return dict(answer)
         return {"died": "its answer cannot be read"}
@@ -59,14 +66,21 @@ def _is_answer(answer: Any) -> bool:
     return number if "value" in answer else isinstance(value, str)
 
 
+def _confined(score: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        confinement.lock_child()
+    except OSError as error:
+        return {_OPEN: str(error)}
+    return score()
+
+
 def _answer(score: Callable[[], dict[str, Any]], writer: int, parent: int) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         confinement.die_with(parent)
         os.closerange(3, writer)
         os.closerange(writer + 1, 256)
-        confinement.lock_child()
-        body = json.dumps(score()).encode()
+        body = json.dumps(_confined(score)).encode()
         while body:
             body = body[os.write(writer, body) :]
     except BaseException:

@@ -49,7 +49,7 @@ _CONDITIONAL = {
 _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO
 _F_SETFL, _O_ASYNC = 4, 0o20000
 _FCNTLS = (0, 1, 2, 3, 1030)  # F_DUPFD F_GETFD F_SETFD F_GETFL F_DUPFD_CLOEXEC
-_PR_SET_PDEATHSIG = 1  # of a child that was forked
+_OF_CHILDREN = (1, 22)  # PR_SET_PDEATHSIG, and PR_SET_SECCOMP for the filter of a forked child
 _PRCTLS = (3, 15, 16, 0x53564D41)  # PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
 # O_WRONLY O_RDWR O_CREAT O_TRUNC O_APPEND O_ASYNC, and O_TMPFILE without O_DIRECTORY
 _WRITING = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | _O_ASYNC | 0o20000000
@@ -116,7 +116,7 @@ def _bodies(fork: bool) -> dict[str, list[Instruction]]:
         "clone": clone,
         "kill": _one_of(0, (me,)),
         "fcntl": setfl,
-        "prctl": _one_of(0, (*_PRCTLS, _PR_SET_PDEATHSIG) if fork else _PRCTLS),
+        "prctl": _one_of(0, (*_PRCTLS, *_OF_CHILDREN) if fork else _PRCTLS),
         "tgkill": _one_of(0, (me,)),
         "openat": _without_bits(2, _WRITING),
         "prlimit64": limits,

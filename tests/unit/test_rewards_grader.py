@@ -182,7 +182,7 @@ def test_a_reward_that_is_not_there(monkeypatch):
     """A command line with one is refused by `arguments`; a row may still name one."""
     with pytest.raises(
         ValueError,
-        match=r"sample 5: --rm-type 'maths': unknown reward; legal values: .*exact_match, gsm8k, math",
+        match=r"sample 5: --rm-type 'maths': unknown reward; legal values: .*exact_match, gsm8k, .*math",
     ):
         Grader(rm_type="maths").grade([make(5)])
     with pytest.raises(
@@ -505,7 +505,7 @@ def test_async_callable_object(custom):
 def test_power_tower_in_a_mathematical_answer():
     """Neither the time nor the memory of the machine is at the model's disposal."""
     pytest.importorskip("math_verify")
-    with Grader(rm_type="math", rm_timeout_s=3.0, rm_num_workers=1) as grader:
+    with Grader(rm_type="math", rm_timeout_s=10.0, rm_num_workers=1) as grader:
         tower, fine = grader.grade(
             [make(0, "\\boxed{9^{9^{9^{9^9}}}}", "7"), make(1, "\\boxed{7}", "7")]
         )
