@@ -188,9 +188,19 @@ def _first_look(argv: Sequence[str], program: Program) -> ParsedArgs:
     """What can be read before the user's modules are imported, also of a line that asks for help:
     it shows their flags too."""
     parser = _parser_of(program)
-    words = [word for word in argv if word not in ("--help", "-h", "--version")]
-    given, run_file = _sources(words, parser)
+    given, run_file = _sources(_without_help(argv), parser)
     return merge(run_file, given)
+
+
+def _without_help(argv: Sequence[str]) -> list[str]:
+    """argv without what asks for help, and the words that say about what."""
+    words, helping = [], False
+    for word in argv:
+        asks = word in ("--help", "-h", "--version")
+        helping = asks or (helping and not word.startswith("-"))
+        if not helping:
+            words.append(word)
+    return words
 
 
 def import_modules(modules: Sequence[str]) -> None:

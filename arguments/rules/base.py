@@ -1,5 +1,5 @@
 """What rules between settings are, and what they look at. A rule is a small function that returns
-what is wrong; all rules run, and everything is told together. The rules themselves are in
+what is wrong; all rules run, and every problem is reported together. The rules themselves are in
 the modules beside this one, by topic."""
 
 from __future__ import annotations

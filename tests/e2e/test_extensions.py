@@ -95,7 +95,7 @@ def test_help_and_legal_values_have_them(
 ) -> None:
     flags = ["--import-modules", *modules.values(), "--help"]
     shown = {
-        about: server.run("train", [*flags, about], tmp_path / "help").ok().out
+        about: " ".join(server.run("train", [*flags, about], tmp_path / "help").ok().out.split())
         for about in ("spo", "advantage-estimator", "rm-type", "rollout-engine", "transport")
     }
     assert "--spo-eps" in shown["spo"] and "default: 0.2" in shown["spo"]

@@ -115,7 +115,7 @@ REFUSED = [
     (
         "",
         "--lora-rank 4 --critic-lora-rank 4",
-        "--critic-lora-rank: goes with --advantage-estimator ppo only",
+        "--critic-lora-rank (given: 4): goes with --advantage-estimator ppo only",
     ),
     (
         "",

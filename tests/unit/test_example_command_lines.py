@@ -63,9 +63,9 @@ def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
         (folder / demo / name).write_text(row + "\n")
     animal = {"question": "Spell this word backward (example: sun -> nus): cat", "answer": "tac"}
     (folder / "animals.jsonl").write_text(json.dumps(animal) + "\n")  # README's make_my_data.py
+    (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "scripts").mkdir()
     (folder / "scripts/demo_reward.py").write_bytes((ROOT / "scripts/demo_reward.py").read_bytes())
-    (folder / "examples").symlink_to(ROOT / "examples")
 
 
 def warm_start_files(work: Path) -> None:
@@ -88,6 +88,7 @@ def test_a_recipe_parses_with_the_demos_model(recipe: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_parses_with_a_model_of_the_users(recipe: str, tmp_path: Path) -> None:
     files = write_files(tmp_path, max_position_embeddings=40960)
+    Path(files["prompts"]).write_text('{"question": "1+1=", "answer": "#### 2"}\n')
     run = parse_args(
         call(
             recipe,

@@ -175,9 +175,20 @@ def test_no_import_from_a_higher_layer(module: str) -> None:
     assert not higher
 
 
+REGISTRIES = (
+    "slime_like.rollout.engines.engine_registry",
+    "slime_like.rollout.engines.sglang.weight_transfer.base",
+    "slime_like.weights.families",
+    "slime_like.weights.mappings",  # what a family is made of
+)
+
+
 def package_of(module: str) -> str:
-    """`slime_like.rollout` of `slime_like.rollout.engines.base`; a loose module is its own."""
+    """`slime_like.rollout` of `slime_like.rollout.engines.base`; a loose module is its own, and so
+    is a registry that the command line reads."""
     parts = module.split(".")
+    if registry := next((r for r in REGISTRIES if is_in(module, (r,))), None):
+        return registry
     if parts[0] != "slime_like":
         return parts[0]
     is_package = len(parts) > 2 or MODULES[module].name == "__init__.py"
