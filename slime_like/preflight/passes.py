@@ -190,7 +190,7 @@ def _backward(tensors: Any, grad_tensors: Any, **_: Any) -> None:
     """torch.autograd.backward, which leaves no modes off for what it calls."""
     outputs = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     gradients = (grad_tensors,) if isinstance(grad_tensors, Tensor) else tuple(grad_tensors)
-    torch.autograd.Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.run_backward(
         outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 

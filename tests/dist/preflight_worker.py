@@ -15,6 +15,7 @@ from benchmarks.parity.steps import parallel, settings, share, train_samples
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.preflight.live_bytes import LiveBytes
 
 TOKENS = 4096
@@ -35,6 +36,7 @@ def count(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, An
 def counted(folder: str, layout: ParallelLayout, flags: str) -> dict[str, int]:
     backend = MegatronBackend(settings(folder, flags), layout, total_steps=3)
     network = backend.policy
+    assert isinstance(network, TrainedNetwork)
     kept = kept_bytes(network, layout)
     backend.update(share(train_samples(1), layout))
     buffers = [b for m in network.modules for b in (*m.buffers, *m.expert_parallel_buffers)]
