@@ -34,6 +34,7 @@ START_LIMIT_S = 120.0  # imports of a user's module on a slow file system
 GRACE_S = 1.0
 MOST_PRINTED = 2**16  # bytes of what rewards print, that a round shows
 _MAX_ANSWER = 2**20  # bytes
+_MOMENT_S = 1.0
 _END_S = 10.0  # for a keeper to end what a reward has started
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from slime_like.rewards.worker import main; main()"
 _KEPT_ENVIRONMENT = (
@@ -71,6 +72,7 @@ class Worker:
         self.deadlines: dict[int, float] = {
             -1: time.monotonic() + START_LIMIT_S
         }  # by job; -1 is the start
+        self.hung_up = False  # whether its end of the pipe is closed
         self.outgoing = bytearray()
         self.incoming = bytearray()
         self.send(setup)
@@ -95,6 +97,7 @@ class Worker:
         except BlockingIOError:
             return []
         if not data:
+            self.hung_up = True
             return None
         self.incoming += data
         answers: list[Answer] = []
@@ -135,6 +138,9 @@ class Worker:
         """How the worker behind a keeper ended; None where there is no keeper, or it does not end."""
         if not self.kept_by_keeper:
             return None
+        if self.hung_up:  # files are closed a moment before the keeper can see how a worker ended
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_MOMENT_S)
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(keeper.END)
         try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import json
+import logging
 import numbers
 import os
 import pickle
@@ -91,6 +92,8 @@ def main() -> None:
     requests, replies = _take_pipes()
     setup: Setup = _read(requests)
     confinement.assume(setup.missing)
+    # some tasks import it, and it warns at length that it has no folder for its files here
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     if setup.args.custom_rm_path is not None:
         keeper.split()
     try:

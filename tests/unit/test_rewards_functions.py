@@ -86,11 +86,12 @@ def test_gsm8k_label_without_a_number(label):
     "piece", ["1", ",111", "1,", "####", "#### x\n", "\\boxed{", "{}", "-", "$", ".1", "1,111"]
 )
 def test_gsm8k_is_linear_in_the_text(piece):
-    """It has no deadline, so nothing a model writes may make it slow."""
+    """It has no deadline, so nothing a model writes may make it slow: what is quadratic takes
+    hours here."""
     text = piece * (1_000_000 // len(piece))
     start = time.process_time()
     gsm8k.score(text + " 7", "#### 7", {})
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 100
 
 
 @pytest.mark.parametrize(
