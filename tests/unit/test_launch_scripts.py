@@ -47,6 +47,7 @@ def recorded(folder: Path) -> tuple[list[str], str]:
 
 def test_the_command_line_for_one_gpu_is_right(tmp_path: Path) -> None:
     files = write_files(tmp_path, max_position_embeddings=40960)
+    Path(files["prompts"]).write_text('{"question": "1+1=", "answer": "#### 2"}\n')
     environment = recorder(tmp_path) | {
         "MODEL": files["hf"],
         "TRAIN": files["prompts"],
