@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -16,6 +15,7 @@ from arguments.flags import Flag, flags_of
 from arguments.megatron import megatron_flags
 from arguments.schema.megatron import MegatronSpellings
 from slime_like.advantages.registry import advantage_estimators
+from slime_like.config import flag_name
 from slime_like.losses.kl import KL_ESTIMATORS
 from slime_like.losses.off_policy import OffPolicyConfig
 from slime_like.losses.reductions import LOSS_REDUCTIONS
@@ -99,7 +99,7 @@ def loss_flags() -> list[Flag]:
         names = [name for name, _ in held]
         group = ("policy loss: " if len(names) == 1 else "policy losses: ") + ", ".join(names)
         words = default_words([(name, flag.default) for name, flag in held])
-        flags.append(dataclasses.replace(first, group=group, default_words=words))
+        flags.append(replace(first, group=group, default_words=words))
     return flags
 
 
@@ -215,6 +215,29 @@ def _has_words(name: str, typed: str) -> bool:
     return set(typed.split("-")) <= set(name.split("-"))
 
 
+def without_clashes(ours: Iterable[Flag], megatron: Sequence[Flag]) -> list[Flag]:
+    """megatron-core's flags, whose next release may bring any name: one that is refused here is
+    left only the spellings that no other flag has, where a field's own name goes before a spelling
+    that another field borrows. Without its own name it is left out."""
+    working = [flag for flag in megatron if not flag.refused]
+    taken = {normalise(name) for flag in (*ours, *working) for name in (*flag.on, *flag.off)}
+    dests = {flag.dest for flag in ours}
+    own = {flag_name(flag.dest): flag.dest for flag in megatron if flag.refused}
+    kept = []
+    for flag in megatron:
+        if flag.refused:
+
+            def free(name: str, dest: str = flag.dest) -> bool:
+                return name not in taken and own.get(name, dest) == dest
+
+            flag = replace(flag, on=tuple(filter(free, flag.on)), off=tuple(filter(free, flag.off)))
+            if flag.dest in dests or flag_name(flag.dest) not in flag.on:
+                continue
+            taken.update(flag.on, flag.off)
+        kept.append(flag)
+    return kept
+
+
 def flag_table() -> FlagTable:
     """Every flag of this installation, and of the modules that were imported for their entries."""
     return _flag_table(registrations())
@@ -228,11 +251,10 @@ def _flag_table(version: int) -> FlagTable:
     for title, config_type in GROUPS.values():
         for flag in flags_of(config_type, title, choices):
             words = f"{flag.help} {more.get(flag.dest, '')}".rstrip()
-            flags.append(dataclasses.replace(flag, help=words))
+            flags.append(replace(flag, help=words))
     flags += loss_flags()
     flags += flags_of(MegatronSpellings, NETWORK)
-    flags += _megatron_flags()
-    return FlagTable(flags)
+    return FlagTable([*flags, *without_clashes(flags, _megatron_flags())])
 
 
 @cache

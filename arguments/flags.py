@@ -200,11 +200,16 @@ def read_source_fields(path: Path, class_name: str) -> list[SourceField]:
     return fields
 
 
+class _WithoutModules(ast.NodeTransformer):
+    """Any for names of modules, as torch.dtype."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        return ast.Name("Any")
+
+
 def _annotation(node: ast.expr) -> Any:
-    try:
-        return eval(ast.unparse(node), {"__builtins__": {}}, _ANNOTATION_NAMES)
-    except AttributeError:  # torch.dtype
-        return Any
+    plain = ast.unparse(_WithoutModules().visit(node))
+    return eval(plain, {"__builtins__": {}}, _ANNOTATION_NAMES)
 
 
 def _constant(node: ast.expr | None) -> tuple[Any, bool]:

@@ -44,8 +44,7 @@ CONFIGS_OF_GROUP = {
     "optimizer (megatron-core)": "OptimizerConfig",
     "data parallelism (megatron-core)": "DistributedDataParallelConfig",
 }
-# What works here. A field that is not named is known, and refused: megatron-core's next release may
-# bring others.
+# What works here. A field that is not named is known, and refused, whichever release brought it.
 SUPPORTED = frozenset(
     """
     num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels hidden_dropout attention_dropout
@@ -90,7 +89,14 @@ SPELLINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "num_layers_in_first_pipeline_stage": (("--decoder-first-pipeline-num-layers",), ()),
     "num_layers_in_last_pipeline_stage": (("--decoder-last-pipeline-num-layers",), ()),
 }
+# Values that work here: a release may have more.
 CHOICES: Mapping[str, tuple[str, ...]] = {
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "moe_router_dtype": ("fp32", "fp64"),
+    "moe_token_drop_policy": ("probs", "position"),
     "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
     "optimizer": ("adam", "sgd"),
     "recompute_modules": ("core_attn", "mlp", "layernorm", "moe", "shared_experts"),
@@ -224,8 +230,7 @@ def megatron_flags() -> list[Flag]:
         )
         if name in OURS or no_words:
             continue
-        supported = name in SUPPORTED
-        flags.append(_flag(name, group, source, supported))
+        flags.append(_flag(name, group, source, name in SUPPORTED))
     return flags
 
 

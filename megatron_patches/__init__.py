@@ -4,8 +4,8 @@
     print(report)
 
 megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch lifts one such
-assumption, lives in a file of its own that says what it changes and why, and applies only where its
-condition holds: on a machine with CUDA and Transformer Engine only `mla_tp_grads`, `offload_ckpt`
+assumption, lives in a file of its own that says what it changes, why, and for which releases, and
+applies only where its condition holds: on a machine with CUDA and Transformer Engine only `mla_tp_grads`, `offload_ckpt`
 and `safe_checkpoints` are left. Before anything is changed, every patch checks that what it is
 about to change is still there. Importing this package imports neither torch nor megatron-core.
 """
@@ -53,15 +53,13 @@ def apply() -> Report:
     change.
     """
     patches = {name: load_patch(name) for name in ORDER}
-    due = [name for name in ORDER if name not in _installed and patches[name].condition.holds()]
+    due = [name for name in ORDER if name not in _installed and not patches[name].idle()]
     for name in due:
         patches[name].check()
     for name in due:
         patches[name].install()
         _installed[name] = Entry(name, patches[name].condition.words)
-    skipped = [
-        Entry(name, patches[name].condition.otherwise) for name in ORDER if name not in _installed
-    ]
+    skipped = [Entry(name, patches[name].idle()) for name in ORDER if name not in _installed]
     return Report(
         applied=[_installed[name] for name in ORDER if name in _installed], skipped=skipped
     )

@@ -6,7 +6,7 @@ Why       Experts that are both expert- and tensor-parallel gather the tokens th
           refuses them. Padded to the longest part, both are the collectives of equal parts that
           gloo has. Calls without sizes are left alone.
 When      No CUDA device: the process groups are gloo's.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Target    transformer.multi_latent_attention: the global HAVE_TE.
 Why       The module takes Transformer Engine for installed when ModelOpt's layers can be imported, whose TELinear is then None; the
           constructor asks isinstance(..., None) and raises TypeError.
 When      No Transformer Engine.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16. 0.17 has mended it.
 """
 
 from __future__ import annotations
@@ -26,4 +26,4 @@ def install() -> None:
     find(NAME, MODULE).HAVE_TE = False
 
 
-PATCH = Patch(NAME, NO_TE, check, install)
+PATCH = Patch(NAME, NO_TE, check, install, mended="0.17")

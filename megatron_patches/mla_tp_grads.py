@@ -13,7 +13,7 @@ How       A forward hook hands out what `get_query_key_value_tensors` expects of
           part over the rows itself, whose backward pass sums. Without sequence parallelism the hook
           makes that sum.
 When      Always; it acts on megatron-core's local layers only. Transformer Engine's are not cut.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Target    transformer.moe.moe_utils: the global te_general_gemm.
 Why       The module imports the name from its Transformer Engine extension; where that fails the name does not exist, and
           the router's product, which asks whether it is None, raises NameError.
 When      No Transformer Engine.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16. 0.17 has mended it.
 """
 
 from __future__ import annotations
@@ -30,4 +30,4 @@ def install() -> None:
         module.te_general_gemm = None
 
 
-PATCH = Patch(NAME, NO_TE, check, install)
+PATCH = Patch(NAME, NO_TE, check, install, mended="0.17")

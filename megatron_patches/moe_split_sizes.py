@@ -5,7 +5,7 @@ Why       The dispatcher hands `as_numpy=True` to get plain sizes for the all-to
           it moves away from a GPU; a tensor that was on the CPU from the start stays one, which the
           collective refuses.
 When      No CUDA device.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Why       1. Before its first step it has no state, and cannot be saved; to load
             ranks' parameters, which stay in memory
              as long as the optimizer. Here each rank keeps a copy of its own part.
 When      Always; it acts on HybridDeviceOptimizer only.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

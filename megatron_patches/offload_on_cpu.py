@@ -7,7 +7,7 @@ How       The same division without a GPU: as large a part of the parameters as 
           CPU's optimizer steps on the copies, whose values come back after the step. It is the code
           of a GPU run, checkpoints included, and saves nothing: both copies are in host memory.
 When      No CUDA device.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-VERSIONS = "megatron-core>=0.16.1,<0.17"
+VERSIONS = "megatron-core>=0.16.1,<0.20"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,22 @@ class Patch:
     """One change to megatron-core.
 
     check: raises RuntimeError when a target is gone; changes nothing. install: makes the change;
-    called once.
+    called once. mended: the first megatron-core that does not need it, as "0.17"; none yet: None.
     """
 
     name: str
     condition: Condition
     check: Callable[[], None]
     install: Callable[[], None]
+    mended: str | None = None
+
+    def idle(self) -> str:
+        """Why it has nothing to do here; empty when it is due."""
+        if not self.condition.holds():
+            return self.condition.otherwise
+        if self.mended is not None and release() >= _numbers(self.mended):
+            return f"megatron-core has mended it in {self.mended}"
+        return ""
 
 
 class Entry(NamedTuple):
@@ -97,6 +106,15 @@ def megatron_version() -> str:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         return "of unknown version"
+
+
+def release() -> tuple[int, ...]:
+    """(0, 19) of megatron-core 0.19.2. Raises PackageNotFoundError where that is not installed."""
+    return _numbers(metadata.version("megatron-core"))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def missing(patch: str, what: str) -> RuntimeError:

@@ -11,7 +11,7 @@ Why       megatron-core hands this optimizer the model's bf16 parameters themsel
           optimizer would stay the old ones, and the next step would bring these back.
 How       `PrecisionAwareAdam` has FusedAdam's interface; everything else, checkpoints too, is megatron-core's own code for it.
 When      Neither Transformer Engine nor Apex.
-Versions  megatron-core 0.16.1. (OptimizerConfig's own check for Transformer Engine: see
+Versions  megatron-core 0.16.1 to 0.19. (OptimizerConfig's own check for Transformer Engine: see
 arguments/megatron_configs.py.)
 """
 

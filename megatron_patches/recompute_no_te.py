@@ -5,7 +5,7 @@ Why       It takes `fp8=False` for true (`fp8 is not None`) and then asks Transf
           where that is not installed (--recompute-modules layernorm, among others). Without it
           there is no fp8.
 When      No Transformer Engine.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Why       The first two reach into torch.cuda. `fork` warns on every use that th
           what it is for. Recomputation saves and restores both generators, which are then the same
           one.
 When      No CUDA device.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

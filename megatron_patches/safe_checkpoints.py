@@ -1,17 +1,19 @@
 """Distributed checkpoints are read without running what is in them.
 
 Target    dist_checkpointing.strategies.torch: _get_filesystem_reader, MCoreLoadPlanner.load_bytes;
-          dist_checkpointing.strategies.common: TorchCommonLoadStrategy.load_common.
+          what reads the parts that are not tensors: strategies.common: TorchCommonLoadStrategy.load_common of
+          megatron-core 0.16, dist_checkpointing.serialization: load_common and load_common_state_dict after it.
 Why       A checkpoint has three kinds of pickles. torch 2.13 reads `.metadata` with plain `pickle.load`, and the objects in
           the `.distcp` files with `torch.load(weights_only=False)`: whoever can write one of these
           files can run a program in the process that loads it. (Tensors it reads with
           weights_only=True.) Which entries are objects is told by `.metadata`, so that a tensor's
           name is enough to get there. `common.pt` is read by torch.load's default, which an
-          environment variable of torch turns off. Here `.metadata` goes through an unpickler that
+          environment variable of torch turns off. megatron-core 0.19 looks for an object `common_state` where there is
+          no `common.pt`, and reads it as torch reads objects. Here `.metadata` goes through an unpickler that
           knows the dozen types of such a file and no others, the files it names must lie beside it,
           and the rest is read with weights_only=True, whatever the environment says.
 When      Always.
-Versions  megatron-core 0.16.1; torch 2.11 to 2.13.
+Versions  megatron-core 0.16.1 to 0.19; torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ from typing import Any, BinaryIO, ClassVar
 
 import torch
 
-from megatron_patches.patch import ALWAYS, Patch, find
+from megatron_patches.patch import ALWAYS, Patch, find, release
 from slime_like.checkpoints.files import open_regular, size_inside
 
 NAME = "safe_checkpoints"
 STRATEGY = "dist_checkpointing.strategies.torch"
-COMMON = "dist_checkpointing.strategies.common:TorchCommonLoadStrategy"
+SERIALIZATION = "dist_checkpointing.serialization"
+COMMON_STRATEGY = "dist_checkpointing.strategies.common:TorchCommonLoadStrategy"  # until 0.16
+COMMON_READERS = ("load_common", "load_common_state_dict")  # since 0.17
+COMMON_STATE = "common_state"  # since 0.19
 
 # module -> names that may be called or instantiated. None of them does more than hold values.
 ALLOWED = {
@@ -246,19 +251,25 @@ def load_tensors(file: Any, name: str) -> Any:
 def check() -> None:
     find(NAME, f"{STRATEGY}:_get_filesystem_reader")
     find(NAME, f"{STRATEGY}:MCoreLoadPlanner")
-    find(NAME, f"{COMMON}.load_common")
+    if release() < (0, 17):
+        find(NAME, f"{COMMON_STRATEGY}.load_common")
+    else:
+        for name in COMMON_READERS:
+            find(NAME, f"{SERIALIZATION}:{name}")
 
 
 def install() -> None:
-    strategy: Any = find(NAME, STRATEGY)
-    planner: Any = find(NAME, f"{STRATEGY}:MCoreLoadPlanner")
-    common: Any = find(NAME, COMMON)
-    strategy._get_filesystem_reader = reader_factory()
-    planner.load_bytes = load_bytes
-    common.load_common = load_common
+    find(NAME, STRATEGY)._get_filesystem_reader = open_checkpoint
+    find(NAME, f"{STRATEGY}:MCoreLoadPlanner").load_bytes = load_bytes
+    if release() < (0, 17):
+        find(NAME, COMMON_STRATEGY).load_common = lambda self, folder: load_common(folder)
+    else:
+        for name in COMMON_READERS:
+            setattr(find(NAME, SERIALIZATION), name, load_common)
 
 
-def reader_factory() -> Callable[..., Any]:
+def open_checkpoint(folder: str | Path, *args: Any, **kwargs: Any) -> Any:
+    """A FileSystemReader of `folder`. Further arguments, of megatron-core, are about caches."""
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -272,7 +283,7 @@ def reader_factory() -> Callable[..., Any]:
                 self._metadata.storage_meta.load_id = self.load_id
             return self._metadata
 
-    return lambda checkpoint_dir, cache_metadata=False: SafeReader(checkpoint_dir)
+    return SafeReader(folder)
 
 
 def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
@@ -287,9 +298,22 @@ def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
         self.state_dict[name] = loaded
 
 
-def load_common(self: Any, checkpoint_dir: str | Path) -> Any:
-    path = Path(checkpoint_dir) / "common.pt"
-    return load_tensors(path, str(path))
+def load_common(folder: str | Path) -> Any:
+    """What is not cut into shards: common.pt, or the object that megatron-core has in its place
+    since 0.19."""
+    from torch.distributed import checkpoint
+
+    path = Path(folder) / "common.pt"
+    if release() < (0, 19) or path.exists():
+        return load_tensors(path, str(path))
+    key = find(NAME, "dist_checkpointing.mapping:ShardedObject")(COMMON_STATE, None, (1,), (0,))
+
+    class Planner(checkpoint.DefaultLoadPlanner):
+        load_bytes = load_bytes
+
+    found: dict[str, Any] = {key.unique_key: io.BytesIO()}
+    checkpoint.load(found, storage_reader=open_checkpoint(folder), planner=Planner(), no_dist=True)
+    return found[key.unique_key][0]
 
 
 PATCH = Patch(NAME, ALWAYS, check, install)

@@ -4,7 +4,7 @@ Target    torch.Tensor.cuda, process-wide.
 Why       megatron-core calls the method on tensors in seven places (tied embeddings, broadcast data, the gradient scaler's
           state, checkpoint exchange, ...); a method cannot be redirected for one caller only.
 When      No CUDA device, where the method could do nothing but raise.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Why       torch's Adam, unlike Transformer Engine's and Apex's, has a tensor `st
              parameter. The first loss after a resume is right, the later ones are not. Here each
              gets its own.
 When      Neither Transformer Engine nor Apex.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

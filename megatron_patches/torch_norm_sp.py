@@ -5,7 +5,7 @@ Why       It refuses `sequence_parallel`. All that such a norm lacks is the mark
           which the gradients, each computed from a part of the sequence, are summed over the
           tensor-parallel ranks. It also leaves the parameters in float32 when the model's are bf16.
 When      No Transformer Engine.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

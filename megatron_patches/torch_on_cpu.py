@@ -9,7 +9,7 @@ How       Each of these modules gets a stand-in for `torch` that forwards every 
           TorchFunctionMode would do too, but it taxes every torch call.) init_data has the real
           torch.empty as a default argument, hence a wrapper of its own.
 When      No CUDA device.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Why       A CPU tensor's type is 'torch.FloatTensor': the optimizers raise TypeE
 How       The string constants in the compiled functions lose their "cuda.". Copying three functions of up to 150 lines to
           change one word each would be the alternative; Tensor.type itself stays as it is.
 When      No CUDA device.
-Versions  megatron-core 0.16.1.
+Versions  megatron-core 0.16.1 to 0.19.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write docs/flags.md from the declarations of the flags: python scripts/generate_flags_doc.py
 [--check].
 
-The list does not depend on the machine.
+The list depends neither on the machine nor on the release of megatron-core.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from arguments.aliases import ALIASES, NO_EFFECT, NOT_IMPLEMENTED_GROUPS, PRESET
 from arguments.flag_registry import FlagTable, flag_table  # noqa: E402
 from arguments.flags import Flag  # noqa: E402
 from arguments.help import default_words  # noqa: E402
+from arguments.megatron import CONFIGS_OF_GROUP  # noqa: E402
 
 TARGET = ROOT / "docs" / "flags.md"
 HEAD = """# Flags
@@ -65,6 +66,8 @@ def render(table: FlagTable) -> str:
     groups: dict[str, list[Flag]] = {}
     refused: dict[str, list[str]] = {}
     for flag in table.flags:
+        if flag.refused and flag.group in CONFIGS_OF_GROUP:
+            continue  # as the installed release has them
         if flag.refused:
             refused.setdefault(flag.refused, []).append(flag.name)
         else:
@@ -87,7 +90,9 @@ def render(table: FlagTable) -> str:
         if names
     ]
     parts.append(
-        "## Known and not implemented yet\n\nRefused by name, never ignored.\n\n"
+        "## Known and not implemented yet\n\nRefused by name, never ignored. So is every field of megatron-core's "
+        f"{', '.join(CONFIGS_OF_GROUP.values())} that is not above, whichever release is\n"
+        "installed: `train.py --help WORD` shows those with WORD in their names, with the reason.\n\n"
         + "\n".join(lines)
         + "\n"
     )

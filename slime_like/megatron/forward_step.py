@@ -22,6 +22,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from torch import Tensor
 
+from megatron_patches.patch import VERSIONS
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.typed import Metric
@@ -75,7 +76,7 @@ def schedule_context_parallel_factor() -> float:
         if abs(factor - known) < 1e-5:
             return known
     raise RuntimeError(
-        f"the installed megatron-core scales losses by an unknown factor {factor}; supported: 0.16.x"
+        f"the installed megatron-core scales losses by an unknown factor {factor}; supported: {VERSIONS}"
     )
 
 

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from torch import Tensor
 
 from arguments.hf.moe import moe_layers
+from megatron_patches.patch import release
 from slime_like.megatron.ops.router import PackedRouter, RoutedRows, routers_of
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TrainSample
@@ -60,8 +61,7 @@ def begin_routing(
 ) -> None:
     """Tell the routers of `chunks` which micro-batches come next, and their routes, where the
     micro-batches have them. record: keep what they choose, for `recorded_routes`."""
-    # megatron-core's, one for the whole process: another network has other layers
-    get_moe_layer_wise_logging_tracker().clear()
+    forget_aux_losses()
     routers = routers_of(chunks)
     if not routers:
         return
@@ -69,6 +69,17 @@ def begin_routing(
     rows = [_routed_rows(batch, layout.tp_rank if share > 1 else 0, share) for batch in batches]
     for slot, router in enumerate(routers):
         router.begin(rows, slot=slot, record=record)
+
+
+def forget_aux_losses() -> None:
+    """megatron-core's record of them is one for the whole process: another network has other
+    layers."""
+    if release() < (0, 18):
+        get_moe_layer_wise_logging_tracker().clear()
+        return
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    get_moe_metrics_tracker().metrics.clear()
 
 
 def _routed_rows(batch: MicroBatch, rank: int, size: int) -> RoutedRows:

@@ -12,11 +12,18 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from arguments.flag_registry import flag_table
-from arguments.flags import flags_of, read_source_fields, shape_of
-from arguments.megatron import OURS, SUPPORTED, megatron_fields, megatron_flags
+from arguments.flag_registry import FlagTable, flag_table, without_clashes
+from arguments.flags import Flag, flags_of, read_source_fields, shape_of
+from arguments.megatron import (
+    CHOICES,
+    OPTIMIZER_DTYPES,
+    OURS,
+    SUPPORTED,
+    megatron_fields,
+    megatron_flags,
+)
 from arguments.megatron_help import DATA_PARALLEL, EXPERTS, NETWORK, OPTIMIZER, SENTENCES
-from slime_like.config import POSITIVE, arg
+from slime_like.config import POSITIVE, arg, flag_name
 
 
 @dataclass(frozen=True)
@@ -81,14 +88,16 @@ def test_source_text_is_read_without_running_it(tmp_path: Path) -> None:
         "    kind: Optional[Literal['a', 'b']] = None\n"
         "    'The kind.'\n"
         "    dtype: torch.dtype = torch.float32\n"
+        "    hook: Optional[Callable[[torch.Tensor], torch.Tensor]] = None\n"
         "    def method(self): ...\n"
     )
     fields = {f.name: f for f in read_source_fields(source, "Config")}
     assert (fields["width"].annotation, fields["width"].default) == (int, 16)
     assert (fields["eps"].default, fields["eps"].arg_names) == (1e-5, ("--norm-eps",))
     assert not fields["backend"].known_default and not fields["dtype"].known_default
+    assert "Callable" in str(fields["hook"].annotation) and fields["dtype"].annotation is Any
     assert shape_of(fields["kind"].annotation) is not None
-    assert list(fields) == ["width", "eps", "backend", "kind", "dtype"]
+    assert list(fields) == ["width", "eps", "backend", "kind", "dtype", "hook"]
 
 
 def test_source_text_agrees_with_the_imported_classes() -> None:
@@ -116,6 +125,37 @@ def test_source_text_agrees_with_the_imported_classes() -> None:
         for name, source in here.items():
             if source.known_default:
                 assert source.default == real[name].default, name
+
+
+def test_a_field_of_megatron_core_may_have_any_name() -> None:
+    """Its next release may bring names that others have; what works here keeps its spellings."""
+
+    def flag(dest: str, *also: str, refused: str = "of another release") -> Flag:
+        return Flag(dest, "g", "value", "", (*also, flag_name(dest)), refused=refused)
+
+    ours = [flag("buckets", "--count", refused="")]
+    megatron = [
+        flag("fp4_param", "--fp4-param-gather"),
+        flag("lr", refused=""),
+        flag("fp4_param_gather"),
+        flag("rate", "--lr"),
+        flag("buckets"),
+        flag("count"),
+        flag("new", "--also"),
+        flag("newer", "--also"),
+    ]
+    table = FlagTable([*ours, *without_clashes(ours, megatron)])
+    assert {name: spelling.flag.dest for name, spelling in table.spellings.items()} == {
+        "--buckets": "buckets", "--count": "buckets", "--lr": "lr", "--rate": "rate", "--fp4-param": "fp4_param",
+        "--fp4-param-gather": "fp4_param_gather", "--new": "new", "--also": "new", "--newer": "newer",
+    }  # fmt: skip
+    assert not table.by_dest["buckets"].refused and table.by_dest["fp4_param_gather"].refused
+
+
+def test_values_that_a_release_adds_are_not_legal_by_that() -> None:
+    """Every word that works here is listed here."""
+    words = {flag.dest for flag in megatron_flags() if not flag.refused and flag.choices}
+    assert words == CHOICES.keys() | OPTIMIZER_DTYPES.keys()
 
 
 def test_supported_fields_exist_and_each_field_is_decided_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -19,11 +20,15 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
+from megatron_patches.patch import megatron_version, release
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the patches are for machines without CUDA"
 )
 REPOSITORY = Path(megatron_patches.__file__).parents[1]
+
+# What the installed megatron-core does not need any more.
+MENDED = [name for name in ("moe_no_te", "mla_no_te") if release() >= (0, 17)]
 
 # Runs before anything has been patched: what existed in torch must be the same object afterwards.
 FRESH_PROCESS = """
@@ -78,8 +83,8 @@ def test_fresh_process() -> None:
     assert result["real_torch_kept"]
     assert result["same_report"]
     assert result["moved_by_second"] == []
-    assert result["applied"] == list(megatron_patches.ORDER)
-    assert result["skipped"] == []
+    assert result["applied"] == [name for name in megatron_patches.ORDER if name not in MENDED]
+    assert result["skipped"] == MENDED
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,22 +118,32 @@ def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    due = [
-        name
-        for name in megatron_patches.ORDER
-        if megatron_patches.load_patch(name).condition.holds()
-    ]
+    due = [name for name in megatron_patches.ORDER if not megatron_patches.load_patch(name).idle()]
     assert due == [
-        "torch_norm_sp",
-        "recompute_no_te",
-        "moe_no_te",
-        "mla_no_te",
-        "mla_tp_grads",
-        "precision_adam",
-        "torch_adam_ckpt",
-        "offload_ckpt",
-        "safe_checkpoints",
+        name
+        for name in (
+            "torch_norm_sp",
+            "recompute_no_te",
+            "moe_no_te",
+            "mla_no_te",
+            "mla_tp_grads",
+            "precision_adam",
+            "torch_adam_ckpt",
+            "offload_ckpt",
+            "safe_checkpoints",
+        )
+        if name not in MENDED
     ]
+
+
+def test_a_patch_goes_where_megatron_core_has_mended_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patch = importlib.import_module("megatron_patches.patch")
+    mended = dataclasses.replace(megatron_patches.load_patch("tensor_cuda"), mended="0.18")
+    for version, idle in (("0.16.1", ""), ("0.17.9", ""), ("0.18.0", "0.18"), ("1.0.0rc1", "0.18")):
+        monkeypatch.setattr(patch.metadata, "version", lambda name, version=version: version)
+        assert mended.idle() == (idle and f"megatron-core has mended it in {idle}")
 
 
 def test_report_prints_as_a_table() -> None:
@@ -197,9 +212,13 @@ TARGETS = [
     ("safe_checkpoints", "dist_checkpointing.strategies.torch", "_get_filesystem_reader"),
     ("safe_checkpoints", "dist_checkpointing.strategies.torch", "MCoreLoadPlanner"),
     (
-        "safe_checkpoints",
-        "dist_checkpointing.strategies.common",
-        "TorchCommonLoadStrategy.load_common",
+        ("safe_checkpoints", "dist_checkpointing.serialization", "load_common_state_dict")
+        if release() >= (0, 17)
+        else (
+            "safe_checkpoints",
+            "dist_checkpointing.strategies.common",
+            "TorchCommonLoadStrategy.load_common",
+        )
     ),
 ]
 
@@ -229,8 +248,8 @@ def test_a_missing_target_fails_loudly(
     for word in (
         f"megatron_patches/{patch}.py",
         f"megatron.core.{module_name} has no {path}",
-        "megatron-core 0.16",
-        ">=0.16.1,<0.17",
+        f"megatron-core {megatron_version()}",
+        ">=0.16.1,<0.20",
     ):
         assert word in str(caught.value)
 
@@ -240,7 +259,7 @@ def test_a_missing_module_or_a_changed_body_fails_loudly(monkeypatch: pytest.Mon
     monkeypatch.setattr(on_cpu, "MODULES", ("no_such_module",))
     with pytest.raises(
         RuntimeError,
-        match=r"module megatron\.core\.no_such_module not found in megatron-core 0\.16",
+        match=rf"module megatron\.core\.no_such_module not found in megatron-core {megatron_version()}",
     ):
         on_cpu.check()
     monkeypatch.setattr(on_cpu, "MODULES", ("package_info",))

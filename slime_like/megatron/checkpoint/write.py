@@ -22,6 +22,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -34,11 +35,15 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_patches.patch import release
 from megatron_patches.safe_checkpoints import load_metadata, load_tensors
 from slime_like.checkpoints.files import FileRecord, hashed_file, write_file
 
 FORMAT = ("torch_dist", 1)
 METADATA_FILE = ".metadata"
+FILES = 2  # of each rank, at most
+MANY_STRATEGIES = release() >= (0, 17)
+torch_strategies._logged_mcore_async_deprecation = True  # its advice is about writing, ours here
 OVERHEAD_BYTES = 2048  # of one tensor's container in a file, at most
 
 
@@ -78,12 +83,16 @@ class Written:
 class _Planner(TorchDistSaveShardedStrategy):
     """megatron-core's planning without its writing."""
 
+    def __init__(self) -> None:
+        super().__init__(*FORMAT, thread_count=FILES)
+
     def plan(self, state: dict[str, Any], folder: Path) -> tuple[Any, Metadata | None]:
-        self.async_save(state, folder)
+        # since 0.17 another package's planning is the default
+        self.async_save(state, folder, **({"async_strategy": "mcore"} if MANY_STRATEGIES else {}))
         return self._planned
 
     def _get_save_and_finalize_callbacks(
-        self, writer: Any, save_state_dict_ret: Any
+        self, writer: Any, save_state_dict_ret: Any, async_strategy: str = "mcore"
     ) -> AsyncRequest:
         self._planned = (writer, save_state_dict_ret[1])
         return AsyncRequest(None, (), [])
@@ -97,7 +106,7 @@ def plan_network(state: dict[str, Any], folder: Path, *, rank: int, detached: bo
     filesystem_async._results_queue = (
         queue.SimpleQueue()
     )  # else megatron-core starts a manager process for the results, which we do not use
-    writer, metadata = _Planner(*FORMAT).plan(sharded, folder)
+    writer, metadata = _Planner().plan(sharded, folder)
     files = []
     for _, name, (objects, tensors) in writer.write_buckets or ():
         if detached:
