@@ -13,7 +13,7 @@ TEST_THREADS ?= 1
 TESTS ?= tests
 PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: install demo test test-extended test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -87,6 +87,21 @@ cookbook-env:
 # Its loops against a server; minutes.
 test-cookbook: install cookbook-env
 	COOKBOOK_ENV=$(COOKBOOK_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m cookbook tests/cookbook
+
+# The newest Python that is here, in an environment of its own, where pip takes the newest megatron-core that this Python may have.
+NEWEST_PYTHON ?= $(shell for python in python3.13 python3.12 $(PYTHON); do if $$python -c "" 2>/dev/null; then echo $$python; break; fi; done)
+NEWEST_ENV := .venv-newest
+# the parallel, checkpoint and end-to-end parts, and what is made of megatron-core's source
+NEWEST_TESTS ?= tests/dist tests/e2e tests/unit/test_megatron_patches.py tests/unit/test_arguments_fields.py tests/unit/test_safe_checkpoints.py \
+  tests/unit/test_checkpoint_networks.py tests/unit/test_optimizer_memory.py tests/unit/test_server_data.py
+
+newest-env:
+	$(MAKE) install VENV=$(NEWEST_ENV) PYTHON=$(NEWEST_PYTHON)
+
+# Then a checkpoint of .venv's megatron-core is read by .venv-newest's, and back.
+test-newest: install newest-env
+	$(MAKE) test VENV=$(NEWEST_ENV) PYTHON=$(NEWEST_PYTHON) TESTS="$(NEWEST_TESTS)"
+	OTHER_PYTHON=$(CURDIR)/$(NEWEST_ENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/dist/test_releases.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -128,11 +128,13 @@ class Result:
     weights: dict[str, torch.Tensor]
 
 
-def run_layout(layout: Layout, work: Path, flags: list[str]) -> Result:
+def run_layout(
+    layout: Layout, work: Path, flags: list[str], python: str = sys.executable
+) -> Result:
     """Train in `layout`; raises RuntimeError with the run's output when it fails."""
     out = work / layout.name.replace(" ", "_")
     common = COMMON.format(groups=GROUPS, size=GROUP_SIZE, steps=STEPS).split()
-    command = [sys.executable]
+    command = [python]
     if layout.ranks > 1:
         command += [
             "-m",
