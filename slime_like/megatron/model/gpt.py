@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,8 +125,10 @@ def decoder_spec(
     for layer in block.layer_specs:
         if transformer_impl != "transformer_engine":
             layer.submodules.self_attention.submodules.core_attention = PackedAttention
-        if isinstance(experts := layer.submodules.mlp.submodules, MoESubmodules):
-            experts.router = PackedRouter
+        mlp = layer.submodules.mlp  # a ModuleSpec, or since 0.18 a functools.partial
+        parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+        if isinstance(parts, MoESubmodules):
+            parts.router = PackedRouter
     return block
 
 
