@@ -22,7 +22,6 @@ import torch
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -43,7 +42,6 @@ FORMAT = ("torch_dist", 1)
 METADATA_FILE = ".metadata"
 FILES = 2  # of each rank, at most
 MANY_STRATEGIES = release() >= (0, 17)
-torch_strategies._logged_mcore_async_deprecation = True  # its advice is about writing, ours here
 OVERHEAD_BYTES = 2048  # of one tensor's container in a file, at most
 
 
