@@ -29,7 +29,7 @@ from arguments.schema import (
     ServerConfig,
     SglangConfig,
 )
-from slime_like.losses.off_policy import OffPolicyConfig
+from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.value_loss import ValueLossConfig
 
 

@@ -39,7 +39,7 @@ from arguments.values import ParsedArgs, merge
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.import_utils import load_module
-from slime_like.losses.off_policy import OffPolicyConfig
+from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.registry import PolicyLoss
 from slime_like.registry import registrations
 

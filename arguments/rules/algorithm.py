@@ -20,7 +20,7 @@ from slime_like.advantages.registry import (
 from slime_like.checkpoints.folders import is_checkpoint_root
 from slime_like.config import Problem, flag_name
 from slime_like.import_utils import load_function
-from slime_like.losses.off_policy import OffPolicyConfig
+from slime_like.losses.off_policy_config import OffPolicyConfig
 
 # --- algorithm -----------------------------------------------------------------------------------
 

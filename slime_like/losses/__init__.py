@@ -31,7 +31,8 @@ from slime_like.losses.functional import (
 )
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput, from_packed, from_padded
 from slime_like.losses.kl import KL_ESTIMATORS, kl_estimate
-from slime_like.losses.off_policy import Correction, OffPolicyConfig, off_policy_correction
+from slime_like.losses.off_policy import Correction, off_policy_correction
+from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.prescaling import PrescaledAdvantages, prescale_advantages
 from slime_like.losses.reductions import LOSS_REDUCTIONS, reduction_weights
 from slime_like.losses.registry import PolicyLoss, policy_losses

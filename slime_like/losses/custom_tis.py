@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_like.lazy import Tensor, torch
-from slime_like.losses.off_policy import Correction, OffPolicyConfig, off_policy_correction
+from slime_like.losses.off_policy import Correction, off_policy_correction
+from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.metrics.typed import Metric, masked_mean
 
 

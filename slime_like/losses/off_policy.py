@@ -8,12 +8,14 @@ of a sequence that are left:
     1  outliers: drop the sequence when any x is outside [low, high]
     2  token mask: keep the token when low <= x <= high
     3  truncated importance sampling: token c = clamp(x, low, C); sequence c = min(prod x, C)
-    4  sequence mask: keep the sequence when low <= (prod x)^(1/n) <= high (geometric) or low <=
-    prod x <= high (product) 5  rejection: drop tokens, or sequences by the sum, mean or largest of
-    it, whose k2 = d^2 / 2 or k3 = x - 1 - d is too large 6  M2PO (arXiv 2510.01161): drop the
-    tokens with the largest (o - m)^2 until the mean of the rest is at most a threshold 7  batch
-    normalisation: weights are divided by their mean over what all of this has left in the optimizer
-    step
+    4  sequence mask: keep the sequence when low <= (prod x)^(1/n) <= high (geometric) or
+       low <= prod x <= high (product)
+    5  rejection: drop tokens, or sequences by the sum, mean or largest of it, whose k2 = d^2 / 2 or
+       k3 = x - 1 - d, with d = o - m, is too large
+    6  M2PO (arXiv 2510.01161): drop the tokens with the largest (o - m)^2 until the mean of the
+       rest is at most a threshold
+    7  batch normalisation: weights are divided by their mean over what all of this has left in the
+       optimizer step
 
 Token-level truncation: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training";
 why the sequence level: "When Speed Kills Stability: Demystifying RL Collapse from the
@@ -28,15 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slime_like.config import (
-    NON_NEGATIVE,
-    POSITIVE,
-    CheckedSettings,
-    Problem,
-    SettingsError,
-    arg,
-    flag_name,
-)
+from slime_like.config import SettingsError
 from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.checks import require_ids, require_shape
 from slime_like.losses.mismatch import (
@@ -48,161 +42,8 @@ from slime_like.losses.mismatch import (
     mismatch_metrics,
     wide,
 )
+from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.metrics.typed import Metric, masked_mean
-
-REJECTION_METRICS = tuple(
-    f"{level}_{kind}"
-    for level in ("token", "seq_mean", "seq_sum", "seq_max")
-    for kind in ("k2", "k3")
-)
-_BOUNDS = (
-    "token_tis_ratio_clip",
-    "geo_mask",
-    "product_mask",
-    "outlier_token_is_threshold",
-    "token_mask_is_threshold",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class OffPolicyConfig(CheckedSettings):
-    tis_ratio_type: str | None = arg(
-        None,
-        "Truncated importance sampling: weight the policy loss of each token, or of each sequence, by trainer over sampler.",
-        choices=("token", "sequence"),
-    )
-    token_tis_ratio_clip_high: float = arg(
-        2.0,
-        "Cap of the weight with --tis-ratio-type token.",
-        legal=POSITIVE,
-        idle_without="tis_ratio_type=token",
-    )
-    token_tis_ratio_clip_low: float = arg(
-        0.0,
-        "Least weight with --tis-ratio-type token.",
-        legal=NON_NEGATIVE,
-        idle_without="tis_ratio_type=token",
-    )
-    sequence_tis_ratio_clip_high: float = arg(
-        5.0,
-        "Cap of the weight with --tis-ratio-type sequence.",
-        legal=POSITIVE,
-        idle_without="tis_ratio_type=sequence",
-    )
-    tis_batch_normalize: bool = arg(
-        False,
-        "Divide importance weights by their mean over the optimizer step (token: over tokens, sequence: over sequences).",
-        aliases=("--rollout-is-batch-normalize",),
-        idle_without="tis_ratio_type",
-    )
-    sequence_mask_metric: str | None = arg(
-        None,
-        "Drop whole sequences by their ratio of trainer to sampler: geometric mean over tokens, or product.",
-        choices=("geometric", "product"),
-    )
-    geo_mask_low: float = arg(
-        0.99,
-        "Least geometric mean that is kept; lower it for mixtures of experts.",
-        legal=NON_NEGATIVE,
-        idle_without="sequence_mask_metric=geometric",
-    )
-    geo_mask_high: float = arg(
-        1.01,
-        "Largest geometric mean that is kept; raise it for mixtures of experts.",
-        legal=POSITIVE,
-        idle_without="sequence_mask_metric=geometric",
-    )
-    product_mask_low: float = arg(
-        0.5,
-        "Least product that is kept.",
-        legal=NON_NEGATIVE,
-        idle_without="sequence_mask_metric=product",
-    )
-    product_mask_high: float = arg(
-        2.0,
-        "Largest product that is kept.",
-        legal=POSITIVE,
-        idle_without="sequence_mask_metric=product",
-    )
-    outlier_token_is_threshold_low: float | None = arg(
-        None,
-        "Drop a sequence with a token whose ratio is below this; try 1e-4.",
-        legal=NON_NEGATIVE,
-    )
-    outlier_token_is_threshold_high: float | None = arg(
-        None, "Drop a sequence with a token whose ratio is above this; try 100.", legal=POSITIVE
-    )
-    token_mask_is_threshold_low: float | None = arg(
-        None, "Drop tokens whose ratio is below this; try 0.5.", legal=NON_NEGATIVE
-    )
-    token_mask_is_threshold_high: float | None = arg(
-        None, "Drop tokens whose ratio is above this; try 2.", legal=POSITIVE
-    )
-    rejection_metric: str | None = arg(
-        None,
-        "Drop tokens, or sequences by sum, mean or maximum, by an estimate of the KL between trainer and engine.",
-        choices=REJECTION_METRICS,
-        aliases=("--rollout-rs",),
-    )
-    rejection_threshold: float | None = arg(
-        None,
-        "Largest estimate that --rejection-metric keeps; try 0.01 for means, 0.1 for tokens.",
-        legal=POSITIVE,
-        aliases=("--rollout-rs-threshold",),
-    )
-    m2po_threshold: float | None = arg(
-        None,
-        "M2PO: drop the tokens furthest off until the mean squared log-ratio of the rest is below this; try 0.04.",
-        legal=POSITIVE,
-    )
-    custom_tis_function_path: str | None = arg(
-        None,
-        "With --use-tis: module.function or file.py:function in place of truncated importance sampling, called with slime's keyword "
-        "arguments once per optimizer step; a path ending in icepop_function means our own IcePop.",
-    )
-
-    @property
-    def outliers(self) -> bool:
-        low, high = self.outlier_token_is_threshold_low, self.outlier_token_is_threshold_high
-        return low is not None or high is not None
-
-    @property
-    def token_mask(self) -> bool:
-        low, high = self.token_mask_is_threshold_low, self.token_mask_is_threshold_high
-        return low is not None or high is not None
-
-    @property
-    def weights(self) -> bool:
-        """Whether tokens get importance weights."""
-        return self.tis_ratio_type is not None or self.custom_tis_function_path is not None
-
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is corrected: then the sampler must return log-probs."""
-        by_name = (self.sequence_mask_metric, self.rejection_metric, self.m2po_threshold)
-        masks = self.outliers or self.token_mask or any(x is not None for x in by_name)
-        return self.weights or masks
-
-    def conflicts(self) -> list[Problem]:
-        """Bounds in the wrong order, and one of a pair that goes together."""
-        found = []
-        for name in _BOUNDS:
-            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
-            if low is not None and high is not None and low > high:
-                message = f"must not be above {flag_name(name + '_high')} {high:g}"
-                found.append(Problem(flag_name(f"{name}_low"), low, message))
-        low, high = self.token_mask_is_threshold_low, self.token_mask_is_threshold_high
-        if (low is None) != (high is None):
-            given, missing = ("low", "high") if high is None else ("high", "low")
-            message = f"needs {flag_name('token_mask_is_threshold_' + missing)} too; the token mask has two sides"
-            flag = flag_name(f"token_mask_is_threshold_{given}")
-            found.append(Problem(flag, low if high is None else high, message))
-        pair = ["rejection_metric", "rejection_threshold"]
-        given, missing = sorted(pair, key=lambda name: getattr(self, name) is None)
-        if getattr(self, given) is not None and getattr(self, missing) is None:
-            message = f"needs {flag_name(missing)} too"
-            found.append(Problem(flag_name(given), getattr(self, given), message))
-        return found
 
 
 @dataclass(frozen=True, slots=True)

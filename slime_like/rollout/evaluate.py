@@ -10,7 +10,8 @@ from typing import Any
 from arguments.eval_sets import EvalSet
 from arguments.run_config import RunConfig
 from arguments.schema import RewardConfig, RolloutConfig
-from slime_like.data.prompts import Room, load_eval_sets
+from slime_like.data.prompt_format import Room
+from slime_like.data.prompts import load_eval_sets
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
 from slime_like.rollout.engines.base import SamplingParams

@@ -26,7 +26,7 @@ from slime_like.advantages import (
 )
 from slime_like.advantages.values import value_metrics
 from slime_like.logs import warn_rank_0
-from slime_like.losses.off_policy import OffPolicyConfig
+from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.megatron.backend import LogProbOutput, MegatronBackend
 from slime_like.megatron.micro_batching import work_per_token
 from slime_like.megatron.parallel_layout import ParallelLayout

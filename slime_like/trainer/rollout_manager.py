@@ -15,7 +15,8 @@ from arguments.rules.data import server_url
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
 from slime_like.advantages import TokenEstimator, advantage_estimators
-from slime_like.data.prompts import PromptSource, Room
+from slime_like.data.prompt_format import Room
+from slime_like.data.prompts import PromptSource
 from slime_like.data.sft import answer_problem, sft_samples
 from slime_like.import_utils import load_function
 from slime_like.megatron.backend import MegatronBackend

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from benchmarks.parity.ranks import run_ranks
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages
-from slime_like.losses.off_policy import OffPolicyConfig, off_policy_correction
+from slime_like.losses.off_policy import off_policy_correction
+from slime_like.losses.off_policy_config import OffPolicyConfig
 
 LENGTHS = (5, 9, 1, 7, 3, 12, 4, 2)
 SETTINGS = {

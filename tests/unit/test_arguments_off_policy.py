@@ -11,7 +11,7 @@ import pytest
 from arguments.rules.algorithm import CORRECTION_RULES
 from arguments.run_config import RunConfig
 from slime_like.config import Problem
-from slime_like.losses.off_policy import OffPolicyConfig
+from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.registry import policy_losses
 from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags, write_files
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from slime_like.losses.custom_tis import CustomTISArgs, custom_correction
 from slime_like.losses.mismatch import with_ess
-from slime_like.losses.off_policy import OffPolicyConfig, off_policy_correction
+from slime_like.losses.off_policy import off_policy_correction
+from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.megatron.packing import pack, unpack
 from slime_like.metrics.typed import MetricAccumulator
 from slime_like.rollout.step_plan import (

@@ -11,16 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slime_like.metrics import report
+from slime_like.metrics import plot
 from slime_like.metrics.logger import MetricsLogger, read_metrics
-from slime_like.metrics.report import (
-    main,
-    series,
-    smoothed,
-    summary_table,
-    write_plot,
-    write_report,
-)
+from slime_like.metrics.plot import series, smoothed, write_plot
+from slime_like.metrics.report import main, summary_table, write_report
 from slime_like.metrics.timers import PHASES
 
 
@@ -81,7 +75,7 @@ def test_drawn_curves_are_the_logged_ones(tmp_path: Path) -> None:
     figure_module = pytest.importorskip("matplotlib.figure")
     rows = read_metrics(_log(tmp_path, 12))
     axis = figure_module.Figure().subplots()
-    report._draw_panel(axis, report.PANELS[1], rows)
+    plot._draw_panel(axis, plot.PANELS[1], rows)
     (kl, ppo_kl) = axis.get_lines()
     assert kl.get_xydata().tolist()[1] == [1.0, 0.01]
     assert math.isnan(kl.get_ydata()[2])  # a gap, not a zero
@@ -89,7 +83,7 @@ def test_drawn_curves_are_the_logged_ones(tmp_path: Path) -> None:
     assert axis.get_title(loc="left") == "KL (1 not finite)"
 
     axis = figure_module.Figure().subplots()
-    report._draw_phases(axis, rows)
+    plot._draw_phases(axis, rows)
     assert [text.get_text() for text in axis.get_legend().get_texts()] == [
         "other",
         "train",
@@ -181,9 +175,9 @@ def test_an_empty_run_says_so(tmp_path: Path) -> None:
 
 def _titles(rows: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch, path: Path) -> list[str]:
     titles: list[str] = []
-    finish = report._finish
+    finish = plot._finish
     monkeypatch.setattr(
-        report, "_finish", lambda axis, title: (titles.append(title), finish(axis, title))
+        plot, "_finish", lambda axis, title: (titles.append(title), finish(axis, title))
     )
     write_plot(rows, path)
     return titles
@@ -217,7 +211,7 @@ def test_panels_of_length_truncation_gradient_and_critic(
 def _phase_colours(names: tuple[str, ...]) -> dict[str, tuple[float, ...]]:
     figure_module = pytest.importorskip("matplotlib.figure")
     axis = figure_module.Figure().subplots()
-    report._draw_phases(axis, [{"step": 0.0, **{f"perf/{name}_s": 1.0 for name in names}}])
+    plot._draw_phases(axis, [{"step": 0.0, **{f"perf/{name}_s": 1.0 for name in names}}])
     return {c.get_label(): tuple(c.get_facecolor()[0]) for c in axis.collections}
 
 

@@ -11,12 +11,8 @@ import pytest
 import torch
 
 from slime_like.losses.mismatch import with_ess
-from slime_like.losses.off_policy import (
-    REJECTION_METRICS,
-    Correction,
-    OffPolicyConfig,
-    off_policy_correction,
-)
+from slime_like.losses.off_policy import Correction, off_policy_correction
+from slime_like.losses.off_policy_config import REJECTION_METRICS, OffPolicyConfig
 from slime_like.metrics.typed import MetricAccumulator
 
 LENGTHS = (7, 1, 12, 5, 3, 9)

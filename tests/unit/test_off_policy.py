@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from slime_like.losses import LossInputs, LossTerms, policy_losses, total_loss
-from slime_like.losses.off_policy import Correction, OffPolicyConfig, off_policy_correction
+from slime_like.losses.off_policy import Correction, off_policy_correction
+from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.metrics.typed import MetricAccumulator
 
 NAN, INF = math.nan, math.inf

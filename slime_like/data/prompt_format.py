@@ -1,0 +1,186 @@
+"""How a row of a data source becomes a prompt: keys, chat template, tokens, and what a row must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arguments.schema.data import DataConfig
+from slime_like.data.source import TASK_PREFIX, Row
+from slime_like.data.template import render_rows
+from slime_like.rewards.registry import AnswerCheck
+from slime_like.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class RowKeys:
+    """Which keys of a row hold what."""
+
+    input: str
+    label: str | None
+    metadata: str
+
+    @classmethod
+    def of(
+        cls,
+        spec: str,
+        config: DataConfig,
+        *,
+        input_key: str | None = None,
+        label_key: str | None = None,
+        metadata_key: str | None = None,
+    ) -> RowKeys:
+        """Those that the settings name for a file; rows of a reasoning_gym source have keys of
+        their own."""
+        if spec.startswith(TASK_PREFIX):
+            return cls("question", "answer", "metadata")
+        return cls(
+            input_key or config.input_key,
+            label_key or config.label_key,
+            metadata_key or config.metadata_key,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How long a prompt may be. positions: of the model, None where they do not matter. response:
+    --rollout-max-response-len, or a set's own."""
+
+    positions: int | None = None
+    response: int = 0
+
+    def problem(self, tokens: int) -> str | None:
+        """Why a prompt of so many tokens does not fit, or None."""
+        if self.positions is None or tokens + self.response <= self.positions:
+            return None
+        longest = self.positions - self.response
+        remedy = (
+            f"--rollout-max-prompt-len {longest} leaves such prompts out"
+            if longest > 0
+            else "lower --rollout-max-response-len"
+        )
+        return (
+            f"the prompt has {tokens} tokens, which with a response of {self.response} exceed the "
+            f"model's {self.positions} positions; {remedy}"
+        )
+
+
+ANY_LENGTH = Room()
+
+
+class PromptFormat:
+    """How a row becomes a prompt: which keys hold what, and the chat template, for which a plain
+    string is one user message.
+
+    answer_check: what a row's label and metadata must be for its responses to be of use. Tokens are
+    those of the text alone (no special tokens are added): a chat template writes its own, and a
+    plain string is taken as it stands. Raises ValueError when a chat template is asked for and the
+    tokenizer has none.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        keys: RowKeys,
+        answer_check: AnswerCheck | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.keys = keys
+        self._metadata = dict(metadata or {})  # laid over that of every row
+        self._answer_check = answer_check
+        self._tokenizer = tokenizer
+        self._chat = config.apply_chat_template
+        self._chat_arguments = {"add_generation_prompt": True, **config.apply_chat_template_kwargs}
+        if self._chat and not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "--apply-chat-template: the tokenizer has no chat template; leave the flag out or use another tokenizer"
+            )
+
+    @property
+    def columns(self) -> list[str]:
+        return [
+            key for key in (self.keys.input, self.keys.label, self.keys.metadata) if key is not None
+        ]
+
+    def check(self, row: Row) -> str | None:
+        """What is wrong with a row, or None."""
+        for flag, key in (("--input-key", self.keys.input), ("--label-key", self.keys.label)):
+            if key is not None and key not in row:
+                return f"missing key {key!r} ({flag}); the keys that are there: {', '.join(sorted(row)) or 'none'}"
+        prompt, metadata = row[self.keys.input], row.get(self.keys.metadata)
+        if metadata is not None and not isinstance(metadata, dict):
+            return f"{self.keys.metadata!r} (--metadata-key) must be an object, not {type(metadata).__name__}"
+        if prompt == "":
+            return f"{self.keys.input!r} (--input-key) is empty"
+        problem = None if isinstance(prompt, str) else self._check_messages(prompt)
+        if problem is None and self._answer_check is not None:
+            problem = self._answer_check(self._label(row), {**(metadata or {}), **self._metadata})
+        return problem
+
+    def _check_messages(self, messages: Any) -> str | None:
+        name = f"{self.keys.input!r} (--input-key)"
+        is_chat = (
+            isinstance(messages, list)
+            and messages
+            and all(isinstance(m, dict) and "role" in m for m in messages)
+        )
+        if not is_chat:
+            return f"{name} must be a string or a list of messages with a role, not {type(messages).__name__}"
+        if not self._chat:
+            return f"{name} is a list of chat messages, which needs --apply-chat-template"
+        for number, message in enumerate(messages):
+            problem = _content_problem(message)
+            if problem:
+                return f"{name}: message {number} ({message['role']}): {problem}"
+        return None
+
+    def _label(self, row: Row) -> Any:
+        return row[self.keys.label] if self.keys.label is not None else None
+
+    def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[str]:
+        """What the model sees of each row. where: a row's place in words, by its index in `rows`.
+        Raises ValueError as `render_rows`."""
+        prompts = [row[self.keys.input] for row in rows]
+        if self._chat:
+            return render_rows(self._render, prompts, where)
+        assert all(isinstance(prompt, str) for prompt in prompts), (
+            "check() lets messages through only with a chat template"
+        )
+        return prompts
+
+    def _render(self, prompt: str | list[dict[str, Any]]) -> str:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._chat_arguments)
+
+    def tokenise(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        encoded = self._tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False
+        )
+        return [tuple(ids) for ids in encoded["input_ids"]]
+
+    def prompt(self, group_id: int, row: Row, text: str, tokens: tuple[int, ...]) -> Prompt:
+        metadata = {**(row.get(self.keys.metadata) or {}), **self._metadata}
+        return Prompt(
+            group_id=group_id, text=text, tokens=tokens, label=self._label(row), metadata=metadata
+        )
+
+
+def _content_problem(message: Mapping[str, Any]) -> str | None:
+    """A message holds text, or a list of parts as ``{"type": "text", "text": ...}``. One that calls
+    tools may hold nothing."""
+    content = message.get("content")
+    if content is None:
+        return None if message.get("tool_calls") else "'content' is missing or null"
+    if isinstance(content, str):
+        return None
+    if not isinstance(content, list) or not content:
+        return f"'content' must be a string or a list of parts, not {type(content).__name__ if content != [] else 'an empty list'}"
+    for part in content:
+        if not (isinstance(part, dict) and isinstance(part.get("type"), str)):
+            return "every part of 'content' must be an object with a 'type'"
+        if part["type"] == "text" and not isinstance(part.get("text"), str):
+            return "a part of 'content' of type 'text' must hold a string under 'text'"
+    return None

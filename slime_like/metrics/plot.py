@@ -1,0 +1,287 @@
+"""The curves of a run as a PNG.
+
+Colours are those of Okabe and Ito, with two of Tol's, which stay apart for colour-blind readers. A
+phase has one colour in every plot.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_like.metrics.timers import STEP_SECONDS, phase_metric, phase_seconds
+
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, YELLOW, GREY = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#F0E442",
+    "#7F7F7F",
+)
+INDIGO, WINE = "#332288", "#882255"
+CYCLE = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, GREY)
+PHASE_COLOURS = {
+    "generate": BLUE,
+    "balance": INDIGO,
+    "log_probs": ORANGE,
+    "values": SKY,
+    "train_critic": PURPLE,
+    "train": GREEN,
+    "sync": VERMILION,
+    "eval": YELLOW,
+    "save": WINE,
+}
+PHASES_TITLE = "Seconds per rollout, by phase"
+OTHER_COLOUR = GREY  # of time that no phase claims
+SMOOTH_FROM = 40  # points from which a curve gets a smoothed one over it
+NO_MATPLOTLIB = "the plot needs matplotlib, which is not installed: pip install 'slime_like[tasks]'"
+
+Rows = Sequence[dict[str, float]]
+Points = list[tuple[int, float]]  # (rollout, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One plot. curves: (label, metric, colour); a metric that was never logged has no curve, a
+    panel without curves is left out. band: metric of a standard deviation, drawn around the first
+    curve. is_share: values between 0 and 1, on an axis that shows both."""
+
+    title: str
+    curves: tuple[tuple[str, str, str], ...]
+    log_scale: bool = False
+    band: str | None = None
+    is_share: bool = False
+
+
+PANELS = (
+    Panel(
+        "Reward",
+        (("mean, ± std of the samples", "rollout/reward_mean", BLUE),),
+        band="rollout/reward_std",
+    ),
+    Panel(
+        "KL",
+        (
+            ("to the reference (train/kl)", "train/kl", BLUE),
+            ("old to new policy (train/ppo_kl)", "train/ppo_kl", ORANGE),
+        ),
+    ),
+    Panel("Entropy", (("per token", "train/entropy", GREEN),)),
+    Panel(
+        "Response length, tokens",
+        (
+            ("mean", "rollout/response_length_mean", BLUE),
+            ("longest", "rollout/response_length_max", SKY),
+        ),
+    ),
+    Panel(
+        "Truncated, and groups without spread",
+        (
+            ("responses cut at the limit", "rollout/truncated_frac", VERMILION),
+            ("groups of equal rewards", "reward/zero_spread_group_frac", GREY),
+        ),
+        is_share=True,
+    ),
+    Panel(
+        "Gradient norm before clipping",
+        (
+            ("policy", "train/grad_norm", BLUE),
+            ("critic", "train/critic_grad_norm", PURPLE),
+        ),
+        log_scale=True,
+    ),
+    Panel("Critic: value loss", (("per token", "train/value_loss", PURPLE),), log_scale=True),
+    Panel(
+        "Critic: explained variance of returns",
+        (("1 is perfect, 0 a constant", "rollout/explained_variance", PURPLE),),
+    ),
+    Panel(
+        "Log-prob difference, trainer and sampler",
+        (("mean absolute", "rollout/train_rollout_log_prob_diff_mean", VERMILION),),
+        log_scale=True,
+    ),
+)
+
+
+def series(rows: Rows, metric: str) -> Points:
+    """(rollout, value) wherever the metric was logged, non-finite values included."""
+    return [(int(row["step"]), row[metric]) for row in rows if metric in row]
+
+
+def eval_metrics(rows: Rows) -> list[str]:
+    return sorted({name for row in rows for name in row if name.startswith("eval/")})
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Centred moving average over about a tenth of the curve, narrower at its ends; non-finite
+    values are passed over."""
+    half = max(len(values) // 20, 1)
+    result = []
+    for i in range(len(values)):
+        window = [
+            value for value in values[max(i - half, 0) : i + half + 1] if math.isfinite(value)
+        ]
+        result.append(sum(window) / len(window) if window else math.nan)
+    return result
+
+
+def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[str] = ()) -> Path:
+    """Draw the curves as a PNG.
+
+    Args:
+        rows: of metrics.jsonl.
+        path: the file to write; folders are made.
+        title: above all panels.
+        only: beginnings of panel titles in any case, to draw those alone; empty for all that have
+        data.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is absent; the message says what to install.
+        ValueError: there is no row, or no panel of these titles has data.
+    """
+    if not rows:
+        raise ValueError("no rollout was logged: nothing to plot")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(NO_MATPLOTLIB) from error
+    evals = [name for name in eval_metrics(rows) if name.endswith("/mean")]
+    eval_curves = tuple(
+        (name.split("/", 1)[1].removesuffix("/mean"), name, CYCLE[i % len(CYCLE)])
+        for i, name in enumerate(evals)
+    )
+    panels = [PANELS[0], Panel("Evaluation score", eval_curves), *PANELS[1:]]
+    panels = [
+        panel for panel in panels if any(series(rows, metric) for _, metric, _ in panel.curves)
+    ]
+    panels = [panel for panel in panels if _is_chosen(panel.title, only)]
+    has_phases = _is_chosen(PHASES_TITLE, only) and any(
+        STEP_SECONDS in row or phase_seconds(row) for row in rows
+    )
+    if only and not panels and not has_phases:
+        raise ValueError(f"--panels {' '.join(only)}: no panel with data has such a title")
+    count = len(panels) + has_phases
+    columns = min(3, max(count, 1))
+    lines = max(math.ceil(count / columns), 1)
+    figure = Figure(figsize=(5.4 * columns, 3.6 * lines + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)  # no display, and no pyplot state
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axis, panel in zip(axes, panels):
+        _draw_panel(axis, panel, rows)
+    if has_phases:
+        _draw_phases(axes[len(panels)], rows)
+    for axis in axes[count:]:
+        axis.remove()
+    if title:
+        figure.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _draw_panel(axis: Any, panel: Panel, rows: Rows) -> None:
+    drawn = [
+        (label, metric, colour) for label, metric, colour in panel.curves if series(rows, metric)
+    ]
+    bad = 0
+    for label, metric, colour in drawn:
+        steps, values = (list(column) for column in zip(*series(rows, metric), strict=True))
+        bad += sum(not math.isfinite(value) for value in values)
+        if len(values) < SMOOTH_FROM:
+            axis.plot(steps, values, color=colour, lw=1.8, marker="o", ms=3.5, label=label)
+        else:
+            axis.plot(steps, values, color=colour, lw=1, alpha=0.35)
+            axis.plot(steps, smoothed(values), color=colour, lw=2, label=label)
+        if len(values) == 1:
+            axis.set_xlim(steps[0] - 1, steps[0] + 1)
+    if panel.band is not None and (band := dict(series(rows, panel.band))):
+        points = [
+            (step, value, band[step]) for step, value in series(rows, drawn[0][1]) if step in band
+        ]
+        low, high = [v - s for _, v, s in points], [v + s for _, v, s in points]
+        axis.fill_between(
+            [step for step, _, _ in points], low, high, color=drawn[0][2], alpha=0.12, lw=0
+        )
+    positive = all(
+        value > 0
+        for _, metric, _ in drawn
+        for _, value in series(rows, metric)
+        if math.isfinite(value)
+    )
+    if panel.log_scale and positive:
+        axis.set_yscale("log")
+    if panel.is_share:
+        axis.set_ylim(-0.03, 1.03)
+    _finish(axis, panel.title + (f" ({bad} not finite)" if bad else ""))
+    axis.legend(frameon=False, fontsize=9, loc="best")
+
+
+def _draw_phases(axis: Any, rows: Rows) -> None:
+    """Seconds of each phase, stacked; on top what no phase claims. A rollout is as wide as one step
+    of the axis."""
+    names = list(phase_seconds({name: 0.0 for row in rows for name in row}))
+    rows = [row for row in rows if STEP_SECONDS in row or phase_seconds(row)]
+    steps = [int(row["step"]) for row in rows]
+    layers = [[row.get(phase_metric(name), 0.0) for row in rows] for name in names]
+    totals = [row.get(STEP_SECONDS, sum(phase_seconds(row).values())) for row in rows]
+    layers.append(
+        [max(total - sum(column), 0.0) for total, *column in zip(totals, *layers, strict=True)]
+    )
+    edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
+    colours = [*map(phase_colour, names), OTHER_COLOUR]
+    labels = [name.replace("_", "-") for name in names] + ["other"]
+    axis.stackplot(
+        edges,
+        *([*layer, layer[-1]] for layer in layers),
+        labels=labels,
+        colors=colours,
+        step="post",
+        lw=0,
+    )
+    _finish(axis, PHASES_TITLE)
+    axis.set_xlim(edges[0], edges[-1])
+    axis.set_ylim(bottom=0)
+    handles, shown = axis.get_legend_handles_labels()
+    axis.legend(
+        handles[::-1],
+        shown[::-1],
+        frameon=False,
+        fontsize=9,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+    )
+
+
+def _is_chosen(title: str, only: Sequence[str]) -> bool:
+    return not only or any(title.lower().startswith(word.lower()) for word in only)
+
+
+def phase_colour(name: str) -> str:
+    """The colour of a phase: the same in every plot, whichever other phases a run has.
+
+    Args:
+        name: as in ``perf/<name>_s``; a phase that is not known shares the colour of one that is.
+    """
+    known = list(PHASE_COLOURS.values())
+    return PHASE_COLOURS.get(name, known[zlib.crc32(name.encode()) % len(known)])
+
+
+def _finish(axis: Any, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_title(title, fontsize=11, fontweight="bold", loc="left")
+    axis.set_xlabel("rollout", fontsize=9)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
+    axis.tick_params(which="both", labelsize=9)
+    axis.grid(alpha=0.25, lw=0.6)
+    axis.margins(x=0.02)
+    axis.spines[["top", "right"]].set_visible(False)
