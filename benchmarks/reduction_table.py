@@ -30,7 +30,7 @@ NORM_LENGTH = 32
 FLAGS = (
     f"--debug-train-only --num-rollout 1 --rollout-batch-size {GROUPS} --n-samples-per-prompt {GROUP_SIZE} --micro-batch-size 2 "
     "--policy-loss-type ppo --use-rollout-logprobs --use-kl-loss --kl-loss-coef 0.1 --entropy-coef 0.01 --lr 3e-4 --clip-grad 1.0 "
-    "--no-tensorboard --no-progress"
+    "--no-tensorboard --no-progress --no-plot"
 )
 COLUMNS = (
     "train/loss",

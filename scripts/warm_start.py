@@ -24,7 +24,7 @@ SFT = (
 )
 DATA = (
     "--input-key messages --label-key answer --apply-chat-template --rollout-shuffle --n-samples-per-eval-prompt 4 "
-    "--custom-rm-path scripts/demo_reward.py:score --rollout-max-response-len 8 --no-tensorboard --no-progress"
+    "--custom-rm-path scripts/demo_reward.py:score --rollout-max-response-len 8 --no-tensorboard --no-progress --no-plot"
 )
 
 

@@ -17,6 +17,7 @@ class LoggingConfig:
         None, "Folder for TensorBoard; default <output-dir>/tensorboard."
     )
     no_tensorboard: bool = arg(False, "Do not write TensorBoard files.")
+    no_plot: bool = arg(False, "Do not draw report.png at the end of the run.")
     no_progress: bool = arg(False, "Print plain lines in place of a progress bar.")
     log_interval: int = arg(
         1,

@@ -108,9 +108,11 @@ def write_report(
     console: Console | None = None,
     *,
     only: Sequence[str] = (),
+    plot: bool = True,
 ) -> Path | None:
     """Print the table and write the plot (default ``report.png`` beside the metrics). Returns the
-    plot's path; None, with a line saying why, where there is no matplotlib or nothing was logged.
+    plot's path; None without `plot`, and, with a line saying why, where there is no matplotlib or
+    nothing was logged.
     """
     metrics_path, console = Path(metrics_path), console or Console()
     rows = read_metrics(metrics_path)
@@ -120,6 +122,8 @@ def write_report(
     console.print(summary_table(rows))
     for line in health_lines(rows):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
+    if not plot:
+        return None
     try:
         path = write_plot(
             rows,

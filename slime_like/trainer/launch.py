@@ -171,7 +171,7 @@ def train_watched(
         trainer.close()
         activity.enter("end")
         if layout.rank == 0:
-            write_report(output_dir)
+            write_report(output_dir, plot=not config.logging.no_plot)
             if status in (INTERRUPTED_STATUS, INTERRUPTED) and config.checkpoint.save:
                 logger.info("to continue: %s", command_to_continue(config, layout.world_size))
     except Exception as error:
@@ -260,13 +260,13 @@ def output_dir_of_the_run(config: RunConfig) -> str | None:
     return folder if has_metrics else None
 
 
-def write_report(output_dir: Path) -> None:
-    """The plot and the table of the run. The run is done: what goes wrong here does not make it a
+def write_report(output_dir: Path, *, plot: bool) -> None:
+    """The table of the run, and its plot. The run is done: what goes wrong here does not make it a
     failed one."""
     from slime_like.metrics import report
 
     try:
-        report.write_report(output_dir / METRICS_FILE)
+        report.write_report(output_dir / METRICS_FILE, plot=plot)
     except Exception as error:
         logger.warning("no plot and table of %s: %s: %s", output_dir, type(error).__name__, error)
 

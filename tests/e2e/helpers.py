@@ -47,7 +47,7 @@ class Workspace:
             "hf_checkpoint": self.model, "prompt_data": self.prompts, "label_key": "answer", "apply_chat_template": "",
             "input_key": "messages", "custom_rm_path": f"{self.reward}:letters", "rm_num_workers": 1, "rollout_shuffle": "",
             "num_rollout": 2, "rollout_batch_size": 4, "n_samples_per_prompt": 4, "num_steps_per_rollout": 2, "micro_batch_size": 4,
-            "rollout_max_response_len": 8, "lr": 1e-3, "policy_loss_type": "sapo", "no_tensorboard": "", "no_progress": "",
+            "rollout_max_response_len": 8, "lr": 1e-3, "policy_loss_type": "sapo", "no_tensorboard": "", "no_progress": "", "no_plot": "",
             "output_dir": out,
         }  # fmt: skip
         words: list[str] = []

@@ -27,7 +27,7 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
     out = tmp_path_factory.mktemp("train")
     held_out = f"held_out {work.prompts}@[0:6]"
     argv = work.flags(
-        out, num_rollout=3, no_tensorboard=None, save_hf=out / "hf-{rollout_id}", save_debug_rollout_data=out / TEMPLATE, save=out / "ck",
+        out, num_rollout=3, no_tensorboard=None, no_plot=None, save_hf=out / "hf-{rollout_id}", save_debug_rollout_data=out / TEMPLATE, save=out / "ck",
         eval_interval=2, eval_prompt_data=held_out, n_samples_per_eval_prompt=4, use_kl_loss="", kl_loss_coef=0.05, ref_load=work.model,
     )  # fmt: skip
     done = server.train(argv, out / "log").ok()
@@ -195,6 +195,7 @@ def test_rollout_only(server: TrainServer, work: Workspace, whole: Path, tmp_pat
         debug_rollout_only="",
         save_debug_rollout_data=tmp_path / TEMPLATE,
         lr=None,
+        no_plot=None,
     )
     server.train(argv, tmp_path / "log").ok()
     assert sampled(tmp_path / TEMPLATE, 0) == sampled(whole / TEMPLATE, 0)
@@ -307,7 +308,9 @@ def test_signals_leave_no_process_behind(
     the run as SIGTERM does: saved, with plot, table and the command that continues it."""
     command = [
         *[word.replace("torch.distributed.run", "slime_like.torchrun") for word in torchrun(ranks)],
-        *work.flags(tmp_path, num_rollout=100000, save=tmp_path / "ck", save_interval=1),
+        *work.flags(
+            tmp_path, num_rollout=100000, save=tmp_path / "ck", save_interval=1, no_plot=None
+        ),
     ]
     command = (
         command

@@ -15,7 +15,7 @@ from tests.learning.tasks import write_task
 ROOT = Path(__file__).resolve().parents[2]
 REWARD = f"{ROOT / 'tests/learning/rewards.py'}:right_prefix"
 LAST = 10  # rollouts: the mean reward at the end is over so many
-COMMON = "--lr-warmup-iters 10 --clip-grad 1.0 --no-tensorboard --no-progress --log-interval 20"
+COMMON = "--lr-warmup-iters 10 --clip-grad 1.0 --no-tensorboard --no-progress --no-plot --log-interval 20"
 GRPO = "--advantage-estimator grpo --rollout-batch-size 16 --n-samples-per-prompt 8"
 
 

@@ -30,7 +30,7 @@ def command_line(demo: Path, engines: Sequence[str], out: Path, *more: str) -> l
         "--num-rollout", "3", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--num-steps-per-rollout", "2", "--micro-batch-size", "16",
         # a gradient where a rollout's rewards happen to be equal, too
         "--lr", "1e-2", "--entropy-coef", "0.01",
-        "--output-dir", str(out), "--no-tensorboard", "--no-progress", "--rollout-engine", "sglang", "--sglang-python", PYTHON,
+        "--output-dir", str(out), "--no-tensorboard", "--no-progress", "--no-plot", "--rollout-engine", "sglang", "--sglang-python", PYTHON,
         *engines, *more,
     ]  # fmt: skip
 

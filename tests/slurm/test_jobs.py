@@ -257,7 +257,7 @@ def test_trainer_and_a_real_engine_on_nodes_of_their_own(cluster: Cluster, tmp_p
     flags = [
         "--prompt-data", str(demo / "train.jsonl"), "--input-key", "messages", "--label-key", "answer", "--apply-chat-template",
         "--custom-rm-path", "scripts/demo_reward.py:score", "--rollout-max-response-len", "8", "--num-rollout", "3", "--rollout-batch-size", "4",
-        "--n-samples-per-prompt", "4", "--lr", "1e-3", "--tensor-model-parallel-size", "2", "--no-tensorboard", "--no-progress",
+        "--n-samples-per-prompt", "4", "--lr", "1e-3", "--tensor-model-parallel-size", "2", "--no-tensorboard", "--no-progress", "--no-plot",
         "--no-sglang-router", "--update-weight-transport", "broadcast", "--output-dir", str(out),
     ]  # fmt: skip
     job = cluster.submit(
