@@ -206,11 +206,21 @@ def _in_session(request: dict[str, Any]) -> NoReturn:
     os._exit(status)
 
 
+def warm_transformers() -> None:
+    """Have the renamings of all models, a thousand regular expressions, which a process makes once
+    and takes most of a second for."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("qwen3")
+
+
 def main() -> None:
     """Answer each line of standard input with the launcher's process, and with its exit status when
     it has ended."""
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    if "transformers" in sys.modules:
+        warm_transformers()
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         launcher = os.fork()

@@ -265,12 +265,18 @@ def main() -> None:
     os.dup2(2, 1)
 
     import megatron_patches
+    from arguments.parse import parse_args
+    from benchmarks.parity.ranks import warm_transformers
+    from slime_like.config import ConfigError
     from slime_like.trainer.launch import quiet_dependencies
 
     quiet_dependencies()
     megatron_patches.apply()
     for name in PRELOADED:
         importlib.import_module(name)
+    warm_transformers()
+    with contextlib.suppress(ConfigError):
+        parse_args([], 1)  # makes the parser
     for line in sys.stdin:
         request = json.loads(line)
         start = time.monotonic()

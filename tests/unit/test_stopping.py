@@ -165,9 +165,9 @@ def test_a_report_that_fails_does_not_fail_the_run(
     """Damaged or missing numbers; the run itself is done."""
     from slime_like.trainer.launch import write_report
 
-    write_report(tmp_path)
+    write_report(tmp_path, plot=True)
     (tmp_path / "metrics.jsonl").write_text("[]\n{}\n")
-    write_report(tmp_path)
+    write_report(tmp_path, plot=True)
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     assert "no plot and table of" in caplog.text and "metrics.jsonl:1" in caplog.text
 
