@@ -161,7 +161,7 @@ def run_layout(
         command,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
