@@ -49,6 +49,7 @@ from slime_like.megatron.optimizer import limits_kept, resume_schedule
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.types import StepResult, TrainBatch, TrainSample
+from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_save import save_hf
 from slime_like.weights.safetensors_reader import weights_digest
 
@@ -105,6 +106,7 @@ class MegatronBackend:
         self.objective = make_objective(run)
         self._hf_checkpoint = run.model.hf_checkpoint
         self._seed = run.model.seed
+        self._bucket_bytes = run.sglang.update_weight_buffer_size
 
         self.policy = make_policy(run, layout, self.hf, total_steps=total_steps)
         self._adapter_shape = self._start_adapter(run.lora.lora_adapter_path)
@@ -230,12 +232,12 @@ class MegatronBackend:
     def _micro_batch_size(self, layout: ParallelLayout, *, forward_only: bool) -> MicroBatchSize:
         return micro_batch_size(self.algorithm, layout.cp_size, forward_only=forward_only)
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) pairs of the policy, on every rank, a layer's worth of
-        memory at a time."""
+    def export_weights(self) -> WeightStream:
+        """(Hugging Face name, full tensor) pairs of the policy, on every rank or on those that send
+        them, in buckets of --update-weight-buffer-size."""
         assert self.hf is not None, "weights have Hugging Face names only with --hf-checkpoint"
         self.policy.finish_updates()
-        return self.policy.export_hf(self.hf)
+        return self.policy.export_hf(self.hf, bucket_bytes=self._bucket_bytes)
 
     def sync_weights(self, engine: WeightReceiver, version: int) -> None:
         """Give a rollout engine the policy's weights, as those of this version."""

@@ -7,7 +7,7 @@ Every method is called by all ranks together, and works in the network's own lay
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +38,8 @@ from slime_like.megatron.packing import join_context_ranks, unpack, with_selecti
 from slime_like.megatron.parallel_layout import ParallelLayout, in_own_layout
 from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.types import MicroBatch, TrainSample
+from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES
+from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_export import export_hf_weights
 from slime_like.weights.hf_import import load_hf_weights
 
@@ -123,8 +125,11 @@ class Network:
         return nullcontext()
 
     def export_hf(
-        self, hf: HfModel, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+        self,
+        hf: HfModel,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> WeightStream:
         """See `export_hf_weights`."""
         return export_hf_weights(
             self.chunks,
@@ -133,6 +138,7 @@ class Network:
             layout=self.layout,
             dtype=dtype,
             value_head=self.value_head,
+            bucket_bytes=bucket_bytes,
         )
 
     @in_own_layout

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from slime_like.checkpoints.files import sync_path
-from slime_like.distributed.collectives import is_rank_zero, share
+from slime_like.distributed.collectives import from_rank_zero, gather, is_rank_zero, together
 from slime_like.errors import RunError
+from slime_like.weights.buckets import TensorPlan
 from slime_like.weights.families import LM_HEAD
+from slime_like.weights.gather import WeightStream
 from slime_like.weights.safetensors_reader import file_names
-from slime_like.weights.safetensors_writer import ShardPlan, TensorPlan, main_dtype, write_index
+from slime_like.weights.safetensors_writer import ShardPlan, main_dtype, write_index
 
 # What a folder needs besides weights and config.json: tokenizer, chat template, generation
 # settings.
@@ -41,29 +46,58 @@ def save_hf(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write `stream` as safetensors (in shards, with an index, when over `max_shard_bytes`), with
-    config.json and the tokenizer files of `config_source_folder`.
+    config.json and the tokenizer files of `config_source_folder`. Collective.
 
-    Every rank must call it, for taking the stream's tensors is a collective operation. Rank 0 alone
-    writes, holding at most
-    `max_shard_bytes` of tensors (or one tensor) in CPU memory. All is written beside `folder` and
-    renamed once it is on
-    disk: a reader sees a whole folder or none. An earlier save at `folder` is replaced. Raises, on
-    every rank: ValueError when `folder` holds something other than a Hugging Face model or is the
-    source itself, or the source has no config.json; RunError when writing fails (disk full, no
-    permission).
+    Of a `WeightStream` every sender writes what it has, where all ranks see the folder; else rank 0
+    writes all. The writers of a host hold at most `max_shard_bytes` of tensors (or one tensor each)
+    in CPU memory. All is written beside `folder` and renamed once it is on disk: a reader sees a
+    whole folder or none. An earlier save at `folder` is replaced. Raises, on every rank: ValueError
+    when `folder` holds something other than a Hugging Face model or is the source itself, or the
+    source has no config.json; RunError when writing fails (disk full, no permission).
     """
-    error: Exception | None = None
-    if is_rank_zero():
+    target, source = Path(folder), Path(config_source_folder)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.new")
+    rank_zero, mine = is_rank_zero(), stream
+
+    def prepare() -> Path:
+        with _as_saving_errors():
+            return _make_temporary(temporary, target, source)
+
+    def write() -> list[Part]:
         try:
-            write_hf(Path(folder), stream, Path(config_source_folder), max_shard_bytes)
-        except (OSError, ValueError, RuntimeError) as caught:
-            kind = ValueError if isinstance(caught, ValueError) else RunError
-            error = kind(f"saving to Hugging Face format failed: {caught}")
-            error.__cause__ = caught
-    # the rest on rank 0 after an error, all of it elsewhere: the collectives must go on together
-    for _ in stream:
-        pass
-    share(None, error)
+            with _as_saving_errors():
+                return _write_parts(temporary, mine, max_shard_bytes) if writes else []
+        finally:
+            for _ in mine:  # after an error, and where nothing is written: a collective
+                pass
+
+    def finish() -> None:
+        with _as_saving_errors():
+            _finish(temporary, target, source, [part for parts in found for part in parts])
+
+    try:
+        temporary = from_rank_zero(prepare)
+        writes = rank_zero
+        if isinstance(stream, WeightStream):
+            writes = all(gather(temporary.is_dir()))
+            mine = stream.own() if writes else stream.to_rank_zero()
+            if writes:
+                max_shard_bytes //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            writes = writes or rank_zero
+        found = gather(together(write))
+        from_rank_zero(finish)
+    finally:
+        if rank_zero:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _as_saving_errors() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as caught:
+        kind = ValueError if isinstance(caught, ValueError) else RunError
+        raise kind(f"saving to Hugging Face format failed: {caught}") from caught
 
 
 def write_hf(
@@ -72,19 +106,32 @@ def write_hf(
     source: Path,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Rank 0's part of `save_hf`, which raises its errors here: the other ranks take their tensors
-    of the stream meanwhile."""
-    check_folders(folder, source)
+    """As `save_hf`, by this process alone, which has all of `stream`."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
-    temporary.mkdir(parents=True)
     try:
-        shards = _write_weights(temporary, stream, max_shard_bytes)
-        names = {tensor.name for shard in shards for tensor in shard.tensors}
-        finish_folder(
-            temporary, folder, source, dtype=main_dtype(shards), own_head=LM_HEAD in names
-        )
+        _make_temporary(temporary, folder, source)
+        _finish(temporary, folder, source, _write_parts(temporary, stream, max_shard_bytes))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _make_temporary(temporary: Path, folder: Path, source: Path) -> Path:
+    check_folders(folder, source)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def _finish(temporary: Path, folder: Path, source: Path, parts: Sequence[Part]) -> None:
+    """How many files there are, and so their names, is known now."""
+    shards = [
+        ShardPlan(name, part.tensors)
+        for name, part in zip(file_names(len(parts)), parts, strict=True)
+    ]
+    for shard, part in zip(shards, parts, strict=True):
+        (temporary / part.file_name).rename(temporary / shard.file_name)
+    write_index(temporary, shards)
+    names = {tensor.name for shard in shards for tensor in shard.tensors}
+    finish_folder(temporary, folder, source, dtype=main_dtype(shards), own_head=LM_HEAD in names)
 
 
 def finish_folder(
@@ -134,31 +181,37 @@ def check_folders(folder: Path, source: Path) -> None:
         )
 
 
-def _write_weights(
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file before it has its name."""
+
+    file_name: str
+    tensors: tuple[TensorPlan, ...]
+
+
+def _write_parts(
     folder: Path, stream: Iterator[tuple[str, Tensor]], max_shard_bytes: int
-) -> list[ShardPlan]:
-    """Write all tensors and the index. How many files there will be, and so their names, is known
-    at the end."""
-    groups: list[tuple[TensorPlan, ...]] = []
+) -> list[Part]:
+    parts: list[Part] = []
     pending: dict[str, Tensor] = {}
+    rank = dist.get_rank() if dist.is_initialized() else 0
 
     def flush() -> None:
-        groups.append(tuple(TensorPlan.of(name, tensor) for name, tensor in pending.items()))
-        save_file(pending, folder / f"{len(groups)}.part", metadata={"format": "pt"})
+        tensors = tuple(TensorPlan.of(name, tensor) for name, tensor in pending.items())
+        parts.append(Part(f"{rank}-{len(parts)}.part", tensors))
+        save_file(pending, folder / parts[-1].file_name, metadata={"format": "pt"})
         pending.clear()
 
+    size = 0
     for name, tensor in stream:
-        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > max_shard_bytes:
+        if pending and size + tensor.nbytes > max_shard_bytes:
             flush()
+            size = 0
         pending[name] = tensor.detach().cpu().contiguous()
-    flush()
-    shards = [
-        ShardPlan(name, group) for name, group in zip(file_names(len(groups)), groups, strict=True)
-    ]
-    for number, shard in enumerate(shards, start=1):
-        (folder / f"{number}.part").rename(folder / shard.file_name)
-    write_index(folder, shards)
-    return shards
+        size += tensor.nbytes
+    if pending:
+        flush()
+    return parts
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:

@@ -4,7 +4,6 @@ whole already."""
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,26 +14,10 @@ import torch
 from torch import Tensor
 
 from slime_like.checkpoints.files import FileRecord, hash_file, hashed_file, replace_file
+from slime_like.weights.buckets import TensorPlan
 from slime_like.weights.safetensors_reader import DTYPE_NAMES, INDEX, file_names
 
 NOTE = ".done.json"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """What a tensor of a file will be."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> TensorPlan:
-        return cls(name, tuple(tensor.shape), tensor.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

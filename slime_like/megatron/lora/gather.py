@@ -3,7 +3,7 @@ Collective, and the same on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,41 +11,52 @@ from torch import Tensor
 
 from slime_like.megatron.lora.adapter import shard_of, shard_shape
 from slime_like.megatron.lora.network import LoraNetwork
-from slime_like.weights.hf_export import shards_of_all_ranks
+from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES, TensorPlan
+from slime_like.weights.gather import Parameter, WeightStream, find_senders, plan_buckets
 from slime_like.weights.parameter_map import any_expert
 
 
 def gather_factors(
     network: LoraNetwork, value: Callable[[torch.nn.Parameter], Tensor] = lambda p: p.detach()
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of every factor, in the network's order, on every rank. value: what is
-    taken of a parameter, e.g. its gradient."""
-    layout, gpt, base = network.layout, network.gpt, network.base
+) -> WeightStream:
+    """(name, whole tensor) of every factor. value: what is taken of a parameter, e.g. its
+    gradient."""
+    layout, gpt = network.layout, network.gpt
     local = {
         factor.name: value(parameter)
         for adapter in network.adapters
         for factor, parameter in adapter.factors()
     }
     stages = _stages(network)
-    dtypes = {
-        value(parameter).dtype for adapter in network.adapters for _, parameter in adapter.factors()
+    dtype = _agreed_dtype({tensor.dtype for tensor in local.values()}, network)
+    factors = {
+        factor.name: (stages[any_expert(target.parameter)], factor)
+        for target in network.targets
+        for pair in target.factors
+        for factor in pair
     }
-    dtype = _agreed_dtype(dtypes, network)
-    for target in network.targets:
-        stage = stages[any_expert(target.parameter)]
-        for pair in target.factors:
-            for factor in pair:
-                if factor.name in local:
-                    shard = local[factor.name].contiguous()
-                else:
-                    shard = torch.empty(
-                        shard_shape(factor, layout, gpt), dtype=dtype, device=network.device
-                    )
-                shards = shards_of_all_ranks(
-                    shard, stage, factor.expert, factor.dim is not None, base.sizes, layout
-                )
-                whole = shards[0] if factor.dim is None else torch.cat(shards, factor.dim)
-                yield factor.name, whole[: factor.shape[0]].clone()
+    parameters = [
+        Parameter(
+            name, stage, factor.expert, shard_shape(factor, layout, gpt), dtype, factor.dim is not None,
+            (TensorPlan(name, factor.shape, dtype),),
+        )
+        for name, (stage, factor) in factors.items()
+    ]  # fmt: skip
+
+    def assemble(
+        parameter: Parameter, shards: Sequence[Tensor], outputs: Mapping[str, Tensor]
+    ) -> None:
+        _, factor = factors[parameter.name]
+        whole = shards[0] if factor.dim is None else torch.cat(list(shards), factor.dim)
+        outputs[factor.name].copy_(whole[: factor.shape[0]])
+
+    plan = plan_buckets(
+        parameters,
+        find_senders(layout),
+        network.base.sizes.experts // layout.ep_size,
+        DEFAULT_BUCKET_BYTES,
+    )
+    return WeightStream(plan, layout, network.device, lambda p: local[p.name], assemble)
 
 
 @torch.no_grad()

@@ -23,6 +23,8 @@ from slime_like.megatron.lora.base import LoraBase
 from slime_like.megatron.lora.config import LoraSpec
 from slime_like.megatron.lora.targets import HEAD, Target, targets_of
 from slime_like.megatron.trained_network import TrainedNetwork
+from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES
+from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_export import export_hf_weights
 
 
@@ -81,8 +83,11 @@ class LoraNetwork(TrainedNetwork):
             yield
 
     def export_hf(
-        self, hf: HfModel, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+        self,
+        hf: HfModel,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> WeightStream:
         """The merged weights: what the model would be with the adapter in it. With one on the
         output layer of a tied model they are not tied."""
         assert not self.value_head, "a critic is not exported"
@@ -97,6 +102,7 @@ class LoraNetwork(TrainedNetwork):
             dtype=dtype,
             deltas={n: layer.delta for n, layer in layers.items()},
             own_head=self.base.tied and any(target.parameter == HEAD for target in self.targets),
+            bucket_bytes=bucket_bytes,
         )
 
     def finalize_gradients(

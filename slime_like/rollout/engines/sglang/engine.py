@@ -45,6 +45,7 @@ from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_spec import compare_with_checkpoint, vocabulary_size
 from slime_like.rollout.engines.sglang.weight_transfer.servers import UpdateIncomplete
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
+from slime_like.weights.gather import WeightStream
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,8 @@ class SglangEngine(RolloutEngine):
         self.weight_version = -1
         done = False
         error: Exception | None = None
+        if isinstance(weights, WeightStream):
+            weights = weights.to_rank_zero()
         if self._memory is not None:
             self._memory.resume()
         if self.fleet is not None:

@@ -7,17 +7,16 @@ at a time, who has which version, a server that comes back; a transport only mov
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from slime_like.registry import Registry
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from slime_like.rollout.engines.sglang.server_pool import Worker
     from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers
+    from slime_like.weights.buckets import WeightBuckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,9 @@ class WeightTransport(ABC):
         self.servers = servers
 
     @abstractmethod
-    def send(
-        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
-    ) -> None:
-        """Give the servers all weights: (Hugging Face name, full tensor) pairs, of which the stream
-        makes one at a time. Each server ends with ``weight_version`` `version`.
+    def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
+        """Give the servers all weights: (Hugging Face name, full tensor) pairs, or buckets of them,
+        of which the stream makes one at a time. Each server ends with ``weight_version`` `version`.
 
         Raises:
             UpdateIncomplete: when the update has to be made again, for those that are left.

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from slime_like.rollout.engines.sglang.processes import ServerProcess
 from slime_like.rollout.engines.sglang.server_pool import Worker
 from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTransport
-from slime_like.rollout.engines.sglang.weight_transfer.buckets import in_buckets
 from slime_like.rollout.engines.sglang.weight_transfer.process_group import (
     BroadcastFailed,
     BroadcastGroup,
 )
 from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers, UpdateIncomplete
+from slime_like.weights.buckets import Bucket, WeightBuckets
 
 
 class BroadcastTransport(WeightTransport):
@@ -30,36 +29,28 @@ class BroadcastTransport(WeightTransport):
         # of the group; a server that was started again, or was out, is another one
         self._members: list[tuple[Worker, ServerProcess | None, int]] = []
         self._groups_made = 0
-        self._copy: tuple[int, list[tuple[str, Tensor]]] | None = None  # version, weights
+        self._copy: tuple[int, list[Bucket]] | None = None  # version, weights
 
-    def send(
-        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
-    ) -> None:
+    def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         self._copy = None  # never two in memory
-        copy: list[tuple[str, Tensor]] = []
-        stream = self._kept(weights, copy) if self.restores else weights
-        self.servers.in_session(workers, lambda ready: self._move(stream, version, ready))
+        copy: list[Bucket] = []
+        self.servers.in_session(workers, lambda ready: self._move(weights, copy, version, ready))
         self._copy = (version, copy) if self.restores else None
 
-    @staticmethod
-    def _kept(
-        weights: Iterator[tuple[str, Tensor]], copy: list[tuple[str, Tensor]]
-    ) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            copy.append((name, tensor.detach().to("cpu", copy=True)))
-            yield name, tensor
-
     def _move(
-        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
+        self, weights: WeightBuckets, copy: list[Bucket], version: int, workers: Sequence[Worker]
     ) -> None:
         group = self._group_of(workers)
-        for bucket in in_buckets(weights, self.servers.settings.buffer_bytes):
+        for bucket in weights.buckets():
             try:
                 group.send(bucket, version)
             except BroadcastFailed as failure:
                 self._group = None
                 group.abandon()
                 self.servers.give_up(failure, [workers[i] for i in failure.servers], workers)
+            if self.restores:
+                copy.append(dataclasses.replace(bucket, flat=bucket.flat.to("cpu")))
+            del bucket  # before the next one is made
 
     @property
     def latest(self) -> int | None:
@@ -73,7 +64,7 @@ class BroadcastTransport(WeightTransport):
         try:
             group = self._new_group([worker])
             try:
-                for bucket in in_buckets(iter(weights), self.servers.settings.buffer_bytes):
+                for bucket in weights:
                     group.send(bucket, version)
             except BroadcastFailed:
                 group.abandon()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from torch import Tensor
 
 from slime_like.checkpoints.scratch import scratch_folder
 from slime_like.rollout.engines.sglang.server_pool import Worker
 from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTransport
 from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers
+from slime_like.weights.buckets import WeightBuckets
 from slime_like.weights.hf_save import write_hf
 
 
@@ -28,9 +27,7 @@ class DiskTransport(WeightTransport):
         self._root = Path(self._temporary or str(settings.disk_dir))
         self._snapshot: tuple[int, Path] | None = None  # version, folder
 
-    def send(
-        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
-    ) -> None:
+    def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         folder = self._root / f"version-{version}"
         write_hf(folder, weights, Path(self.servers.hf_checkpoint))
         before = self._snapshot

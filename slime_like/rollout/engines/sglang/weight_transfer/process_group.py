@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slime_like.rollout.engines.sglang.http import RequestFailed
-from slime_like.rollout.engines.sglang.weight_transfer.buckets import Bucket
+from slime_like.weights.buckets import Bucket
 
 Call = Callable[[str, dict[str, Any]], Any]  # (path, body) -> answer, of one server
 # a server that refuses a bucket says so at once; one that takes it answers only after the broadcast
@@ -105,7 +105,7 @@ class BroadcastGroup:
                 [answer for answer in answers if answer.done()], "a bucket of weights", deadline
             )
             raise BroadcastFailed("a server answered an update before the weights were sent")
-        flat = bucket.flat().to(self._device)
+        flat = bucket.flat.to(self._device)
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
         assert work is not None
         self._wait(lambda: work.is_completed(), answers, "a bucket of weights")

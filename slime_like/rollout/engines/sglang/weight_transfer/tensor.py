@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -28,23 +28,19 @@ from torch import Tensor
 
 from slime_like.rollout.engines.sglang.server_pool import Worker
 from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTransport
-from slime_like.rollout.engines.sglang.weight_transfer.buckets import Bucket, in_buckets
+from slime_like.weights.buckets import Bucket, WeightBuckets
 
 
 class TensorTransport(WeightTransport):
     """Bucket by bucket; a server that fails with one gets no other."""
 
-    def send(
-        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
-    ) -> None:
+    def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         self.servers.in_session(workers, lambda ready: self._move(weights, version, ready))
 
-    def _move(
-        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
-    ) -> None:
+    def _move(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         sizes = dict(zip(map(id, workers), self.servers.sizes(workers), strict=True))
-        for bucket in in_buckets(weights, self.servers.settings.buffer_bytes):
-            flat = self._placed(bucket.flat())
+        for bucket in weights.buckets():
+            flat = self._placed(bucket.flat)
 
             def post(worker: Worker, bucket: Bucket = bucket, flat: Tensor = flat) -> None:
                 body = tensor_update(bucket, flat, version, sizes[id(worker)])
@@ -53,6 +49,7 @@ class TensorTransport(WeightTransport):
             workers = self.servers.on_each(workers, post, "a bucket of weights")
             if flat.is_cuda:
                 torch.cuda.ipc_collect()  # the memory of handles that the servers have let go of
+            del bucket, flat, post  # before the next one is made
 
     def _placed(self, flat: Tensor) -> Tensor:
         return flat.cpu()
@@ -68,11 +65,11 @@ def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dic
     answered. ranks: of the server, each of which opens an entry of its own."""
     metadata: list[SimpleNamespace] = []
     start = 0
-    for name, tensor in bucket.weights:
+    for tensor in bucket.tensors:
         end = start + tensor.nbytes
         metadata.append(
             SimpleNamespace(
-                name=name,
+                name=tensor.name,
                 shape=tensor.shape,
                 dtype=tensor.dtype,
                 start_idx=start,

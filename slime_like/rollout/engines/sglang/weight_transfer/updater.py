@@ -26,6 +26,7 @@ from slime_like.rollout.engines.sglang.weight_transfer.servers import (
     Servers,
     UpdateIncomplete,
 )
+from slime_like.weights.buckets import as_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -74,19 +75,10 @@ class WeightUpdater:
     def _update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> TransferReport:
         workers = self.servers.fleet.alive()
         evictions = [worker.evictions for worker in workers]
-        shapes: dict[str, tuple[int, ...]] = {}
-        nbytes = 0
         self._holders = []
-
-        def counted() -> Iterator[tuple[str, Tensor]]:
-            nonlocal nbytes
-            for name, tensor in weights:
-                shapes[name] = tuple(tensor.shape)
-                nbytes += tensor.nbytes
-                yield name, tensor
-
+        stream = as_buckets(weights, self.servers.settings.buffer_bytes)
         start = time.monotonic()
-        self.transport.send(counted(), version, workers)
+        self.transport.send(stream, version, workers)
         # One that was out meanwhile, and is back, has old weights or none.
         self._holders = [
             (w, before)
@@ -94,7 +86,10 @@ class WeightUpdater:
             if w.alive and w.evictions == before
         ]
         return TransferReport(
-            [worker for worker, _ in self._holders], shapes, nbytes, time.monotonic() - start
+            [worker for worker, _ in self._holders],
+            stream.shapes,
+            stream.nbytes,
+            time.monotonic() - start,
         )
 
     def restore(self, worker: Worker) -> int | None:

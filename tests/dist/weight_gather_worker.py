@@ -1,0 +1,83 @@
+"""What tests/dist/test_weight_gather.py runs on several processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.parity.steps import parallel
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.preflight.live_bytes import LiveBytes, group_key
+from slime_like.weights.gather import WeightStream
+from slime_like.weights.hf_export import export_hf_weights
+from slime_like.weights.hf_import import load_hf_weights
+from tests.dist.convert_worker import build, stored_weights
+
+WAYS = {
+    "everywhere": lambda stream: stream,
+    "own": WeightStream.own,
+    "rank zero": WeightStream.to_rank_zero,
+}
+
+
+def check_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Every layout's weights in each way, compared with the folder's.
+
+    Returns:
+        By layout and way: "names" that this rank got, "calls" of collectives, each counted once
+        over its ranks, "peak" of live bytes beside the model, "messages" and bytes of the largest.
+    """
+    folder, found = arguments["folder"], {}
+    stored = stored_weights(folder)
+    for sizes in arguments["layouts"]:
+        with parallel(*sizes) as layout:
+            chunks, hf, gpt = build(folder, layout)
+            load_hf_weights(chunks, folder, hf=hf, gpt=gpt, layout=layout)
+            for way, choose in WAYS.items():
+                live = LiveBytes(groups_of(layout))
+                live.forget(p for chunk in chunks for p in (*chunk.parameters(), *chunk.buffers()))
+                names = []
+                with live:
+                    stream = export_hf_weights(
+                        chunks,
+                        hf=hf,
+                        gpt=gpt,
+                        layout=layout,
+                        bucket_bytes=arguments["bucket_bytes"],
+                    )
+                    before = live.peak = live.now
+                    for bucket in choose(stream).buckets():
+                        names += same_bits(bucket.weights, stored)
+                        del bucket
+                found[f"{layout.describe()} {way}"] = {
+                    "names": names,
+                    "calls": sum(
+                        traffic.calls / dist.get_world_size(group_named(layout, group))
+                        for (_, group), traffic in live.traffic.items()
+                    ),
+                    "peak": live.peak - before,
+                    "messages": len(stream.plan),
+                    "largest": max(planned.nbytes for planned in stream.plan),
+                }
+    return found
+
+
+def same_bits(weights: list[tuple[str, Tensor]], stored: dict[str, Tensor]) -> list[str]:
+    for name, tensor in weights:
+        assert tensor.dtype == stored[name].dtype and torch.equal(tensor, stored[name]), name
+    return [name for name, _ in weights]
+
+
+GROUPS = ("tp_group", "pp_group", "etp_group")
+
+
+def groups_of(layout: ParallelLayout) -> dict[int, str]:
+    named = {group_key(getattr(layout, name)): name for name in GROUPS}
+    return {**named, group_key(dist.group.WORLD): "world"}  # type: ignore[arg-type]
+
+
+def group_named(layout: ParallelLayout, name: str) -> Any:
+    return dist.group.WORLD if name == "world" else getattr(layout, name)
