@@ -231,7 +231,11 @@ class FakeServer:
             else:
                 fault(handler, answer)
         elif handler.path == "/update_weights_from_disk":
-            weights = load_file(Path(body["model_path"]) / "model.safetensors")
+            weights = {
+                name: tensor
+                for path in sorted(Path(body["model_path"]).glob("*.safetensors"))
+                for name, tensor in load_file(path).items()
+            }
             self.spoil(weights)
             with self._lock:
                 self.engine.update_weights(iter(weights.items()), int(body["weight_version"]))

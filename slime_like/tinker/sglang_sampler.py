@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_spec import checkpoint_shapes
 from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
 from slime_like.rollout.engines.sglang.weight_transfer.disk import DiskTransport
+from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
 from slime_like.rollout.engines.sglang.weight_transfer.servers import CONTROL_S
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 from slime_like.tinker.errors import Refused
@@ -61,10 +62,8 @@ class SnapshotTransport(DiskTransport):
 
     folder = Path()
 
-    def send(
-        self, weights: Iterator[tuple[str, Tensor]], version: int, workers: Sequence[Worker]
-    ) -> None:
-        for _ in weights:  # names and shapes, which are compared with the base model's
+    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        for _ in ranks.whole():  # names and shapes, which are compared with the base model's
             pass
         self.load_everywhere(self.folder, version, workers)
 

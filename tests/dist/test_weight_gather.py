@@ -58,7 +58,11 @@ def test_buckets_of_every_way(
             assert sum(bool(names) for names in held) == senders, case
         calls = sum(rank["calls"] for rank in of_ranks)
         messages = of_ranks[0]["messages"] if case.endswith("own") else 0  # which leave the ranks
-        assert calls + messages <= size / BUCKET_BYTES + 20, case
+        # where experts are cut too, what is gathered and what is sent on are as many
+        hops = 1 if "ETP1" in case else 2
+        assert calls + messages <= hops * size / BUCKET_BYTES + 20, case
+        if case.endswith("own"):
+            assert calls <= size / BUCKET_BYTES + 20, case
         assert of_ranks[0]["largest"] <= BUCKET_BYTES
         # what is made while nothing is held: shards of a bucket, and the bucket
         assert max(rank["peak"] for rank in of_ranks) <= 2 * BUCKET_BYTES + 2**10, case

@@ -43,9 +43,10 @@ from slime_like.rollout.engines.sglang.requests import LOOK_S, RequestSettings, 
 from slime_like.rollout.engines.sglang.routed_experts import RoutesFormat
 from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_spec import compare_with_checkpoint, vocabulary_size
+from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
 from slime_like.rollout.engines.sglang.weight_transfer.servers import UpdateIncomplete
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
-from slime_like.weights.gather import WeightStream
+from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,9 @@ class SglangEngine(RolloutEngine):
         self.serves_all_ranks = True
         self.fleet = fleet
         self._updater = updater
+        self._bucket_bytes = DEFAULT_BUCKET_BYTES
+        if updater is not None:
+            self._bucket_bytes = updater.servers.settings.buffer_bytes
         self._hf_checkpoint = hf_checkpoint
         self._check_updates = check_updates
         self._memory = ColocatedMemory(fleet) if colocated else None
@@ -121,17 +125,17 @@ class SglangEngine(RolloutEngine):
         self.weight_version = -1
         done = False
         error: Exception | None = None
-        if isinstance(weights, WeightStream):
-            weights = weights.to_rank_zero()
         if self._memory is not None:
             self._memory.resume()
-        if self.fleet is not None:
+        ranks = SendingRanks(weights, self._bucket_bytes)
+        if self.fleet is None:
+            ranks.assist()
+        else:
             try:
-                done = self._update(weights, version)
+                done = self._update(ranks, version)
             except (RunError, ValueError, OSError) as caught:
                 error = caught if isinstance(caught, RunError) else RunError(str(caught))
-        for _ in weights:  # the stream is a collective: all ranks take it to its end
-            pass
+            ranks.finish()
         try:
             done = share(done, error)
         except RunError:
@@ -145,7 +149,7 @@ class SglangEngine(RolloutEngine):
         if self._requests is not None:
             self._requests.updating = False
 
-    def _update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> bool:
+    def _update(self, ranks: SendingRanks, version: int) -> bool:
         assert self.fleet is not None and self._updater is not None
         with self.fleet.lock:
             for worker in self.fleet.workers:
@@ -155,7 +159,7 @@ class SglangEngine(RolloutEngine):
         if first and self._check_updates:
             self._call_all("/weights_checker", {"action": "reset_tensors"})
         try:
-            sent = self._updater.update(weights, version)
+            sent = self._updater.update(ranks, version)
         except UpdateIncomplete as incomplete:
             logger.warning(f"weights of version {version} did not reach every engine: {incomplete}")
             # the servers stay paused until the update that follows: nobody may go on with half of

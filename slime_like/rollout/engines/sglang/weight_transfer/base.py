@@ -1,12 +1,11 @@
 """What moves new weights to servers: the transports of --update-weight-transport, one file each.
 
-Rank 0 talks to the servers. `WeightUpdater` (updater.py) has what all transports share: one update
+Rank 0 talks to the servers; see sending_ranks.py for the others. `WeightUpdater` (updater.py) has what all transports share: one update
 at a time, who has which version, a server that comes back; a transport only moves tensors.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -15,6 +14,7 @@ from slime_like.registry import Registry
 
 if TYPE_CHECKING:
     from slime_like.rollout.engines.sglang.server_pool import Worker
+    from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
     from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers
     from slime_like.weights.buckets import WeightBuckets
 
@@ -33,7 +33,7 @@ class UpdateSettings:
     keep_copy: bool = True
 
 
-class WeightTransport(ABC):
+class WeightTransport:
     """One way to the servers, made once in a run.
 
     restores: whether a server that comes late can get the latest weights without the trainer.
@@ -44,7 +44,11 @@ class WeightTransport(ABC):
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
 
-    @abstractmethod
+    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        """As `send`, where ranks beside rank 0 send too; those that leave it to rank 0 have
+        `send`."""
+        self.send(ranks.whole(), version, workers)
+
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         """Give the servers all weights: (Hugging Face name, full tensor) pairs, or buckets of them,
         of which the stream makes one at a time. Each server ends with ``weight_version`` `version`.
@@ -53,6 +57,7 @@ class WeightTransport(ABC):
             UpdateIncomplete: when the update has to be made again, for those that are left.
             RunError: when no server is left.
         """
+        raise NotImplementedError
 
     @property
     def latest(self) -> int | None:
@@ -63,7 +68,7 @@ class WeightTransport(ABC):
         """Give one server the latest weights; in the thread that watches the servers."""
         raise NotImplementedError
 
-    def close(self) -> None:  # noqa: B027  (most have nothing to close)
+    def close(self) -> None:
         """The run ends."""
 
 

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.checkpoints.scratch import scratch_folder
 from slime_like.rollout.engines.sglang.server_pool import Worker
 from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTransport
+from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
 from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers
-from slime_like.weights.buckets import WeightBuckets
-from slime_like.weights.hf_save import write_hf
+from slime_like.weights.gather import WeightStream
+from slime_like.weights.hf_save import save_hf, write_hf
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """Write a Hugging Face folder together; see `save_hf`."""
+
+    folder: str
+    source: str
+
+    def assist(self, weights: WeightStream) -> None:
+        save_hf(self.folder, weights, self.source)
 
 
 class DiskTransport(WeightTransport):
@@ -27,9 +40,14 @@ class DiskTransport(WeightTransport):
         self._root = Path(self._temporary or str(settings.disk_dir))
         self._snapshot: tuple[int, Path] | None = None  # version, folder
 
-    def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
+    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        """Every rank writes what it has."""
         folder = self._root / f"version-{version}"
-        write_hf(folder, weights, Path(self.servers.hf_checkpoint))
+        save = SaveOrder(str(folder), self.servers.hf_checkpoint)
+        if ranks.several:
+            save.assist(ranks.order(save))
+        else:
+            write_hf(folder, ranks.whole(), Path(self.servers.hf_checkpoint))
         before = self._snapshot
         self.load_everywhere(folder, version, workers)
         if before is not None and before[1] != folder and not self._keeps:

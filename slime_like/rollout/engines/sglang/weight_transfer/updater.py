@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from slime_like.errors import RunError
 from slime_like.rollout.engines.checked_json import shown
@@ -21,12 +19,12 @@ from slime_like.rollout.engines.sglang.weight_transfer.base import (
     WeightTransport,
     weight_transports,
 )
+from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
 from slime_like.rollout.engines.sglang.weight_transfer.servers import (
     CONTROL_S,
     Servers,
     UpdateIncomplete,
 )
-from slime_like.weights.buckets import as_buckets
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ class TransferReport:
 
 
 class WeightUpdater:
-    """On rank 0, which talks to the servers. The other ranks only take their steps of the stream.
+    """On rank 0, which talks to the servers.
 
     transport: in place of the one that the settings name.
     """
@@ -65,20 +63,19 @@ class WeightUpdater:
         if self.transport.restores:
             fleet.restore = self.restore
 
-    def update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> TransferReport:
+    def update(self, ranks: SendingRanks, version: int) -> TransferReport:
         """Returns when every server that is still in the fleet has the weights; one that fails is
         evicted. Raises UpdateIncomplete when the update is to be made again, RunError when none is
         left."""
         with self._one_at_a_time:
-            return self._update(weights, version)
+            return self._update(ranks, version)
 
-    def _update(self, weights: Iterator[tuple[str, Tensor]], version: int) -> TransferReport:
+    def _update(self, ranks: SendingRanks, version: int) -> TransferReport:
         workers = self.servers.fleet.alive()
         evictions = [worker.evictions for worker in workers]
         self._holders = []
-        stream = as_buckets(weights, self.servers.settings.buffer_bytes)
         start = time.monotonic()
-        self.transport.send(stream, version, workers)
+        self.transport.update(ranks, version, workers)
         # One that was out meanwhile, and is back, has old weights or none.
         self._holders = [
             (w, before)
@@ -87,8 +84,7 @@ class WeightUpdater:
         ]
         return TransferReport(
             [worker for worker, _ in self._holders],
-            stream.shapes,
-            stream.nbytes,
+            *ranks.report(),
             time.monotonic() - start,
         )
 
