@@ -17,11 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
@@ -34,6 +36,7 @@ from slime_like.rollout.engines.sglang.router import Router
 from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
 from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
+from slime_like.weights.buckets import TensorPlan, views
 
 ATTEMPTS = 3  # of a request
 Answer = dict[str, Any]
@@ -158,6 +161,9 @@ class FakeServer:
         self.tokenizer: Any = None
         self.version = "default"
         self._taken: dict[str, torch.Tensor] = {}
+        self._in_session = False
+        self._groups: dict[str, dist.ProcessGroupGloo] = {}
+        self._scheduler = threading.Lock()
         self.ended = threading.Event()
         self._lock = threading.Lock()
         self._http = Server(("127.0.0.1", port), Handler)
@@ -241,6 +247,18 @@ class FakeServer:
                 self.engine.update_weights(iter(weights.items()), int(body["weight_version"]))
                 self.version = body["weight_version"]
             handler.reply(200, b'{"success": true, "message": ""}')
+        elif handler.path == "/init_weights_update_group":
+            self.join(body)
+            handler.reply(200, b'{"success": true, "message": ""}')
+        elif handler.path == "/destroy_weights_update_group":
+            self._groups.pop(body["group_name"])
+            handler.reply(200, b'{"success": true, "message": ""}')
+        elif handler.path == "/update_weights_from_distributed":
+            if not self._in_session:
+                handler.reply(400, b'{"success": false, "message": "no weight update is open"}')
+                return
+            self.receive(body)
+            handler.reply(200, b'{"success": true, "message": ""}')
         elif handler.path == "/update_weights_from_tensor":
             self.take(body)
             handler.reply(200, b'{"success": true, "message": ""}')
@@ -258,6 +276,8 @@ class FakeServer:
             "/release_memory_occupation",
             "/resume_memory_occupation",
         ):
+            if handler.path.endswith("_weight_update"):
+                self._in_session = handler.path == "/begin_weight_update"
             handler.reply(200, b'{"success": true, "message": ""}')
         else:
             handler.reply(404, b"no such call", "text/plain")
@@ -276,6 +296,37 @@ class FakeServer:
             part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx]
             self._taken[entry.name] = part.view(entry.dtype).reshape(entry.shape)
         if "weight_version" in body:
+            with self._lock:
+                self.engine.update_weights(iter(self._taken.items()), int(body["weight_version"]))
+                self.version, self._taken = body["weight_version"], {}
+
+    def join(self, body: Any) -> None:
+        """A process group, as torch makes the one of SGLang's side out of the same words; without
+        its table of names, which servers of one process would share."""
+        name, world = body["group_name"], body["world_size"]
+        limit = timedelta(seconds=30)
+        address, port = body["master_address"], body["master_port"]
+        store = dist.TCPStore(address, port, world, is_master=False, timeout=limit)
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        self._groups[name] = dist.ProcessGroupGloo(store, body["rank_offset"], world, limit)
+
+    def receive(self, body: Any) -> None:
+        """A bucket that the first rank of a group broadcasts. As in SGLang's scheduler, nothing
+        else is received meanwhile."""
+        assert body["load_format"] == "flattened_bucket"
+        tensors = [
+            TensorPlan(name, tuple(shape), getattr(torch, dtype))
+            for name, dtype, shape in zip(
+                body["names"], body["dtypes"], body["shapes"], strict=True
+            )
+        ]
+        flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+        with self._scheduler:
+            self._groups[body["group_name"]].broadcast(flat, 0).wait()
+        self._taken |= views(flat, tensors)
+        if "weight_version" in body:
+            self.spoil(self._taken)
             with self._lock:
                 self.engine.update_weights(iter(self._taken.items()), int(body["weight_version"]))
                 self.version, self._taken = body["weight_version"], {}
@@ -411,6 +462,7 @@ def engine_of(
     colocated: bool = False,
     routes: RoutesFormat | None = None,
     joined_by_router: bool = False,
+    keep_copy: bool = True,
 ) -> Iterator[SglangEngine]:
     """An engine that asks `servers`; synced: they have the model's weights, as version 1."""
     health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, strikes=2)
@@ -425,7 +477,7 @@ def engine_of(
     fleet.start()
     updater = WeightUpdater(
         fleet,
-        UpdateSettings(transport, buffer_bytes, timeout_s=update_timeout_s),
+        UpdateSettings(transport, buffer_bytes, timeout_s=update_timeout_s, keep_copy=keep_copy),
         model,
         torch.device("cpu"),
     )

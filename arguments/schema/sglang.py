@@ -73,7 +73,9 @@ class SglangConfig:
         "How weights reach the servers; default: cuda_ipc with --colocate, else broadcast.",
     )
     update_weight_buffer_size: int = arg(
-        512 * 2**20, "Bytes of one message with weights.", legal=AT_LEAST_ONE
+        512 * 2**20,
+        "Bytes of one message with weights, and of one collective that gathers them.",
+        legal=AT_LEAST_ONE,
     )
     update_weight_timeout_s: float = arg(
         300.0, "Seconds for one message with weights, or for a load from disk.", legal=POSITIVE
@@ -88,8 +90,8 @@ class SglangConfig:
     )
     no_update_weight_copy: bool = arg(
         False,
-        "With --update-weight-transport broadcast: do not keep the weights in rank 0's memory. A server that is started again, or comes late, then "
-        "gets no requests before the next update.",
+        "With --update-weight-transport broadcast: do not keep the weights in rank 0's memory; every rank that has weights then sends them itself. "
+        "A server that is started again, or comes late, gets no requests before the next update.",
     )
     check_weight_update_equal: bool = arg(
         False,

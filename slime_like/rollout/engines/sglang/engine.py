@@ -45,6 +45,7 @@ from slime_like.rollout.engines.sglang.server_pool import Fleet, Worker
 from slime_like.rollout.engines.sglang.weight_spec import compare_with_checkpoint, vocabulary_size
 from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
 from slime_like.rollout.engines.sglang.weight_transfer.servers import UpdateIncomplete
+from slime_like.rollout.engines.sglang.weight_transfer.several_senders import leave
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES
 
@@ -285,6 +286,7 @@ class SglangEngine(RolloutEngine):
         return metrics
 
     def close(self) -> None:
+        leave()  # of the groups in which this rank sent weights
         if self._updater is not None:
             self._updater.close()
             self._updater = None

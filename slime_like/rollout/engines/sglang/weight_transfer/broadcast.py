@@ -1,11 +1,15 @@
-"""Weights over a process group of rank 0 and every rank of every server."""
+"""Weights over process groups of one sender and every rank of every server."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from slime_like.rollout.engines.sglang.processes import ServerProcess
 from slime_like.rollout.engines.sglang.server_pool import Worker
@@ -13,23 +17,40 @@ from slime_like.rollout.engines.sglang.weight_transfer.base import WeightTranspo
 from slime_like.rollout.engines.sglang.weight_transfer.process_group import (
     BroadcastFailed,
     BroadcastGroup,
+    Meeting,
+    address_towards,
 )
+from slime_like.rollout.engines.sglang.weight_transfer.sending_ranks import SendingRanks
 from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers, UpdateIncomplete
+from slime_like.rollout.engines.sglang.weight_transfer.several_senders import BroadcastOrder, Turns
 from slime_like.weights.buckets import Bucket, WeightBuckets
+from slime_like.weights.gather import WeightStream
+
+LOOPBACK = "127.0.0.1"
 
 
 class BroadcastTransport(WeightTransport):
-    """Keeps a copy of the weights in this process's memory, unless the settings say otherwise, for
-    a server that comes late."""
+    """With a copy of the weights in this process's memory, for a server that comes late, all go
+    through this process. Without one every rank that has weights sends them; see
+    several_senders.py."""
 
     def __init__(self, servers: Servers) -> None:
         super().__init__(servers)
         self.restores = servers.settings.keep_copy
-        self._group: BroadcastGroup | None = None
-        # of the group; a server that was started again, or was out, is another one
+        self._backend = "nccl" if servers.device.type == "cuda" else "gloo"
+        self._groups: dict[int, BroadcastGroup] = {}  # by the rank that sends
+        self._name = ""  # of the groups
+        self._meeting: Meeting | None = None
+        # of the groups; a server that was started again, or was out, is another one
         self._members: list[tuple[Worker, ServerProcess | None, int]] = []
-        self._groups_made = 0
+        self._numbers = 0  # of names
         self._copy: tuple[int, list[Bucket]] | None = None  # version, weights
+
+    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        if self.restores or not ranks.several or self._is_out_of_reach(workers):
+            self.send(ranks.whole(), version, workers)
+        else:
+            self.servers.in_session(workers, lambda ready: self._lead(ranks, version, ready))
 
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         self._copy = None  # never two in memory
@@ -37,20 +58,63 @@ class BroadcastTransport(WeightTransport):
         self.servers.in_session(workers, lambda ready: self._move(weights, copy, version, ready))
         self._copy = (version, copy) if self.restores else None
 
+    def _is_out_of_reach(self, workers: Sequence[Worker]) -> bool:
+        """Whether the servers, on rank 0's host alone, are not to be had from other hosts."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        address = address_towards([worker.url for worker in workers])
+        return here < dist.get_world_size() and address == LOOPBACK
+
     def _move(
         self, weights: WeightBuckets, copy: list[Bucket], version: int, workers: Sequence[Worker]
     ) -> None:
-        group = self._group_of(workers)
-        for bucket in weights.buckets():
-            try:
-                group.send(bucket, version)
-            except BroadcastFailed as failure:
-                self._group = None
-                group.abandon()
-                self.servers.give_up(failure, [workers[i] for i in failure.servers], workers)
-            if self.restores:
-                copy.append(dataclasses.replace(bucket, flat=bucket.flat.to("cpu")))
-            del bucket  # before the next one is made
+        with self._giving_up(workers):
+            if meeting := self._renew(workers, {0}):
+                sizes = self.servers.sizes(workers)
+                self._groups[0] = self._group(self._name, meeting, workers, sizes)
+            for bucket in weights.buckets():
+                self._groups[0].send(bucket.tensors, bucket.flat, version, is_last=bucket.is_last)
+                if self.restores:
+                    copy.append(dataclasses.replace(bucket, flat=bucket.flat.to("cpu")))
+                del bucket  # before the next one is made
+
+    def _lead(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        sizes = self.servers.sizes(workers)
+        senders = sorted({planned.sender for planned in ranks.plan})
+        is_new = self._renew(workers, senders) is not None
+        assert self._meeting is not None
+        order = BroadcastOrder(
+            self._name, self._meeting.address, self._meeting.port, 1 + sum(sizes), self._backend, self.servers.settings.timeout_s,
+            update=self._new_name(),
+        )  # fmt: skip
+        turns = Turns(self._meeting.store, order.update)
+        weights = ranks.order(order)
+        stream = weights.own().buckets()
+        try:
+            with self._giving_up(workers):
+                for sender in senders if is_new else ():
+                    self._groups[sender] = self._group(
+                        order.name_of(sender), self._meeting, workers, sizes, sends_here=sender == 0, stopped=turns.look
+                    )  # fmt: skip
+                self._take_turns(weights, stream, version, turns)
+        except BaseException:
+            turns.fail("a server, or another rank, failed")
+            turns.end(range(len(weights.plan)))
+            raise
+        finally:
+            for _ in stream:  # the ranks beside this one have a part in it
+                pass
+
+    def _take_turns(
+        self, weights: WeightStream, stream: Iterator[Bucket], version: int, turns: Turns
+    ) -> None:
+        last = len(weights.plan) - 1
+        for number, planned in enumerate(weights.plan):
+            flat = next(stream).flat if planned.sender == 0 else None
+            turns.give(number)
+            self._groups[planned.sender].send(
+                planned.tensors, flat, version, is_last=number == last, stopped=turns.look
+            )
+            del flat
 
     @property
     def latest(self) -> int | None:
@@ -62,10 +126,11 @@ class BroadcastTransport(WeightTransport):
         version, weights = self._copy
         self.servers.begin(worker)
         try:
-            group = self._new_group([worker])
+            meeting = self._meeting_of([worker])
+            group = self._group(self._new_name(), meeting, [worker], self.servers.sizes([worker]))
             try:
                 for bucket in weights:
-                    group.send(bucket, version)
+                    group.send(bucket.tensors, bucket.flat, version, is_last=bucket.is_last)
             except BroadcastFailed:
                 group.abandon()
                 raise
@@ -75,33 +140,57 @@ class BroadcastTransport(WeightTransport):
         self.servers.end(worker)
 
     def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
+        for group in self._groups.values():
+            group.close()
 
-    def _group_of(self, workers: Sequence[Worker]) -> BroadcastGroup:
-        """The group with just these servers: the one that is there, or a new one."""
-        members = [(worker, worker.process, worker.evictions) for worker in workers]
-        if self._group is not None and members == self._members:
-            return self._group
-        if self._group is not None:
-            self._group.abandon()
-            self._group = None
+    @contextmanager
+    def _giving_up(self, workers: Sequence[Worker]) -> Iterator[None]:
+        """A failure ends all groups, and the update."""
         try:
-            self._group = self._new_group(workers)
+            yield
         except BroadcastFailed as failure:
+            self._abandon()
             self.servers.give_up(failure, [workers[i] for i in failure.servers], workers)
-        self._members = members
-        assert self._group is not None
-        return self._group
 
-    def _new_group(self, workers: Sequence[Worker]) -> BroadcastGroup:
-        self._groups_made += 1
-        backend = "nccl" if self.servers.device.type == "cuda" else "gloo"
+    def _abandon(self) -> None:
+        for group in self._groups.values():
+            group.abandon()
+        self._groups, self._members = {}, []
 
+    def _renew(self, workers: Sequence[Worker], senders: Collection[int]) -> Meeting | None:
+        """Where groups of just these servers and senders meet; None: there are such groups."""
+        members = [(worker, worker.process, worker.evictions) for worker in workers]
+        if self._groups.keys() == set(senders) and members == self._members:
+            return None
+        self._abandon()
+        self._name, self._meeting, self._members = (
+            self._new_name(),
+            self._meeting_of(workers),
+            members,
+        )
+        return self._meeting
+
+    def _meeting_of(self, workers: Sequence[Worker]) -> Meeting:
+        return Meeting([worker.url for worker in workers], self.servers.settings.timeout_s)
+
+    def _new_name(self) -> str:
+        self._numbers += 1
+        return f"slime_like_weights_{time.time_ns():x}_{self._numbers}"
+
+    def _group(
+        self,
+        name: str,
+        meeting: Meeting,
+        workers: Sequence[Worker],
+        sizes: Sequence[int],
+        *,
+        sends_here: bool = True,
+        stopped: Callable[[], None] = lambda: None,
+    ) -> BroadcastGroup:
         def call_of(worker: Worker) -> Callable[[str, dict[str, Any]], Any]:
             return lambda path, body: self.servers.call(worker, path, body)
 
         return BroadcastGroup(
-            f"slime_like_weights_{time.time_ns():x}_{self._groups_made}", [w.url for w in workers], [call_of(w) for w in workers],
-            self.servers.sizes(workers), backend, self.servers.device, self.servers.settings.timeout_s,
+            name, meeting, [call_of(w) for w in workers], sizes, self._backend, self.servers.device, self.servers.settings.timeout_s,
+            sends_here=sends_here, stopped=stopped,
         )  # fmt: skip

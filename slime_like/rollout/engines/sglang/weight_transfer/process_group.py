@@ -1,4 +1,4 @@
-"""Weights to servers over a process group of rank 0 and every rank of every server: gloo between
+"""Weights to servers over process groups of one sender and every rank of every server: gloo between
 CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slime_like.rollout.engines.sglang.http import RequestFailed
-from slime_like.weights.buckets import Bucket
+from slime_like.weights.buckets import TensorPlan
 
 Call = Callable[[str, dict[str, Any]], Any]  # (path, body) -> answer, of one server
 # a server that refuses a bucket says so at once; one that takes it answers only after the broadcast
@@ -33,70 +34,159 @@ class BroadcastFailed(RuntimeError):
         self.servers = tuple(servers)
 
 
-class BroadcastGroup:
-    """Rank 0 is this process; server i has the ranks behind those of server i - 1.
+class Meeting:
+    """A store in this process, where the members of groups find each other: on one interface, for a
+    store by host name and port would listen on all of them."""
 
-    calls: how to reach each server. sizes: ranks of each server. Raises BroadcastFailed when they
-    cannot meet within `timeout_s`.
+    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+        """urls: of the servers, which the interface must lead to."""
+        self.address = address_towards(urls)
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((self.address, 0))
+            listener.listen(1024)
+            self.port = int(listener.getsockname()[1])
+            self.store = dist.TCPStore(
+                self.address,
+                self.port,
+                is_master=True,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+
+    def connect(self) -> dist.Store:
+        return connect(self.address, self.port, self.store.timeout)
+
+
+def connect(address: str, port: int, limit: timedelta) -> dist.Store:
+    """A connection of one's own to a `Meeting`, for whoever waits in it."""
+    return dist.TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+
+
+class Member:
+    """This process as the sender, rank 0, of a group beside the default one, which dist.new_group
+    cannot make: as SGLang's side does. Waits for the others."""
+
+    def __init__(
+        self, name: str, store: dist.Store, world: int, backend: str, timeout_s: float
+    ) -> None:
+        from torch.distributed import distributed_c10d as c10d
+
+        make: Any = (
+            c10d._new_process_group_helper
+        )  # the type of a group's name differs between versions of torch
+        self._group, _ = make(
+            world,
+            0,
+            [],
+            c10d.Backend(backend),
+            dist.PrefixStore(name, store),
+            group_name=name,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        c10d._world.pg_group_ranks[self._group] = {i: i for i in range(world)}
+
+    def broadcast(self, flat: Tensor, wait: Callable[[Callable[[], bool]], None]) -> None:
+        """wait: until what it is given is true; its errors end the broadcast. Raises
+        BroadcastFailed."""
+        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        assert work is not None
+        wait(work.is_completed)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise BroadcastFailed(f"the broadcast failed: {str(error).splitlines()[0]}") from None
+
+    def abandon(self) -> None:
+        """Leave a group whose other side may be gone: nothing is waited for."""
+        with contextlib.suppress(Exception):
+            self._group.abort()
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(self._group)
+
+
+class BroadcastGroup:
+    """One sender and all ranks of all servers, as rank 0 leads it, which calls the servers. The
+    sender is rank 0 of the group; server i has the ranks behind those of server i - 1.
+
+    calls: how to reach each server. sizes: ranks of each server. sends_here: this process is the
+    sender. stopped: raises BroadcastFailed where a sender elsewhere has failed. Raises
+    BroadcastFailed when they cannot meet within `timeout_s`.
     """
 
     def __init__(
-        self, name: str, urls: Sequence[str], calls: Sequence[Call], sizes: Sequence[int], backend: str, device: torch.device, timeout_s: float
+        self, name: str, meeting: Meeting, calls: Sequence[Call], sizes: Sequence[int], backend: str, device: torch.device, timeout_s: float,
+        *, sends_here: bool = True, stopped: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._name, self._calls, self._device, self._timeout_s = (
+        self._name, self._calls, self._device, self._timeout_s, self._stopped = (
             name,
             list(calls),
             device,
             timeout_s,
+            stopped,
         )
         self._threads = ThreadPoolExecutor(
-            max_workers=len(urls), thread_name_prefix="weight-update"
+            max_workers=len(calls) + 1, thread_name_prefix="weight-update"
         )
-        self._group: Any = None
-        address = address_towards(urls)
+        self._member: Member | None = None
         world = 1 + sum(sizes)
-        with (
-            socket.socket() as listener
-        ):  # on one interface: a store by host name and port would listen on all of them
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, 0))
-            listener.listen(1024)
-            port = listener.getsockname()[1]
-            bodies = [
-                {"master_address": address, "master_port": port, "rank_offset": 1 + sum(sizes[:i]), "world_size": world,
-                 "group_name": name, "backend": backend}
-                for i in range(len(urls))
-            ]  # fmt: skip
-            answers = [
-                self._threads.submit(call, "/init_weights_update_group", body)
-                for call, body in zip(self._calls, bodies, strict=True)
-            ]
-            meeting = self._threads_of_own().submit(
-                self._join, address, port, listener.detach(), world, backend
+        where = f"joining the group at {meeting.address}:{meeting.port}"
+        bodies = [
+            {"master_address": meeting.address, "master_port": meeting.port, "rank_offset": 1 + sum(sizes[:i]), "world_size": world,
+             "group_name": name, "backend": backend}
+            for i in range(len(calls))
+        ]  # fmt: skip
+        answers = [
+            self._threads.submit(call, "/init_weights_update_group", body)
+            for call, body in zip(self._calls, bodies, strict=True)
+        ]
+        if sends_here:
+            joined = self._threads.submit(
+                lambda: Member(name, meeting.connect(), world, backend, timeout_s)
             )
-            self._wait(lambda: meeting.done(), answers, f"joining the group at {address}:{port}")
-        try:
-            self._group = meeting.result()
-        except (RuntimeError, OSError) as error:
-            raise BroadcastFailed(
-                f"the servers did not join the group at {address}:{port}: {str(error).splitlines()[0]}"
-            ) from None
-        self._check(answers, "joining the group", time.monotonic() + timeout_s)
+            self._wait(joined.done, answers, where)
+            try:
+                self._member = joined.result()
+            except (RuntimeError, OSError) as error:
+                raise BroadcastFailed(
+                    f"the servers did not join the group at {meeting.address}:{meeting.port}: {str(error).splitlines()[0]}"
+                ) from None
+        else:
+            self._wait(lambda: all(answer.done() for answer in answers), answers, where)
+        self._check(answers, where, time.monotonic() + timeout_s)
 
-    def send(self, bucket: Bucket, version: int) -> None:
-        """All servers have the bucket's weights when it returns. Raises BroadcastFailed, within the
-        time limit."""
+    def send(
+        self, tensors: Sequence[TensorPlan], flat: Tensor | None, version: int, *, is_last: bool,
+        stopped: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """All servers have a bucket's weights when it returns. flat: its bytes, where this process
+        sends them. is_last: of the update. stopped: as of the class. Raises BroadcastFailed, within
+        the time limit."""
+        self._stopped = stopped
         body: dict[str, Any] = {
-            "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": self._name,
-            "load_format": "flattened_bucket", "flush_cache": bucket.is_last,
+            "names": [t.name for t in tensors], "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors],
+            "shapes": [list(t.shape) for t in tensors], "group_name": self._name, "load_format": "flattened_bucket", "flush_cache": is_last,
         }  # fmt: skip
-        if bucket.is_last:
+        if is_last:
             body["weight_version"] = str(version)
         deadline = time.monotonic() + self._timeout_s
         answers = [
             self._threads.submit(call, "/update_weights_from_distributed", body)
             for call in self._calls
         ]
+        what = "a bucket of weights"
+        if self._member is None:
+            self._wait(lambda: all(answer.done() for answer in answers), answers, what)
+        else:
+            assert flat is not None
+            self._look_for_refusals(answers, deadline)
+            self._member.broadcast(
+                flat.to(self._device), lambda done: self._wait(done, answers, what)
+            )
+        self._check(answers, what, deadline)
+
+    def _look_for_refusals(self, answers: Sequence[Future[Any]], deadline: float) -> None:
         refusal = min(deadline, time.monotonic() + REFUSAL_S)
         while time.monotonic() < refusal and not any(answer.done() for answer in answers):
             time.sleep(POLL_S)
@@ -105,15 +195,6 @@ class BroadcastGroup:
                 [answer for answer in answers if answer.done()], "a bucket of weights", deadline
             )
             raise BroadcastFailed("a server answered an update before the weights were sent")
-        flat = bucket.flat.to(self._device)
-        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        assert work is not None
-        self._wait(lambda: work.is_completed(), answers, "a bucket of weights")
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise BroadcastFailed(f"the broadcast failed: {str(error).splitlines()[0]}") from None
-        self._check(answers, "a bucket of weights", deadline)
 
     def close(self) -> None:
         """Leave the group, on both sides where the servers answer."""
@@ -128,44 +209,16 @@ class BroadcastGroup:
 
     def abandon(self) -> None:
         """Leave a group whose other side may be gone: nothing is waited for."""
-        if self._group is not None:
-            with contextlib.suppress(Exception):
-                self._group.abort()
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(self._group)
-            self._group = None
+        if self._member is not None:
+            self._member.abandon()
+            self._member = None
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _join(self, address: str, port: int, listener: int, world: int, backend: str) -> Any:
-        from torch.distributed import distributed_c10d as c10d
-
-        limit = timedelta(seconds=self._timeout_s)
-        store = dist.TCPStore(
-            address, port, world, is_master=True, timeout=limit, master_listen_fd=listener
-        )
-        # As SGLang's side makes it: a group beside the default one, which dist.new_group cannot be.
-        make: Any = (
-            c10d._new_process_group_helper
-        )  # the type of a group's name differs between versions of torch
-        group, _ = make(
-            world,
-            0,
-            [],
-            c10d.Backend(backend),
-            dist.PrefixStore(self._name, store),
-            group_name=self._name,
-            timeout=limit,
-        )
-        c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
-        return group
-
-    def _threads_of_own(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-update-join")
 
     def _wait(self, done: Callable[[], bool], answers: Sequence[Future[Any]], what: str) -> None:
         """Until `done`; a server that refuses meanwhile, or the time limit, ends the wait."""
         deadline = time.monotonic() + self._timeout_s
         while not done():
+            self._stopped()
             refused = [
                 answer for answer in answers if answer.done() and answer.exception() is not None
             ]

@@ -16,7 +16,7 @@ from torch import Tensor
 from slime_like.distributed.collectives import share
 from slime_like.errors import RunError
 from slime_like.weights.buckets import WeightBuckets, as_buckets
-from slime_like.weights.gather import WeightStream
+from slime_like.weights.gather import BucketPlan, WeightStream
 
 
 class Order(Protocol):
@@ -44,6 +44,12 @@ class SendingRanks:
     def several(self) -> bool:
         """Whether there may be others than rank 0."""
         return isinstance(self._weights, WeightStream) and dist.get_world_size() > 1
+
+    @property
+    def plan(self) -> tuple[BucketPlan, ...]:
+        """Who sends what, where there are several."""
+        assert isinstance(self._weights, WeightStream), "asked where there are several"
+        return self._weights.plan
 
     def whole(self) -> WeightBuckets:
         """All weights, on rank 0."""

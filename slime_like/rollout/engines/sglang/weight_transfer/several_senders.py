@@ -1,0 +1,140 @@
+"""Weights to servers from every rank that has some: a process group with all servers for each.
+
+A server takes one bucket at a time, and two servers that took those of two senders in different
+orders would wait for each other. So rank 0 calls the servers, for one bucket after another in the
+order of the plan, which all ranks know, and tells its sender, in the store where the groups met. A
+sender gathers its next bucket while others send. What goes wrong is told in the same place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from slime_like.rollout.engines.sglang.weight_transfer.process_group import (
+    POLL_S,
+    BroadcastFailed,
+    Member,
+    connect,
+)
+from slime_like.weights.gather import WeightStream
+
+LOOK_S = 0.05  # between two looks for the word that ends an update
+GO, STOP = "go", "stop"
+LONGEST = timedelta(days=1)  # rank 0 bounds an update; when it is gone, so is its store
+
+
+class Turns:
+    """Whose bucket is next in an update, by its number in the plan, and whether the update has
+    failed."""
+
+    def __init__(self, store: dist.Store, update: str) -> None:
+        self._store = store
+        self._update = update
+        self._looked = 0.0
+
+    def give(self, number: int) -> None:
+        self._store.set(f"{self._update}/{number}", GO)
+
+    def await_own(self, number: int) -> None:
+        """Raises BroadcastFailed when the update ends before."""
+        key = f"{self._update}/{number}"
+        self._store.wait([key], LONGEST)
+        if self._store.get(key).decode() == STOP:
+            raise BroadcastFailed("the update was given up")
+
+    def fail(self, words: str) -> None:
+        self._store.set(f"{self._update}/failed", words)
+
+    def end(self, numbers: range) -> None:
+        """Nobody waits for these any more."""
+        for number in numbers:
+            self._store.set(f"{self._update}/{number}", STOP)
+
+    def look(self) -> None:
+        """Raises BroadcastFailed when a rank has told that it failed; asks now and then."""
+        if time.monotonic() - self._looked >= LOOK_S:
+            self._looked = time.monotonic()
+            key = f"{self._update}/failed"
+            if self._store.check([key]):
+                raise BroadcastFailed(self._store.get(key).decode())
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastOrder:
+    """Join a group of one's own, unless one is in it, and broadcast what one sends. groups: the name
+    of all groups of the update. address, port: where their members meet. world: members of each.
+    update: of this attempt."""
+
+    groups: str
+    address: str
+    port: int
+    world: int
+    backend: str
+    timeout_s: float
+    update: str
+
+    def name_of(self, sender: int) -> str:
+        return f"{self.groups}_{sender}"
+
+    def assist(self, weights: WeightStream) -> None:
+        stream = weights.own().buckets()
+        rank = dist.get_rank()
+        turns: Turns | None = None
+        try:
+            if any(planned.sender == rank for planned in weights.plan):
+                joined = self._join()
+                turns = Turns(joined.store, self.update)
+                for number, planned in enumerate(weights.plan):
+                    if planned.sender == rank:
+                        bucket = next(stream)
+                        turns.await_own(number)
+                        joined.member.broadcast(bucket.flat, _waiting(turns))
+                        del bucket
+        except (RuntimeError, OSError) as failure:
+            leave()
+            if turns is not None:
+                with contextlib.suppress(RuntimeError):
+                    turns.fail(f"rank {rank}: {str(failure).splitlines()[0]}")
+        for _ in stream:  # the ranks beside this one have a part in it
+            pass
+
+    def _join(self) -> Joined:
+        if not _joined or _joined[0].groups != self.groups:
+            leave()
+            limit = timedelta(seconds=self.timeout_s)
+            store = connect(self.address, self.port, limit)
+            name = self.name_of(dist.get_rank())
+            member = Member(name, store, self.world, self.backend, self.timeout_s)
+            _joined.append(Joined(self.groups, store, member))
+        return _joined[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    groups: str
+    store: dist.Store
+    member: Member
+
+
+_joined: list[Joined] = []  # this rank's group of the latest update, which is kept for the next
+
+
+def leave() -> None:
+    """Nothing is waited for."""
+    while _joined:
+        _joined.pop().member.abandon()
+
+
+def _waiting(turns: Turns) -> Callable[[Callable[[], bool]], None]:
+    def wait(done: Callable[[], bool]) -> None:
+        while not done():
+            turns.look()
+            time.sleep(POLL_S)
+
+    return wait

@@ -1,0 +1,60 @@
+"""What tests/dist/test_weight_update.py runs on several processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.parity.steps import parallel
+from slime_like.rollout.engines.sglang.engine import SglangEngine
+from slime_like.rollout.engines.sglang.http import Deadlines, Retries
+from slime_like.rollout.engines.sglang.requests import RequestSettings
+from slime_like.weights.hf_export import export_hf_weights
+from slime_like.weights.hf_import import load_hf_weights
+from tests.dist.convert_worker import build
+from tests.fake_sglang import engine_of
+
+ATTEMPTS = 3
+SECONDS = 60.0  # of a call, on a loaded machine
+
+
+def update(rank: int, world_size: int, arguments: dict[str, Any]) -> list[int]:
+    """Every layout gives the servers its weights over every transport, twice. How many attempts
+    each update took."""
+    attempts, version = [], 0
+    for sizes in arguments["layouts"]:
+        with parallel(*sizes) as layout:
+            chunks, hf, gpt = build(arguments["folder"], layout)
+            load_hf_weights(chunks, arguments["folder"], hf=hf, gpt=gpt, layout=layout)
+            for transport in arguments["transports"]:
+                with engine_on(rank, transport, arguments) as engine:
+                    for _ in range(2):
+                        version += 1
+                        tried = 0
+                        while engine.weight_version != version:
+                            tried += 1
+                            assert tried <= ATTEMPTS
+                            weights = export_hf_weights(
+                                chunks, hf=hf, gpt=gpt, layout=layout, bucket_bytes=arguments["bucket_bytes"]
+                            )  # fmt: skip
+                            engine.update_weights(weights, version)
+                        attempts.append(tried)
+    return attempts
+
+
+@contextlib.contextmanager
+def engine_on(rank: int, transport: str, arguments: dict[str, Any]) -> Iterator[SglangEngine]:
+    if rank == 0:
+        servers: Any = [SimpleNamespace(url=url) for url in arguments["urls"]]
+        with engine_of(
+            arguments["folder"], servers, transport=transport, synced=False, update_timeout_s=SECONDS, probe_timeout_s=SECONDS,
+            keep_copy=False,
+        ) as engine:  # fmt: skip
+            yield engine
+    else:
+        requests = RequestSettings(Deadlines(5.0, SECONDS, SECONDS), Retries(1, 0.01, 0.02), 4)
+        engine = SglangEngine(None, None, requests, arguments["folder"], check_updates=False)
+        yield engine
+        engine.close()
