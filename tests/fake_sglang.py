@@ -323,7 +323,8 @@ class FakeServer:
         ]
         flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
         with self._scheduler:
-            self._groups[body["group_name"]].broadcast(flat, 0).wait()
+            group: Any = self._groups[body["group_name"]]
+            group.broadcast(flat, 0).wait()
         self._taken |= views(flat, tensors)
         if "weight_version" in body:
             self.spoil(self._taken)

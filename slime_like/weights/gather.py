@@ -3,7 +3,7 @@
 Every pipeline stage has a sender, its first tensor-parallel rank; of an expert-parallel layer, each
 group of experts has one, its first expert-tensor-parallel rank. Both are of the first of the
 data-parallel copies; the other copies are not asked. What a sender has not itself it gathers from
-the ranks beside it, a bucket with one collective. All ranks know all buckets before any moves.
+the ranks next to it, a bucket with one collective. All ranks know all buckets before any moves.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class WeightStream(WeightBuckets):
     plan: the same on all ranks. shard: of this rank, of a parameter that it has. assemble: writes
     the outputs of a parameter, given with their names, from its shards. device: of all of it.
 
-    Beside what the caller still holds, a sender has at most two buckets at a time: the shards of
+    Next to what the caller still holds, a sender has at most two buckets at a time: the shards of
     all ranks, and what is made of them; other ranks have their own part, or the bucket that they
     receive.
     """

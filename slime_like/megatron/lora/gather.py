@@ -3,7 +3,7 @@ Collective, and the same on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,9 @@ from slime_like.weights.parameter_map import any_expert
 
 def gather_factors(
     network: LoraNetwork, value: Callable[[torch.nn.Parameter], Tensor] = lambda p: p.detach()
-) -> WeightStream:
-    """(name, whole tensor) of every factor. value: what is taken of a parameter, e.g. its
-    gradient."""
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) of every factor, in the network's order, on every rank. value: what is
+    taken of a parameter, e.g. its gradient."""
     layout, gpt = network.layout, network.gpt
     local = {
         factor.name: value(parameter)
@@ -56,7 +56,9 @@ def gather_factors(
         network.base.sizes.experts // layout.ep_size,
         DEFAULT_BUCKET_BYTES,
     )
-    return WeightStream(plan, layout, network.device, lambda p: local[p.name], assemble)
+    stream = WeightStream(plan, layout, network.device, lambda p: local[p.name], assemble)
+    whole = dict(stream)  # an adapter is small
+    return ((name, whole[name]) for name in factors)
 
 
 @torch.no_grad()

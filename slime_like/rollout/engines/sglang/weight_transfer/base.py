@@ -45,7 +45,7 @@ class WeightTransport:
         self.servers = servers
 
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
-        """As `send`, where ranks beside rank 0 send too; those that leave it to rank 0 have
+        """As `send`, where other ranks send too; those that leave it to rank 0 have
         `send`."""
         self.send(ranks.whole(), version, workers)
 

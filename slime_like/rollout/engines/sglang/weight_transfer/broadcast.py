@@ -101,7 +101,7 @@ class BroadcastTransport(WeightTransport):
             turns.end(range(len(weights.plan)))
             raise
         finally:
-            for _ in stream:  # the ranks beside this one have a part in it
+            for _ in stream:  # other ranks have a part in it
                 pass
 
     def _take_turns(

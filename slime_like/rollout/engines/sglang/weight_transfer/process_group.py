@@ -41,6 +41,7 @@ class Meeting:
     def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
         """urls: of the servers, which the interface must lead to."""
         self.address = address_towards(urls)
+        self._limit = timedelta(seconds=timeout_s)
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((self.address, 0))
@@ -50,13 +51,13 @@ class Meeting:
                 self.address,
                 self.port,
                 is_master=True,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=self._limit,
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
 
     def connect(self) -> dist.Store:
-        return connect(self.address, self.port, self.store.timeout)
+        return connect(self.address, self.port, self._limit)
 
 
 def connect(address: str, port: int, limit: timedelta) -> dist.Store:
@@ -65,7 +66,7 @@ def connect(address: str, port: int, limit: timedelta) -> dist.Store:
 
 
 class Member:
-    """This process as the sender, rank 0, of a group beside the default one, which dist.new_group
+    """This process as the sender, rank 0, of a group next to the default one, which dist.new_group
     cannot make: as SGLang's side does. Waits for the others."""
 
     def __init__(

@@ -3,7 +3,7 @@
 A server takes one bucket at a time, and two servers that took those of two senders in different
 orders would wait for each other. So rank 0 calls the servers, for one bucket after another in the
 order of the plan, which all ranks know, and tells its sender, in the store where the groups met. A
-sender gathers its next bucket while others send. What goes wrong is told in the same place.
+sender gathers its next bucket while others send. A failure is known from the same place.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Turns:
             self._store.set(f"{self._update}/{number}", STOP)
 
     def look(self) -> None:
-        """Raises BroadcastFailed when a rank has told that it failed; asks now and then."""
+        """Raises BroadcastFailed when a rank has failed; asks now and then."""
         if time.monotonic() - self._looked >= LOOK_S:
             self._looked = time.monotonic()
             key = f"{self._update}/failed"
@@ -101,7 +101,7 @@ class BroadcastOrder:
             if turns is not None:
                 with contextlib.suppress(RuntimeError):
                     turns.fail(f"rank {rank}: {str(failure).splitlines()[0]}")
-        for _ in stream:  # the ranks beside this one have a part in it
+        for _ in stream:  # other ranks have a part in it
             pass
 
     def _join(self) -> Joined:
