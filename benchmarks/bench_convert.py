@@ -42,8 +42,9 @@ from benchmarks.bench_common import machine, write_json  # noqa: E402
 from scripts import convert_hf_to_megatron, convert_megatron_to_hf  # noqa: E402
 from slime_like.checkpoints.files import sync_path  # noqa: E402
 from slime_like.trainer.launch import quiet_dependencies  # noqa: E402
+from slime_like.weights.buckets import TensorPlan  # noqa: E402
 from slime_like.weights.safetensors_reader import weight_files  # noqa: E402
-from slime_like.weights.safetensors_writer import TensorPlan, plan_shards, write_index, write_shard  # noqa: E402
+from slime_like.weights.safetensors_writer import plan_shards, write_index, write_shard  # noqa: E402
 
 SHARD_BYTES = 400 * 10**6
 MIB = 2**20

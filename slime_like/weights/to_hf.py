@@ -27,6 +27,7 @@ from slime_like.config import ConfigError, Problem
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.checkpoint.networks import available_name
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors
+from slime_like.weights.buckets import TensorPlan
 from slime_like.weights.hf_export import gather_full_tensors
 from slime_like.weights.hf_save import check_folders, finish_folder
 from slime_like.weights.mappings import Mapping
@@ -35,7 +36,6 @@ from slime_like.weights.parameter_map import family_map, model_sizes
 from slime_like.weights.safetensors_writer import (
     NOTE,
     ShardPlan,
-    TensorPlan,
     kept_shard,
     main_dtype,
     plan_shards,
