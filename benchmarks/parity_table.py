@@ -85,7 +85,7 @@ LAYOUTS = (
 COMMON = (
     "--debug-train-only --lr 3e-4 --adam-eps 1e-6 --clip-grad 1.0 --weight-decay 0.1 --rollout-batch-size {groups} --n-samples-per-prompt {size} "
     "--num-rollout {steps} --micro-batch-size 1 --use-rollout-logprobs --use-kl-loss --kl-loss-coef 0.3 --entropy-coef 0.01 "
-    "--no-tensorboard --no-progress"
+    "--no-tensorboard --no-progress --no-plot"
 )
 
 

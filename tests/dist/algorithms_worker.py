@@ -77,13 +77,14 @@ def one_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str,
 
 
 def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Every case in each layout: metrics, and how far the gradient is from that of one process, by
+    """The chosen cases in each layout: metrics, and how far the gradient is from that of one process, by
     its worst tensor."""
     expected = torch.load(Path(arguments["out"]) / "gradients.pt", weights_only=True)
     result: dict[str, Any] = {}
     for layout_name, (sizes, more) in LAYOUTS.items():
         with parallel(**sizes) as layout:
-            for name, flags in arguments["cases"].items():
+            for name in arguments["layouts"][layout_name]:
+                flags = arguments["cases"][name]
                 metrics, found = second_step(
                     arguments["model"], layout, arguments["out"], f"{flags} {more}"
                 )

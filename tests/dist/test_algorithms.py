@@ -9,6 +9,7 @@ All combinations, on pure functions: tests/unit/test_losses_invariance.py.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,19 @@ def flags_of_case(variant: str, reduction: str, correction: str) -> str:
     return " ".join(words)
 
 
+def chosen(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """Cases by the layouts of this module's tests that are to run."""
+    found: dict[str, list[str]] = {layout: [] for layout in LAYOUTS}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.function is test_two_ranks:
+            layout, case = (str(item.callspec.params[key]) for key in ("layout", "case"))
+            found[layout].append(case)
+    return found
+
+
 @pytest.fixture(scope="module")
 def results(
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Of one process, and of both ranks of two."""
     folder: Path = tmp_path_factory.mktemp("algorithms")
@@ -97,16 +108,25 @@ def results(
     (one,) = run_ranks(
         "tests.dist.algorithms_worker:one_rank", 1, folder / "one", arguments, timeout_s=300
     )
+    arguments["layouts"] = chosen(request)
     return one, run_ranks(
         "tests.dist.algorithms_worker:two_ranks", 2, folder / "two", arguments, timeout_s=500
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", [*CASES, "cross_entropy"])
-def test_two_ranks_give_the_gradient_of_one(
+def each_case_and_layout() -> Iterator[Any]:
+    """A case in one layout, in turn, is quick; the sweep over all of them is for more time."""
+    for number, case in enumerate([*CASES, "cross_entropy"]):
+        for place, layout in enumerate(LAYOUTS):
+            quick = number % len(LAYOUTS) == place
+            yield pytest.param(case, layout, marks=() if quick else pytest.mark.extended)
+
+
+@pytest.mark.parametrize(("case", "layout"), each_case_and_layout())
+def test_two_ranks(
     results: tuple[dict[str, Any], list[dict[str, Any]]], case: str, layout: str
 ) -> None:
+    """They give the gradient and the metrics of one process."""
     one, two = results
     for rank in two:
         found = rank[f"{case} | {layout}"]

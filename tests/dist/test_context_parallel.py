@@ -159,6 +159,7 @@ def test_attention_of_two(two: list[dict[str, Any]]) -> None:
     check_attention(two)
 
 
+@pytest.mark.extended
 def test_attention_of_four(four: list[dict[str, Any]]) -> None:
     check_attention(four)
 
@@ -167,6 +168,7 @@ def test_losses_of_two(two: list[dict[str, Any]]) -> None:
     check_losses(two)
 
 
+@pytest.mark.extended
 def test_losses_of_four(four: list[dict[str, Any]]) -> None:
     check_losses(four)
 
@@ -178,6 +180,7 @@ def test_steps_of_two(two: list[dict[str, Any]], name: str) -> None:
     check_steps(two, name)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", [f"{layout}, {loss}" for layout, (_, _, losses) in FOUR.items() for loss in losses]
 )

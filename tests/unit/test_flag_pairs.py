@@ -52,7 +52,9 @@ def pairs_of(features: dict[str, str]) -> Iterator[tuple[str, str]]:
     ("kind", "alone"),
     [
         ("dense", {"fp16", "flash attention"}),
-        ("experts", NEED_MORE | {"TP2", "distributed activations"}),
+        pytest.param(
+            "experts", NEED_MORE | {"TP2", "distributed activations"}, marks=pytest.mark.extended
+        ),
     ],
 )
 def test_every_pair_is_parsed_or_refused_by_name(
