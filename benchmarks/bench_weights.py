@@ -45,7 +45,7 @@ from slime_like.megatron.model.gpt import build_chunks  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 from slime_like.preflight.live_bytes import LiveBytes, group_key  # noqa: E402
 from slime_like.weights.gather import WeightStream  # noqa: E402
-from slime_like.weights.hf_export import export_hf_weights  # noqa: E402
+from slime_like.weights.hf_export import HfExport  # noqa: E402
 from slime_like.weights.hf_save import save_hf  # noqa: E402
 
 RAW = "plain broadcast"
@@ -94,12 +94,15 @@ def measure(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
         live = LiveBytes()
         weights = [w for chunk in chunks for w in (*chunk.parameters(), *chunk.buffers())]
 
-        def stream(bucket_bytes: int) -> WeightStream:
-            return export_hf_weights(
-                chunks, hf=hf, gpt=gpt, layout=layout, bucket_bytes=bucket_bytes
-            )
-
         size = arguments["bucket_bytes"]
+        exports = {  # made once, as a network does
+            bucket_bytes: HfExport(chunks, hf=hf, gpt=gpt, layout=layout, bucket_bytes=bucket_bytes)
+            for bucket_bytes in (size, 1)
+        }
+
+        def stream(bucket_bytes: int) -> WeightStream:
+            return exports[bucket_bytes].stream()
+
         plan = stream(size).plan
         total = sum(planned.nbytes for planned in plan)
         ways: dict[str, Callable[[], None]] = {
@@ -124,11 +127,11 @@ def measure(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
             live.forget(weights)
             with live:
                 run()
-            calls = sum(
-                traffic.calls / dist.get_world_size(group_named(layout, group))
-                for (_, group), traffic in live.traffic.items()
-            )
-            found[way] = {"seconds": min(seconds[way]), "calls": calls, "peak": live.peak}
+            found[way] = {
+                "seconds": min(seconds[way]),
+                "calls": collectives(live, layout),
+                "peak": live.peak,
+            }
     return {"bytes": total, "messages": len(plan), "ways": found}
 
 
@@ -146,6 +149,15 @@ def broadcast(total: int, size: int) -> None:
 def groups_of(layout: ParallelLayout) -> dict[int, str]:
     named = {group_key(getattr(layout, name)): name for name in GROUPS}
     return {**named, group_key(dist.group.WORLD): "world"}  # type: ignore[arg-type]
+
+
+def collectives(live: LiveBytes, layout: ParallelLayout) -> float:
+    """This rank's share of those that were counted, so that the sum over ranks has each once."""
+
+    def ranks(name: str, group: str) -> int:
+        return 2 if name in ("send", "recv") else dist.get_world_size(group_named(layout, group))
+
+    return sum(traffic.calls / ranks(*key) for key, traffic in live.traffic.items())
 
 
 def group_named(layout: ParallelLayout, name: str) -> Any:

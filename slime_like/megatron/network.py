@@ -40,7 +40,7 @@ from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.types import MicroBatch, TrainSample
 from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES
 from slime_like.weights.gather import WeightStream
-from slime_like.weights.hf_export import export_hf_weights
+from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
 
 
@@ -88,6 +88,7 @@ class Network:
     ) -> None:
         """value_head: a critic, which gives a value for each token in place of logits."""
         self.value_head = value_head
+        self._exports: dict[tuple[torch.dtype | None, int], HfExport] = {}
         self.config = copy.copy(
             transformer
         )  # training hangs a network's own functions on its config
@@ -130,16 +131,25 @@ class Network:
         dtype: torch.dtype | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> WeightStream:
-        """See `export_hf_weights`."""
-        return export_hf_weights(
-            self.chunks,
-            hf=hf,
-            gpt=self.gpt,
-            layout=self.layout,
-            dtype=dtype,
-            value_head=self.value_head,
-            bucket_bytes=bucket_bytes,
-        )
+        """See `HfExport`."""
+        return self.hf_export(hf, dtype, bucket_bytes).stream()
+
+    def hf_export(
+        self, hf: HfModel, dtype: torch.dtype | None, bucket_bytes: int, *, own_head: bool = False
+    ) -> HfExport:
+        """The one of the first call, where the settings are the same."""
+        if (dtype, bucket_bytes) not in self._exports:
+            self._exports[dtype, bucket_bytes] = HfExport(
+                self.chunks,
+                hf=hf,
+                gpt=self.gpt,
+                layout=self.layout,
+                dtype=dtype,
+                value_head=self.value_head,
+                own_head=own_head,
+                bucket_bytes=bucket_bytes,
+            )
+        return self._exports[dtype, bucket_bytes]
 
     @in_own_layout
     def forward(

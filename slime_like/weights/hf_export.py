@@ -27,63 +27,87 @@ from slime_like.weights.parameter_map import (
 )
 
 
+class HfExport:
+    """How a network is exported, as often as wanted: what its ranks have to ask each other is asked
+    once.
+
+    Making one is a collective over all ranks, and so is what comes of `stream`. value_head: the
+    network is a critic. own_head: of a tied model, the output layer is a weight of its own in what
+    comes out, for there is a delta to it alone. Raises RuntimeError when no stage has a parameter
+    that the family needs.
+    """
+
+    def __init__(
+        self,
+        model_chunks: Sequence[Any],
+        *,
+        hf: HfModel,
+        gpt: GPTModelConfig,
+        layout: ParallelLayout,
+        dtype: torch.dtype | None = None,
+        value_head: bool = False,
+        own_head: bool = False,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        config = unwrap(model_chunks[0]).config
+        self._chunks, self._layout, self._own_head = model_chunks, layout, own_head
+        self._sizes = model_sizes(config, gpt)
+        self._family = family_map(
+            hf.architecture,
+            config,
+            tied=not gpt.untie_embeddings_and_output_weights,
+            value_head=value_head,
+        )
+        if own_head:
+            self._family = {**self._family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}
+        self._plan = plan_buckets(
+            _parameters(self._family, self._sizes, _owners(self._local(), layout), dtype),
+            find_senders(layout),
+            self._sizes.experts // layout.ep_size,
+            bucket_bytes,
+        )
+
+    def stream(self, deltas: MappingOf[str, Callable[[], Tensor]] | None = None) -> WeightStream:
+        """Every Hugging Face tensor, in buckets of at most `bucket_bytes`, or one parameter.
+
+        A sender's tensors are in the order of the network. Tensors are new ones on the model's
+        device, in `dtype` or that of the parameter. Padding is dropped; a tied output layer is not
+        repeated. deltas: by a parameter's canonical name, what is added to this rank's shard of it,
+        in float32.
+        """
+        local, added = self._local(), deltas or {}
+
+        def shard(parameter: Parameter) -> Tensor:
+            tensor = local[parameter.name].detach()
+            if parameter.name in added:
+                tensor = (tensor.float() + added[parameter.name]()).detach()
+            return tensor.to(parameter.dtype)
+
+        device = next(iter(local.values())).device
+        return WeightStream(self._plan, self._layout, device, shard, self._assemble)
+
+    def _assemble(
+        self, parameter: Parameter, shards: Sequence[Tensor], outputs: MappingOf[str, Tensor]
+    ) -> None:
+        put_together(self._family[parameter.name], shards, self._sizes, outputs)
+
+    def _local(self) -> dict[str, Tensor]:
+        """This rank's parameters, by canonical name."""
+        local = dict(global_parameters(self._chunks))
+        if self._own_head and self._layout.is_last_stage and OUTPUT_LAYER not in local:
+            # the only stage; with several the last has the embedding's twin
+            local[OUTPUT_LAYER] = local[EMBEDDING]
+        return local
+
+
 def export_hf_weights(
     model_chunks: Sequence[Any],
     *,
-    hf: HfModel,
-    gpt: GPTModelConfig,
-    layout: ParallelLayout,
-    dtype: torch.dtype | None = None,
-    value_head: bool = False,
     deltas: MappingOf[str, Callable[[], Tensor]] | None = None,
-    own_head: bool = False,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    **settings: Any,
 ) -> WeightStream:
-    """Every Hugging Face tensor, in buckets of at most `bucket_bytes`, or one parameter.
-
-    A collective operation over all ranks. A sender's tensors are in the order of the network.
-    Tensors are new ones on the model's device, in `dtype` or that of the parameter. Padding is
-    dropped; a tied output layer is not repeated. value_head: the network is a critic. deltas: by a
-    parameter's canonical name, what is added to this rank's shard of it, in float32. own_head: of a
-    tied model, the output layer is a weight of its own in what comes out, for there is a delta to
-    it alone. Raises RuntimeError when no stage has a parameter that the family needs.
-    """
-    config = unwrap(model_chunks[0]).config
-    sizes = model_sizes(config, gpt)
-    family = family_map(
-        hf.architecture,
-        config,
-        tied=not gpt.untie_embeddings_and_output_weights,
-        value_head=value_head,
-    )
-    local = dict(global_parameters(model_chunks))
-    if own_head:
-        family = {**family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}
-        if (
-            layout.is_last_stage and OUTPUT_LAYER not in local
-        ):  # the only stage; with several the last has the embedding's twin
-            local[OUTPUT_LAYER] = local[EMBEDDING]
-    added = deltas or {}
-
-    def shard(parameter: Parameter) -> Tensor:
-        tensor = local[parameter.name].detach()
-        if parameter.name in added:
-            tensor = (tensor.float() + added[parameter.name]()).detach()
-        return tensor.to(parameter.dtype)
-
-    def assemble(
-        parameter: Parameter, shards: Sequence[Tensor], outputs: MappingOf[str, Tensor]
-    ) -> None:
-        put_together(family[parameter.name], shards, sizes, outputs)
-
-    plan = plan_buckets(
-        _parameters(family, sizes, _owners(local, layout), dtype),
-        find_senders(layout),
-        sizes.experts // layout.ep_size,
-        bucket_bytes,
-    )
-    device = next(iter(local.values())).device
-    return WeightStream(plan, layout, device, shard, assemble)
+    """Once, with the settings of `HfExport`."""
+    return HfExport(model_chunks, **settings).stream(deltas)
 
 
 Owner = tuple[int, tuple[int, ...], torch.dtype]

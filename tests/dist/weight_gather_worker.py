@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.bench_weights import collectives, groups_of
 from benchmarks.parity.steps import parallel
-from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.preflight.live_bytes import LiveBytes, group_key
+from slime_like.preflight.live_bytes import LiveBytes
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_export import export_hf_weights
 from slime_like.weights.hf_import import load_hf_weights
@@ -54,10 +53,7 @@ def check_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict
                         del bucket
                 found[f"{layout.describe()} {way}"] = {
                     "names": names,
-                    "calls": sum(
-                        traffic.calls / dist.get_world_size(group_named(layout, group))
-                        for (_, group), traffic in live.traffic.items()
-                    ),
+                    "calls": collectives(live, layout),
                     "peak": live.peak - before,
                     "messages": len(stream.plan),
                     "largest": max(planned.nbytes for planned in stream.plan),
@@ -69,15 +65,3 @@ def same_bits(weights: list[tuple[str, Tensor]], stored: dict[str, Tensor]) -> l
     for name, tensor in weights:
         assert tensor.dtype == stored[name].dtype and torch.equal(tensor, stored[name]), name
     return [name for name, _ in weights]
-
-
-GROUPS = ("tp_group", "pp_group", "etp_group")
-
-
-def groups_of(layout: ParallelLayout) -> dict[int, str]:
-    named = {group_key(getattr(layout, name)): name for name in GROUPS}
-    return {**named, group_key(dist.group.WORLD): "world"}  # type: ignore[arg-type]
-
-
-def group_named(layout: ParallelLayout, name: str) -> Any:
-    return dist.group.WORLD if name == "world" else getattr(layout, name)

@@ -25,7 +25,6 @@ from slime_like.megatron.lora.targets import HEAD, Target, targets_of
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES
 from slime_like.weights.gather import WeightStream
-from slime_like.weights.hf_export import export_hf_weights
 
 
 class LoraNetwork(TrainedNetwork):
@@ -46,6 +45,7 @@ class LoraNetwork(TrainedNetwork):
         model does not have. The factors are small, so their gradients are reduced when all are
         there, and parameters are gathered at once, whatever `ddp` says."""
         self.base, self.spec = base, spec
+        self._exports = {}
         self.value_head, self.config, self.gpt, self.layout, self.device = (
             spec.value_head,
             base.config,
@@ -94,16 +94,9 @@ class LoraNetwork(TrainedNetwork):
         layers = {
             name: layer for adapter in self.adapters for name, layer in adapter.layers.items()
         }
-        return export_hf_weights(
-            self.chunks,
-            hf=hf,
-            gpt=self.gpt,
-            layout=self.layout,
-            dtype=dtype,
-            deltas={n: layer.delta for n, layer in layers.items()},
-            own_head=self.base.tied and any(target.parameter == HEAD for target in self.targets),
-            bucket_bytes=bucket_bytes,
-        )
+        own_head = self.base.tied and any(target.parameter == HEAD for target in self.targets)
+        export = self.hf_export(hf, dtype, bucket_bytes, own_head=own_head)
+        return export.stream({name: layer.delta for name, layer in layers.items()})
 
     def finalize_gradients(
         self, model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any
