@@ -59,19 +59,23 @@ class Patch:
     """One change to megatron-core.
 
     check: raises RuntimeError when a target is gone; changes nothing. install: makes the change;
-    called once. mended: the first megatron-core that does not need it, as "0.17"; none yet: None.
+    called once. since: the first megatron-core that needs it, as "0.19"; None: the oldest that is
+    supported. mended: the first one that does not need it any more; None: there is none yet.
     """
 
     name: str
     condition: Condition
     check: Callable[[], None]
     install: Callable[[], None]
+    since: str | None = None
     mended: str | None = None
 
     def idle(self) -> str:
         """Why it has nothing to do here; empty when it is due."""
         if not self.condition.holds():
             return self.condition.otherwise
+        if self.since is not None and release() < _numbers(self.since):
+            return f"megatron-core needs it since {self.since}"
         if self.mended is not None and release() >= _numbers(self.mended):
             return f"megatron-core has mended it in {self.mended}"
         return ""

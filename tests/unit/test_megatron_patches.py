@@ -27,8 +27,16 @@ pytestmark = pytest.mark.skipif(
 )
 REPOSITORY = Path(megatron_patches.__file__).parents[1]
 
-# What the installed megatron-core does not need any more.
-MENDED = [name for name in ("moe_no_te", "mla_no_te") if release() >= (0, 17)]
+# What the installed megatron-core does not need, any more or yet.
+NOT_NEEDED = [
+    name
+    for name, needed in (
+        ("moe_no_te", release() < (0, 17)),
+        ("mla_no_te", release() < (0, 17)),
+        ("mla_no_q_norm", release() >= (0, 19)),
+    )
+    if not needed
+]
 
 # Runs before anything has been patched: what existed in torch must be the same object afterwards.
 FRESH_PROCESS = """
@@ -74,7 +82,7 @@ def test_fresh_process() -> None:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
@@ -83,8 +91,8 @@ def test_fresh_process() -> None:
     assert result["real_torch_kept"]
     assert result["same_report"]
     assert result["moved_by_second"] == []
-    assert result["applied"] == [name for name in megatron_patches.ORDER if name not in MENDED]
-    assert result["skipped"] == MENDED
+    assert result["applied"] == [name for name in megatron_patches.ORDER if name not in NOT_NEEDED]
+    assert result["skipped"] == NOT_NEEDED
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,7 +112,8 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(
     )
     monkeypatch.setattr(megatron_patches, "_installed", {})
     report = megatron_patches.apply()
-    always = ["mla_tp_grads", "offload_ckpt", "safe_checkpoints"]
+    always = ["mla_tp_grads", "mla_no_q_norm", "offload_ckpt", "safe_checkpoints"]
+    always = [name for name in always if name not in NOT_NEEDED]
     assert [entry.name for entry in report.applied] == always
     assert [entry.name for entry in report.skipped] == [
         name for name in megatron_patches.ORDER if name not in always
@@ -127,12 +136,13 @@ def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(
             "moe_no_te",
             "mla_no_te",
             "mla_tp_grads",
+            "mla_no_q_norm",
             "precision_adam",
             "torch_adam_ckpt",
             "offload_ckpt",
             "safe_checkpoints",
         )
-        if name not in MENDED
+        if name not in NOT_NEEDED
     ]
 
 
@@ -144,6 +154,11 @@ def test_a_patch_goes_where_megatron_core_has_mended_its_cause(
     for version, idle in (("0.16.1", ""), ("0.17.9", ""), ("0.18.0", "0.18"), ("1.0.0rc1", "0.18")):
         monkeypatch.setattr(patch.metadata, "version", lambda name, version=version: version)
         assert mended.idle() == (idle and f"megatron-core has mended it in {idle}")
+    late = dataclasses.replace(mended, since="0.17")
+    monkeypatch.setattr(patch.metadata, "version", lambda name: "0.16.1")
+    assert late.idle() == "megatron-core needs it since 0.17"
+    monkeypatch.setattr(patch.metadata, "version", lambda name: "0.17.0")
+    assert late.idle() == ""
 
 
 def test_report_prints_as_a_table() -> None:
@@ -179,6 +194,11 @@ TARGETS = [
         "mla_tp_grads",
         "transformer.multi_latent_attention",
         "MLASelfAttention.get_query_key_value_tensors",
+    ),
+    *(
+        [("mla_no_q_norm", "transformer.mla_qk_norm_config", "QKNormConfigResolver.resolve")]
+        if "mla_no_q_norm" not in NOT_NEEDED
+        else []
     ),
     ("moe_split_sizes", "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
     ("gloo_uneven", "tensor_parallel.mappings", "_gather_along_first_dim"),

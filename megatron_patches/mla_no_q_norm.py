@@ -1,0 +1,49 @@
+"""Latent attention without compressed queries: no norm before their projection.
+
+Target    transformer.mla_qk_norm_config: QKNormConfigResolver.resolve, which since 0.19 decides where the norms of queries
+          and keys are.
+Why       With `qk_layernorm` and without `q_lora_rank` (DeepSeek-V2-Lite) the keys' compressed part is normalized and the
+          queries are not. The resolver wants a norm fused into the queries' projection: a network with one norm more, or,
+          in megatron-core's local layers, which have no such module, an error.
+How       In that case the modules are those of the layer spec, as in the releases before.
+When      Always.
+Versions  megatron-core 0.19.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron_patches.patch import ALWAYS, Patch, find
+
+NAME = "mla_no_q_norm"
+CLASS = "transformer.mla_qk_norm_config:QKNormConfigResolver"
+
+
+def check() -> None:
+    find(NAME, f"{CLASS}.resolve")
+
+
+def install() -> None:
+    cls, was = find(NAME, CLASS), find(NAME, f"{CLASS}.resolve")
+    identity = find(NAME, "transformer.identity_op:IdentityOp")
+
+    @functools.wraps(was)
+    def resolve(self: Any) -> dict[str, Any]:
+        if self.has_q_lora or self.is_dsa or not self.config.qk_layernorm:
+            found: dict[str, Any] = was(self)
+            return found
+        parts = self.submodules
+        return dict(
+            linear_q_proj=parts.linear_q_proj or self.linear_impl,
+            linear_q_up_proj=identity,
+            linear_kv_up_proj=parts.linear_kv_up_proj or self.linear_impl,
+            q_layernorm=identity,
+            kv_layernorm=parts.kv_layernorm or identity,
+        )
+
+    cls.resolve = resolve
+
+
+PATCH = Patch(NAME, ALWAYS, check, install, since="0.19")
