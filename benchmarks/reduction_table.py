@@ -75,7 +75,7 @@ def measure(reduction: str, work: Path) -> list[float]:
 
 def describe(template: str) -> str:
     groups = load_rollout(template, 0)
-    lengths = [int(s.loss_mask.sum()) for group in groups for s in group.samples]
+    lengths = [s.active_tokens for group in groups for s in group.samples]
     return f"active tokens of the {len(lengths)} responses: {', '.join(map(str, lengths))}; together {sum(lengths)}"
 
 

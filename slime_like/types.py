@@ -10,14 +10,28 @@ token.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime_like.lazy import Tensor, torch
 
+if TYPE_CHECKING:
+    from slime_like.sample_index import AnySample
+
 NOT_SAMPLED = -1  # in place of the weight version of a token that the model did not write
+# metadata key of ReMax's baseline, so that recorded rollouts have it too
+GREEDY_REWARD = "greedy_reward"
+# of a `Sample`, over its tokens; in the order of the bytes of one number, the largest first
+OPTIONAL_TENSORS = (
+    "token_rewards",
+    "rollout_log_probs",
+    "teacher_log_probs",
+    "token_sets",
+    "routes",
+)
 
 
 class SampleStatus(StrEnum):
@@ -101,13 +115,38 @@ class Sample:
     def ended(self) -> bool:
         return self.status != SampleStatus.PARTIAL
 
+    @property
+    def active_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def greedy_reward(self) -> float | None:
+        """Of the greedy response to its prompt, where the run asked for it."""
+        return self.metadata.get(GREEDY_REWARD)
+
+    @property
+    def version_counts(self) -> Mapping[int, int]:
+        """Tokens of the response that the model wrote, by weight version."""
+        counts = Counter(self.weight_versions)
+        counts.pop(NOT_SAMPLED, None)
+        return counts
+
+    @property
+    def told_versions(self) -> int:
+        """Tokens that `weight_versions` speaks of: all of the response, or none."""
+        return len(self.weight_versions)
+
+    def has(self, name: str) -> bool:
+        """Whether there is this one of `OPTIONAL_TENSORS`."""
+        return getattr(self, name) is not None
+
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """All samples of one prompt."""
+    """All samples of one prompt; those that another rank has as `RemoteSample`."""
 
     group_id: int
-    samples: tuple[Sample, ...]
+    samples: tuple[AnySample, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,11 @@ class RolloutConfig:
     rollout_local_batch_size: int = arg(
         64, "Samples that the local engine decodes together.", legal=AT_LEAST_ONE
     )
+    sample_buffer_size: int = arg(
+        64 * 2**20,
+        "Bytes of samples under way at a time on a rank, on their way from where they were sampled to the ranks that train on them.",
+        legal=AT_LEAST_ONE,
+    )
 
 
 @dataclass(frozen=True, slots=True)

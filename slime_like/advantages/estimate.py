@@ -49,7 +49,8 @@ class Outcomes:
     of a greedy response to the prompt, or None. processed: [B] float, what a function of the user's
     made of the rewards, in place of the comparison within groups; not finite where there is
     nothing. None without one. token_rewards: by sample, [R] finite rewards of its tokens, which
-    train in place of its reward, or None where it has one for all of it."""
+    train in place of its reward, or None where it has one for all of it, or where another rank has
+    them: some_have_token_rewards then."""
 
     rewards: Tensor
     group_ids: Tensor
@@ -57,6 +58,7 @@ class Outcomes:
     greedy_rewards: Tensor | None = None
     processed: Tensor | None = None
     token_rewards: Sequence[Tensor | None] = ()
+    some_have_token_rewards: bool = False
 
     def __post_init__(self) -> None:
         require_ids("group_ids", self.group_ids, self.rewards.numel())
@@ -70,7 +72,8 @@ class Outcomes:
 
     @property
     def has_token_rewards(self) -> bool:
-        return any(value is not None for value in self.token_rewards)
+        given = any(value is not None for value in self.token_rewards)
+        return given or self.some_have_token_rewards
 
 
 @dataclass(frozen=True, slots=True)

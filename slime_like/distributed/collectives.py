@@ -26,22 +26,22 @@ TELL_EVERY_S = 15.0  # below any --distributed-timeout-minutes that makes sense
 REMEDIES = (ValueError, OSError, RunError)
 
 
-def gather(value: Any) -> list[Any]:
-    """`value` of every rank, on every rank."""
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """`value` of every rank, on every rank; small ones. group: of all ranks, where the default one
+    is in use meanwhile."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group=group)
     return found
 
 
-def together(action: Callable[[], T]) -> T:
+def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run `action` on every rank; the first rank's error is raised on every rank. `action` must
-    hold no collective that a failing rank would miss."""
+    hold no collective that a failing rank would miss. group: as of `gather`."""
     result, error = _attempt(action)
-    first = next(
-        (e for e in gather(None if error is None else as_told(error)) if e is not None), None
-    )
+    errors = gather(None if error is None else as_told(error), group)
+    first = next((e for e in errors if e is not None), None)
     if first is not None:
         raise first
     return result  # type: ignore[return-value]
@@ -143,6 +143,8 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def any_rank(flags: list[bool]) -> list[bool]:
     """Elementwise or over all ranks; collective."""
+    if not dist.is_initialized():
+        return list(flags)
     votes = torch.tensor(flags, dtype=torch.int32)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return [bool(vote) for vote in votes]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime_like.metrics.timers import SAMPLING_SECONDS
@@ -25,27 +25,44 @@ from slime_like.types import SampleGroup
 Groups = tuple[list[SampleGroup], dict[str, float]]
 
 
+class RolloutJson:
+    """How groups and positions are written to a checkpoint as plain JSON, and read from one. All
+    ranks call each method together; what rank 0 returns is written."""
+
+    def groups_to_rows(self, groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
+        return groups_to_rows(groups)
+
+    def groups_from_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[SampleGroup]:
+        return groups_from_rows(rows)
+
+    def position_to_row(self, position: Any) -> dict[str, Any]:
+        """A position that is plain JSON already."""
+        row: dict[str, Any] = position
+        return row
+
+
 class AsyncRolloutQueue:
     """make(step): samples a rollout; its collectives, on all ranks in the same order, are of a
-    process group of its own. position(): where sampling goes on, as plain JSON. threaded False:
+    process group of its own. position(): where sampling goes on, never changed. threaded False:
     `take` samples in the calling thread."""
 
     def __init__(
         self,
         make: Callable[[int], Groups],
-        position: Callable[[], dict[str, Any]],
+        position: Callable[[], Any],
         *,
         max_staleness: int,
         threaded: bool,
+        json: RolloutJson | None = None,
     ) -> None:
         self.max_staleness = max_staleness
         self._make = make
         self._position = position
         self._threaded = threaded
+        self._json = json or RolloutJson()
         self._done: dict[int, Groups] = {}
-        self._positions: dict[
-            int, dict[str, Any]
-        ] = {}  # before each rollout that was sampled and not taken
+        self._positions: dict[int, Any] = {}  # before each rollout that was sampled and not taken
+        self._saved: dict[int, dict[str, Any]] = {}  # of a checkpoint, in place of these
         self._next: int | None = None
         self._allowed = -1
         self._error: BaseException | None = None
@@ -72,7 +89,8 @@ class AsyncRolloutQueue:
             if step not in self._done:
                 assert self._error is not None
                 raise self._error
-            self._positions.pop(step)
+            self._positions.pop(step, None)
+            self._saved.pop(step, None)
             return self._done.pop(step)
 
     def drain(self) -> None:
@@ -93,26 +111,32 @@ class AsyncRolloutQueue:
             if self._error is not None:
                 raise self._error
             if not self._done:
-                return self._position()
-            ahead = [
+                return self._json.position_to_row(self._position())
+            ahead: list[dict[str, Any]] = [
                 {
                     "step": step,
-                    "groups": groups_to_rows(self._done[step][0]),
+                    "groups": self._json.groups_to_rows(self._done[step][0]),
                     "metrics": {k: float(v).hex() for k, v in self._done[step][1].items()},
-                    "before": self._positions[step],
+                    "before": self._row_before(step),
                 }
                 for step in sorted(self._done)
             ]
-            first = self._positions[min(self._done)]
-            return {**first, "sampled_ahead": {"rollouts": ahead, "behind": self._position()}}
+            behind = self._json.position_to_row(self._position())
+            return {**ahead[0]["before"], "sampled_ahead": {"rollouts": ahead, "behind": behind}}
+
+    def _row_before(self, step: int) -> dict[str, Any]:
+        """The position before a rollout that was sampled and not taken."""
+        saved = self._saved.get(step)
+        return self._json.position_to_row(self._positions[step]) if saved is None else saved
 
     def load_ahead(self, saved: Mapping[str, Any]) -> None:
         """Take over the rollouts of `state()["sampled_ahead"]`, before the first is sampled here.
         The caller has gone to the position behind them."""
         for row in saved["rollouts"]:
             metrics = {name: float.fromhex(value) for name, value in row["metrics"].items()}
-            self._done[int(row["step"])] = (groups_from_rows(row["groups"]), metrics)
-            self._positions[int(row["step"])] = row["before"]
+            step = int(row["step"])
+            self._done[step] = (self._json.groups_from_rows(row["groups"]), metrics)
+            self._saved[step] = row["before"]
 
     def close(self) -> None:
         """No more rollouts; one that is being sampled is left to end with the process."""

@@ -14,27 +14,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from arguments.run_config import RunConfig
-from slime_like.distributed.collectives import from_rank_zero, from_rank_zero_within
+from slime_like.distributed.collectives import from_rank_zero_within
 from slime_like.errors import RunError
 from slime_like.rollout.engines.base import SamplingParams
-from slime_like.rollout.filters import DYNAMIC_FILTER, GroupFilters, is_kept
-from slime_like.rollout.group_buffer import Choose, GroupBuffer, PendingGroup
-from slime_like.rollout.rollouter import Rollouter, from_plain, to_plain
+from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, is_kept
+from slime_like.rollout.group_buffer import Choose, GroupBuffer, PendingGroup, oldest_first
+from slime_like.rollout.rank_zero import DecideOnRankZero, groups_told, told_by_rank_zero
+from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.streaming import Responder, StreamGeneration
-from slime_like.types import Prompt, Sample, SampleGroup
+from slime_like.sample_index import AnySample, RemoteSample, untrained
+from slime_like.types import Prompt, SampleGroup
 
 T = TypeVar("T")
-Decide = Callable[[Callable[[], T]], T]  # calls a user's function where it runs, for all ranks
+Groups = Sequence[PendingGroup]
+
+
+class Decide(Protocol):
+    """Calls a user's function where it runs, for all ranks."""
+
+    def __call__(self, function: Callable[[Groups], T], groups: Groups) -> T:
+        """function: gets the groups, with all of their samples."""
+        ...
+
+
+def decide_here(function: Callable[[Groups], T], groups: Groups) -> T:
+    """Where one rank collects, and has all samples."""
+    return function(groups)
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The groups of a rollout by rising id, their prompts, and metrics about how they were
-    found."""
+    """The groups of a rollout by rising id, their prompts, as far as this rank knows them, and
+    metrics about how they were found."""
 
     groups: list[SampleGroup]
     prompts: list[Prompt]
@@ -149,8 +161,8 @@ class RoundGeneration:
 
 
 class Collector:
-    """Collects the rollouts of a run. All ranks hold the same buffer and call it together;
-    functions of the user's run on rank 0 alone."""
+    """Collects the rollouts of a run. All ranks call it together and know the same groups;
+    functions of the user's run on rank 0 alone, which is given all samples that they see."""
 
     def __init__(
         self,
@@ -188,7 +200,7 @@ class Collector:
             rollout_id: Counted from 0.
 
         Returns:
-            --rollout-batch-size groups, equal on all ranks.
+            --rollout-batch-size groups, told to all ranks.
 
         Raises:
             RunError: --max-num-gen-batches draws brought too few, or streaming took too long.
@@ -197,19 +209,15 @@ class Collector:
         if self.streams:
             return self._collect_on_rank_zero(rollout_id)
         generation = RoundGeneration(self.rollouter, self.sampling, self.slice_len)
-        return self.collect_from(
-            generation, rollout_id, lambda find: from_rank_zero(find, self.rollouter.group)
-        )
+        return self.collect_from(generation, rollout_id, DecideOnRankZero(self.rollouter))
 
-    def collect_from(
-        self, generation: Generation, rollout_id: int, decide: Decide[Any]
-    ) -> Collected:
+    def collect_from(self, generation: Generation, rollout_id: int, decide: Decide) -> Collected:
         """The loop of `collect`.
 
         Args:
             generation: How groups grow.
             rollout_id: Counted from 0.
-            decide: Calls a user's function; where all ranks run this loop, on rank 0 for all.
+            decide: Calls the functions of filters; where all ranks run this loop, on rank 0.
         """
         stats, kept = CollectionStats(), list[PendingGroup]()
         in_progress = 0  # groups that were drawn for this rollout and not dropped
@@ -233,52 +241,49 @@ class Collector:
         self._leave(generation.stop(), rollout_id, stats)
         stats.late = generation.late
         kept.sort(key=lambda g: g.group_id)
-        complete = self._without_removed([SampleGroup(g.group_id, g.samples) for g in kept], decide)
+        kept = self._without_removed(kept, decide)
+        complete_groups = [SampleGroup(g.group_id, g.samples) for g in kept]
         metrics = stats.metrics(kept=len(kept), waiting=self.buffer.num_waiting)
         return Collected(
-            complete, [g.prompt for g in kept], metrics if schedules(self.config) else {}
+            complete_groups, [g.prompt for g in kept], metrics if schedules(self.config) else {}
         )
 
     def _collect_on_rank_zero(self, rollout_id: int) -> Collected:
-        """Rank 0 collects; then all ranks have the groups, and the new state of the buffer."""
+        """Rank 0 collects and keeps the samples and what waits; all ranks are told of the
+        samples, and where the prompts go on."""
         buffer, rollouter = self.buffer, self.rollouter
         assert isinstance(buffer, GroupBuffer)
+        own: Collected | None = None
 
-        def work() -> tuple[list[list[dict[str, Any]]], list[Prompt], dict[str, float], Any]:
+        def work() -> Any:
+            nonlocal own
             responder = Responder(rollouter, rollouter.engine, self.sampling)
             with StreamGeneration(responder, self.config.rollout_time_limit_s) as generation:
-                found = self.collect_from(generation, rollout_id, lambda find: find())
-            rows = [[to_plain(s) for s in group.samples] for group in found.groups]
-            state = (buffer.source.state_dict(), buffer.state_dict())
-            return rows, found.prompts, found.metrics, state
+                own = self.collect_from(generation, rollout_id, decide_here)
+            return told_by_rank_zero(own.groups), own.metrics, buffer.source.state_dict()
 
         timeout_s = self.config.rollout_function_timeout_s
-        rows, prompts, metrics, state = from_rank_zero_within(
+        told, metrics, position = from_rank_zero_within(
             work,
             rollouter.group,
             timeout_s=timeout_s,
             late=f"rollout {rollout_id + 1} took longer than --rollout-function-timeout-s "
             f"{timeout_s:g}",
         )
-        if dist.get_rank() != 0:
-            buffer.source.load_state_dict(state[0])
-            buffer.load_state_dict(state[1])
-        groups = []
-        for prompt, group in zip(prompts, rows, strict=True):
-            samples = [from_plain(row, Sample.empty(prompt, row["sample_id"])) for row in group]
-            groups.append(SampleGroup(prompt.group_id, tuple(samples)))
-        return Collected(groups, prompts, metrics)
+        if own is not None:
+            return own
+        buffer.source.load_state_dict(position)
+        buffer.waiting = []  # rank 0 has them
+        return Collected(groups_told(told), [], metrics)
 
-    def _draw(
-        self, rollout_id: int, stats: CollectionStats, decide: Decide[Any]
-    ) -> list[PendingGroup]:
+    def _draw(self, rollout_id: int, stats: CollectionStats, decide: Decide) -> list[PendingGroup]:
         """The next groups to sample: those that wait, then new prompts."""
 
-        def choose(waiting: Sequence[PendingGroup], count: int) -> tuple[list[int], list[int]]:
-            found: tuple[list[int], list[int]] = decide(
-                lambda: self.filters.choose_waiting(rollout_id, waiting, count)
-            )
-            return found
+        def choose(waiting: Groups, count: int) -> tuple[list[int], list[int]]:
+            chooses = self.filters.choose_waiting
+            if chooses is oldest_first:
+                return oldest_first(rollout_id, waiting, count)
+            return decide(lambda whole: chooses(rollout_id, whole, count), waiting)
 
         groups, discarded = self.buffer.take(self.draw_size, choose)
         stats.draws += 1
@@ -287,7 +292,7 @@ class Collector:
         stats.discarded += len(discarded)
         stats.wasted_tokens += sum(g.response_tokens for g in discarded)
         if self.config.mask_offpolicy_in_partial_rollout:
-            stats.masked_tokens += sum(int(s.loss_mask.sum()) for g in groups for s in g.samples)
+            stats.masked_tokens += sum(s.active_tokens for g in groups for s in g.samples)
             groups = [g.with_samples(map(untrained, g.samples)) for g in groups]
         return groups
 
@@ -296,22 +301,23 @@ class Collector:
         stats: CollectionStats,
         ended: Sequence[PendingGroup],
         in_progress: int,
-        decide: Decide[Any],
+        decide: Decide,
     ) -> list[bool]:
         """Whether the dynamic filter keeps each of the groups; the dropped ones are counted."""
         keep_group = self.filters.keep_group
         if keep_group is None:
             return [True] * len(ended)
 
-        def judge() -> tuple[list[bool], Counter[str]]:
-            left, verdicts, dropped = in_progress, [], Counter[str]()
-            for group in ended:
+        def judge(groups: Groups) -> tuple[list[bool], Counter[str]]:
+            left, verdicts, dropped = in_progress, list[bool](), Counter[str]()
+            for group in groups:
                 is_spare = left > self.target
                 verdicts.append(is_kept(keep_group, group.samples, dropped, is_spare=is_spare))
                 left -= not verdicts[-1]
             return verdicts, dropped
 
-        verdicts, dropped = decide(judge)
+        reads_rewards_only = keep_group in BUILT_IN_FILTERS.values()
+        verdicts, dropped = judge(ended) if reads_rewards_only else decide(judge, ended)
         stats.dropped += dropped
         return list(verdicts)
 
@@ -333,23 +339,26 @@ class Collector:
             stats.wasted_tokens += sum(g.response_tokens for g in groups)
             return
 
-        def marked(sample: Sample) -> Sample:
-            metadata: dict[str, Any] = {"start_rollout_id": rollout_id, **sample.metadata}
-            return replace(sample, metadata=metadata) if sample.response_length else sample
+        def marked(sample: AnySample) -> AnySample:
+            if isinstance(sample, RemoteSample) or not sample.response_length:
+                return sample
+            return replace(sample, metadata={"start_rollout_id": rollout_id, **sample.metadata})
 
         self.buffer.requeue([g.with_samples(map(marked, g.samples)) for g in groups])
 
-    def _without_removed(self, groups: list[SampleGroup], decide: Decide[Any]) -> list[SampleGroup]:
+    def _without_removed(self, groups: list[PendingGroup], decide: Decide) -> list[PendingGroup]:
         """With an empty mask where --rollout-sample-filter-path removes a sample."""
         removed_samples = self.filters.removed_samples
         if removed_samples is None:
             return groups
-        removed = set(decide(lambda: list(removed_samples(groups))))
+
+        def find(whole: Groups) -> list[int]:
+            complete = [SampleGroup(group.group_id, group.samples) for group in whole]
+            return list(removed_samples(complete))
+
+        removed = set(decide(find, groups))
         return [
-            SampleGroup(
-                g.group_id,
-                tuple(untrained(s) if s.sample_id in removed else s for s in g.samples),
-            )
+            g.with_samples(untrained(s) if s.sample_id in removed else s for s in g.samples)
             for g in groups
         ]
 
@@ -364,11 +373,6 @@ class Collector:
             f"{', '.join(counts) or 'none'}. Give easier or harder prompts, another filter, or a "
             "larger --over-sampling-batch-size"
         )
-
-
-def untrained(sample: Sample) -> Sample:
-    """With an empty loss mask."""
-    return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask))
 
 
 def schedules(config: Any) -> bool:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from arguments.rules.scheduling import FILTERS
 from slime_like.rollout.group_buffer import ChooseWaiting, oldest_first
-from slime_like.types import Sample, SampleGroup
+from slime_like.sample_index import AnySample
+from slime_like.types import SampleGroup
 
 DYNAMIC_FILTER = "--dynamic-sampling-filter-path"
 NO_SPREAD = 1e-6  # standard deviation of rewards up to which a group has no advantage
@@ -27,7 +28,7 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
-KeepGroup = Callable[[Sequence[Sample]], DynamicFilterOutput]
+KeepGroup = Callable[[Sequence[AnySample]], DynamicFilterOutput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class GroupFilters:
     removed_samples: Callable[[Sequence[SampleGroup]], Collection[int]] | None = None
 
 
-def check_reward_nonzero_std(samples: Sequence[Sample]) -> DynamicFilterOutput:
+def check_reward_nonzero_std(samples: Sequence[AnySample]) -> DynamicFilterOutput:
     """DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): a group whose rewards are all equal
     has no advantage and is dropped. Rewards that are missing or not finite do not count."""
     finite = [s.reward for s in samples if s.reward is not None and math.isfinite(s.reward)]
@@ -56,7 +57,7 @@ def check_reward_nonzero_std(samples: Sequence[Sample]) -> DynamicFilterOutput:
     )
 
 
-def check_reward_nonzero_std_with_fallback(samples: Sequence[Sample]) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(samples: Sequence[AnySample]) -> DynamicFilterOutput:
     """As `check_reward_nonzero_std`, without another draw of prompts for the groups it drops."""
     output = check_reward_nonzero_std(samples)
     output.keep_when_insufficient = True
@@ -69,7 +70,7 @@ BUILT_IN_FILTERS: dict[str, KeepGroup] = dict(
 
 
 def is_kept(
-    keep_group: KeepGroup, samples: Sequence[Sample], dropped: Counter[str], *, is_spare: bool
+    keep_group: KeepGroup, samples: Sequence[AnySample], dropped: Counter[str], *, is_spare: bool
 ) -> bool:
     """Whether the dynamic filter keeps a graded group.
 

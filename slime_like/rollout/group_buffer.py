@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime_like.data.prompts import PromptSource
 from slime_like.rollout.recording import decode, encode
+from slime_like.sample_index import AnySample, complete, remote_samples, rows_of
 from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
 
 _ARRAYS = (
@@ -31,10 +32,10 @@ _PLAIN = ("sample_id", "response_length", "response")
 
 @dataclass(frozen=True, slots=True)
 class PendingGroup:
-    """A prompt and its samples, of which some have not ended."""
+    """A prompt and its samples, of which some have not ended, and others may be on other ranks."""
 
     prompt: Prompt
-    samples: tuple[Sample, ...]
+    samples: tuple[AnySample, ...]
 
     @property
     def group_id(self) -> int:
@@ -48,7 +49,7 @@ class PendingGroup:
     def response_tokens(self) -> int:
         return sum(sample.response_length for sample in self.samples)
 
-    def with_samples(self, samples: Iterable[Sample]) -> PendingGroup:
+    def with_samples(self, samples: Iterable[AnySample]) -> PendingGroup:
         """The group with these in place of its samples."""
         return PendingGroup(self.prompt, tuple(samples))
 
@@ -68,11 +69,15 @@ def oldest_first(
 
 class GroupBuffer:
     """Groups to be sampled: unfinished ones as `choose` picks them, then n_samples empty samples
-    for each new prompt."""
+    for each new prompt. rank: this one, of num_holders that sample."""
 
-    def __init__(self, source: PromptSource, n_samples: int) -> None:
+    def __init__(
+        self, source: PromptSource, n_samples: int, *, rank: int = 0, num_holders: int = 1
+    ) -> None:
         self.source = source
         self.n_samples = n_samples
+        self._rank = rank
+        self._num_holders = num_holders
         self.waiting: list[PendingGroup] = []
 
     def take(self, count: int, choose: Choose) -> tuple[list[PendingGroup], list[PendingGroup]]:
@@ -109,33 +114,46 @@ class GroupBuffer:
         """These wait for the next `take`."""
         self.waiting += groups
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Plain JSON; every number comes back bit by bit."""
-        return [
-            {
-                "prompt": _prompt_row(group.prompt),
-                "samples": [_sample_row(s) for s in group.samples],
-            }
-            for group in self.waiting
-        ]
+    def load(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The groups of `waiting_to_rows` wait, and no others. Called on every rank, of which each
+        keeps what it had, or its part where there were other ranks."""
+        self.waiting = [self._loaded(row, place) for place, row in enumerate(rows)]
 
-    def load_state_dict(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.waiting = []
-        for row in rows:
-            prompt = _prompt(row["prompt"])
-            self.waiting.append(
-                PendingGroup(
-                    prompt,
-                    tuple(
-                        _sample(prompt.group_id, prompt.text, prompt.label, sample)
-                        for sample in row["samples"]
-                    ),
-                )
-            )
+    def _loaded(self, row: Mapping[str, Any], place: int) -> PendingGroup:
+        """place: of the group, among those that wait."""
+        prompt = _prompt(row["prompt"])
+        samples: list[AnySample] = []
+        for saved in row["samples"]:
+            sample = _sample(prompt.group_id, prompt.text, prompt.label, saved)
+            holder = int(saved.get("holder", place)) % self._num_holders
+            has_begun = sample.response_length or sample.ended  # all ranks have the others
+            if has_begun and holder != self._rank:
+                samples += remote_samples(*rows_of([sample], holder))
+            else:
+                samples.append(sample)
+        return PendingGroup(prompt, tuple(samples))
+
+
+def waiting_to_rows(
+    groups: Sequence[PendingGroup], holders: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """Plain JSON; every number comes back bit by bit. groups: complete. holders: the rank that has
+    each of their samples."""
+    return [
+        {
+            "prompt": _prompt_row(group.prompt),
+            "samples": [
+                _sample_row(s) | {"holder": holder}
+                for s, holder in zip(complete(group.samples), of_group, strict=True)
+            ],
+        }
+        for group, of_group in zip(groups, holders, strict=True)
+    ]
 
 
 def groups_to_rows(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
-    """Sampled groups as plain JSON; every number comes back bit by bit (`groups_from_rows`)."""
+    """Sampled groups as plain JSON; every number comes back bit by bit (`groups_from_rows`).
+    groups: complete."""
     return [
         {
             "group_id": group.group_id,
@@ -146,7 +164,7 @@ def groups_to_rows(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
                     "text": s.text,
                     "label": _text(s.label, f"sample {s.sample_id}: label"),
                 }
-                for s in group.samples
+                for s in complete(group.samples)
             ],
         }
         for group in groups

@@ -26,6 +26,8 @@ from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, KeepGroup
 from slime_like.rollout.group_buffer import ChooseWaiting, GroupBuffer, oldest_first
 from slime_like.rollout.rollouter import Rollouter
+from slime_like.rollout.sample_plane import bring_to_rank_zero
+from slime_like.sample_index import AnySample, complete
 from slime_like.types import Sample, SampleGroup
 
 ADAPTER = "slime_like.compat.slime.adapter"
@@ -118,9 +120,10 @@ def custom_generate(config: RunConfig) -> CustomGenerate | None:
     return CustomGenerate(f"{CUSTOM_GENERATE} {path}", respond, timeout_s=timeout_s)
 
 
-def processed_rewards(config: RunConfig, path: str, samples: Sequence[Sample]) -> Tensor:
+def processed_rewards(config: RunConfig, path: str, samples: Sequence[AnySample]) -> Tensor:
     """The rewards of a rollout as --custom-reward-post-process-path makes them, in place of the
-    comparison within groups; a collective.
+    comparison within groups; a collective. The function gets all samples, which are brought to
+    rank 0 for it.
 
     Returns:
         [B] float64, equal on all ranks; NaN where a sample has no finite reward or the function
@@ -131,6 +134,7 @@ def processed_rewards(config: RunConfig, path: str, samples: Sequence[Sample]) -
     """
     function = load_function(path, POST_PROCESS)
     process = function_adapter(config).reward_post_process(function, f"{POST_PROCESS} {path}")
-    rewards = torch.tensor(from_rank_zero(lambda: process(samples)), dtype=torch.float64)
+    whole = bring_to_rank_zero(samples, buffer_size=config.rollout.sample_buffer_size)
+    rewards = torch.tensor(from_rank_zero(lambda: process(complete(whole))), dtype=torch.float64)
     known = torch.tensor([s.reward is not None and math.isfinite(s.reward) for s in samples])
     return torch.where(known & torch.isfinite(rewards), rewards, math.nan)

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from slime_like.distributed.collectives import gather
 from slime_like.errors import RunError
 from slime_like.metrics.typed import MetricAccumulator, masked_max, masked_mean
+from slime_like.sample_index import AnySample
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 TRUNCATED_FRACTION = "rollout/truncated_frac"
@@ -19,20 +21,26 @@ TRUNCATED_FRACTION = "rollout/truncated_frac"
 UNKNOWN_VERSIONS = "rollout/unknown_version_frac"
 
 
-def is_failed(sample: Sample) -> bool:
+def is_failed(sample: AnySample) -> bool:
     """No response, or no finite reward."""
     lost = sample.status in (SampleStatus.ABORTED, SampleStatus.FAILED)
     return lost or sample.reward is None or not math.isfinite(sample.reward)
 
 
-def failed_fraction(samples: Sequence[Sample]) -> float:
+def failed_fraction(samples: Sequence[AnySample]) -> float:
     """Share of samples without a response or a valid reward."""
     return sum(map(is_failed, samples)) / len(samples)
 
 
-def first_failure(samples: Sequence[Sample]) -> str:
-    """A message about the first failed sample."""
+def first_failure(samples: Sequence[AnySample]) -> str:
+    """A message about the first failed sample, on all ranks from the one that has it; a
+    collective."""
     sample = next(s for s in samples if is_failed(s))
+    told = gather(_failure(sample) if isinstance(sample, Sample) else None)
+    return next(words for words in told if words is not None)
+
+
+def _failure(sample: Sample) -> str:
     if sample.status == SampleStatus.ABORTED:
         return f"sample {sample.sample_id}: the engine gave it up" + (
             f": {why}" if (why := sample.metadata.get("failure")) else ""
@@ -40,7 +48,7 @@ def first_failure(samples: Sequence[Sample]) -> str:
     return f"sample {sample.sample_id}: {sample.metadata.get('failure', f'its reward is {sample.reward}')}"
 
 
-def truncated_fraction(samples: Sequence[Sample]) -> float:
+def truncated_fraction(samples: Sequence[AnySample]) -> float:
     """Share of samples that reached the limit of length."""
     return sum(s.status == SampleStatus.TRUNCATED for s in samples) / len(samples)
 
@@ -56,7 +64,7 @@ def engine_troubles(metrics: Mapping[str, float]) -> str:
 
 
 def rollout_metrics(
-    samples: Sequence[Sample], weight_version: int | None = None
+    samples: Sequence[AnySample], weight_version: int | None = None
 ) -> dict[str, float]:
     """Over all samples of a rollout; rewards that are not finite are left out of mean and
     deviation, and counted. weight_version: of the policy that is about to be trained, from which
@@ -75,36 +83,38 @@ def rollout_metrics(
         values = torch.tensor(rewards, dtype=torch.float64)
         metrics["rollout/reward_mean"] = float(values.mean())
         metrics["rollout/reward_std"] = float(values.std(correction=0))
-    versions = [v for s in samples for v in s.weight_versions if v != NOT_SAMPLED]
+    versions = Counter[int]()
+    for sample in samples:
+        versions.update(sample.version_counts)
     if versions:
         metrics["rollout/weight_version_min"] = float(min(versions))
         if weight_version is not None:
-            metrics |= staleness_metrics([weight_version - v for v in versions])
+            metrics |= staleness_metrics({weight_version - v: n for v, n in versions.items()})
     return metrics
 
 
-def staleness_metrics(staleness: Sequence[int]) -> dict[str, float]:
+def staleness_metrics(counts: Mapping[int, int]) -> dict[str, float]:
     """How many weight versions the tokens that were sampled are behind the policy that trains on
-    them: mean, largest, and the share of each."""
-    counts = Counter(staleness)
+    them: mean, largest, and the share of each. counts: tokens by versions behind."""
+    total = sum(counts.values())
     metrics = {
-        "rollout/staleness_mean": sum(staleness) / len(staleness),
-        "rollout/staleness_max": float(max(staleness)),
+        "rollout/staleness_mean": sum(behind * n for behind, n in counts.items()) / total,
+        "rollout/staleness_max": float(max(counts)),
     }
     return metrics | {
-        f"rollout/staleness_frac_{behind}": count / len(staleness)
+        f"rollout/staleness_frac_{behind}": count / total
         for behind, count in sorted(counts.items())
     }
 
 
 def check_staleness(
-    samples: Sequence[Sample], weight_version: int, bound: int | None, remedy: str
+    samples: Sequence[AnySample], weight_version: int, bound: int | None, remedy: str
 ) -> None:
     """Raises RunError for tokens of a version that no policy has had yet, and for older ones than
     `bound` versions behind `weight_version`, the policy that is about to be trained; None: no
     bound."""
     for sample in samples:
-        versions = [v for v in sample.weight_versions if v != NOT_SAMPLED]
+        versions = sample.version_counts
         newest, oldest = (
             max(versions, default=weight_version),
             min(versions, default=weight_version),

@@ -30,6 +30,7 @@ from slime_like.rollout.engines.checked_json import (
     token_ids,
     whole_of,
 )
+from slime_like.sample_index import complete
 from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
 
 FORMAT = "slime_like rollout 1"
@@ -80,7 +81,7 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
     rows = [
         {
             "group_id": group.group_id,
-            "samples": [_to_row(sample, tensors) for sample in group.samples],
+            "samples": [_to_row(sample, tensors) for sample in complete(group.samples)],
         }
         for group in groups
     ]
@@ -226,7 +227,7 @@ def check_values(groups: Sequence[SampleGroup], vocab_size: int) -> None:
     Raises:
         ValueError: naming the sample.
     """
-    samples = [sample for group in groups for sample in group.samples]
+    samples = complete(sample for group in groups for sample in group.samples)
     ids = [sample.sample_id for sample in samples]
     if len(set(ids)) != len(ids):
         raise ValueError("two samples have the same sample_id")

@@ -2,9 +2,9 @@
 together.
 
 The ranks that ask (all of them for an engine in each, the first for servers) generate and grade
-every so many-th sample; then all ranks get all of them, in the same order. A sample's randomness
-depends on the run's seed and its own id alone, so neither the number of ranks nor the layout
-changes what is sampled.
+every so many-th sample, and keep it; what all ranks then know of it is in `sample_index.py`. A
+sample's randomness depends on the run's seed and its own id alone, so neither the number of ranks
+nor the layout changes what is sampled.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ from slime_like.rollout.engines.base import (
     asking_ranks,
 )
 from slime_like.rollout.episode import CustomGenerate, Model
-from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
-
-# metadata key of ReMax's baseline, so that recorded rollouts have it too
-GREEDY_REWARD = "greedy_reward"
+from slime_like.rollout.sample_plane import (
+    BUFFER_SIZE,
+    bring_to_rank_zero,
+    tell_all,
+    told_again,
+)
+from slime_like.sample_index import AnySample, complete, holder_of
+from slime_like.types import GREEDY_REWARD, Prompt, Sample, SampleGroup, SampleStatus
 
 
 def training_sampling(config: RolloutConfig) -> SamplingParams:
@@ -88,12 +92,14 @@ class Rollouter:
         *,
         seed: int,
         custom_generate: CustomGenerate | None = None,
+        sample_buffer_size: int = BUFFER_SIZE,
     ) -> None:
         self.engine = engine
         self.grader = grader
         self.tokenizer = tokenizer
         self.seed = seed
         self.custom_generate = custom_generate
+        self.sample_buffer_size = sample_buffer_size
         # of its collectives; None: the default, which the training thread uses
         self.group: dist.ProcessGroup | None = None
 
@@ -120,14 +126,14 @@ class Rollouter:
             grader: Of this evaluation; None: the run's.
 
         Returns:
-            A group for each prompt, in their order, equal on all ranks.
+            A group for each prompt, in their order, told to all ranks.
         """
         samples = [
             Sample.empty(prompt, prompt.group_id * n_samples + j)
             for prompt in prompts
             for j in range(n_samples)
         ]
-        groups: dict[int, list[Sample]] = {prompt.group_id: [] for prompt in prompts}
+        groups: dict[int, list[AnySample]] = {prompt.group_id: [] for prompt in prompts}
         done = self.continue_generation(samples, sampling, purpose=purpose, grader=grader)
         for sample in done:
             groups[sample.group_id].append(sample)
@@ -136,58 +142,56 @@ class Rollouter:
 
     def continue_generation(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[AnySample],
         sampling: SamplingParams,
         *,
         purpose: str = "train",
         limit: int | None = None,
         grader: Grader | None = None,
-    ) -> list[Sample]:
-        """Continue unfinished responses; a collective.
+    ) -> list[AnySample]:
+        """Continue unfinished responses, each where it was begun; a collective.
 
         Args:
-            samples: Equal on all ranks.
+            samples: Told to all ranks; those without a token, all ranks have.
             sampling: How to sample; max_new_tokens is of the complete response.
             purpose: As in `generate`.
             limit: Tokens that are added at most, which leaves longer responses PARTIAL; None: none.
             grader: As in `generate`.
 
         Returns:
-            The samples in their order, equal on all ranks; those that ended are graded, except by
+            The samples in their order, told to all ranks; those that ended are graded, except by
             a reward of groups.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         grader = grader or self.grader
         asking = asking_ranks(self.engine, world)
-        local = list(samples[rank::asking]) if rank < asking else []
+        holders = holders_of(samples, rank, asking, by_group=grader.args.group_rm)
+        local = complete(s for s, holder in zip(samples, holders) if holder == rank)
         local = self._generate_local(local, sampling, purpose, limit)
         if not grader.args.group_rm:
             local = grader.grade(local)
-        return self._shared(local, samples)
+        told = tell_all(local, holders, self.group)
+        return [before if is_blank(after) else after for before, after in zip(samples, told)]
 
     def grade_groups(
-        self, groups: Sequence[Sequence[Sample]], *, grader: Grader | None = None
-    ) -> list[list[Sample]]:
-        """Groups with the rewards of a function of groups (--group-rm), which ranks call in turn;
-        without one as they are. A collective."""
+        self, groups: Sequence[Sequence[AnySample]], *, grader: Grader | None = None
+    ) -> list[list[AnySample]]:
+        """Groups with the rewards of a function of groups (--group-rm), called by the ranks that
+        have them; without one as they are. A collective."""
         grader = grader or self.grader
         if not grader.args.group_rm:
             return [list(group) for group in groups]
-        local = grader.grade_groups(groups[dist.get_rank() :: dist.get_world_size()])
-        every = iter(
-            self._shared(
-                [s for group in local for s in group], [s for group in groups for s in group]
-            )
-        )
+        own = [complete(group) for group in groups if isinstance(group[0], Sample)]
+        graded = iter(grader.grade_groups(own))
+        changed = [
+            next(graded) if isinstance(group[0], Sample) else list(group) for group in groups
+        ]
+        every = iter(told_again([s for group in changed for s in group], self.group))
         return [[next(every) for _ in group] for group in groups]
 
-    def _shared(self, local: Sequence[Sample], samples: Sequence[Sample]) -> list[Sample]:
-        """The work of all ranks on all of them, in the order of `samples`, which all of them have
-        as they were before."""
-        shares: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(shares, [to_plain(s) for s in local], group=self.group)
-        by_id = {record["sample_id"]: record for share in shares for record in share}
-        return [from_plain(by_id[sample.sample_id], sample) for sample in samples]
+    def whole(self, samples: Sequence[AnySample]) -> list[AnySample]:
+        """The samples, on rank 0 complete with text and metadata; a collective."""
+        return bring_to_rank_zero(samples, buffer_size=self.sample_buffer_size, group=self.group)
 
     def _generate_local(
         self, samples: Sequence[Sample], sampling: SamplingParams, purpose: str, limit: int | None
@@ -263,6 +267,28 @@ class Rollouter:
         )
 
 
+def holders_of(
+    samples: Sequence[AnySample], rank: int, asking: int, *, by_group: bool
+) -> list[int]:
+    """The rank that continues each sample, equal on all ranks: who has begun it, else the asking
+    ranks in turn. rank: this one. by_group: all of a group."""
+    begun = [bool(s.response_length) for s in samples]
+    groups = {
+        group_id: i % asking
+        for i, group_id in enumerate(dict.fromkeys(s.group_id for s in samples))
+    }
+    groups |= {s.group_id: holder_of(s, rank) for s, has_begun in zip(samples, begun) if has_begun}
+    return [
+        holder_of(s, rank) if has_begun else groups[s.group_id] if by_group else place % asking
+        for place, (s, has_begun) in enumerate(zip(samples, begun))
+    ]
+
+
+def is_blank(sample: AnySample) -> bool:
+    """No token yet and not ended: as all ranks have it."""
+    return not sample.response_length and not sample.ended
+
+
 def with_greedy_rewards(
     rollouter: Rollouter,
     prompts: Sequence[Prompt],
@@ -276,15 +302,15 @@ def with_greedy_rewards(
     """
     greedy = rollouter.generate(prompts, 1, replace(sampling, temperature=0.0), purpose="greedy")
     rewards = {group.group_id: group.samples[0].reward for group in greedy}
-    result = []
-    for group in groups:
-        reward = rewards[group.group_id]
+
+    def with_reward(sample: AnySample) -> AnySample:
+        reward = rewards[sample.group_id]
         value = math.nan if reward is None else reward
-        samples = tuple(
-            replace(s, metadata={**s.metadata, GREEDY_REWARD: value}) for s in group.samples
-        )
-        result.append(SampleGroup(group.group_id, samples))
-    return result
+        if isinstance(sample, Sample):
+            return replace(sample, metadata={**sample.metadata, GREEDY_REWARD: value})
+        return sample.with_greedy_reward(value)
+
+    return [SampleGroup(g.group_id, tuple(map(with_reward, g.samples))) for g in groups]
 
 
 _STATUS = {
@@ -341,41 +367,4 @@ def pad_token_sets(sets: Sequence[Tensor]) -> Tensor:
         pad_sequence(list(sets), batch_first=True, padding_value=-1)
         if sets
         else torch.empty((0, 0), dtype=torch.int32)
-    )
-
-
-def to_plain(sample: Sample) -> dict[str, Any]:
-    """Serialise a sample for the exchange between ranks: numpy arrays, prompt fields omitted."""
-    log_probs = sample.rollout_log_probs
-    return {
-        "sample_id": sample.sample_id,
-        "tokens": sample.tokens.numpy(),
-        "response_length": sample.response_length,
-        "loss_mask": sample.loss_mask.numpy(),
-        "rollout_log_probs": None if log_probs is None else log_probs.numpy(),
-        "token_sets": None if sample.token_sets is None else sample.token_sets.numpy(),
-        "routes": None if sample.routes is None else sample.routes.numpy(),
-        "token_rewards": None if sample.token_rewards is None else sample.token_rewards.numpy(),
-        "reward": sample.reward,
-        "status": str(sample.status),
-        "weight_versions": sample.weight_versions,
-        "response": sample.response,
-        "metadata": dict(sample.metadata),
-    }
-
-
-def from_plain(record: dict[str, Any], before: Sample) -> Sample:
-    """The sample of `to_plain`. before: the sample as all ranks have it."""
-    arrays = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes", "token_rewards")
-    tensors = {
-        name: None if record[name] is None else torch.from_numpy(record[name]) for name in arrays
-    }
-    return replace(
-        before,
-        **{
-            **record,
-            **tensors,
-            "status": SampleStatus(record["status"]),
-            "weight_versions": tuple(record["weight_versions"]),
-        },
     )

@@ -1,7 +1,7 @@
 """A rollout becomes optimizer steps: which rank trains on which sample, token weights, and the
 off-policy correction.
 
-All ranks hold all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples:
+All ranks know of all samples of a rollout. Step k takes the k-th run of `global_batch_size` samples:
 the samples of an optimizer step, and so the loss, are the same for every layout. Which
 data-parallel rank has which of them is `StepPlan`'s choice alone.
 """
@@ -28,7 +28,7 @@ from slime_like.losses.off_policy import Correction, off_policy_correction
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.reductions import reduction_weights
 from slime_like.metrics.typed import MetricAccumulator
-from slime_like.rollout.rollouter import GREEDY_REWARD
+from slime_like.sample_index import AnySample, RemoteSample, complete, untrained
 from slime_like.types import Sample, SampleGroup, SampleStatus, TrainBatch, TrainSample
 
 
@@ -44,13 +44,13 @@ class StepPlan:
     linear_cost: float | None = None
     equal_counts: bool = True
 
-    def steps(self, samples: Sequence[Sample]) -> list[Sequence[Sample]]:
+    def steps(self, samples: Sequence[AnySample]) -> list[Sequence[AnySample]]:
         """The samples of each optimizer step, over all ranks."""
         size = self.global_batch_size
         assert len(samples) % size == 0, (len(samples), size)
         return [samples[start : start + size] for start in range(0, len(samples), size)]
 
-    def share(self, samples: Sequence[Sample]) -> DataParallelAssignment:
+    def share(self, samples: Sequence[AnySample]) -> DataParallelAssignment:
         """Who trains on what. Equal on all ranks, which need not talk for it."""
         lengths = [[s.total_length for s in step] for step in self.steps(samples)]
         shares = DataParallelAssignment(
@@ -124,42 +124,49 @@ class DataParallelAssignment:
         return self.indices_of(self.dp_rank)
 
 
-def flatten(groups: Sequence[SampleGroup]) -> list[Sample]:
+def flatten(groups: Sequence[SampleGroup]) -> list[AnySample]:
     return [sample for group in groups for sample in group.samples]
 
 
-def mask_failed(sample: Sample) -> Sample:
+def mask_failed(sample: AnySample) -> AnySample:
     """The sample as it is trained on. Without a response (aborted) its mask is all False; without a
     reward (the grader failed) it gets advantage 0, and keeps its mask and so every denominator, as
     a sample whose reward is NaN does."""
+    if sample.status not in (SampleStatus.ABORTED, SampleStatus.FAILED):
+        return sample
     if sample.status == SampleStatus.ABORTED:
-        return replace(sample, loss_mask=torch.zeros_like(sample.loss_mask), reward=math.nan)
-    if sample.status == SampleStatus.FAILED:
-        return replace(sample, reward=math.nan)
-    return sample
+        sample = untrained(sample)
+    if isinstance(sample, RemoteSample):
+        return sample.with_reward(math.nan)
+    return replace(sample, reward=math.nan)
 
 
-def check_token_sets(samples: Sequence[Sample], *, wanted: bool) -> None:
+def check_token_sets(samples: Sequence[AnySample], *, wanted: bool) -> None:
     """Raises ValueError unless every sample tells what it was sampled from, or with `wanted` False
     none does."""
     for s in samples:
-        if wanted and s.token_sets is None:
+        if wanted and not s.has("token_sets"):
             raise ValueError(
                 f"--renormalize-sampled-log-probs: sample {s.sample_id} does not tell which tokens it was sampled from; it was recorded without "
                 "this flag, or its engine cannot tell"
             )
-        if not wanted and s.token_sets is not None:
+        if not wanted and s.has("token_sets"):
             raise ValueError(
                 f"sample {s.sample_id} was recorded with --renormalize-sampled-log-probs, and its log-probs are over few tokens; give the flag, "
                 "and --rollout-top-k and --rollout-top-p of that run"
             )
 
 
-def with_routes(samples: Sequence[Sample], *, layers: int, topk: int, experts: int) -> list[Sample]:
-    """The samples, with a route for every one: an aborted one that has none gets a route of -1.
-    Raises ValueError naming a sample whose engine did not tell, or told of another network. layers:
+def with_routes(
+    samples: Sequence[AnySample], *, layers: int, topk: int, experts: int
+) -> list[AnySample]:
+    """The samples, with a route for every one that this rank has: an aborted one that has none gets
+    a route of -1. Raises ValueError naming a sample whose engine did not tell, or told of another network. layers:
     with experts."""
-    return [replace(s, routes=_checked_routes(s, layers, topk, experts)) for s in samples]
+    return [
+        replace(s, routes=_checked_routes(s, layers, topk, experts)) if isinstance(s, Sample) else s
+        for s in samples
+    ]
 
 
 def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Tensor:
@@ -182,13 +189,13 @@ def _checked_routes(sample: Sample, layers: int, topk: int, experts: int) -> Ten
 
 
 def step_weights(
-    step: Sequence[Sample],
+    step: Sequence[AnySample],
     reduction: str,
     loss_norm_length: int | None = None,
     micro_batch_size: int | None = None,
 ) -> list[float]:
     """The token weight `u` of each sample of one optimizer step."""
-    active = torch.tensor([int(s.loss_mask.sum()) for s in step])
+    active = torch.tensor([s.active_tokens for s in step])
     weights = reduction_weights(
         reduction,
         active_tokens=active,
@@ -200,32 +207,34 @@ def step_weights(
     return [float(w) for w in weights]
 
 
-def nll_weights(step: Sequence[Sample]) -> list[float]:
+def nll_weights(step: Sequence[AnySample]) -> list[float]:
     """1 / (active tokens of the step's samples with a reward above 0) for each of these, 0 for the
     others."""
     good = [s.reward is not None and s.reward > 0 for s in step]
-    tokens = sum(int(s.loss_mask.sum()) for s, is_good in zip(step, good) if is_good)
+    tokens = sum(s.active_tokens for s, is_good in zip(step, good) if is_good)
     return [1.0 / max(tokens, 1) if is_good else 0.0 for is_good in good]
 
 
-def outcomes_of(samples: Sequence[Sample]) -> Outcomes:
+def outcomes_of(samples: Sequence[AnySample]) -> Outcomes:
     """What estimators of advantages read of all samples of a rollout; a missing reward is NaN.
-    Rewards of greedy responses are there when every sample has one."""
-    greedy = [s.metadata.get(GREEDY_REWARD) for s in samples]
+    Rewards of greedy responses are there when every sample has one. Those of tokens: of the samples
+    that this rank has."""
+    greedy = [s.greedy_reward for s in samples]
     return Outcomes(
         rewards=torch.tensor(
             [math.nan if s.reward is None else s.reward for s in samples], dtype=torch.float64
         ),
         group_ids=torch.tensor([s.group_id for s in samples]),
-        lengths=torch.tensor([int(s.loss_mask.sum()) for s in samples]),
+        lengths=torch.tensor([s.active_tokens for s in samples]),
         greedy_rewards=None if None in greedy else torch.tensor(greedy, dtype=torch.float64),
-        token_rewards=[s.token_rewards for s in samples],
+        token_rewards=[s.token_rewards if isinstance(s, Sample) else None for s in samples],
+        some_have_token_rewards=any(s.has("token_rewards") for s in samples),
     )
 
 
 def train_samples(
     plan: StepPlan,
-    samples: Sequence[Sample],
+    samples: Sequence[AnySample],
     *,
     reduction: str,
     loss_norm_length: int | None = None,
@@ -233,8 +242,8 @@ def train_samples(
     positive_nll: bool = False,
     shares: DataParallelAssignment | None = None,
 ) -> list[list[TrainSample]]:
-    """This rank's samples of each optimizer step, with token weights; advantages and trainer
-    log-probs come later.
+    """This rank's samples of each optimizer step, which it has, with token weights; advantages and
+    trainer log-probs come later.
 
     micro_batch_size: of reductions that depend on it. positive_nll: with the weights of the term
     for samples with a positive reward. shares: the plan's, when they are known already. Either all
@@ -247,10 +256,11 @@ def train_samples(
     for k, step in enumerate(plan.steps(samples)):
         weights = step_weights(step, reduction, loss_norm_length, micro_batch_size)
         nll = nll_weights(step) if positive_nll else [None] * len(weights)
+        mine = zip(shares.mine(k), complete(step[i] for i in shares.mine(k)), strict=True)
         result.append(
             [
-                _train_sample(step[i], weights[i], nll[i], with_log_probs=with_log_probs)
-                for i in shares.mine(k)
+                _train_sample(sample, weights[i], nll[i], with_log_probs=with_log_probs)
+                for i, sample in mine
             ]
         )
     return result
@@ -371,16 +381,16 @@ def _rollout_log_probs(sample: TrainSample, old: Tensor) -> Tensor:
     return old
 
 
-def has_rollout_log_probs(samples: Sequence[Sample]) -> bool:
+def has_rollout_log_probs(samples: Sequence[AnySample]) -> bool:
     """Whether every sample of a rollout that trains something has log-probs of the sampler.
     samples: of all ranks, so that all decide alike."""
-    return all(s.rollout_log_probs is not None or not s.loss_mask.any() for s in samples)
+    return all(s.has("rollout_log_probs") or not s.active_tokens for s in samples)
 
 
-def check_rollout_log_probs(config: OffPolicyConfig, samples: Sequence[Sample]) -> None:
+def check_rollout_log_probs(config: OffPolicyConfig, samples: Sequence[AnySample]) -> None:
     """Raises ValueError naming a sample without log-probs when a correction is on."""
     if config.enabled and not has_rollout_log_probs(samples):
-        first = next(s for s in samples if s.rollout_log_probs is None and s.loss_mask.any())
+        first = next(s for s in samples if not s.has("rollout_log_probs") and s.active_tokens)
         raise ValueError(
             f"sample {first.sample_id} has no log-probs of the sampler (rollout_log_probs), which the off-policy correction needs; "
             "record rollouts with them, or leave --tis-ratio-type and the other corrections out"

@@ -23,6 +23,7 @@ from slime_like.rollout.engines.base import (
 from slime_like.rollout.episode import Model
 from slime_like.rollout.group_buffer import PendingGroup
 from slime_like.rollout.rollouter import Rollouter
+from slime_like.sample_index import complete
 from slime_like.types import Sample, SampleStatus
 
 ABORT_S = 15.0  # for aborted requests to end
@@ -231,7 +232,7 @@ class StreamGeneration:
 
     async def _respond(self, group: PendingGroup) -> PendingGroup:
         responder = self._responder
-        samples = await responder.respond_group(group.samples, responder.sampling)
+        samples = await responder.respond_group(complete(group.samples), responder.sampling)
         return group.with_samples(samples)
 
     async def _first_ended(self) -> list[PendingGroup]:
@@ -271,4 +272,4 @@ def _resumable(group: PendingGroup) -> PendingGroup:
             return Sample.empty(group.prompt, sample.sample_id)
         return replace(sample, status=SampleStatus.PARTIAL)
 
-    return group.with_samples(map(resumable, group.samples))
+    return group.with_samples(map(resumable, complete(group.samples)))

@@ -1,8 +1,8 @@
 """A teacher behind SGLang servers: log-probs of the tokens that the policy sampled, for on-policy
 distillation.
 
-Rank 0 asks for all ranks, when a rollout is sampled: with --async-rollout beside the training. The
-teacher is frozen, so that a recorded rollout gets the same answers again. A sample without an
+Each rank asks about the samples that it has, when a rollout is sampled: with --async-rollout beside
+the training. The teacher is frozen, so that a recorded rollout gets the same answers again. A sample without an
 answer is given up, as one that the engine gave up: it is not trained on, and counted.
 """
 
@@ -22,7 +22,7 @@ import httpx
 import torch
 import torch.distributed as dist
 
-from slime_like.distributed.collectives import from_rank_zero
+from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.errors import RunError
 from slime_like.rollout.engines.checked_json import BadAnswer
 from slime_like.rollout.engines.sglang.http import (
@@ -40,6 +40,7 @@ from slime_like.rollout.engines.sglang.protocol import (
     scoring_body_of_text,
     vocabulary_body,
 )
+from slime_like.rollout.sample_plane import told_again
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ CONNECT_S = 10.0
 class TeacherSettings:
     """urls: of servers, all with the same teacher. timeout_s: of one answer. attempts: of one
     request, the first included, at one server after the other. concurrency: requests on their way,
-    over all servers."""
+    over all servers and ranks that ask."""
 
     urls: tuple[str, ...]
     timeout_s: float = 300.0
@@ -82,44 +83,53 @@ class ServedTeacher:
     ) -> tuple[list[SampleGroup], dict[str, float]]:
         """With `teacher_log_probs`; a sample without them is ABORTED, and its metadata tells why.
         group: of the ranks' collective."""
-        samples = [
-            s
-            for each in groups
-            for s in each.samples
-            if s.status != SampleStatus.ABORTED and s.response_length
-        ]
-        counts: Counter[str] = Counter()  # on rank 0
         started = time.perf_counter()
-        answers = from_rank_zero(lambda: asyncio.run(self._ask_all(samples, counts)), group)
+        everyone = [s for each in groups for s in each.samples]
+        asked = [
+            (place, s)
+            for place, s in enumerate(everyone)
+            if isinstance(s, Sample) and s.status != SampleStatus.ABORTED and s.response_length
+        ]
+        asking = sum(gather(bool(asked), group))
+        counts: Counter[str] = Counter()
+        answers = together(lambda: asyncio.run(self._ask_all(asked, counts, asking)), group)
         graded = {
-            s.sample_id: with_answer(s, answer) for s, answer in zip(samples, answers, strict=True)
+            s.sample_id: with_answer(s, answer)
+            for (_, s), answer in zip(asked, answers, strict=True)
         }
         dropped = sum(isinstance(answer, str) for answer in answers)
+        everyones = gather((dropped, counts), group)
         metrics = {
-            "rollout/opd_dropped": float(dropped),
+            "rollout/opd_dropped": float(sum(of_rank[0] for of_rank in everyones)),
             "rollout/opd_teacher_s": time.perf_counter() - started,
         }
+        total = sum((of_rank[1] for of_rank in everyones), Counter[str]())
         metrics |= {
-            f"rollout/opd_request_{kind}": float(count) for kind, count in sorted(counts.items())
+            f"rollout/opd_request_{kind}": float(count) for kind, count in sorted(total.items())
         }
+        told = iter(
+            told_again(
+                [graded.get(s.sample_id, s) if isinstance(s, Sample) else s for s in everyone],
+                group,
+            )
+        )
         return [
-            SampleGroup(g.group_id, tuple(graded.get(s.sample_id, s) for s in g.samples))
-            for g in groups
+            SampleGroup(g.group_id, tuple(next(told) for _ in g.samples)) for g in groups
         ], metrics
 
     async def _ask_all(
-        self, samples: Sequence[Sample], counts: Counter[str]
+        self, samples: Sequence[tuple[int, Sample]], counts: Counter[str], asking: int
     ) -> list[tuple[float, ...] | str]:
-        slots = asyncio.Semaphore(self._settings.concurrency)
-        async with async_client(self._settings.concurrency) as client:
+        """samples: with their places in the rollout. asking: ranks that ask at the same time."""
+        concurrency = max(1, self._settings.concurrency // max(1, asking))
+        slots = asyncio.Semaphore(concurrency)
+        async with async_client(concurrency) as client:
 
             async def one(place: int, sample: Sample) -> tuple[float, ...] | str:
                 async with slots:
                     return await self._ask(client, sample, place, counts)
 
-            return await asyncio.gather(
-                *(one(place, sample) for place, sample in enumerate(samples))
-            )
+            return await asyncio.gather(*(one(place, sample) for place, sample in samples))
 
     async def _ask(
         self, client: httpx.AsyncClient, sample: Sample, place: int, counts: Counter[str]

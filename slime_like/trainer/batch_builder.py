@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arguments.hf.moe import moe_layers
 from arguments.schema import AlgorithmConfig
 from slime_like.advantages import (
     AdvantageSettings,
@@ -41,11 +40,12 @@ from slime_like.rollout.step_plan import (
     map_steps,
     outcomes_of,
     train_samples,
-    with_routes,
 )
+from slime_like.sample_index import AnySample, complete
 from slime_like.trainer.guards import SamplerGates, check_finite, require_rollout_log_probs
+from slime_like.trainer.sample_delivery import SampleDelivery
 from slime_like.trainer.value_exchange import ValueExchange, plan_of_critic
-from slime_like.types import Sample, TrainBatch, TrainSample
+from slime_like.types import TrainBatch, TrainSample
 
 logger = logging.getLogger(__name__)
 Columns = Mapping[str, Sequence[Tensor | None] | None]  # what it is -> [R] by sample
@@ -73,15 +73,17 @@ class BatchSettings:
     replays_rollout: bool
     served_teacher: bool
     distillation_coef: float
-    post_process: Callable[[Sequence[Sample]], Tensor] | None = None
+    sample_buffer_size: int
+    post_process: Callable[[Sequence[AnySample]], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A rollout that is about to become batches. samples: all, equal on all ranks. local: this
-    rank's, over all steps."""
+    """A rollout that is about to become batches. sampled: all samples, each whole where it was
+    made. samples: the same, each where it is trained on. local: this rank's, over all steps."""
 
-    samples: Sequence[Sample]
+    sampled: Sequence[AnySample]
+    samples: Sequence[AnySample]
     shares: DataParallelAssignment
     steps: list[list[TrainSample]]
 
@@ -114,8 +116,8 @@ class Scores:
 
 
 class BatchMaker:
-    """Makes the train batches of this data-parallel rank. All ranks hold all samples of a rollout
-    and call it together."""
+    """Makes the train batches of this data-parallel rank. All ranks know of all samples of a rollout
+    and call it together; each gets those that it trains on."""
 
     def __init__(
         self,
@@ -132,6 +134,15 @@ class BatchMaker:
         self.gates = gates
         self.progress = progress
         self.plan = step_plan(settings, layout)
+        critic = backend.critic
+        self._critic_plan = None if critic is None else plan_of_critic(self.plan, critic.layout)
+        self._delivery = SampleDelivery(
+            settings.transformer,
+            self.plan,
+            self._critic_plan,
+            replays_rollout=settings.replays_rollout,
+            buffer_size=settings.sample_buffer_size,
+        )
         kl = settings.algorithm
         adaptive = (kl.kl_target, kl.kl_horizon) if kl.kl_ctrl_type == "adaptive" else ()
         self.kl_controller = KLController(kl.kl_coef, *adaptive)
@@ -145,14 +156,14 @@ class BatchMaker:
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.gates.load_state_dict(state)
 
-    def make_supervised(self, samples: Sequence[Sample]) -> tuple[Batches, dict[str, float]]:
+    def make_supervised(self, samples: Sequence[AnySample]) -> tuple[Batches, dict[str, float]]:
         """Samples that are answers to learn: they are trained on as they are."""
         rollout = self._share(samples)
         batches = Batches(map_steps(rollout.steps, lambda i, sample: sample), [])
         return batches, dict(rollout.shares.metrics)
 
     def make(
-        self, samples: Sequence[Sample], weight_version: int
+        self, samples: Sequence[AnySample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
         """What a rollout is trained on, and metrics. weight_version: of the policy that is about to
         be trained."""
@@ -192,16 +203,16 @@ class BatchMaker:
 
         return Batches(map_steps(rollout.steps, complete), of_critic), metrics
 
-    def _share(self, samples: Sequence[Sample]) -> Rollout:
-        """Who trains on what."""
+    def _share(self, samples: Sequence[AnySample]) -> Rollout:
+        """Who trains on what; each rank gets its samples."""
         self._warn_of_long_sequences(samples)
-        samples = self._with_routes(samples)
         with self.progress.phase("balance") if self.plan.linear_cost is not None else nullcontext():
             shares = self.plan.share(samples)
-        return Rollout(samples, shares, self._steps(self.plan, samples, shares))
+        here = self._delivery.deliver(samples, shares)
+        return Rollout(samples, here, shares, self._steps(self.plan, here, shares))
 
     def _steps(
-        self, plan: StepPlan, samples: Sequence[Sample], shares: DataParallelAssignment
+        self, plan: StepPlan, samples: Sequence[AnySample], shares: DataParallelAssignment
     ) -> list[list[TrainSample]]:
         algorithm = self.algorithm
         return train_samples(
@@ -214,17 +225,7 @@ class BatchMaker:
             shares=shares,
         )
 
-    def _with_routes(self, samples: Sequence[Sample]) -> list[Sample]:
-        """With the sampler's routes where they are replayed, else with none."""
-        if not self.settings.replays_rollout:
-            return [dataclasses.replace(sample, routes=None) for sample in samples]
-        config = self.settings.transformer
-        layers = sum(moe_layers(config.moe_layer_freq, config.num_layers))
-        return with_routes(
-            samples, layers=layers, topk=config.moe_router_topk, experts=config.num_moe_experts
-        )
-
-    def _warn_of_long_sequences(self, samples: Sequence[Sample]) -> None:
+    def _warn_of_long_sequences(self, samples: Sequence[AnySample]) -> None:
         """Once in a run."""
         algorithm = self.algorithm
         if algorithm.max_tokens_per_gpu is None or self._warned_of_long_sequences:
@@ -308,16 +309,16 @@ class BatchMaker:
         if not self.settings.served_teacher:
             return None
         # one that has none is not trained on
-        drawn = [rollout.samples[i] for i in rollout.shares.local_indices]
+        drawn = complete(rollout.samples[i] for i in rollout.shares.local_indices)
         return [
             torch.zeros(s.response_length) if s.teacher_log_probs is None else s.teacher_log_probs
             for s in drawn
         ]
 
     def _critic_part(self, rollout: Rollout) -> ValueExchange | None:
-        if self.backend.critic is None:
+        plan = self._critic_plan
+        if plan is None:
             return None
-        plan = plan_of_critic(self.plan, self.backend.critic.layout)
         own = plan.share(rollout.samples)
         steps = self._steps(plan, rollout.samples, own)
         return ValueExchange(self.backend, rollout.samples, steps, own, rollout.shares)
@@ -349,7 +350,7 @@ class BatchMaker:
             gap = teacher_gaps(scores.old_log_probs, scores.teacher, masks)
         outcomes = outcomes_of(rollout.samples)
         if self.settings.post_process is not None:
-            processed = self.settings.post_process(rollout.samples)
+            processed = self.settings.post_process(rollout.sampled)
             outcomes = dataclasses.replace(outcomes, processed=processed)
         output = estimate_advantages(
             self._advantage_settings(),

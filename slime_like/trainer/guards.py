@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.distributed.collectives import gather
+from slime_like.distributed.collectives import any_rank, gather
 from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
 from slime_like.rollout.metrics import fresh_tokens, stale_tokens, train_rollout_difference
-from slime_like.types import Sample, TrainSample
+from slime_like.sample_index import AnySample, complete
+from slime_like.types import TrainSample
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +235,7 @@ class SamplerGates:
         self,
         old: Sequence[Tensor],
         local: Sequence[TrainSample],
-        samples: Sequence[Sample],
+        samples: Sequence[AnySample],
         local_indices: Sequence[int],
         weight_version: int,
         group: dist.ProcessGroup,
@@ -244,8 +245,8 @@ class SamplerGates:
         Args:
             old: [R] by sample of this rank, of the trainer.
             local: This rank's samples.
-            samples: All samples of the rollout, equal on all ranks.
-            local_indices: Which of them are this rank's.
+            samples: All samples of the rollout.
+            local_indices: Which of them are this rank's, which has them.
             weight_version: Of the policy that is about to be trained.
             group: Data-parallel ranks.
 
@@ -256,7 +257,7 @@ class SamplerGates:
             GateError: After a breach too many.
         """
         metrics: dict[str, float] = {}
-        drawn = [samples[i] for i in local_indices]
+        drawn = complete(samples[i] for i in local_indices)
         if all(s.rollout_log_probs is not None for s in local):
             masks = [s.loss_mask for s in local]
             if not self.recorded:
@@ -267,13 +268,15 @@ class SamplerGates:
             if not self.recorded:
                 ratio_error = metrics.get("rollout/token_ratio_error", 1.0)
                 warn_rank_0(logger, self.fresh.check(average, p99, ratio_error, weight_version))
-        if self.recorded or not all(s.rollout_log_probs is not None for s in samples):
+        if self.recorded or not all(s.has("rollout_log_probs") for s in samples):
             return metrics
-        if not any((s.loss_mask & stale_tokens(s, weight_version)).any() for s in samples):
+        if not any(v != weight_version for s in samples for v in s.version_counts):
+            return metrics
+        masks = [s.loss_mask & stale_tokens(d, weight_version) for s, d in zip(local, drawn)]
+        if not any_rank([any(bool(mask.any()) for mask in masks)])[0]:
             return metrics
         # How far the policy may have moved since, at most. Without it an engine could switch the
         # check off by calling its tokens old.
-        masks = [s.loss_mask & stale_tokens(d, weight_version) for s, d in zip(local, drawn)]
         found = _difference(old, local, masks, group)
         average = found.get("rollout/train_rollout_log_prob_diff_mean", 0.0)
         warn_rank_0(logger, self.stale.check(average, average, 1.0, weight_version))

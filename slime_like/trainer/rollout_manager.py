@@ -18,6 +18,7 @@ from slime_like.advantages import TokenEstimator, advantage_estimators
 from slime_like.data.prompt_format import Room
 from slime_like.data.prompts import PromptSource
 from slime_like.data.sft import answer_problem, sft_samples
+from slime_like.distributed.collectives import together
 from slime_like.import_utils import load_function
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.rewards import confinement
@@ -25,6 +26,7 @@ from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
 from slime_like.rollout.collector import Collector
+from slime_like.rollout.engines.base import asking_ranks
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.group_buffer import GroupBuffer
 from slime_like.rollout.hooks import (
@@ -34,19 +36,22 @@ from slime_like.rollout.hooks import (
     group_filters,
 )
 from slime_like.rollout.metrics import TRUNCATED_FRACTION, truncated_fraction
+from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, from_one_rank
 from slime_like.rollout.recording import check_values as check_recorded
 from slime_like.rollout.recording import load_rollout
 from slime_like.rollout.rollouter import Rollouter, training_sampling, with_greedy_rewards
+from slime_like.rollout.sample_plane import tell_all
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
+from slime_like.sample_index import AnySample
 from slime_like.trainer.weight_sync import make_engine
-from slime_like.types import SampleGroup
+from slime_like.types import Prompt, SampleGroup
 
 logger = logging.getLogger(__name__)
 
 
 class RolloutManager:
-    """Collective over all ranks. source, rollouter, evaluator, teacher: None in a run that needs
-    none."""
+    """Collective over all ranks, which are told of all samples. source, rollouter, evaluator,
+    teacher: None in a run that needs none."""
 
     def __init__(
         self,
@@ -74,21 +79,29 @@ class RolloutManager:
         """Graded samples of a rollout, and numbers about how they were collected."""
         run = self.run_config
         if run.debug.load_debug_rollout_data:
+            template = run.debug.load_debug_rollout_data
             return self._taught(
-                self._recorded_groups(run.debug.load_debug_rollout_data, step), {}, None
+                from_one_rank(lambda: self._recorded_groups(template, step)), {}, None
             )
         if self._is_sft:
             assert self._source is not None
             prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
-            made = sft_samples(
-                prompts, self._tokenizer, max_response_len=run.rollout.rollout_max_response_len
-            )
+            made = self._answers(prompts)
             return [SampleGroup(s.group_id, (s,)) for s in made], {
                 TRUNCATED_FRACTION: truncated_fraction(made)
             }
         assert self._ahead is not None
         self._ahead.allow(min(step + self._ahead.max_staleness, self.num_rollouts - 1))
         return self._ahead.take(step)
+
+    def _answers(self, prompts: Sequence[Prompt]) -> list[AnySample]:
+        """Supervised samples, of which each rank makes its part."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        limit = self.run_config.rollout.rollout_max_response_len
+        own = together(
+            lambda: sft_samples(prompts[rank::world], self._tokenizer, max_response_len=limit)
+        )
+        return tell_all(own, [place % world for place in range(len(prompts))])
 
     def drain(self) -> None:
         """Wait until nothing is being sampled: the engine and its weights are the caller's alone,
@@ -118,7 +131,7 @@ class RolloutManager:
                 )
             self._source.load_state_dict(position["data"])
         if self.buffer is not None:
-            self.buffer.load_state_dict(position.get("waiting_groups") or [])
+            self.buffer.load(position.get("waiting_groups") or [])
         if ahead is None or problem is not None:
             return problem
         assert self._ahead is not None
@@ -198,13 +211,20 @@ class RolloutManager:
             or config.debug.load_debug_rollout_data
         ):
             return None
-        self.buffer = GroupBuffer(self._source, config.rollout.n_samples_per_prompt)
         path = config.scheduling.rollout_function_path
+        streams = rollouter.engine.serves_all_ranks and leaves_stragglers(config)
+        on_rank_zero = streams or path not in (None, OWN_ROLLOUT)
+        world = dist.get_world_size()
+        self.buffer = GroupBuffer(
+            self._source,
+            config.rollout.n_samples_per_prompt,
+            rank=dist.get_rank(),
+            num_holders=1 if on_rank_zero else asking_ranks(rollouter.engine, world),
+        )
         if path not in (None, OWN_ROLLOUT):
             return rollout_function(
                 config, path, "--rollout-function-path", rollouter, self.buffer, evaluator
             )
-        streams = rollouter.engine.serves_all_ranks and leaves_stragglers(config)
         return Collector(
             config,
             rollouter,
@@ -219,9 +239,10 @@ class RolloutManager:
         config = self.run_config.scheduling
         if self._collector is None or self._rollouter is None:
             return None
+        json = RankZeroJson(self._rollouter)
         if not config.async_rollout:
             return AsyncRolloutQueue(
-                self._sampled_groups, self._position, max_staleness=0, threaded=False
+                self._sampled_groups, self._position, max_staleness=0, threaded=False, json=json
             )
         self._rollouter.group = dist.new_group(
             backend="gloo"
@@ -229,16 +250,13 @@ class RolloutManager:
         bound = staleness_bound(self.run_config)
         assert bound is not None
         return AsyncRolloutQueue(
-            self._sampled_groups, self._position, max_staleness=bound, threaded=True
+            self._sampled_groups, self._position, max_staleness=bound, threaded=True, json=json
         )
 
-    def _position(self) -> dict[str, Any]:
+    def _position(self) -> SamplingPosition:
         """Where sampling goes on."""
         assert self._source is not None and self.buffer is not None
-        return {
-            "data": self._source.state_dict(),
-            "waiting_groups": self.buffer.state_dict(),
-        }
+        return SamplingPosition(self._source.state_dict(), tuple(self.buffer.waiting))
 
 
 def staleness_bound(run: RunConfig) -> int | None:
@@ -343,6 +361,7 @@ def make_rollouter(
         tokenizer,
         seed=run.data.rollout_seed,
         custom_generate=custom_generate(run),
+        sample_buffer_size=run.rollout.sample_buffer_size,
     )
 
 

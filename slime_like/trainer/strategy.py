@@ -20,9 +20,9 @@ from slime_like.rollout.metrics import (
     first_failure,
     rollout_metrics,
 )
+from slime_like.sample_index import AnySample
 from slime_like.trainer.batch_builder import Batches, BatchMaker
 from slime_like.trainer.rollout_manager import staleness_bound
-from slime_like.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Strategy(Protocol):
     def check_samples(
         self,
         step: int,
-        samples: Sequence[Sample],
+        samples: Sequence[AnySample],
         collected: Mapping[str, float],
         weight_version: int,
     ) -> dict[str, float]:
@@ -45,13 +45,13 @@ class Strategy(Protocol):
         ...
 
     def check_failures(
-        self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float]
+        self, step: int, samples: Sequence[AnySample], metrics: Mapping[str, float]
     ) -> None:
         """Raises RunError where too many samples are of no use. metrics: of the rollout so far."""
         ...
 
     def make_batches(
-        self, maker: BatchMaker, samples: Sequence[Sample], weight_version: int
+        self, maker: BatchMaker, samples: Sequence[AnySample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
         """What the rollout is trained on, and metrics."""
         ...
@@ -83,7 +83,7 @@ class ReinforcementLearning:
     def check_samples(
         self,
         step: int,
-        samples: Sequence[Sample],
+        samples: Sequence[AnySample],
         collected: Mapping[str, float],
         weight_version: int,
     ) -> dict[str, float]:
@@ -97,23 +97,24 @@ class ReinforcementLearning:
         return metrics
 
     def check_failures(
-        self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float]
+        self, step: int, samples: Sequence[AnySample], metrics: Mapping[str, float]
     ) -> None:
         failed = failed_fraction(samples)
         if not failed:
             return
         text = f"rollout {step + 1}: {failed:.1%} of the samples have no usable response or reward"
+        first = first_failure(samples)
         if failed > self._max_failed:
             # rank 0 alone has the counts, and any rank may be the one that raises
             troubles = from_rank_zero(lambda: engine_troubles(metrics))
             raise RunError(
                 f"{text}, more than --max-failed-samples {self._max_failed:g}; the first: "
-                f"{first_failure(samples)}{troubles}"
+                f"{first}{troubles}"
             )
-        warn_rank_0(logger, f"{text}; the first: {first_failure(samples)}")
+        warn_rank_0(logger, f"{text}; the first: {first}")
 
     def make_batches(
-        self, maker: BatchMaker, samples: Sequence[Sample], weight_version: int
+        self, maker: BatchMaker, samples: Sequence[AnySample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
         return maker.make(samples, weight_version)
 
@@ -131,7 +132,7 @@ class SupervisedFineTuning:
     def check_samples(
         self,
         step: int,
-        samples: Sequence[Sample],
+        samples: Sequence[AnySample],
         collected: Mapping[str, float],
         weight_version: int,
     ) -> dict[str, float]:
@@ -148,12 +149,12 @@ class SupervisedFineTuning:
         return dict(collected)
 
     def check_failures(
-        self, step: int, samples: Sequence[Sample], metrics: Mapping[str, float]
+        self, step: int, samples: Sequence[AnySample], metrics: Mapping[str, float]
     ) -> None:
         """An answer cannot fail."""
 
     def make_batches(
-        self, maker: BatchMaker, samples: Sequence[Sample], weight_version: int
+        self, maker: BatchMaker, samples: Sequence[AnySample], weight_version: int
     ) -> tuple[Batches, dict[str, float]]:
         return maker.make_supervised(samples)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from slime_like.metrics.timers import speed_and_memory
 from slime_like.rollout.evaluate import load_prompts
 from slime_like.rollout.hooks import processed_rewards
 from slime_like.rollout.metrics import UNKNOWN_VERSIONS
+from slime_like.rollout.rank_zero import whole_groups
 from slime_like.rollout.recording import save_rollout
+from slime_like.rollout.sample_plane import bring_to_rank_zero
 from slime_like.rollout.step_plan import check_token_sets, flatten, mask_failed
 from slime_like.trainer.batch_builder import BatchMaker, BatchSettings
 from slime_like.trainer.checkpointing import RunCheckpoints
@@ -33,6 +35,7 @@ from slime_like.trainer.rollout_manager import make_source
 from slime_like.trainer.sampling import Sampling
 from slime_like.trainer.strategy import make_strategy
 from slime_like.trainer.train_step import TrainStep
+from slime_like.types import SampleGroup
 
 logger = logging.getLogger(__name__)
 
@@ -229,10 +232,8 @@ class Trainer:
         metrics = self.strategy.check_samples(step, samples, collected, self.weight_version)
         if self.strategy.samples_responses:
             metrics |= self.sampling.release_engine()
-        if run.debug.save_debug_rollout_data and self.layout.rank == 0:
-            target = run.debug.save_debug_rollout_data
-            with writes_to("--save-debug-rollout-data", target):
-                save_rollout(target, step, groups)
+        if target := run.debug.save_debug_rollout_data:
+            self._record(target, step, groups)
         self.strategy.check_failures(step, samples, metrics)
         if run.debug.debug_rollout_only:
             return metrics
@@ -253,6 +254,14 @@ class Trainer:
             )
             self.weight_version += 1
         return metrics
+
+    def _record(self, target: str, step: int, groups: Sequence[SampleGroup]) -> None:
+        """On rank 0, which is brought all samples for it."""
+        size = self.run_config.rollout.sample_buffer_size
+        whole = whole_groups(groups, partial(bring_to_rank_zero, buffer_size=size))
+        with writes_to("--save-debug-rollout-data", target):
+            if self.layout.rank == 0:
+                save_rollout(target, step, whole)
 
     def _check_health(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Warn of a run that learns nothing; ``health/...`` of this rollout."""
@@ -354,6 +363,7 @@ def make_batch_maker(
         run.rollout.use_rollout_routing_replay,
         run.distillation.served,
         run.distillation.opd_kl_coef,
+        run.rollout.sample_buffer_size,
         post_process=None if path is None else partial(processed_rewards, run, path),
     )
     return BatchMaker(settings, layout, backend, gates, progress)

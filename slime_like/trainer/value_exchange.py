@@ -13,13 +13,14 @@ from torch import Tensor
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.step_plan import DataParallelAssignment, StepPlan, map_steps
-from slime_like.types import Sample, TrainBatch, TrainSample
+from slime_like.sample_index import AnySample
+from slime_like.types import TrainBatch, TrainSample
 
 
 class ValueExchange:
     """One rollout under the critic's layout. All ranks call each method together.
 
-    samples: of the rollout, equal on all ranks. steps: this rank's of each optimizer step, by the
+    samples: of the rollout. steps: this rank's of each optimizer step, by the
     critic's `shares`. policy, policy_shares: the layout that everything outside the critic is
     computed in.
     """
@@ -27,7 +28,7 @@ class ValueExchange:
     def __init__(
         self,
         backend: MegatronBackend,
-        samples: Sequence[Sample],
+        samples: Sequence[AnySample],
         steps: Sequence[Sequence[TrainSample]],
         shares: DataParallelAssignment,
         policy_shares: DataParallelAssignment,

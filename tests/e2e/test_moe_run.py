@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slime_like.rollout.recording import load_rollout, save_rollout
+from slime_like.sample_index import complete
 from slime_like.types import SampleGroup
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, weights_of
 from tests.e2e.programs import TrainServer
@@ -120,7 +121,7 @@ def test_the_samplers_routes_are_replayed(
             g.group_id,
             tuple(
                 dataclasses.replace(s, routes=(3 - s.routes).where(s.routes >= 0, s.routes))
-                for s in g.samples
+                for s in complete(g.samples)
             ),
         )
         for g in groups

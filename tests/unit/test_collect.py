@@ -18,7 +18,7 @@ from slime_like.data.prompts import PromptSource
 from slime_like.errors import RunError
 from slime_like.rollout.collector import Collector
 from slime_like.rollout.engines.base import GenerateOutput, SamplingParams
-from slime_like.rollout.group_buffer import GroupBuffer, PendingGroup
+from slime_like.rollout.group_buffer import GroupBuffer, PendingGroup, waiting_to_rows
 from slime_like.rollout.hooks import group_filters
 from slime_like.rollout.rollouter import Rollouter, cut_at_stop, joined_routes, training_sampling
 from slime_like.types import Prompt, Sample, SampleStatus
@@ -57,6 +57,9 @@ class Script:
 
     def grade_groups(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
         return [list(group) for group in groups]
+
+    def whole(self, samples: Sequence[Sample]) -> list[Sample]:
+        return list(samples)
 
     def _grow(self, s: Sample, limit: int | None) -> Sample:
         assert not s.ended and s.rollout_log_probs is not None
@@ -246,9 +249,10 @@ def test_the_buffer_goes_through_json_bit_by_bit(tmp_path: Path) -> None:
         SampleStatus.PARTIAL,
         SampleStatus.COMPLETED,
     }
-    state = json.loads(json.dumps(cast(GroupBuffer, c.buffer).state_dict(), allow_nan=False))
+    holders = [[0, 0]] * len(waiting)
+    state = json.loads(json.dumps(waiting_to_rows(waiting, holders), allow_nan=False))
     other = collector(tmp_path, script, *flags)
-    cast(GroupBuffer, other.buffer).load_state_dict(state)
+    cast(GroupBuffer, other.buffer).load(state)
     cast(Any, other.buffer).source.next_id = cast(Any, c.buffer).source.next_id
     assert [plain(g) for g in waiting_of(other)] == [plain(g) for g in waiting]
     for rollout in (1, 2):
@@ -360,8 +364,9 @@ def test_a_stop_string_across_a_cut_ends_the_response() -> None:
 
 def test_pending_groups() -> None:
     prompt = Prompt(0, "", (1,))
-    group = PendingGroup(prompt, (Sample.empty(prompt, 0),))
-    written = replace(group.samples[0], tokens=torch.tensor([1, 5]), response_length=1)
+    sample = Sample.empty(prompt, 0)
+    group = PendingGroup(prompt, (sample,))
+    written = replace(sample, tokens=torch.tensor([1, 5]), response_length=1)
     assert not group.ended and group.response_tokens == 0
     assert group.with_samples([written]).response_tokens == 1
 

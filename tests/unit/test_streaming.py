@@ -14,7 +14,7 @@ import pytest
 
 from arguments.parse import parse_args
 from slime_like.data.prompts import PromptSource
-from slime_like.rollout.collector import Collected, Collector
+from slime_like.rollout.collector import Collected, Collector, decide_here
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.group_buffer import GroupBuffer
 from slime_like.rollout.hooks import group_filters
@@ -86,7 +86,7 @@ class World:
 
     def collect(self, rollout_id: int, time_limit_s: float | None = None) -> Collected:
         with StreamGeneration(self.responder, time_limit_s) as generation:
-            return self.collector.collect_from(generation, rollout_id, lambda find: find())
+            return self.collector.collect_from(generation, rollout_id, decide_here)
 
 
 OVER = ("--over-sampling-batch-size", "3", "--partial-rollout")

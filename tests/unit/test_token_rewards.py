@@ -21,8 +21,9 @@ from slime_like.advantages import (
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.worker import to_answer
 from slime_like.rollout.recording import check_values, load_rollout, save_rollout
-from slime_like.rollout.rollouter import from_plain, to_plain
+from slime_like.rollout.sample_payload import pack_payload, unpack_payload
 from slime_like.rollout.step_plan import outcomes_of
+from slime_like.sample_index import complete, remote_samples, rows_of
 from slime_like.types import Sample, SampleGroup
 
 GAMMA, LAMBDA, KL_COEF = 0.9, 0.8, 0.3
@@ -65,9 +66,11 @@ def test_a_key_that_was_asked_for_must_be_there():
 
 def test_other_ranks_get_them():
     rewards = torch.tensor([0.1, -0.2], dtype=torch.float64)
-    record = to_plain(sample(0, "11", reward=-0.1, token_rewards=rewards))
-    assert torch.equal(from_plain(record, sample(0, "11")).token_rewards, rewards)
-    assert from_plain(to_plain(sample(0, "11")), sample(0, "11")).token_rewards is None
+    for given in (rewards, None):
+        own = sample(0, "11", reward=-0.1, token_rewards=given)
+        (known,) = remote_samples(*rows_of([own], 0))
+        arrived = unpack_payload(known, pack_payload(own)).token_rewards
+        assert arrived is None if given is None else torch.equal(arrived, given)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +232,7 @@ def test_a_recorded_rollout_keeps_them(tmp_path):
     loaded = load_rollout(str(tmp_path / "{rollout_id}"), 0)
     check_values(loaded, vocab_size=64)
     assert torch.equal(loaded[0].samples[0].token_rewards, rewards)
-    short = dataclasses.replace(loaded[0].samples[0], token_rewards=rewards[:2])
+    (first,) = complete(loaded[0].samples)
+    short = dataclasses.replace(first, token_rewards=rewards[:2])
     with pytest.raises(ValueError, match="2 rewards of 3 tokens"):
         check_values([SampleGroup(0, (short,))], vocab_size=64)

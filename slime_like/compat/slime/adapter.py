@@ -17,6 +17,7 @@ from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import DynamicFilterOutput, KeepGroup
 from slime_like.rollout.group_buffer import ChooseWaiting, GroupBuffer, PendingGroup
 from slime_like.rollout.rollouter import Rollouter
+from slime_like.sample_index import AnySample, complete
 from slime_like.types import Sample, SampleGroup
 
 Function = Callable[..., Any]
@@ -32,10 +33,10 @@ class SlimeAdapter:
     def dynamic_filter(self, function: Function, name: str) -> KeepGroup:
         """``function(args, samples)``, which returns a bool or a DynamicFilterOutput."""
 
-        def keep_group(samples: Sequence[Sample]) -> DynamicFilterOutput:
+        def keep_group(samples: Sequence[AnySample]) -> DynamicFilterOutput:
             place = f"{name}: group {samples[0].group_id}"
             try:
-                output = function(self._args, [to_slime(sample) for sample in samples])
+                output = function(self._args, [to_slime(sample) for sample in complete(samples)])
             except Exception as error:
                 raise ValueError(
                     f"{place}: the function raised {type(error).__name__}: {error}"
@@ -61,7 +62,7 @@ class SlimeAdapter:
         def choose(
             rollout_id: int, waiting: Sequence[PendingGroup], count: int
         ) -> tuple[list[int], list[int]]:
-            buffer = to_slime_groups(group.samples for group in waiting)
+            buffer = to_slime_groups(complete(group.samples) for group in waiting)
             before = [group.group_id for group in waiting]
             chosen = function(self._args, rollout_id, buffer, count)
             ids = [group[0].group_index for group in chosen]
@@ -81,7 +82,7 @@ class SlimeAdapter:
         """``function(args, groups)``, which sets `remove_sample` of samples."""
 
         def removed_samples(groups: Sequence[SampleGroup]) -> list[int]:
-            found = to_slime_groups(group.samples for group in groups)
+            found = to_slime_groups(complete(group.samples) for group in groups)
             function(self._args, found)
             samples = [sample for group in found for sample in group]
             return [s.index for s in samples if s.remove_sample and s.index is not None]

@@ -13,6 +13,7 @@ from slime_like.compat.slime.samples import (
     to_slime_written,
 )
 from slime_like.rollout.group_buffer import Choose, GroupBuffer, PendingGroup
+from slime_like.sample_index import complete
 from slime_like.types import Prompt, Sample
 
 
@@ -41,7 +42,9 @@ class DataSource:
         with self._lock:
             groups, _ = self._buffer.take(num_samples, self._choose)
             self._prompts |= {group.group_id: group.prompt for group in groups}
-        return [[to_slime_written(sample) for sample in group.samples] for group in groups]
+        return [
+            [to_slime_written(sample) for sample in complete(group.samples)] for group in groups
+        ]
 
     def add_samples(self, samples: Sequence[Sequence[SlimeSample]]) -> None:
         """Groups of this call that wait for the next rollout, as far as they are; they are part of
@@ -68,7 +71,7 @@ class DataSource:
     def _read_group(self, group: Sequence[SlimeSample], prompt: Prompt) -> tuple[Sample, ...]:
         """Its samples by rising number, unfinished ones unless they are COMPLETED, TRUNCATED or
         FAILED."""
-        blanks = {s.sample_id: s for s in self._buffer.empty_group(prompt).samples}
+        blanks = {s.sample_id: s for s in complete(self._buffer.empty_group(prompt).samples)}
         if sorted(s.index if s.index is not None else -1 for s in group) != sorted(blanks):
             raise ValueError(
                 f"{self._flag}: data_source.add_samples: group {prompt.group_id} has the samples {[s.index for s in group]}, and was handed "

@@ -21,10 +21,11 @@ from slime_like.compat.slime.samples import (
     to_slime_written,
 )
 from slime_like.import_utils import load_function
-from slime_like.rollout.collector import Collector
+from slime_like.rollout.collector import Collector, decide_here
 from slime_like.rollout.group_buffer import Choose, PendingGroup
 from slime_like.rollout.hooks import SAMPLE_FILTER, group_filters
 from slime_like.rollout.streaming import StreamGeneration
+from slime_like.sample_index import complete
 from slime_like.types import Prompt, Sample, SampleStatus
 
 Group = list[SlimeSample]
@@ -133,7 +134,7 @@ class _DataSourceGroups:
     def requeue(self, groups: Sequence[PendingGroup]) -> None:
         self.num_waiting += len(groups)
         if groups:
-            self._data_source.add_samples([_to_slime(group.samples) for group in groups])
+            self._data_source.add_samples([_to_slime(complete(group.samples)) for group in groups])
 
     def _pending(self, group: Group) -> PendingGroup:
         samples = tuple(_open(sample, self._context) for sample in group)
@@ -160,8 +161,8 @@ def generate_rollout(
         replace(group_filters(context.config), removed_samples=None),
     )
     with StreamGeneration(responder, args.rollout_time_limit_s) as generation:
-        found = collector.collect_from(generation, rollout_id, lambda find: find())
-    groups = [_to_slime(group.samples) for group in found.groups]
+        found = collector.collect_from(generation, rollout_id, decide_here)
+    groups = [_to_slime(complete(group.samples)) for group in found.groups]
     if args.rollout_sample_filter_path is not None:  # which sets remove_sample
         load_function(args.rollout_sample_filter_path, SAMPLE_FILTER)(context.args, groups)
     metrics = {name.removeprefix("rollout/"): value for name, value in found.metrics.items()}

@@ -2,8 +2,8 @@
 (--rollout-function-path, --eval-function-path), as slime calls them:
 ``function(args, rollout_id, data_source, evaluation=False)``.
 
-The function runs on rank 0, within a deadline; what it returns is checked there, and then all ranks
-have it.
+The function runs on rank 0, within a deadline; what it returns is checked there and stays there,
+and all ranks are told of it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from arguments.run_config import RunConfig
 from slime_like.compat.slime.data_source import DataSource
 from slime_like.compat.slime.function_results import Expected, read_eval_output, read_train_output
 from slime_like.compat.slime.rollout_context import RolloutContext
-from slime_like.compat.slime.samples import SlimeSample, blank, slime_args
+from slime_like.compat.slime.samples import slime_args
 from slime_like.distributed.collectives import from_rank_zero_within
 from slime_like.rollout.collector import Collected
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.group_buffer import GroupBuffer
 from slime_like.rollout.hooks import group_filters
-from slime_like.rollout.rollouter import Rollouter, from_plain, to_plain, training_sampling
+from slime_like.rollout.rank_zero import groups_told, told_by_rank_zero
+from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.types import SampleGroup
 
 
@@ -64,6 +65,7 @@ class RolloutFunction:
         --rollout-batch-size groups of --n-samples-per-prompt samples, and for a sample whose parts
         do not belong together."""
         rollout, rollouter = self._config.rollout, self._rollouter
+        own: list[SampleGroup] = []
 
         def read(result: Any) -> tuple[Any, dict[str, float]]:
             expected = Expected(
@@ -76,12 +78,11 @@ class RolloutFunction:
                 newest_version=rollouter.engine.weight_version,
             )
             groups, metrics = read_train_output(result, expected)
-            return [
-                [(to_plain(s), s.group_id, s.text, s.label) for s in group] for group in groups
-            ], metrics
+            own.extend(SampleGroup(group[0].group_id, tuple(group)) for group in groups)
+            return told_by_rank_zero(own), metrics
 
-        rows, metrics = self._call(rollout_id, read, evaluation=False)
-        return Collected([_group(row) for row in rows], [], metrics)
+        told, metrics = self._call(rollout_id, read, evaluation=False)
+        return Collected(own or groups_told(told), [], metrics)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """As `Evaluator.evaluate`."""
@@ -119,7 +120,7 @@ class RolloutFunction:
                     raise ValueError(f"{what}: {_where(error)}") from error
             position = None
             if self.buffer is not None:
-                position = (self.buffer.source.state_dict(), self.buffer.state_dict())
+                position = self.buffer.source.state_dict()
             return read(result), position
 
         timeout_s = self._config.scheduling.rollout_function_timeout_s
@@ -128,8 +129,8 @@ class RolloutFunction:
             work, self._rollouter.group, timeout_s=timeout_s, late=late
         )
         if position is not None and self.buffer is not None and dist.get_rank() != 0:
-            self.buffer.source.load_state_dict(position[0])
-            self.buffer.load_state_dict(position[1])
+            self.buffer.source.load_state_dict(position)
+            self.buffer.waiting = []  # rank 0 has them
         return answer
 
     def _data_source(self, rollout_id: int) -> DataSource | None:
@@ -140,15 +141,6 @@ class RolloutFunction:
             return self._filters.choose_waiting(rollout_id, waiting, count)
 
         return DataSource(self.buffer, choose, self.args, self._rollouter.tokenizer, self.name)
-
-
-def _group(rows: Sequence[tuple[dict[str, Any], int, str, Any]]) -> SampleGroup:
-    """What `to_plain` was made of."""
-    samples = []
-    for plain, group_id, text, label in rows:
-        before = blank(SlimeSample(group_id, plain["sample_id"], text, label=label), "")
-        samples.append(from_plain(plain, before))
-    return SampleGroup(samples[0].group_id, tuple(samples))
 
 
 def _where(error: Exception) -> str:

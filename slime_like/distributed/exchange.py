@@ -1,0 +1,309 @@
+"""Bytes of many items from the ranks that have them to the ranks that want them, once, in messages
+of bounded size.
+
+`Delivery` is arithmetic on what all ranks know: who has each item, who wants it, how long it is.
+Each rank finds its own part of it alone. An item goes to one of the ranks that want it (hop 1), and
+from there to the others (hop 2), so that who has all items sends each only once. `deliver` moves
+the bytes. It knows nothing of what they are.
+
+All messages of both hops have one order, and every rank takes its own in this order, several at a
+time, as many as fit into the buffer. The first message that is not done yet is then the first of
+both its ranks, so that they always meet, and a rank never holds more than the buffer besides items.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+MESSAGES_IN_BUFFER = 4  # so that one is filled or emptied while others travel
+Places = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """One way to share items among ranks, of which each part has several. part_of_rank: [N];
+    part_of_item: [B], the part whose ranks want it."""
+
+    part_of_rank: Places
+    part_of_item: Places
+
+    def wanted_by(self, rank: int) -> NDArray[np.bool_]:
+        """[B]: whether this rank wants each item."""
+        found: NDArray[np.bool_] = self.part_of_item == self.part_of_rank[rank]
+        return found
+
+    def ranks_of(self, item: int) -> Places:
+        return np.flatnonzero(self.part_of_rank == self.part_of_item[item])
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `start` to `end` of an item."""
+
+    item: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message between two ranks, and what it is made of."""
+
+    source: int
+    destination: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.end - piece.start for piece in self.pieces)
+
+
+class Delivery:
+    """Who sends what to whom. Equal on all ranks.
+
+    holders: [B], the rank that has each item. nbytes: [B]. sharings: each item goes to the ranks of
+    its part in every one of them. buffer_size: bytes under way at a time at each rank.
+    """
+
+    def __init__(
+        self, holders: Places, nbytes: Places, sharings: Sequence[Sharing], *, buffer_size: int
+    ) -> None:
+        self.holders, self.nbytes, self.sharings = holders, nbytes, sharings
+        self.buffer_size = buffer_size
+        self.message_size = max(1, buffer_size // MESSAGES_IN_BUFFER)
+        self.num_ranks = sharings[0].part_of_rank.size
+        self.first = self._first_receivers()
+
+    def _first_receivers(self) -> Places:
+        """[B]: the rank that gets each item first: who has it, if it wants it, else the ranks of
+        its part in turn, so that they share hop 2."""
+        own = self.sharings[0]
+        first = np.empty_like(self.holders)
+        for part in np.unique(own.part_of_item):
+            items = np.flatnonzero(own.part_of_item == part)
+            ranks = np.flatnonzero(own.part_of_rank == part)
+            first[items] = ranks[np.arange(items.size) % ranks.size]
+        stays = np.zeros(self.holders.size, dtype=bool)
+        for sharing in self.sharings:
+            stays |= sharing.part_of_rank[self.holders] == sharing.part_of_item
+        return np.where(stays, self.holders, first)
+
+    def wanted_by(self, rank: int) -> NDArray[np.bool_]:
+        """[B]: whether this rank wants each item."""
+        return np.logical_or.reduce([sharing.wanted_by(rank) for sharing in self.sharings])
+
+    def hops(self, rank: int) -> list[list[Message]]:
+        """This rank's messages of each hop, in the order of all."""
+        return [
+            self._messages(rank, self._items_of_hop_one(rank)),
+            self._messages(rank, self._items_of_hop_two(rank)),
+        ]
+
+    def _items_of_hop_one(self, rank: int) -> dict[tuple[int, int], list[int]]:
+        """Items by (source, destination), of this rank."""
+        streams: dict[tuple[int, int], list[int]] = {}
+        moves = self.holders != self.first
+        mine = moves & ((self.holders == rank) | (self.first == rank))
+        for item in np.flatnonzero(mine).tolist():
+            pair = (int(self.holders[item]), int(self.first[item]))
+            streams.setdefault(pair, []).append(item)
+        return streams
+
+    def _items_of_hop_two(self, rank: int) -> dict[tuple[int, int], list[int]]:
+        streams: dict[tuple[int, int], list[int]] = {}
+        for item in np.flatnonzero(self.first == rank).tolist():
+            wanting = np.unique(np.concatenate([s.ranks_of(item) for s in self.sharings]))
+            for other in wanting[wanting != rank].tolist():
+                streams.setdefault((rank, other), []).append(item)
+        for item in np.flatnonzero(self.wanted_by(rank) & (self.first != rank)).tolist():
+            streams.setdefault((int(self.first[item]), rank), []).append(item)
+        return streams
+
+    def _messages(self, rank: int, streams: dict[tuple[int, int], list[int]]) -> list[Message]:
+        """In the order of all ranks: by distance, so that pairs are at work side by side, then by
+        source."""
+
+        def place(pair: tuple[int, int]) -> tuple[int, int]:
+            return (pair[1] - pair[0]) % self.num_ranks, pair[0]
+
+        return [
+            Message(*pair, pieces)
+            for pair in sorted(streams, key=place)
+            for pieces in self._cut(sorted(streams[pair]))
+        ]
+
+    def _cut(self, items: Sequence[int]) -> Iterator[tuple[Piece, ...]]:
+        """The pieces of each message."""
+        pieces: list[Piece] = []
+        room = self.message_size
+        for item in items:
+            start, size = 0, int(self.nbytes[item])
+            while start < size:
+                end = min(size, start + room)
+                pieces.append(Piece(item, start, end))
+                room -= end - start
+                start = end
+                if not room:
+                    yield tuple(pieces)
+                    pieces, room = [], self.message_size
+        if pieces:
+            yield tuple(pieces)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one rank has sent, got and held. largest_buffer: bytes under way at a time."""
+
+    sent: int = 0
+    received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    largest_buffer: int = 0
+
+
+class Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class Transport(Protocol):
+    """Messages between ranks, those of a pair in their order."""
+
+    def send(self, buffer: Tensor, destination: int) -> Work: ...
+
+    def receive(self, buffer: Tensor, source: int) -> Work: ...
+
+
+class GroupTransport:
+    """Over a process group of all ranks that carries tensors in host memory."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    def send(self, buffer: Tensor, destination: int) -> Work:
+        work: Work | None = dist.isend(buffer, destination, group=self._group)
+        assert work is not None
+        return work
+
+    def receive(self, buffer: Tensor, source: int) -> Work:
+        work: Work | None = dist.irecv(buffer, source, group=self._group)
+        assert work is not None
+        return work
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    message: Message
+    buffer: Tensor
+    work: Work
+
+
+def deliver(
+    delivery: Delivery,
+    rank: int,
+    pack: Callable[[int], Tensor],
+    take: Callable[[int, Tensor], None],
+    transport: Transport,
+) -> Traffic:
+    """This rank's part. All ranks call it together.
+
+    Args:
+        delivery: Equal on all ranks.
+        rank: This one.
+        pack: The bytes [n] uint8 of an item that this rank has, or has taken.
+        take: Gets an item that this rank wants and has not, and its bytes.
+        transport: Of the messages.
+
+    Returns:
+        What has been sent and held.
+    """
+    traffic = Traffic()
+    for messages in delivery.hops(rank):
+        _exchange(messages, rank, delivery, _Packed(pack), _Arriving(delivery, take), transport, traffic)  # fmt: skip
+    return traffic
+
+
+class _Packed:
+    """The item that is being sent, packed once for all its messages to one rank."""
+
+    def __init__(self, pack: Callable[[int], Tensor]) -> None:
+        self._pack = pack
+        self._item, self._bytes = -1, torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, buffer: Tensor, pieces: Sequence[Piece]) -> None:
+        filled = 0
+        for piece in pieces:
+            if piece.item != self._item:
+                self._item, self._bytes = piece.item, self._pack(piece.item)
+            size = piece.end - piece.start
+            buffer[filled : filled + size] = self._bytes[piece.start : piece.end]
+            filled += size
+
+
+class _Arriving:
+    """Items of which some messages have arrived."""
+
+    def __init__(self, delivery: Delivery, take: Callable[[int, Tensor], None]) -> None:
+        self._nbytes, self._take = delivery.nbytes, take
+        self._begun: dict[int, Tensor] = {}
+
+    def empty(self, buffer: Tensor, pieces: Sequence[Piece]) -> None:
+        taken = 0
+        for piece in pieces:
+            size = int(self._nbytes[piece.item])
+            if piece.item not in self._begun:
+                self._begun[piece.item] = torch.empty(size, dtype=torch.uint8)
+            length = piece.end - piece.start
+            self._begun[piece.item][piece.start : piece.end] = buffer[taken : taken + length]
+            taken += length
+            if piece.end == size:
+                self._take(piece.item, self._begun.pop(piece.item))
+
+
+def _exchange(
+    messages: Sequence[Message],
+    rank: int,
+    delivery: Delivery,
+    packed: _Packed,
+    arriving: _Arriving,
+    transport: Transport,
+    traffic: Traffic,
+) -> None:
+    under_way: deque[_Pending] = deque()
+    held = 0
+
+    def finish() -> None:
+        nonlocal held
+        done = under_way.popleft()
+        done.work.wait()
+        held -= done.buffer.numel()
+        if done.message.destination == rank:
+            arriving.empty(done.buffer, done.message.pieces)
+
+    for message in messages:
+        size = message.nbytes
+        while under_way and held + size > delivery.buffer_size:
+            finish()
+        buffer = torch.empty(size, dtype=torch.uint8)
+        held += size
+        traffic.largest_buffer = max(traffic.largest_buffer, held)
+        if message.source == rank:
+            packed.fill(buffer, message.pieces)
+            work = transport.send(buffer, message.destination)
+            traffic.sent += size
+            traffic.messages_sent += 1
+        else:
+            work = transport.receive(buffer, message.source)
+            traffic.received += size
+            traffic.messages_received += 1
+        under_way.append(_Pending(message, buffer, work))
+    while under_way:
+        finish()

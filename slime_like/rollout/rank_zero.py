@@ -1,0 +1,116 @@
+"""What rank 0 does for all ranks: it reads groups, calls functions of the user's and writes
+checkpoints, for which it is brought the samples that it has not; the others are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from slime_like.distributed.collectives import from_rank_zero
+from slime_like.rollout.async_rollout import RolloutJson
+from slime_like.rollout.group_buffer import (
+    PendingGroup,
+    groups_from_rows,
+    groups_to_rows,
+    waiting_to_rows,
+)
+from slime_like.rollout.rollouter import Rollouter
+from slime_like.sample_index import (
+    AnySample,
+    Rows,
+    Versions,
+    complete,
+    holder_of,
+    remote_samples,
+    rows_of,
+)
+from slime_like.types import SampleGroup
+
+T = TypeVar("T")
+Groups = Sequence[PendingGroup]
+Whole = Callable[[Sequence[AnySample]], list[AnySample]]  # brings samples to rank 0
+
+
+def told_by_rank_zero(groups: Sequence[SampleGroup]) -> tuple[list[int], Rows, Versions]:
+    """What rank 0 tells the others of groups that it has: sizes and samples."""
+    samples = complete(s for group in groups for s in group.samples)
+    return [len(group.samples) for group in groups], *rows_of(samples, 0)
+
+
+def groups_told(told: tuple[list[int], Rows, Versions]) -> list[SampleGroup]:
+    """The groups of `told_by_rank_zero` on the other ranks."""
+    sizes, rows, versions = told
+    every = iter(remote_samples(rows, versions))
+    members = [tuple(next(every) for _ in range(size)) for size in sizes]
+    return [SampleGroup(samples[0].group_id, samples) for samples in members]
+
+
+def from_one_rank(find: Callable[[], list[SampleGroup]]) -> list[SampleGroup]:
+    """The groups that rank 0 finds and keeps, told to all ranks."""
+    own: list[SampleGroup] = []
+
+    def work() -> Any:
+        own.extend(find())
+        return told_by_rank_zero(own)
+
+    told = from_rank_zero(work)
+    return own or groups_told(told)
+
+
+def whole_groups(groups: Sequence[SampleGroup], whole: Whole) -> list[SampleGroup]:
+    """On rank 0 with all samples. whole: brings samples to it."""
+    every = iter(whole([s for group in groups for s in group.samples]))
+    return [
+        SampleGroup(group.group_id, tuple(next(every) for _ in group.samples)) for group in groups
+    ]
+
+
+def whole_pending(groups: Groups, whole: Whole) -> list[PendingGroup]:
+    """On rank 0 with all samples. whole: brings samples to it."""
+    every = iter(whole([s for group in groups for s in group.samples]))
+    return [group.with_samples([next(every) for _ in group.samples]) for group in groups]
+
+
+class DecideOnRankZero:
+    """A `Decide` where all ranks collect."""
+
+    def __init__(self, rollouter: Rollouter) -> None:
+        self._rollouter = rollouter
+
+    def __call__(self, function: Callable[[Groups], T], groups: Groups) -> T:
+        found = whole_pending(groups, self._rollouter.whole)
+        return from_rank_zero(lambda: function(found), self._rollouter.group)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPosition:
+    """Where sampling goes on: of the prompts, and the groups that wait."""
+
+    data: dict[str, Any]
+    waiting: tuple[PendingGroup, ...]
+
+
+class RankZeroJson(RolloutJson):
+    """Rank 0 writes, and is brought all samples for it. All ranks read; rank 0 keeps the groups that
+    were sampled ahead."""
+
+    def __init__(self, rollouter: Rollouter) -> None:
+        self._whole = rollouter.whole
+
+    def groups_to_rows(self, groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
+        found = whole_groups(groups, self._whole)
+        return groups_to_rows(found) if dist.get_rank() == 0 else []
+
+    def groups_from_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[SampleGroup]:
+        groups = groups_from_rows(rows)
+        return groups if dist.get_rank() == 0 else groups_told(told_by_rank_zero(groups))
+
+    def position_to_row(self, position: SamplingPosition) -> dict[str, Any]:
+        rank = dist.get_rank()
+        holders = [[holder_of(s, rank) for s in group.samples] for group in position.waiting]
+        waiting = whole_pending(position.waiting, self._whole)
+        rows = waiting_to_rows(waiting, holders) if rank == 0 else []
+        return {"data": position.data, "waiting_groups": rows}

@@ -1,0 +1,223 @@
+"""How samples get from the ranks that made them to those that need them.
+
+All ranks have the index of a rollout (`sample_index.py`); tokens stay where they were made until
+it is known who trains on them. Then they go there once, as tensors (`deliver_samples`). What a
+function of the user's or a file is to have whole is brought to rank 0 (`bring_to_rank_zero`).
+
+Every function is a collective of all ranks. group: of all of them, where the default one is in use
+meanwhile; it carries tensors in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime_like.distributed.exchange import (
+    Delivery,
+    GroupTransport,
+    Places,
+    Sharing,
+    Traffic,
+    deliver,
+)
+from slime_like.rollout.sample_payload import (
+    pack_payload,
+    pack_texts,
+    payload_size,
+    unpack_payload,
+    with_texts,
+)
+from slime_like.sample_index import (
+    ROW,
+    AnySample,
+    RemoteSample,
+    complete,
+    holder_of,
+    num_several,
+    remote_samples,
+    rows_of,
+)
+from slime_like.types import Sample
+
+BUFFER_SIZE = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """samples: this rank's, by their place. traffic: what it has sent, got and held."""
+
+    samples: dict[int, Sample]
+    traffic: Traffic
+
+
+def tell_all(
+    own: Sequence[Sample], holders: Sequence[int], group: dist.ProcessGroup | None = None
+) -> list[AnySample]:
+    """All samples on all ranks: own ones as they are, the others as rows.
+
+    Args:
+        own: Of this rank, in their order.
+        holders: The rank of every sample, equal on all ranks.
+    """
+    rank, world = _rank_and_world()
+    if world == 1:
+        return list(own)
+    counts = np.bincount(np.asarray(holders, dtype=np.int64), minlength=world)
+    rows, versions = rows_of(own, rank)
+    tables = [
+        part.view(ROW) for part in _gathered(rows.view(np.uint8), counts * ROW.itemsize, group)
+    ]
+    several = np.array([num_several(table) for table in tables])
+    pairs = [
+        part.view(np.int32).reshape(-1, 2)
+        for part in _gathered(versions.reshape(-1).view(np.uint8), several * 8, group)
+    ]
+    of_ranks: list[Iterator[AnySample]] = [
+        iter(own) if other == rank else iter(remote_samples(tables[other], pairs[other]))
+        for other in range(world)
+    ]
+    return [next(of_ranks[holder]) for holder in holders]
+
+
+def _gathered(
+    own: np.ndarray, nbytes: np.ndarray, group: dist.ProcessGroup | None
+) -> list[np.ndarray]:
+    """Bytes of every rank. nbytes: how many each has, equal on all ranks."""
+    longest = int(nbytes.max())
+    if not longest:
+        return [np.empty(0, dtype=np.uint8) for _ in nbytes]
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: own.size] = torch.from_numpy(own)
+    table = torch.empty(longest * len(nbytes), dtype=torch.uint8)
+    dist.all_gather_into_tensor(table, mine, group=group)
+    return [
+        row[:size].numpy().copy()
+        for row, size in zip(table.view(len(nbytes), -1), nbytes.tolist(), strict=True)
+    ]
+
+
+def told_again(
+    samples: Sequence[AnySample], group: dist.ProcessGroup | None = None
+) -> list[AnySample]:
+    """The samples after their holders changed them."""
+    rank = _rank_and_world()[0]
+    return tell_all(
+        [s for s in samples if isinstance(s, Sample)], [holder_of(s, rank) for s in samples], group
+    )
+
+
+def delivery_of(
+    samples: Sequence[AnySample], rank: int, sharings: Sequence[Sharing], buffer_size: int
+) -> Delivery:
+    """Who sends which sample to whom. Equal on all ranks."""
+    holders = np.array([holder_of(s, rank) for s in samples], dtype=np.int64)
+    nbytes = np.array([payload_size(s) for s in samples], dtype=np.int64)
+    return Delivery(holders, nbytes, sharings, buffer_size=buffer_size)
+
+
+def deliver_samples(
+    samples: Sequence[AnySample],
+    sharings: Sequence[Sharing],
+    *,
+    buffer_size: int = BUFFER_SIZE,
+    group: dist.ProcessGroup | None = None,
+) -> Delivered:
+    """The samples that this rank trains on, without text and metadata where another rank made
+    them.
+
+    Args:
+        samples: All of a rollout.
+        sharings: Of each network that is trained.
+        buffer_size: Bytes under way at a time on a rank.
+    """
+    rank, world = _rank_and_world()
+    if world == 1:
+        return Delivered(dict(enumerate(complete(samples))), Traffic())
+    delivery = delivery_of(samples, rank, sharings, buffer_size)
+    return _moved(samples, delivery, rank, pack_payload, unpack_payload, group)
+
+
+def bring_to_rank_zero(
+    samples: Sequence[AnySample],
+    *,
+    buffer_size: int = BUFFER_SIZE,
+    group: dist.ProcessGroup | None = None,
+) -> list[AnySample]:
+    """On rank 0 all samples whole, with text and metadata; on the others what they have."""
+    rank, world = _rank_and_world()
+    holders = np.array([holder_of(s, rank) for s in samples], dtype=np.int64)
+    if world == 1 or not holders.any():
+        return list(samples)
+    texts = {i: pack_texts(s) for i, s in enumerate(samples) if isinstance(s, Sample)}
+    sizes = torch.zeros(len(samples), dtype=torch.int64)
+    for place, packed in texts.items():
+        sizes[place] = packed.numel()
+    dist.all_reduce(sizes, group=group)
+    tensors = np.array([payload_size(s) for s in samples], dtype=np.int64)
+    to_zero = Sharing(np.arange(world).clip(max=1), np.zeros(len(samples), dtype=np.int64))
+    delivery = Delivery(holders, tensors + sizes.numpy(), [to_zero], buffer_size=buffer_size)
+
+    def unpack(known: RemoteSample, packed: Tensor) -> Sample:
+        size = payload_size(known)
+        return with_texts(unpack_payload(known, packed[:size]), packed[size:])
+
+    found = _moved(
+        samples,
+        delivery,
+        rank,
+        lambda s: torch.cat([pack_payload(s), pack_texts(s)]),
+        unpack,
+        group,
+    ).samples
+    return [found.get(place, sample) for place, sample in enumerate(samples)]
+
+
+def _moved(
+    samples: Sequence[AnySample],
+    delivery: Delivery,
+    rank: int,
+    pack: Callable[[Sample], Tensor],
+    unpack: Callable[[RemoteSample, Tensor], Sample],
+    group: dist.ProcessGroup | None,
+) -> Delivered:
+    """What this rank wants, its own and what it gets."""
+    wanted = np.flatnonzero(delivery.wanted_by(rank)).tolist()
+    found: dict[int, Sample] = {}
+    for place in wanted:
+        sample = samples[place]
+        if isinstance(sample, Sample):
+            found[place] = sample
+
+    def packed(place: int) -> Tensor:
+        sample = samples[place]
+        return pack(sample if isinstance(sample, Sample) else found[place])
+
+    def take(place: int, payload: Tensor) -> None:
+        known = samples[place]
+        assert isinstance(known, RemoteSample)
+        found[place] = unpack(known, payload)
+
+    traffic = deliver(delivery, rank, packed, take, GroupTransport(group))
+    for place in wanted:
+        if place not in found:  # nothing of it had to travel
+            take(place, torch.empty(0, dtype=torch.uint8))
+    return Delivered(found, traffic)
+
+
+def sharing_of(part_of_rank: Sequence[int], places: Sequence[Sequence[int]]) -> Sharing:
+    """part_of_rank: of every rank, its data-parallel rank. places: of every data-parallel rank, its
+    samples among all."""
+    parts: Places = np.zeros(sum(map(len, places)), dtype=np.int64)
+    for part, of_rank in enumerate(places):
+        parts[np.asarray(of_rank, dtype=np.int64)] = part
+    return Sharing(np.asarray(part_of_rank, dtype=np.int64), parts)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -1,0 +1,97 @@
+"""Samples between real gloo processes: everyone gets what it trains on, bit by bit, and sends what
+the arithmetic says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.parity.ranks import run_ranks
+from slime_like.distributed.exchange import Sharing
+from slime_like.rollout.sample_plane import (
+    bring_to_rank_zero,
+    deliver_samples,
+    delivery_of,
+    tell_all,
+)
+from slime_like.sample_index import RemoteSample, complete
+from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
+
+COUNT, BUFFER = 24, 600
+
+
+def made(i: int) -> Sample:
+    """Of another shape for every i."""
+    g = torch.Generator().manual_seed(i)
+    prompt, length = 1 + i % 5, (7 * i) % 31
+    sets = torch.randint(-1, 50, (length, 1 + i % 3), generator=g, dtype=torch.int32)
+    versions = tuple([1, 2, NOT_SAMPLED][k % (1 + i % 3)] for k in range(length))
+    return Sample(
+        group_id=i // 4,
+        sample_id=i,
+        tokens=torch.randint(0, 90, (prompt + length,), generator=g),
+        response_length=length,
+        loss_mask=torch.rand(length, generator=g) > 0.3,
+        rollout_log_probs=torch.rand(length, generator=g) if i % 4 else None,
+        token_sets=sets if i % 2 else None,
+        routes=torch.ones(prompt + length, 2, 2, dtype=torch.int16) * i if i % 3 else None,
+        reward=i / 3 if i % 5 else None,
+        status=SampleStatus.TRUNCATED if i % 2 else SampleStatus.COMPLETED,
+        weight_versions=versions if i % 7 else (),
+        response=f"answer {i}",
+        metadata={"where": (i, "\ud800")},
+    )
+
+
+def same(arrived: Sample, sent: Sample) -> bool:
+    names = ("tokens", "loss_mask", "rollout_log_probs", "token_sets", "routes")
+    pairs = [(getattr(arrived, name), getattr(sent, name)) for name in names]
+    tensors = all(a is b or (a.dtype == b.dtype and a.equal(b)) for a, b in pairs)
+    facts = ("sample_id", "group_id", "reward", "status", "weight_versions", "response_length")
+    return tensors and all(getattr(arrived, n) == getattr(sent, n) for n in facts)
+
+
+def exchange(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, int]:
+    """One after the other with all samples on rank 0, and on all ranks in turn; on the last of them
+    without any. Returns what this rank has sent and got."""
+    holders = {
+        "zero": [0] * COUNT,
+        "all": [i % world for i in range(COUNT)],
+        "not the last": [i % (world - 1) for i in range(COUNT)],
+    }[arguments["holders"]]
+    own = [made(i) for i in range(COUNT) if holders[i] == rank]
+    known = tell_all(own, holders)
+    assert [isinstance(s, RemoteSample) for s in known] == [h != rank for h in holders]
+    # two ranks to a part where there are four, and a critic in a layout of its own
+    policy = Sharing(np.arange(world) % max(1, world // 2), np.arange(COUNT) % max(1, world // 2))
+    critic = Sharing(np.arange(world), np.arange(COUNT) * world // COUNT)
+    sharings = [policy, critic]
+    found = deliver_samples(known, sharings, buffer_size=BUFFER)
+    delivery = delivery_of(known, rank, sharings, BUFFER)
+    assert sorted(found.samples) == np.flatnonzero(delivery.wanted_by(rank)).tolist()
+    assert all(same(sample, made(i)) for i, sample in found.samples.items())
+    messages = [m for hop in delivery.hops(rank) for m in hop]
+    counted = sum(m.nbytes for m in messages if m.source == rank)
+    assert (found.traffic.sent, found.traffic.largest_buffer <= BUFFER) == (counted, True)
+    assert found.traffic.received == sum(m.nbytes for m in messages if m.source != rank)
+    whole = bring_to_rank_zero(known, buffer_size=BUFFER)
+    if rank == 0:
+        every = complete(whole)
+        assert all(same(sample, made(i)) for i, sample in enumerate(every))
+        assert [s.response for s in every] == [made(i).response for i in range(COUNT)]
+        assert [s.metadata for s in every] == [made(i).metadata for i in range(COUNT)]
+    dist.barrier()
+    return {"sent": found.traffic.sent, "received": found.traffic.received}
+
+
+@pytest.mark.parametrize(("world", "holders"), [(2, "zero"), (4, "all"), (4, "not the last")])
+def test_samples_go_where_they_are_trained_on(tmp_path: Path, world: int, holders: str) -> None:
+    totals = run_ranks(
+        "tests.dist.test_samples:exchange", world, tmp_path, {"holders": holders}, timeout_s=300
+    )
+    assert sum(t["sent"] for t in totals) == sum(t["received"] for t in totals) > 0
