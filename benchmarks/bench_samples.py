@@ -33,7 +33,7 @@ from benchmarks.bench_common import write_json  # noqa: E402
 from benchmarks.parity.ranks import run_ranks  # noqa: E402
 from slime_like.distributed.exchange import Delivery, Sharing  # noqa: E402
 from slime_like.rollout.sample_payload import payload_size  # noqa: E402
-from slime_like.rollout.sample_plane import BUFFER_SIZE, deliver_samples, tell_all  # noqa: E402
+from slime_like.rollout.sample_plane import BUFFER_SIZE, deliver_samples, share_index  # noqa: E402
 from slime_like.sample_index import ROW  # noqa: E402
 from slime_like.types import Sample  # noqa: E402
 
@@ -83,7 +83,7 @@ def gathered(own: list[Sample]) -> list[Sample]:
 def delivered(own: list[Sample], count: int) -> list[Sample]:
     """Those that this rank trains on."""
     world = dist.get_world_size()
-    known = tell_all(own, [0] * count)
+    known = share_index(own, [0] * count)
     parts = np.arange(count) * world // count
     found = deliver_samples(known, [Sharing(np.arange(world), parts)])
     return list(found.samples.values())

@@ -1,7 +1,7 @@
 """What all ranks know of every sample of a rollout, while its tokens are where they were sampled.
 
 A sample is a `Sample` on the rank that has it, and a `RemoteSample` on the others: a row of an
-array. Both tell lengths, active tokens, reward, status, weight versions and which tensors there
+array. Both have lengths, active tokens, reward, status, weight versions and which tensors there
 are, under the same names, so that whatever needs no tokens is written once.
 """
 
@@ -31,7 +31,7 @@ ROW = np.dtype(
         ("num_versions", "i4"),  # different weights that wrote the response
         ("version", "i4"),  # of the oldest of them
         ("version_tokens", "i4"),  # tokens that it wrote
-        ("told_versions", "i4"),  # entries of `weight_versions`, 0 or the length of the response
+        ("versions_length", "i4"),  # entries of `weight_versions`, 0 or the length of the response
         ("set_width", "i4"),  # K of the token sets
         ("route_layers", "i2"),
         ("route_topk", "i2"),
@@ -111,8 +111,8 @@ class RemoteSample:
         return {self._of("version"): self._of("version_tokens")} if known else {}
 
     @property
-    def told_versions(self) -> int:
-        return int(self._of("told_versions"))
+    def versions_length(self) -> int:
+        return int(self._of("versions_length"))
 
     def has(self, name: str) -> bool:
         return bool(self._of("parts") & _BITS[name])
@@ -166,7 +166,7 @@ def untrained(sample: AnySample) -> AnySample:
 
 
 def holder_of(sample: AnySample, rank: int) -> int:
-    """The rank that has it, told by `rank`."""
+    """The rank that has it, as `rank` sees it."""
     return sample.holder if isinstance(sample, RemoteSample) else rank
 
 
@@ -193,7 +193,7 @@ def rows_of(samples: Sequence[Sample], holder: int) -> tuple[Rows, Versions]:
         row["active_tokens"] = sample.active_tokens
         row["num_versions"] = len(versions)
         row["version"], row["version_tokens"] = oldest
-        row["told_versions"] = sample.told_versions
+        row["versions_length"] = sample.versions_length
         row["set_width"] = 0 if sample.token_sets is None else sample.token_sets.shape[1]
         row["route_layers"], row["route_topk"] = routes[1:]
         row["status"], row["parts"] = _STATUS.index(sample.status), parts

@@ -132,7 +132,7 @@ class Sample:
         return counts
 
     @property
-    def told_versions(self) -> int:
+    def versions_length(self) -> int:
         """Tokens that `weight_versions` speaks of: all of the response, or none."""
         return len(self.weight_versions)
 

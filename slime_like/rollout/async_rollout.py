@@ -43,7 +43,7 @@ class RolloutJson:
 
 class AsyncRolloutQueue:
     """make(step): samples a rollout; its collectives, on all ranks in the same order, are of a
-    process group of its own. position(): where sampling goes on, never changed. threaded False:
+    process group of its own. position(): the position of sampling, never changed. threaded False:
     `take` samples in the calling thread."""
 
     def __init__(

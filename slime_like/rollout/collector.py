@@ -20,7 +20,7 @@ from slime_like.errors import RunError
 from slime_like.rollout.engines.base import SamplingParams
 from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, is_kept
 from slime_like.rollout.group_buffer import Choose, GroupBuffer, PendingGroup, oldest_first
-from slime_like.rollout.rank_zero import DecideOnRankZero, groups_told, told_by_rank_zero
+from slime_like.rollout.rank_zero import DecideOnRankZero, groups_of_index, index_of_groups
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.streaming import Responder, StreamGeneration
 from slime_like.sample_index import AnySample, RemoteSample, untrained
@@ -200,7 +200,7 @@ class Collector:
             rollout_id: Counted from 0.
 
         Returns:
-            --rollout-batch-size groups, told to all ranks.
+            --rollout-batch-size groups, known on all ranks.
 
         Raises:
             RunError: --max-num-gen-batches draws brought too few, or streaming took too long.
@@ -249,8 +249,8 @@ class Collector:
         )
 
     def _collect_on_rank_zero(self, rollout_id: int) -> Collected:
-        """Rank 0 collects and keeps the samples and what waits; all ranks are told of the
-        samples, and where the prompts go on."""
+        """Rank 0 collects and keeps the samples and what waits; all ranks get the index of the
+        samples, and the position of the prompts."""
         buffer, rollouter = self.buffer, self.rollouter
         assert isinstance(buffer, GroupBuffer)
         own: Collected | None = None
@@ -260,10 +260,10 @@ class Collector:
             responder = Responder(rollouter, rollouter.engine, self.sampling)
             with StreamGeneration(responder, self.config.rollout_time_limit_s) as generation:
                 own = self.collect_from(generation, rollout_id, decide_here)
-            return told_by_rank_zero(own.groups), own.metrics, buffer.source.state_dict()
+            return index_of_groups(own.groups), own.metrics, buffer.source.state_dict()
 
         timeout_s = self.config.rollout_function_timeout_s
-        told, metrics, position = from_rank_zero_within(
+        index, metrics, position = from_rank_zero_within(
             work,
             rollouter.group,
             timeout_s=timeout_s,
@@ -274,7 +274,7 @@ class Collector:
             return own
         buffer.source.load_state_dict(position)
         buffer.waiting = []  # rank 0 has them
-        return Collected(groups_told(told), [], metrics)
+        return Collected(groups_of_index(index), [], metrics)
 
     def _draw(self, rollout_id: int, stats: CollectionStats, decide: Decide) -> list[PendingGroup]:
         """The next groups to sample: those that wait, then new prompts."""

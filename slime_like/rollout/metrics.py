@@ -36,8 +36,8 @@ def first_failure(samples: Sequence[AnySample]) -> str:
     """A message about the first failed sample, on all ranks from the one that has it; a
     collective."""
     sample = next(s for s in samples if is_failed(s))
-    told = gather(_failure(sample) if isinstance(sample, Sample) else None)
-    return next(words for words in told if words is not None)
+    texts = gather(_failure(sample) if isinstance(sample, Sample) else None)
+    return next(words for words in texts if words is not None)
 
 
 def _failure(sample: Sample) -> str:

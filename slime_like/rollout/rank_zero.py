@@ -1,5 +1,5 @@
 """What rank 0 does for all ranks: it reads groups, calls functions of the user's and writes
-checkpoints, for which it is brought the samples that it has not; the others are told."""
+checkpoints, for which it is brought the samples that it has not; the others get the index."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ Groups = Sequence[PendingGroup]
 Whole = Callable[[Sequence[AnySample]], list[AnySample]]  # brings samples to rank 0
 
 
-def told_by_rank_zero(groups: Sequence[SampleGroup]) -> tuple[list[int], Rows, Versions]:
+def index_of_groups(groups: Sequence[SampleGroup]) -> tuple[list[int], Rows, Versions]:
     """What rank 0 tells the others of groups that it has: sizes and samples."""
     samples = complete(s for group in groups for s in group.samples)
     return [len(group.samples) for group in groups], *rows_of(samples, 0)
 
 
-def groups_told(told: tuple[list[int], Rows, Versions]) -> list[SampleGroup]:
-    """The groups of `told_by_rank_zero` on the other ranks."""
-    sizes, rows, versions = told
+def groups_of_index(index: tuple[list[int], Rows, Versions]) -> list[SampleGroup]:
+    """The groups of `index_of_groups` on the other ranks."""
+    sizes, rows, versions = index
     every = iter(remote_samples(rows, versions))
     members = [tuple(next(every) for _ in range(size)) for size in sizes]
     return [SampleGroup(samples[0].group_id, samples) for samples in members]
 
 
 def from_one_rank(find: Callable[[], list[SampleGroup]]) -> list[SampleGroup]:
-    """The groups that rank 0 finds and keeps, told to all ranks."""
+    """The groups that rank 0 finds and keeps, whose index all ranks get."""
     own: list[SampleGroup] = []
 
     def work() -> Any:
         own.extend(find())
-        return told_by_rank_zero(own)
+        return index_of_groups(own)
 
-    told = from_rank_zero(work)
-    return own or groups_told(told)
+    index = from_rank_zero(work)
+    return own or groups_of_index(index)
 
 
 def whole_groups(groups: Sequence[SampleGroup], whole: Whole) -> list[SampleGroup]:
@@ -87,7 +87,7 @@ class DecideOnRankZero:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPosition:
-    """Where sampling goes on: of the prompts, and the groups that wait."""
+    """The position of sampling: of the prompts, and the groups that wait."""
 
     data: dict[str, Any]
     waiting: tuple[PendingGroup, ...]
@@ -106,7 +106,7 @@ class RankZeroJson(RolloutJson):
 
     def groups_from_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[SampleGroup]:
         groups = groups_from_rows(rows)
-        return groups if dist.get_rank() == 0 else groups_told(told_by_rank_zero(groups))
+        return groups if dist.get_rank() == 0 else groups_of_index(index_of_groups(groups))
 
     def position_to_row(self, position: SamplingPosition) -> dict[str, Any]:
         rank = dist.get_rank()

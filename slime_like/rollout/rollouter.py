@@ -35,8 +35,8 @@ from slime_like.rollout.episode import CustomGenerate, Model
 from slime_like.rollout.sample_plane import (
     BUFFER_SIZE,
     bring_to_rank_zero,
-    tell_all,
-    told_again,
+    share_index,
+    share_index_again,
 )
 from slime_like.sample_index import AnySample, complete, holder_of
 from slime_like.types import GREEDY_REWARD, Prompt, Sample, SampleGroup, SampleStatus
@@ -126,7 +126,7 @@ class Rollouter:
             grader: Of this evaluation; None: the run's.
 
         Returns:
-            A group for each prompt, in their order, told to all ranks.
+            A group for each prompt, in their order, known on all ranks.
         """
         samples = [
             Sample.empty(prompt, prompt.group_id * n_samples + j)
@@ -152,14 +152,14 @@ class Rollouter:
         """Continue unfinished responses, each where it was begun; a collective.
 
         Args:
-            samples: Told to all ranks; those without a token, all ranks have.
+            samples: Known on all ranks; those without a token, all ranks have.
             sampling: How to sample; max_new_tokens is of the complete response.
             purpose: As in `generate`.
             limit: Tokens that are added at most, which leaves longer responses PARTIAL; None: none.
             grader: As in `generate`.
 
         Returns:
-            The samples in their order, told to all ranks; those that ended are graded, except by
+            The samples in their order, known on all ranks; those that ended are graded, except by
             a reward of groups.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -170,8 +170,8 @@ class Rollouter:
         local = self._generate_local(local, sampling, purpose, limit)
         if not grader.args.group_rm:
             local = grader.grade(local)
-        told = tell_all(local, holders, self.group)
-        return [before if is_blank(after) else after for before, after in zip(samples, told)]
+        shared = share_index(local, holders, self.group)
+        return [before if is_blank(after) else after for before, after in zip(samples, shared)]
 
     def grade_groups(
         self, groups: Sequence[Sequence[AnySample]], *, grader: Grader | None = None
@@ -186,7 +186,7 @@ class Rollouter:
         changed = [
             next(graded) if isinstance(group[0], Sample) else list(group) for group in groups
         ]
-        every = iter(told_again([s for group in changed for s in group], self.group))
+        every = iter(share_index_again([s for group in changed for s in group], self.group))
         return [[next(every) for _ in group] for group in groups]
 
     def whole(self, samples: Sequence[AnySample]) -> list[AnySample]:

@@ -29,7 +29,7 @@ def _columns(sample: AnySample) -> list[tuple[str, torch.dtype, int]]:
     several, or tokens that the model did not write."""
     counts = sample.version_counts
     length = sample.response_length
-    mixed = sample.told_versions > 0 and list(counts.values()) != [length]
+    mixed = sample.versions_length > 0 and list(counts.values()) != [length]
     columns = [("tokens", torch.int32, sample.total_length)]
     columns += [("weight_versions", torch.int32, length)] * mixed
     columns += [("loss_mask", torch.uint8, length)]
@@ -77,10 +77,10 @@ def unpack_payload(known: RemoteSample, payload: Tensor) -> Sample:
             found[name] = found[name].view(known.shape(name))
     versions = found.pop("weight_versions", None)
     if versions is None:
-        (version,) = known.version_counts if known.told_versions else (0,)
-        told = (version,) * known.told_versions
+        (version,) = known.version_counts if known.versions_length else (0,)
+        versions_of_tokens = (version,) * known.versions_length
     else:
-        told = tuple(versions.tolist())
+        versions_of_tokens = tuple(versions.tolist())
     return Sample(
         group_id=known.group_id,
         sample_id=known.sample_id,
@@ -89,7 +89,7 @@ def unpack_payload(known: RemoteSample, payload: Tensor) -> Sample:
         loss_mask=found.pop("loss_mask").view(torch.bool),
         reward=known.reward,
         status=known.status,
-        weight_versions=told,
+        weight_versions=versions_of_tokens,
         metadata=greedy_metadata(known),
         **found,
     )
@@ -100,7 +100,7 @@ _TEXTS = ("text", "response", "label", "metadata")
 
 def pack_texts(sample: Sample) -> Tensor:
     """[n] uint8: text and metadata, which may hold whatever a function of the user's put there, so
-    that it is pickled, as everything that ranks tell each other."""
+    that it is pickled, as everything small between ranks."""
     data = pickle.dumps({name: getattr(sample, name) for name in _TEXTS})
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 

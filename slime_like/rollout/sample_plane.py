@@ -56,7 +56,7 @@ class Delivered:
     traffic: Traffic
 
 
-def tell_all(
+def share_index(
     own: Sequence[Sample], holders: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> list[AnySample]:
     """All samples on all ranks: own ones as they are, the others as rows.
@@ -102,12 +102,12 @@ def _gathered(
     ]
 
 
-def told_again(
+def share_index_again(
     samples: Sequence[AnySample], group: dist.ProcessGroup | None = None
 ) -> list[AnySample]:
     """The samples after their holders changed them."""
     rank = _rank_and_world()[0]
-    return tell_all(
+    return share_index(
         [s for s in samples if isinstance(s, Sample)], [holder_of(s, rank) for s in samples], group
     )
 

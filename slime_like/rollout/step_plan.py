@@ -132,10 +132,10 @@ def mask_failed(sample: AnySample) -> AnySample:
     """The sample as it is trained on. Without a response (aborted) its mask is all False; without a
     reward (the grader failed) it gets advantage 0, and keeps its mask and so every denominator, as
     a sample whose reward is NaN does."""
-    if sample.status not in (SampleStatus.ABORTED, SampleStatus.FAILED):
-        return sample
     if sample.status == SampleStatus.ABORTED:
         sample = untrained(sample)
+    elif sample.status != SampleStatus.FAILED:
+        return sample
     if isinstance(sample, RemoteSample):
         return sample.with_reward(math.nan)
     return replace(sample, reward=math.nan)
@@ -160,9 +160,8 @@ def check_token_sets(samples: Sequence[AnySample], *, wanted: bool) -> None:
 def with_routes(
     samples: Sequence[AnySample], *, layers: int, topk: int, experts: int
 ) -> list[AnySample]:
-    """The samples, with a route for every one that this rank has: an aborted one that has none gets
-    a route of -1. Raises ValueError naming a sample whose engine did not tell, or told of another network. layers:
-    with experts."""
+    """The samples, with a route for each that this rank has, -1 in an aborted one without. layers:
+    with experts. Raises ValueError naming a sample whose engine gave none, or of another network."""
     return [
         replace(s, routes=_checked_routes(s, layers, topk, experts)) if isinstance(s, Sample) else s
         for s in samples

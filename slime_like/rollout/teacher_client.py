@@ -40,7 +40,7 @@ from slime_like.rollout.engines.sglang.protocol import (
     scoring_body_of_text,
     vocabulary_body,
 )
-from slime_like.rollout.sample_plane import told_again
+from slime_like.rollout.sample_plane import share_index_again
 from slime_like.types import Sample, SampleGroup, SampleStatus
 
 logger = logging.getLogger(__name__)
@@ -107,14 +107,14 @@ class ServedTeacher:
         metrics |= {
             f"rollout/opd_request_{kind}": float(count) for kind, count in sorted(total.items())
         }
-        told = iter(
-            told_again(
+        shared = iter(
+            share_index_again(
                 [graded.get(s.sample_id, s) if isinstance(s, Sample) else s for s in everyone],
                 group,
             )
         )
         return [
-            SampleGroup(g.group_id, tuple(next(told) for _ in g.samples)) for g in groups
+            SampleGroup(g.group_id, tuple(next(shared) for _ in g.samples)) for g in groups
         ], metrics
 
     async def _ask_all(

@@ -40,7 +40,7 @@ from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, from_on
 from slime_like.rollout.recording import check_values as check_recorded
 from slime_like.rollout.recording import load_rollout
 from slime_like.rollout.rollouter import Rollouter, training_sampling, with_greedy_rewards
-from slime_like.rollout.sample_plane import tell_all
+from slime_like.rollout.sample_plane import share_index
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
 from slime_like.sample_index import AnySample
 from slime_like.trainer.weight_sync import make_engine
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutManager:
-    """Collective over all ranks, which are told of all samples. source, rollouter, evaluator,
+    """Collective over all ranks, which know of all samples. source, rollouter, evaluator,
     teacher: None in a run that needs none."""
 
     def __init__(
@@ -101,7 +101,7 @@ class RolloutManager:
         own = together(
             lambda: sft_samples(prompts[rank::world], self._tokenizer, max_response_len=limit)
         )
-        return tell_all(own, [place % world for place in range(len(prompts))])
+        return share_index(own, [place % world for place in range(len(prompts))])
 
     def drain(self) -> None:
         """Wait until nothing is being sampled: the engine and its weights are the caller's alone,
@@ -254,7 +254,7 @@ class RolloutManager:
         )
 
     def _position(self) -> SamplingPosition:
-        """Where sampling goes on."""
+        """The position of sampling."""
         assert self._source is not None and self.buffer is not None
         return SamplingPosition(self._source.state_dict(), tuple(self.buffer.waiting))
 

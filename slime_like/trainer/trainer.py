@@ -256,9 +256,7 @@ class Trainer:
         return metrics
 
     def _record(self, target: str, step: int, groups: Sequence[SampleGroup]) -> None:
-        """On rank 0, which is brought all samples for it."""
-        size = self.run_config.rollout.sample_buffer_size
-        whole = whole_groups(groups, partial(bring_to_rank_zero, buffer_size=size))
+        whole = whole_groups(groups, bring_to_rank_zero)
         with writes_to("--save-debug-rollout-data", target):
             if self.layout.rank == 0:
                 save_rollout(target, step, whole)

@@ -17,7 +17,7 @@ from slime_like.rollout.sample_plane import (
     bring_to_rank_zero,
     deliver_samples,
     delivery_of,
-    tell_all,
+    share_index,
 )
 from slime_like.sample_index import RemoteSample, complete
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
@@ -65,7 +65,7 @@ def exchange(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, int]
         "not the last": [i % (world - 1) for i in range(COUNT)],
     }[arguments["holders"]]
     own = [made(i) for i in range(COUNT) if holders[i] == rank]
-    known = tell_all(own, holders)
+    known = share_index(own, holders)
     assert [isinstance(s, RemoteSample) for s in known] == [h != rank for h in holders]
     # two ranks to a part where there are four, and a critic in a layout of its own
     policy = Sharing(np.arange(world) % max(1, world // 2), np.arange(COUNT) % max(1, world // 2))

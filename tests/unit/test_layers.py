@@ -22,6 +22,7 @@ LAYERS = (
         "slime_like.distributed",
         "slime_like.checkpoints",
         "slime_like.types",
+        "slime_like.sample_index",
         "slime_like.registry",
         "slime_like.metrics",
         "slime_like.import_utils",

@@ -32,7 +32,7 @@ from slime_like.types import GREEDY_REWARD, NOT_SAMPLED, OPTIONAL_TENSORS, Sampl
 
 KNOWN = (
     *("sample_id", "group_id", "total_length", "response_length", "prompt_length"),
-    *("active_tokens", "greedy_reward", "status", "ended", "version_counts", "told_versions"),
+    *("active_tokens", "greedy_reward", "status", "ended", "version_counts", "versions_length"),
 )
 TRAVELS = ("tokens", "loss_mask", *OPTIONAL_TENSORS)
 

@@ -3,7 +3,7 @@
 ``function(args, rollout_id, data_source, evaluation=False)``.
 
 The function runs on rank 0, within a deadline; what it returns is checked there and stays there,
-and all ranks are told of it.
+and all ranks get the index of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slime_like.rollout.collector import Collected
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.group_buffer import GroupBuffer
 from slime_like.rollout.hooks import group_filters
-from slime_like.rollout.rank_zero import groups_told, told_by_rank_zero
+from slime_like.rollout.rank_zero import groups_of_index, index_of_groups
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.types import SampleGroup
 
@@ -79,10 +79,10 @@ class RolloutFunction:
             )
             groups, metrics = read_train_output(result, expected)
             own.extend(SampleGroup(group[0].group_id, tuple(group)) for group in groups)
-            return told_by_rank_zero(own), metrics
+            return index_of_groups(own), metrics
 
-        told, metrics = self._call(rollout_id, read, evaluation=False)
-        return Collected(own or groups_told(told), [], metrics)
+        index, metrics = self._call(rollout_id, read, evaluation=False)
+        return Collected(own or groups_of_index(index), [], metrics)
 
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """As `Evaluator.evaluate`."""
