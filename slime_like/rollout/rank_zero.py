@@ -35,7 +35,7 @@ Whole = Callable[[Sequence[AnySample]], list[AnySample]]  # brings samples to ra
 
 
 def index_of_groups(groups: Sequence[SampleGroup]) -> tuple[list[int], Rows, Versions]:
-    """What rank 0 tells the others of groups that it has: sizes and samples."""
+    """The index of groups that rank 0 has: their sizes, and rows of their samples."""
     samples = complete(s for group in groups for s in group.samples)
     return [len(group.samples) for group in groups], *rows_of(samples, 0)
 
