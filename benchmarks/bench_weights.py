@@ -110,7 +110,9 @@ def measure(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
             "everywhere": lambda: take(stream(size)),
             "rank zero": lambda: take(stream(size).to_rank_zero()),
             "own": lambda: take(stream(size).own()),
-            "disk": lambda: save_hf(arguments["output"], stream(size), arguments["folder"]),
+            "disk": lambda: save_hf(
+                arguments["output"], stream(size), arguments["folder"], 8 * size
+            ),
             ONE_BY_ONE: lambda: take(stream(1)),
         }
         seconds: dict[str, list[float]] = {way: [] for way in ways}

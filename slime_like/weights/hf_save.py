@@ -48,8 +48,8 @@ def save_hf(
     """Write `stream` as safetensors (in shards, with an index, when over `max_shard_bytes`), with
     config.json and the tokenizer files of `config_source_folder`. Collective.
 
-    Of a `WeightStream` every sender writes what it has, where all ranks see the folder; else rank 0
-    writes all. The writers of a host hold at most `max_shard_bytes` of tensors (or one tensor each)
+    Of a `WeightStream` that is more than one file every sender writes what it has, where all ranks
+    see the folder; else rank 0 writes all. The writers of a host hold at most `max_shard_bytes` of tensors (or one tensor each)
     in CPU memory. All is written beside `folder` and renamed once it is on disk: a reader sees a
     whole folder or none. An earlier save at `folder` is replaced. Raises, on every rank: ValueError
     when `folder` holds something other than a Hugging Face model or is the source itself, or the
@@ -79,7 +79,8 @@ def save_hf(
         temporary = from_rank_zero(prepare)
         writes = rank_zero
         if isinstance(stream, WeightStream):
-            writes = all(gather(temporary.is_dir()))
+            is_large = sum(planned.nbytes for planned in stream.plan) > max_shard_bytes
+            writes = is_large and all(gather(temporary.is_dir()))
             mine = stream.own() if writes else stream.to_rank_zero()
             if writes:
                 max_shard_bytes //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

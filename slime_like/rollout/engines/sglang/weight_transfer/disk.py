@@ -15,6 +15,8 @@ from slime_like.rollout.engines.sglang.weight_transfer.servers import Servers
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_save import save_hf, write_hf
 
+FILE_BYTES = 2**29  # a larger model is in several files, which all senders write
+
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
@@ -24,7 +26,7 @@ class SaveOrder:
     source: str
 
     def assist(self, weights: WeightStream) -> None:
-        save_hf(self.folder, weights, self.source)
+        save_hf(self.folder, weights, self.source, FILE_BYTES)
 
 
 class DiskTransport(WeightTransport):
