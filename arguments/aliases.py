@@ -64,40 +64,49 @@ NO_EFFECT: Mapping[str, str] = {
     "--auto-detect-ckpt-format": "the format of a checkpoint is always detected",
     "--exit-signal-handler": "a run with --save always saves on SIGTERM",
 }
+_NO_TRACKER = "metrics go to metrics.jsonl and TensorBoard"
+_WHOLE = "weights are sent whole each time, which gives the servers the same weights"
+_COLOCATED = "with --colocate servers release their memory while the trainer works, and the trainer keeps its own; otherwise nothing is offloaded"
+# As NO_EFFECT, with or without a value.
+IGNORED: Mapping[str, str] = {
+    f"--{name}": why
+    for why, names in {
+        _NO_TRACKER: """use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team wandb-group wandb-project
+            wandb-run-id wandb-always-use-train-step disable-wandb-random-suffix tb-project-name tb-experiment-name""",
+        _WHOLE: """update-weight-mode update-weight-local-checkpoint-dir update-weight-delta-encoding
+            update-weight-delta-checksum""",
+        "rows are padded as the layout needs it": "data-pad-size-multiplier",
+        _COLOCATED: "offload offload-train no-offload-train offload-rollout no-offload-rollout",
+    }.items()
+    for name in names.split()
+}
 _ENGINES = "this setting of rollout engines"
-_OFFLOAD = (
-    "--colocate gives the servers' memory to the trainer and back without a flag of its own; the trainer's gradients and optimizer state stay on "
-    "its GPUs while the servers generate"
-)
 _HOOKS = "custom functions at this place"
 _WANDB = "metrics go to metrics.jsonl and TensorBoard"
 _OPD = "a teacher in Megatron's format"
 _CRITIC = "the critic is on the processes of the policy; its layout there is chosen with --critic-tensor-model-parallel-size and its siblings"
-_MICRO = "micro-batches are cut by --micro-batch-size or --max-tokens-per-gpu"
 _CLUSTER = "the layout is given by torchrun (or SLURM) and the parallel sizes"
 _SYNC = "this way of handing over weights"
 _DEBUG = "this debugging aid"
 
 NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
-    _OFFLOAD: "offload offload-train no-offload-train offload-rollout no-offload-rollout",
-    _ENGINES: """rollout-skip-special-tokens rollout-max-context-len use-distributed-post http-proxy
-        rollout-data-transport enable-mtp-training release-train""",
+    _ENGINES: """rollout-skip-special-tokens use-distributed-post http-proxy
+        rollout-data-transport release-train""",
     _HOOKS: """custom-pg-loss-reducer-function-path custom-advantage-function-path
         custom-convert-samples-to-train-data-path custom-rollout-log-function-path custom-eval-rollout-log-function-path
         custom-megatron-init-path custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
-        custom-model-provider-path custom-update-weight-post-write-path custom-config-path data-source-path rollout-sample-hook-path rollout-all-samples-process-path
-        rollout-data-postprocess-path megatron-config-path spec""",
-    _WANDB: """use-wandb wandb-mode wandb-dir wandb-key wandb-host wandb-team wandb-group wandb-project wandb-run-id
-        wandb-always-use-train-step disable-wandb-random-suffix tb-project-name tb-experiment-name log-multi-turn log-passrate
-        log-reward-category log-correct-samples""",
+        custom-model-provider-path custom-update-weight-post-write-path data-source-path rollout-sample-hook-path rollout-all-samples-process-path
+        rollout-data-postprocess-path megatron-config-path""",
+    _WANDB: "log-multi-turn log-passrate log-reward-category log-correct-samples",
+    "multi-token prediction": "enable-mtp-training",
     _OPD: "opd-teacher-ckpt-step",
     _CRITIC: "critic-num-nodes critic-num-gpus-per-node",
     "the critic is a part of every checkpoint in --save, so that both are of the same moment": "critic-save",
-    "training a critic or a policy without the other": "critic-train-only disable-compute-advantages-and-returns",
-    _MICRO: "data-pad-size-multiplier allgather-cp",
-    _CLUSTER: """actor-num-nodes actor-num-gpus-per-node num-gpus-per-node train-backend train-env-vars qwen-gdn-backend rank
-        local-rank""",
-    _SYNC: """update-weight-mode update-weight-local-checkpoint-dir update-weight-delta-encoding update-weight-delta-checksum update-weights-interval keep-old-actor
+    "training a critic or a policy without the other": "critic-train-only",
+    "this exchange of context parallelism; see --cp-comm-type": "allgather-cp",
+    "servers that only prefill": "prefill-num-servers",
+    _CLUSTER: "train-env-vars qwen-gdn-backend rank local-rank",
+    _SYNC: """update-weights-interval keep-old-actor
         force-fp8-ue8m0-scale""",
     _DEBUG: """save-debug-train-data dump-details load-debug-rollout-data-subsample load-forge-rollout-data memory-recorder
         memory-snapshot-dir memory-snapshot-num-steps record-memory-history profile-target use-pytorch-profiler profile
@@ -112,9 +121,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     "this setting of evaluation": """eval-max-prompt-len eval-min-new-tokens eval-max-context-len""",
     "training a part of the parameters": """only-train-params-name-list freeze-params-name-list freeze-indexer""",
     "a reference model that follows the policy": "ref-update-interval",
-    "this model setting": """model-name padded-vocab-size post-self-attn-layernorm post-mlp-layernorm use-gated-attention
-        spec v-head-dim q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim rotary-scaling-factor mscale
-        mscale-all-dim seq-length decoder-seq-length no-rope-freq""",
+    "this model setting": """padded-vocab-size seq-length decoder-seq-length no-rope-freq""",
     "this optimizer setting": "reset-optimizer-states use-stateless-adam use-rollout-entropy",
     "Megatron-LM's own training loop": """train-iters train-samples lr-decay-samples lr-warmup-samples eval-iters data-path split tokenizer-type
         tokenizer-model vocab-file merge-file num-workers ckpt-format use-checkpoint-opt_param-scheduler override-opt-param-scheduler
@@ -127,7 +134,6 @@ NOT_IMPLEMENTED: Mapping[str, str] = {
 }
 _PREFIXES = {
     "--vllm-": _ENGINES,
-    "--wandb-": _WANDB,
 }
 _PREFIXES |= {"--megatron-deepgemm-": "fp8 and fp4 training", "--lora-": "this setting of adapters"}
 
@@ -138,12 +144,9 @@ PASSED_ON: Mapping[str, str] = {
 }
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
-    "rm_type": dict.fromkeys(
-        ("deepscaler", "dapo", "f1", "gpqa", "ifbench", "random"), "this reward"
-    ),
+    "rm_type": dict.fromkeys(("ifbench", "random"), "this reward"),
     "opd_type": {"self": "a teacher that sees more than the policy"},
     "optimizer": {"muon": "this optimizer", "dist_muon": "this optimizer"},
-    "moe_token_dispatcher_type": {"flex": "the flex dispatcher, which needs DeepEP or HybridEP"},
     "moe_router_load_balancing_type": {"sinkhorn": "this balancing"},
     "rollout_engine": {"vllm": "this engine"},
 }

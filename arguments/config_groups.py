@@ -22,12 +22,14 @@ from arguments.schema import (
     ModelConfig,
     ParallelConfig,
     PreflightConfig,
+    RestatedConfig,
     RewardConfig,
     RolloutConfig,
     ScheduleConfig,
     SchedulingConfig,
     ServerConfig,
     SglangConfig,
+    SlimeConfig,
 )
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.value_loss import ValueLossConfig
@@ -61,4 +63,6 @@ class ConfigGroups:
     debug: DebugConfig
     preflight: PreflightConfig
     server: ServerConfig
+    slime: SlimeConfig
+    restated: RestatedConfig
     world_size: int

@@ -50,6 +50,8 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "debug": ("debug", schema.DebugConfig),
     "preflight": ("preflight", schema.PreflightConfig),
     "server": ("server", schema.ServerConfig),
+    "slime": ("slime's launch scripts", schema.SlimeConfig),
+    "restated": ("network, restated", schema.RestatedConfig),
 }
 NETWORK = "network (megatron-core)"
 RUN_FILE = Flag(
@@ -254,7 +256,9 @@ def _flag_table(version: int) -> FlagTable:
             flags.append(replace(flag, help=words))
     flags += loss_flags()
     flags += flags_of(MegatronSpellings, NETWORK)
-    return FlagTable([*flags, *without_clashes(flags, _megatron_flags())])
+    ours = {flag.dest for flag in flags}
+    theirs = [flag for flag in _megatron_flags() if flag.dest not in ours]
+    return FlagTable([*flags, *without_clashes(flags, theirs)])
 
 
 @cache

@@ -47,7 +47,7 @@ CONFIGS_OF_GROUP = {
 # What works here. A field that is not named is known, and refused, whichever release brought it.
 SUPPORTED = frozenset(
     """
-    num_layers hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels hidden_dropout attention_dropout
+    num_layers num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage hidden_size num_attention_heads num_query_groups ffn_hidden_size kv_channels hidden_dropout attention_dropout
     fp32_residual_connection layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias
     normalization qk_layernorm rotary_interleaved init_method_std embedding_init_method_std attention_softmax_in_fp32
     apply_query_key_layer_scaling disable_bf16_reduced_precision_matmul attention_backend bias_activation_fusion
@@ -59,7 +59,7 @@ SUPPORTED = frozenset(
     moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
     moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_enable_expert_bias
     moe_router_bias_update_rate moe_token_dispatcher_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity
-    moe_token_drop_policy moe_grouped_gemm moe_permute_fusion moe_router_fusion
+    moe_token_drop_policy moe_enable_deepep moe_grouped_gemm moe_permute_fusion moe_router_fusion
     lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm optimizer adam_beta1 adam_beta2 adam_eps decoupled_weight_decay sgd_momentum clip_grad
     use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype main_grads_dtype main_params_dtype
     optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params
@@ -101,7 +101,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("adam", "sgd"),
     "recompute_modules": ("core_attn", "mlp", "layernorm", "moe", "shared_experts"),
     "cp_comm_type": ("p2p", "all_gather", "a2a"),
-    "moe_token_dispatcher_type": ("alltoall", "allgather"),
+    "moe_token_dispatcher_type": ("alltoall", "allgather", "flex"),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
 }
 # Fields that are a torch.dtype, and Megatron-LM's words for it: what Transformer Engine's Adam can

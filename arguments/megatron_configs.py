@@ -101,6 +101,7 @@ def build_megatron_configs(
     """
     if machine.planned:
         machine, model = Machine.here(), dataclasses.replace(model, transformer_impl="local")
+        values = {**values, "moe_permute_fusion": False}  # a kernel of Transformer Engine's
     nccl = parallel.distributed_backend == "nccl" or (
         parallel.distributed_backend == "auto" and machine.cuda
     )

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 NETWORK: Mapping[str, str] = {
     "num_layers": "Transformer layers of the whole model, over all pipeline stages.",
+    "num_layers_in_first_pipeline_stage": "Layers of the first pipeline stage; the others share the rest equally.",
+    "num_layers_in_last_pipeline_stage": "Layers of the last pipeline stage; the others share the rest equally.",
     "hidden_size": "Width of the hidden states between layers.",
     "num_attention_heads": "Query heads of each attention layer; --tensor-model-parallel-size has to divide them.",
     "num_query_groups": "Key-value heads of each attention layer, each shared by as many query heads; a divisor of --num-attention-heads.",
@@ -73,6 +75,7 @@ EXPERTS: Mapping[str, str] = {
     "moe_expert_capacity_factor": "Tokens an expert takes of a micro-batch, in multiples of its even share; more are dropped. Default: none are.",
     "moe_pad_expert_input_to_capacity": "Fill every expert up to its capacity, so that shapes are constant; needs --moe-expert-capacity-factor.",
     "moe_token_drop_policy": "Over capacity, an expert drops the tokens of least weight (probs) or the last ones (position).",
+    "moe_enable_deepep": "With --moe-token-dispatcher-type flex: dispatch by DeepEP where it is installed, else all-to-all.",
     "moe_grouped_gemm": "One grouped matrix product for all experts of a rank; needs Transformer Engine layers.",
     "moe_permute_fusion": "Fused kernels that sort tokens by expert and back; needs Transformer Engine layers.",
     "moe_router_fusion": "Fused kernels for choosing experts and for the auxiliary loss; needs Transformer Engine layers.",

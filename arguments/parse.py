@@ -18,7 +18,8 @@ from arguments.critic_layout import build_critic
 from arguments.eval_sets import eval_sets_of
 from arguments.flag_registry import GROUPS, FlagTable, flag_table, normalise
 from arguments.help import SERVER_USAGE, TRAIN_USAGE
-from arguments.hf.model import HfModel, read_hf_model
+from arguments.hf.model import HfModel, UnsupportedNetwork, read_hf_model
+from arguments.hf.restated import restated_problems, same_network
 from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
 from arguments.megatron_configs import Machine, build_megatron_configs, resolve_transformer_impl
 from arguments.parser import HelpRequested, LauncherParser
@@ -35,6 +36,7 @@ from arguments.rules.sglang import completed_sglang
 from arguments.run_config import RunConfig, TeacherModel
 from arguments.run_file import read_run_file
 from arguments.schema import ModelConfig, PreflightConfig
+from arguments.slime_launch import settle_slime_launch, slime_world_size
 from arguments.values import ParsedArgs, merge
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem, flag_name
@@ -99,7 +101,8 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
     loss, policy_loss = choose_loss(given, table)
     checkpoint = _read_checkpoint(given)
     preflight = _make(PreflightConfig, given.values)
-    world_size = preflight.world_size or world_size
+    planned = slime_world_size(given.values) if preflight.preflight else None
+    world_size = preflight.world_size or planned or world_size
     draft = _draft(given, loss, policy_loss, checkpoint, world_size, program)
     problems = given.problems + [p for p in draft.problems if not _about_unread(p, given, table)]
     if problems:
@@ -181,6 +184,7 @@ def _read(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]
     resolve_aliases(both)
     _own_icepop(both)
     _kl_in_the_reward(both)
+    settle_slime_launch(both)
     return both, parser.table
 
 
@@ -278,6 +282,8 @@ def _read_checkpoint(given: ParsedArgs) -> HfModel | None:
         return None
     try:
         return read_hf_model(folder)
+    except UnsupportedNetwork:
+        raise
     except ConfigError as error:
         given.problems += error.problems
         return None
@@ -317,6 +323,7 @@ def _draft(
     explicit, problems = network_of_flags(values)
     if checkpoint is not None:
         said = {name: values[name] for name in checkpoint.gpt if name in values}
+        explicit = same_network(explicit, checkpoint.transformer, values)
         problems += disagreements(explicit, checkpoint.transformer, values)
         problems += disagreements(said, checkpoint.gpt, {})
         configs["gpt"] = dataclasses.replace(configs["gpt"], **{**checkpoint.gpt, **said})
@@ -330,6 +337,8 @@ def _draft(
             checkpoint,
             value_head=True,
         )
+    if checkpoint is not None or "hf_checkpoint" not in values:
+        problems += restated_problems(configs["restated"], checkpoint, frozenset(values))
     core = merge_network(explicit, checkpoint.transformer if checkpoint is not None else {}, values)
     eval_sets, wrong = eval_sets_of(configs["eval"])
     problems += wrong

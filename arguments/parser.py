@@ -18,6 +18,7 @@ import slime_like
 from arguments.aliases import (
     ALIASES,
     DEPRECATED,
+    IGNORED,
     NEGATED_ALIASES,
     NO_EFFECT,
     PASSED_ON,
@@ -330,6 +331,7 @@ class LauncherParser(argparse.ArgumentParser):
         return (
             name in PRESETS
             or name in NO_EFFECT
+            or name in IGNORED
             or self._passed_on(name) is not None
             or self._reason(name) is not None
         )
@@ -358,6 +360,10 @@ class LauncherParser(argparse.ArgumentParser):
     def take_other(self, typed: str, value: Any, given: ParsedArgs) -> None:
         """A flag that is no setting itself. value: True where none was given."""
         name = self._registered(typed)
+        if name in IGNORED:
+            if value not in ("null", None, False):
+                given.warnings.append(f"{typed} has no effect here: {IGNORED[name]}")
+            return None
         if name in PRESETS or name in NO_EFFECT:
             return self._take_preset(name, typed, value, given)
         if (prefix := self._passed_on(name)) is not None:

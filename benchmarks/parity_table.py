@@ -57,6 +57,11 @@ LAYOUTS = (
     Layout(
         "PP2 VP2", 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     ),
+    Layout(
+        "PP2, 3 and 1 layers",
+        2,
+        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1",
+    ),
     Layout("DP2", 2, ""),
     Layout("DP2 distributed optimizer", 2, "--use-distributed-optimizer"),
     Layout(

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from arguments.aliases import ALIASES, NO_EFFECT, NOT_IMPLEMENTED_GROUPS, PRESETS  # noqa: E402
+from arguments.aliases import ALIASES, IGNORED, NO_EFFECT, NOT_IMPLEMENTED_GROUPS, PRESETS  # noqa: E402
 from arguments.flag_registry import FlagTable, flag_table  # noqa: E402
 from arguments.flags import Flag  # noqa: E402
 from arguments.help import default_words  # noqa: E402
@@ -109,7 +109,9 @@ def spellings(table: FlagTable) -> list[str]:
         rows.append(
             f"| `{typed}` | {', '.join(f'{name} = {value}' for name, value in values.items())} |"
         )
-    return rows + [f"| `{typed}` | nothing: {why} |" for typed, why in NO_EFFECT.items()]
+    return rows + [
+        f"| `{typed}` | nothing: {why} |" for typed, why in {**NO_EFFECT, **IGNORED}.items()
+    ]
 
 
 def main() -> int:

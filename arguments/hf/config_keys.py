@@ -57,6 +57,20 @@ REFUSED_WHEN_SET = {
     "pruned_heads": "pruned heads are not supported",
     "tie_encoder_decoder": "encoder-decoder models are not supported",
 }
+_GDN = "gated delta net layers (linear attention)"
+_DSA = "sparse attention with an indexer (DSA)"
+# Architectures that people train and that are not here -> the feature of their networks that is not.
+UNSUPPORTED: Mapping[str, str] = {
+    "Qwen3NextForCausalLM": _GDN,
+    "Qwen3_5ForConditionalGeneration": _GDN,
+    "Qwen3_5MoeForConditionalGeneration": _GDN,
+    "DeepseekV32ForCausalLM": _DSA,
+    "GlmMoeDsaForCausalLM": _DSA,
+    "Glm4ForCausalLM": "four norms in a layer, with interleaved partial rotary embeddings",
+    "Glm4MoeForCausalLM": "partial rotary embeddings",
+    "MiniMaxM2ForCausalLM": "query and key norms over all heads at once",
+    "MiMoForCausalLM": "multi-token prediction",
+}
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 DTYPES = ("float32", "bfloat16", "float16")
 LARGEST = 2**31  # of any number in such a file
@@ -103,12 +117,19 @@ ROPE = ("an object with numbers and a rope_type", _is_rope)
 KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "architectures": ("a list of names", _list_of(str)),
     "layer_types": ("a list of names", _list_of(str)),
+    "mlp_layer_types": ("a list of names", _list_of(str)),
     "mlp_only_layers": ("a list of layers", _list_of(int)),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE),
     **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), TEXT),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "attention_dropout"), NUMBER),
     **dict.fromkeys(
-        ("num_hidden_layers", "max_window_layers", "first_k_dense_replace", "n_shared_experts"),
+        (
+            "num_hidden_layers",
+            "max_window_layers",
+            "first_k_dense_replace",
+            "n_shared_experts",
+            "num_nextn_predict_layers",
+        ),
         COUNT,
     ),
 }

@@ -26,6 +26,7 @@ from arguments.hf.config_keys import (
     MAPPED,
     REFUSED_WHEN_SET,
     REQUIRED,
+    UNSUPPORTED,
     WITHOUT_EFFECT,
 )
 from arguments.hf.rope import read_rope
@@ -41,7 +42,7 @@ class HfModel:
     architecture: e.g. "LlamaForCausalLM". model_type: e.g. "llama". dtype: the name of the stored
     weights' dtype, e.g. "bfloat16", or None where the file does not say. transformer:
     TransformerConfig field -> value; `activation_func` is a name ("silu"), not a callable. gpt:
-    GPTModelConfig field -> value.
+    GPTModelConfig field -> value. untrained_layers: that the files have after the model's own.
     """
 
     architecture: str
@@ -49,6 +50,12 @@ class HfModel:
     transformer: dict[str, Any]
     gpt: dict[str, Any]
     dtype: str | None
+    untrained_layers: int = 0
+
+
+class UnsupportedNetwork(ConfigError):
+    """An architecture that is known and not here: what else a command line says about it is no
+    problem of the user's."""
 
 
 VALUE_MODELS = re.compile(r"For(?:Token|Sequence)Classification$")
@@ -101,7 +108,9 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
         reader.refuse(f"dtype {dtype!r} is not supported; legal values: {', '.join(DTYPES)}")
     if reader.problems:
         raise ConfigError(reader.problems)
-    return HfModel(architecture, family.model_type, transformer, gpt, dtype)
+    model_type = str(reader.config.get("model_type", family.model_type))
+    untrained = family.untrained_layers(reader)
+    return HfModel(architecture, model_type, transformer, gpt, dtype, untrained)
 
 
 def _read_config(folder: str) -> dict[str, Any]:
@@ -149,12 +158,15 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
     if value_head:
         names = [VALUE_MODELS.sub("ForCausalLM", str(name)) for name in names]
         legal += ", or these with ForTokenClassification or ForSequenceClassification"
+    if len(names) == 1 and names[0] in UNSUPPORTED and names[0] not in model_families.names():
+        message = f"config.json: {names[0]} is not supported: it has {UNSUPPORTED[names[0]]}"
+        raise UnsupportedNetwork([Problem("--hf-checkpoint", reader.folder, message)])
     if len(names) != 1 or names[0] not in model_families.names():
         reader.refuse(f"architectures {names!r} is not supported; legal values: one of {legal}")
         raise ConfigError(reader.problems)
     family = model_families.get(names[0])
     model_type = reader.config.get("model_type", family.model_type)
-    if model_type != family.model_type:
+    if model_type not in (family.model_type, *family.other_model_types):
         reader.refuse(
             f"model_type {model_type!r} does not go with {names[0]}; it must be {family.model_type!r}"
         )

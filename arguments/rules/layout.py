@@ -74,12 +74,6 @@ def context_parallel_has_limits(s: Settings) -> list[Problem]:
                 "must be 0 with --context-parallel-size above 1, whose ranks would all drop the same positions",
             )
     local = resolve_transformer_impl(s.model, s.machine) == "local"
-    if s.core.get("multi_latent_attention") and not local:
-        found += problem(
-            "context_parallel_size",
-            size,
-            "is proved for multi-latent attention with --transformer-impl local only; use that",
-        )
     if local and how not in (None, "all_gather"):
         found += problem(
             "cp_comm_type",
@@ -96,6 +90,16 @@ def context_parallel_has_limits(s: Settings) -> list[Problem]:
             f"exchanges heads, so --context-parallel-size {size} must divide {have}; use p2p or all_gather",
         )
     return found
+
+
+def latent_attention_with_context_parallel(s: Settings) -> str | None:
+    local = resolve_transformer_impl(s.model, s.machine) == "local"
+    if s.parallel.context_parallel_size == 1 or local or not s.core.get("multi_latent_attention"):
+        return None
+    return (
+        "--context-parallel-size with multi-latent attention is proved with --transformer-impl local only; compare a step's "
+        "log-probs with those of --context-parallel-size 1"
+    )
 
 
 def virtual_stages_of(parallel: ParallelConfig, num_layers: int | None) -> int | None:
@@ -131,10 +135,42 @@ def interleaved_flags(s: Settings) -> list[Problem]:
     return []
 
 
+UNEQUAL_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
+
+def unequal_stages(s: LayoutSettings) -> list[Problem]:
+    """--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers: the other stages
+    share the remaining layers equally."""
+    pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core["num_layers"]
+    own = {name: s.core[name] for name in UNEQUAL_STAGES if s.core.get(name)}
+    name = next(iter(own))
+    if pipeline == 1:
+        return problem(name, own[name], "needs --pipeline-model-parallel-size above 1")
+    parallel = s.parallel
+    if (
+        parallel.num_virtual_stages_per_pipeline_rank
+        or parallel.num_layers_per_virtual_pipeline_stage
+    ):
+        words = "does not go with the interleaved schedule here; leave one of them out"
+        return problem(name, own[name], words)
+    rest, others = layers - sum(own.values()), pipeline - len(own)
+    if (
+        min(own.values()) < 1
+        or rest < others
+        or (others == 0 and rest)
+        or (others and rest % others)
+    ):
+        words = f"leaves {rest} of the {layers} layers, which the {others} other stages cannot share equally"
+        return problem(name, own[name], words)
+    return []
+
+
 def pipeline_divides_the_layers(s: LayoutSettings) -> list[Problem]:
     pipeline, layers = s.parallel.pipeline_model_parallel_size, s.core.get("num_layers")
     if not layers:
         return []
+    if any(s.core.get(name) for name in UNEQUAL_STAGES):
+        return unequal_stages(s)
     if layers % pipeline:
         return problem(
             "pipeline_model_parallel_size",

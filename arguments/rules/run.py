@@ -30,11 +30,13 @@ from arguments.rules.layout import (
     MICRO_BATCH_RULES,
     PARALLEL_RULES,
     global_batch_of,
+    latent_attention_with_context_parallel,
 )
 from arguments.rules.network import MOE_RULES, MOE_WARNINGS, NETWORK_RULES
 from arguments.rules.scheduling import SCHEDULING_RULES
 from arguments.rules.server import only_the_server_has_these
 from arguments.rules.sglang import SGLANG_RULES
+from arguments.rules.slime import SLIME_RULES
 from arguments.rules.training import (
     LEARNING_RATE_RULES,
     LORA_RULES,
@@ -91,7 +93,7 @@ def reduction_fits_the_loss(s: Settings) -> list[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
-    declared_rules,
+    declared_rules, *SLIME_RULES,
     *PARALLEL_RULES, *NETWORK_RULES, *MOE_RULES, *BATCH_RULES, *MICRO_BATCH_RULES,
     kl_in_one_place, kl_needs_a_reference, reduction_fits_the_loss, *SUPERVISED_RULES, *LOSS_RULES,
     *CORRECTION_RULES, *ADVANTAGE_RULES, *CRITIC_RULES, critic_layout_is_possible, *LORA_RULES, *DISTILLATION_RULES,
@@ -158,7 +160,7 @@ def truncated_sampling(s: Settings) -> str | None:
 WARNINGS: tuple[Warn, ...] = (
     reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling,
     wide_gspo_range, gmpo_needs_one_advantage, sapo_needs_a_group, idle_advantage_settings, nothing_to_learn,
-    *MOE_WARNINGS, *OPTIMIZER_WARNINGS, nothing_to_overlap,
+    *MOE_WARNINGS, *OPTIMIZER_WARNINGS, nothing_to_overlap, latent_attention_with_context_parallel,
 )  # fmt: skip
 
 

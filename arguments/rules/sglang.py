@@ -238,17 +238,16 @@ def weight_transport_fits(s: Settings) -> list[Problem]:
             None,
             f"is missing: a folder that {far[0]} sees too, under the same name",
         )
-    parallel = [
-        name
-        for name in ("dp_size", "pp_size")
-        if str((g.sglang_server_flags or {}).get(name, 1)) != "1"
-    ]
+    flags = g.sglang_server_flags or {}
+    # with data-parallel attention the ranks of a server are its tensor-parallel ones still
+    replicas = ("pp_size",) if flags.get("enable_dp_attention") else ("dp_size", "pp_size")
+    parallel = [name for name in replicas if str(flags.get(name, 1)) != "1"]
     if parallel and not disk:
         name = parallel[0].replace("_", "-")
         found.append(
             Problem(
                 f"--sglang-{name}",
-                (g.sglang_server_flags or {})[parallel[0]],
+                flags[parallel[0]],
                 "needs --update-weight-transport disk",
             )
         )

@@ -16,6 +16,7 @@ from arguments.schema.rollout import RewardConfig, RolloutConfig
 from arguments.schema.scheduling import SchedulingConfig
 from arguments.schema.server import ServerConfig
 from arguments.schema.sglang import SglangConfig
+from arguments.schema.slime import RestatedConfig, SlimeConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -32,10 +33,12 @@ __all__ = [
     "ModelConfig",
     "ParallelConfig",
     "PreflightConfig",
+    "RestatedConfig",
     "RewardConfig",
     "RolloutConfig",
     "ScheduleConfig",
     "SchedulingConfig",
     "ServerConfig",
     "SglangConfig",
+    "SlimeConfig",
 ]

@@ -44,6 +44,16 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     return float(bool(answer) and verify(gold, answer, timeout_seconds=None))
 
 
+def equal(answer: str, truth: str) -> bool:
+    """Whether two expressions, without box or dollar signs, are the same; False where one cannot be
+    read."""
+    from math_verify import parse, verify
+
+    gold = parse(f"${truth}$", parsing_timeout=None)
+    said = parse(f"${answer}$", parsing_timeout=None)
+    return bool(gold) and bool(said) and bool(verify(gold, said, timeout_seconds=None))
+
+
 def final_answer(response: str) -> str:
     """What of the response is the answer: after the last ``</think>``, the last ``\\boxed{...}``
     there.

@@ -9,7 +9,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slime_like.registry import Registry
-from slime_like.rewards import code, confinement, exact_match, gsm8k, math, remote, task
+from slime_like.rewards import (
+    code,
+    confinement,
+    dapo,
+    deepscaler,
+    exact_match,
+    f1,
+    gpqa,
+    gsm8k,
+    math,
+    remote,
+    task,
+)
 
 Score = Callable[[str, Any, Mapping[str, Any]], float]  # (response, label, metadata)
 ScoreFunction = TypeVar("ScoreFunction", bound=Score)
@@ -88,6 +100,22 @@ register_reward(
     library=("math_verify", "math-verify"),
     help="math-verify finds the label in the response.",
 )(math.score)
+register_reward(
+    "deepscaler",
+    deepscaler.problem,
+    prepare=math.prepare,
+    library=("math_verify", "math-verify"),
+    help="math-verify finds the label in the box after </think>.",
+)(deepscaler.score)
+register_reward(
+    "dapo", dapo.problem, bounded=True, help="1 or -1: the last 'Answer:' is the label, an integer."
+)(dapo.score)
+register_reward("f1", f1.problem, bounded=True, help="F1 of the words of response and label.")(
+    f1.score
+)
+register_reward("gpqa", gpqa.problem, help="the letter, or the text, of the right choice.")(
+    gpqa.score
+)
 register_reward(
     "code", code.problem, prepare=code.prepare, help="the metadata's tests, in a sandbox."
 )(code.score)

@@ -109,7 +109,8 @@ def plan_loading(
         if value_head and not mapping.hf_shapes(sizes).keys() <= files.names
     ]
     there = {name: mapping for name, mapping in family.items() if name not in absent}
-    _check_names(files, there, folder, sizes)
+    untrained = range(config.num_layers, config.num_layers + hf.untrained_layers)
+    _check_names(files, there, folder, sizes, untrained)
     _check_tensors(files, there, folder, sizes)
     return LoadPlan(there, parts, frozenset(absent))
 
@@ -175,7 +176,13 @@ def _check_model(
             )
 
 
-def _check_names(files: WeightFiles, family: dict[str, Mapping], folder: str, sizes: Sizes) -> None:
+def _check_names(
+    files: WeightFiles,
+    family: dict[str, Mapping],
+    folder: str,
+    sizes: Sizes,
+    untrained: range = range(0),
+) -> None:
     wanted = {name for mapping in family.values() for name in mapping.hf_shapes(sizes)}
     problems = []
     if missing := wanted - files.names:
@@ -185,7 +192,9 @@ def _check_names(files: WeightFiles, family: dict[str, Mapping], folder: str, si
     surplus = {
         name
         for name in files.names - wanted
-        if name != "lm_head.weight" and not name.endswith(".rotary_emb.inv_freq")
+        if name != "lm_head.weight"
+        and not name.endswith(".rotary_emb.inv_freq")
+        and not name.startswith(tuple(f"model.layers.{layer}." for layer in untrained))
     }
     if surplus:
         problems.append(f"tensors that the model has no place for: {listed(surplus)}")

@@ -72,11 +72,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v3": (
         "DeepseekV3",
-        {**DEEPSEEK, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {
+            **DEEPSEEK,
+            "rms_norm_eps": 1e-3,  # not that of the latents
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
     "deepseek-v3-yarn": (
         "DeepseekV3",
         {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": YARN, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {
+            **{
+                k: v
+                for k, v in DEEPSEEK.items()
+                if k not in ("first_k_dense_replace", "num_mtp_layers")
+            },
+            "n_group": 1,
+            "topk_group": 1,
+            "mlp_layer_types": ["dense"] + ["sparse"] * (SIZES["num_hidden_layers"] - 1),
+        },
     ),
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
 }

@@ -35,6 +35,11 @@ IDLE = (
 # name of the rule, flags that are added, flags that are left out, processes, the flag that is
 # named, words of the message
 CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
+    ("world_is_slimes", "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --optimizer adam", (), 1, "--actor-num-gpus-per-node", "1 x 2 processes, and 1 run"),
+    ("world_is_slimes", "--actor-num-gpus-per-node 2 --num-gpus-per-node 1", (), 2, "--num-gpus-per-node", "is fewer than"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1", (), 3, "--decoder-first-pipeline-num-layers", "leaves 3 of the 4 layers"),
+    ("pipeline_divides_the_layers", "--decoder-last-pipeline-num-layers 1", (), 1, "--decoder-last-pipeline-num-layers", "above 1"),
+    ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --decoder-last-pipeline-num-layers 1", (), 2, "--decoder-last-pipeline-num-layers", "interleaved"),
     ("world_is_divisible", "--tensor-model-parallel-size 2", (), 3, "--tensor-model-parallel-size", "does not divide the 3 processes"),
     ("world_is_divisible", "--context-parallel-size 2", (), 3, "--tensor-model-parallel-size", "--context-parallel-size 2 = 2 does not divide"),
     ("sequence_parallel_needs_tensor_parallel", "--sequence-parallel", (), 1, "--sequence-parallel", "--tensor-model-parallel-size above 1"),

@@ -41,7 +41,7 @@ HERE = SGLANG + "--rollout-external-engine-addrs 127.0.0.1:30000 "
 STARTED = SGLANG + "--rollout-num-gpus 2 "
 # rule; flags; the flag that is named; words
 REFUSED = [
-    ("idle_sglang_settings", "--rollout-num-gpus 2", "--rollout-num-gpus", "--rollout-engine local"),
+    ("idle_sglang_settings", "--rollout-num-gpus 2 --rollout-engine local", "--rollout-num-gpus", "--rollout-engine local"),
     ("idle_sglang_settings", "--sglang-mem-fraction-static 0.7", "--sglang-mem-fraction-static", "--rollout-engine local"),
     ("engines_are_named", SGLANG, "--rollout-engine", "--rollout-external-engine-addrs host:port"),
     ("engines_are_named", HERE + "--sglang-router-ip 127.0.0.1", "--sglang-router-port", "go together"),

@@ -150,9 +150,8 @@ def test_all_problems_are_collected() -> None:
 
 SLIME_FLAGS_NOT_HERE = """
 --critic-num-nodes
---moe-enable-deepep
---custom-megatron-init-path --lora-dropout --use-wandb --actor-num-nodes
---moe-shared-expert-overlap --fp8-format --update-weight-mode --multimodal-keys --ref-update-interval
+--custom-megatron-init-path --lora-dropout
+--moe-shared-expert-overlap --fp8-format --multimodal-keys --ref-update-interval
 --mtp-num-layers --enable-mtp-training
 --critic-train-only --only-train-params-name-list
 """.split()  # noqa: SIM905
@@ -169,7 +168,7 @@ def test_known_flags_of_peers_are_refused_by_name(typed: str) -> None:
 
 @pytest.mark.parametrize(
     ("dest", "flag", "value"),
-    [("rm_type", "--rm-type", "deepscaler"),
+    [("rm_type", "--rm-type", "ifbench"),
      ("optimizer", "--optimizer", "muon"), ("rollout_engine", "--rollout-engine", "vllm")],
 )  # fmt: skip
 def test_known_values_of_peers_are_refused_by_name(dest: str, flag: str, value: str) -> None:
@@ -324,7 +323,11 @@ def test_a_switch_in_a_run_file_is_what_it_reads(tmp_path: Path, value: str) -> 
 
 @pytest.mark.parametrize(
     ("typed", "said"),
-    [("--fsdp", "Megatron-FSDP"), ("--wandb", "--use-wandb"), ("--bogus", "see --help")],
+    [
+        ("--fsdp", "Megatron-FSDP"),
+        ("--pytorch-profiler", "--use-pytorch-profiler"),
+        ("--bogus", "see --help"),
+    ],
 )
 def test_neighbours_of_names_that_are_not_here(typed: str, said: str) -> None:
     assert said in messages(read(typed))

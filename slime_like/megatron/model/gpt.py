@@ -59,6 +59,11 @@ EMBEDDING_FUNCTION = {
 }  # fmt: skip
 
 
+LATENT_EPSILON = 1e-6
+# The last two: Transformer Engine's, with the norm in the projection.
+LATENT_NORMS = (".q_layernorm", ".kv_layernorm", ".linear_q_up_proj", ".linear_kv_up_proj")
+
+
 def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, Any]:
     """Settings that tell one model from another, to say how a checkpoint's differs.
 
@@ -165,6 +170,7 @@ def build_chunks(
             vp_stage=vp_stage,
             **position,
         )
+        set_latent_epsilon(chunk)
         on_meta = next(chunk.parameters()).is_meta
         chunks.append(
             chunk.to(torch.cuda.current_device())
@@ -172,6 +178,16 @@ def build_chunks(
             else chunk
         )
     return chunks
+
+
+def set_latent_epsilon(chunk: GPTModel) -> None:
+    """The norms of latent attention's latents have an epsilon of their own, whatever
+    --norm-epsilon is: in transformers' DeepseekV3 and Glm4MoeLite it is its norm's default."""
+    if not chunk.config.multi_latent_attention:
+        return
+    for name, module in chunk.named_modules():
+        if name.endswith(LATENT_NORMS) and hasattr(module, "eps"):
+            module.eps = LATENT_EPSILON
 
 
 def to_model_precision(

@@ -36,6 +36,10 @@ def _no_settings(reader: ConfigReader) -> dict[str, Any]:
     return {}
 
 
+def _none(reader: ConfigReader) -> int:
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
     """One architecture.
@@ -46,7 +50,9 @@ class ModelFamily:
     every architecture, that must be there. keys: further ones that are read, or have no effect; any
     other key is an error. qkv_bias, qk_norm: of the attention. windows_by_size: `sliding_window`
     alone switches sliding windows on. settings: further fields of megatron-core's TransformerConfig
-    (experts, latent attention), from the keys.
+    (experts, latent attention), from the keys. other_model_types: of files of other publishers, the
+    same otherwise. untrained_layers: how many layers the files have after the model's own, which are
+    not read.
     """
 
     architecture: str
@@ -58,6 +64,8 @@ class ModelFamily:
     qk_norm: bool = False
     windows_by_size: bool = False
     settings: Callable[[ConfigReader], dict[str, Any]] = _no_settings
+    other_model_types: tuple[str, ...] = ()
+    untrained_layers: Callable[[ConfigReader], int] = _none
 
 
 model_families: Registry[ModelFamily] = Registry("architecture")

@@ -1,12 +1,14 @@
-"""DeepSeek-V3: multi-latent attention, experts chosen by sigmoids within groups.
+"""DeepSeek-V3, and what is built alike: Kimi-K2, Moonlight, GLM-4.7-Flash. Multi-latent attention,
+experts chosen by sigmoids within groups.
 
-What megatron-core 0.16 has no counterpart for is refused by key: multi-token prediction, other
+What megatron-core 0.16 has no counterpart for is refused by key: other
 group scores than the sum of each group's two best, weights that are not renormalised, rotary
-embeddings that are not interleaved.
+embeddings that are not interleaved. Layers of multi-token prediction are neither read nor trained.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from slime_like.weights.families import llama
@@ -42,6 +44,7 @@ KEYS = frozenset(
             "moe_intermediate_size",
             "num_experts_per_tok",
             "first_k_dense_replace",
+            "mlp_layer_types",
         ),
         *(
             "num_nextn_predict_layers",
@@ -83,11 +86,6 @@ def deepseek_settings(reader: ConfigReader) -> dict[str, Any]:
         value = reader.config.get(key)
         if value is not None and value != legal:
             reader.refuse(f"{key} {value!r} is not supported; the only legal value is {legal!r}")
-    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        if reader.config.get(key):
-            reader.refuse(
-                f"{key} {reader.config[key]!r}: multi-token prediction is not supported; set it to 0 and leave out its tensors"
-            )
     heads, groups = (
         reader.number("num_attention_heads"),
         reader.number("num_key_value_heads", default=reader.number("num_attention_heads")),
@@ -95,10 +93,6 @@ def deepseek_settings(reader: ConfigReader) -> dict[str, Any]:
     if groups != heads:
         reader.refuse(
             f"num_key_value_heads {groups} must be num_attention_heads {heads}: latent attention has no groups"
-        )
-    if reader.config.get("rms_norm_eps", 1e-6) != 1e-6:
-        reader.refuse(
-            f"rms_norm_eps {reader.config['rms_norm_eps']!r}: the norms of the latents have 1e-6 there, and one value here for all"
         )
     rope_dim = reader.number("qk_rope_head_dim")
     return {
@@ -164,10 +158,7 @@ def _experts(reader: ConfigReader) -> dict[str, Any]:
         reader.refuse(
             "num_experts_per_tok 1 is not supported: megatron-core does not renormalise a single weight"
         )
-    layers, dense = (
-        reader.number("num_hidden_layers"),
-        int(reader.config.get("first_k_dense_replace") or 0),
-    )
+    layers, dense = reader.number("num_hidden_layers"), _dense_layers(reader)
     if dense >= layers:
         reader.refuse(f"first_k_dense_replace {dense} leaves no layer with experts")
     ffn, shared = (
@@ -193,6 +184,22 @@ def _experts(reader: ConfigReader) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": shared * ffn,
         "moe_router_load_balancing_type": "none",
     }
+
+
+def _dense_layers(reader: ConfigReader) -> int:
+    """The first layers, which have no experts, by either of the keys."""
+    kinds = reader.config.get("mlp_layer_types")
+    if kinds is None:
+        return int(reader.config.get("first_k_dense_replace") or 0)
+    dense = [kind == "dense" for kind in kinds]
+    if dense != sorted(dense, reverse=True) or len(dense) != reader.number("num_hidden_layers"):
+        reader.refuse(f"mlp_layer_types {kinds!r:.200}: dense layers must be the first ones")
+    return sum(dense)
+
+
+def _untrained_layers(reader: ConfigReader) -> int:
+    """Of multi-token prediction: they stand after the model's own."""
+    return int(reader.config.get("num_nextn_predict_layers") or 0)
 
 
 # megatron-core turns the rotated part of queries and keys from pairs into halves itself, as the
@@ -237,13 +244,22 @@ PARAMETERS: dict[str, Mapping] = {
     ),
 }
 
+DEEPSEEK_V3 = ModelFamily(
+    "DeepseekV3ForCausalLM",
+    "deepseek_v3",
+    PARAMETERS,
+    required=REQUIRED,
+    keys=KEYS,
+    settings=deepseek_settings,
+    other_model_types=("kimi_k2",),
+    untrained_layers=_untrained_layers,
+)
+register_model_family(DEEPSEEK_V3)
 register_model_family(
-    ModelFamily(
-        "DeepseekV3ForCausalLM",
-        "deepseek_v3",
-        PARAMETERS,
-        required=REQUIRED,
-        keys=KEYS,
-        settings=deepseek_settings,
+    dataclasses.replace(
+        DEEPSEEK_V3,
+        architecture="Glm4MoeLiteForCausalLM",
+        model_type="glm4_moe_lite",
+        other_model_types=(),
     )
 )

@@ -1,0 +1,80 @@
+"""Flags that describe the network once more, against what config.json says; slime's scripts give
+them all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from arguments.hf.model import HfModel
+from arguments.schema import RestatedConfig
+from slime_like.config import Problem, flag_name
+
+# Of latent attention, which has its own sizes and no biases: megatron-core reads neither.
+IDLE_WITH_LATENT_ATTENTION = ("kv_channels", "add_qkv_bias")
+YARN = ("mscale", "mscale_all_dim")
+FEATURES = (
+    "attention_output_gate",
+    "use_gated_attention",
+    "post_self_attn_layernorm",
+    "post_mlp_layernorm",
+)
+
+
+def same_network(
+    explicit: Mapping[str, Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The flags about the network less those that say what config.json says in other words: one
+    group of experts is no groups, a balancing loss without weight is none."""
+    kept = dict(explicit)
+    idle: list[str] = []
+    if checkpoint.get("multi_latent_attention"):
+        idle += IDLE_WITH_LATENT_ATTENTION
+    if kept.get("moe_router_num_groups", 1) == 1 and kept.get("moe_router_group_topk", 1) == 1:
+        idle += ["moe_router_num_groups", "moe_router_group_topk"]
+    if not any(_as_list(kept.get("moe_aux_loss_coeff"))):
+        idle += ["moe_router_load_balancing_type"] if "num_moe_experts" in checkpoint else []
+    if checkpoint.get("ffn_hidden_size") is not None and not _has_dense_layers(checkpoint):
+        idle += ["ffn_hidden_size"]  # no layer is that wide
+    if checkpoint.get("moe_router_score_function") == "sigmoid":
+        idle += ["moe_router_pre_softmax"]
+    return {name: value for name, value in kept.items() if name not in idle}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _has_dense_layers(checkpoint: Mapping[str, Any]) -> bool:
+    return "num_moe_experts" not in checkpoint or checkpoint.get("moe_layer_freq", 1) != 1
+
+
+def restated_problems(
+    given: RestatedConfig, checkpoint: HfModel | None, names: frozenset[str]
+) -> list[Problem]:
+    """What differs from config.json. names: the settings that the user gave; checkpoint: None where
+    there is none."""
+    said = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name in names}
+    del_spec = said.pop("spec", None)
+    if checkpoint is None:
+        where = "is checked against --hf-checkpoint, which is missing"
+        everything = {**said, **({} if del_spec is None else {"spec": del_spec})}
+        return [Problem(flag_name(name), None, where) for name in everything]
+    there: dict[str, Any] = {
+        **dict.fromkeys(FEATURES, False),
+        "multi_latent_attention": False,
+        **checkpoint.transformer,
+        "model_name": checkpoint.model_type,
+    }
+    if there.get("rotary_scaling_factor", 1.0) == 1.0:
+        said = {name: value for name, value in said.items() if name not in YARN}  # of no effect
+    return [
+        Problem(
+            flag_name(name),
+            value,
+            f"disagrees with --hf-checkpoint, whose config.json has {there.get(name, 'no such thing')}; leave the flag out",
+        )
+        for name, value in said.items()
+        if value != there.get(name)
+    ]

@@ -1,0 +1,33 @@
+"""Rules about flags of slime's launch scripts."""
+
+from __future__ import annotations
+
+from arguments.rules.base import Rule, Settings, problem
+from arguments.slime_launch import LAUNCH, SLIME_GPUS_PER_NODE
+from slime_like.config import Problem
+
+
+def world_is_slimes(s: Settings) -> list[Problem]:
+    """--actor-num-nodes times --actor-num-gpus-per-node are the processes that torchrun started."""
+    given = [name for name in LAUNCH if name in s.given]
+    if not given:
+        return []
+    nodes = s.slime.actor_num_nodes or 1
+    per_node = s.slime.actor_num_gpus_per_node or SLIME_GPUS_PER_NODE
+    found = []
+    if nodes * per_node != s.world_size:
+        found += problem(
+            given[-1],
+            getattr(s.slime, given[-1]),
+            f"asks for {nodes} x {per_node} processes, and {s.world_size} run; start them with: torchrun --nnodes {nodes} "
+            f"--nproc-per-node {per_node} train.py ..., or look with --preflight",
+        )
+    there = s.slime.num_gpus_per_node
+    if there is not None and there < per_node:
+        found += problem(
+            "num_gpus_per_node", there, f"is fewer than --actor-num-gpus-per-node {per_node}"
+        )
+    return found
+
+
+SLIME_RULES: tuple[Rule, ...] = (world_is_slimes,)

@@ -1,0 +1,75 @@
+"""Flags of slime's launch scripts that restate what torchrun or the checkpoint say, and are checked
+against that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, arg
+
+_RESTATED = "As --hf-checkpoint's config.json has it: a different value is an error."
+
+
+@dataclass(frozen=True, slots=True)
+class SlimeConfig:
+    actor_num_nodes: int | None = arg(
+        None,
+        "slime: nodes of the trainer. Times --actor-num-gpus-per-node these are the processes of torchrun, or it is an error; either flag "
+        "brings slime's defaults: --bf16, --use-distributed-optimizer, one sample a prompt, SGLang servers.",
+        legal=AT_LEAST_ONE,
+    )  # fmt: skip
+    actor_num_gpus_per_node: int | None = arg(
+        None, "slime: processes of the trainer on each node.", legal=AT_LEAST_ONE
+    )
+    num_gpus_per_node: int | None = arg(
+        None,
+        "slime: GPUs of a node; at least --actor-num-gpus-per-node.",
+        legal=AT_LEAST_ONE,
+        needs="actor_num_nodes|actor_num_gpus_per_node",
+    )
+    train_backend: str | None = arg(
+        None, "slime: what trains; there is Megatron-core alone.", choices=("megatron",)
+    )
+    disable_compute_advantages_and_returns: bool = arg(
+        False,
+        "slime: no advantages are computed, as --loss-type sft_loss needs none.",
+        needs="loss_type=sft_loss",
+    )
+    rollout_max_context_len: int | None = arg(
+        None,
+        "slime: tokens of prompt and response. Prompts leave room for one token, unless --rollout-max-prompt-len is given; functions of yours "
+        "find it in args.",
+        legal=POSITIVE,
+    )  # fmt: skip
+    custom_config_path: str | None = arg(
+        None,
+        "slime: a YAML file whose keys are set in the args that your functions get, over flags of the same names.",
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RestatedConfig:
+    """Of the network, beyond what megatron-core's TransformerConfig and GPTModel have flags for."""
+
+    multi_latent_attention: bool = arg(False, _RESTATED)
+    q_lora_rank: int | None = arg(None, _RESTATED, legal=AT_LEAST_ONE)
+    kv_lora_rank: int | None = arg(None, _RESTATED, legal=AT_LEAST_ONE)
+    qk_head_dim: int | None = arg(None, _RESTATED, legal=AT_LEAST_ONE)
+    qk_pos_emb_head_dim: int | None = arg(None, _RESTATED, legal=AT_LEAST_ONE)
+    v_head_dim: int | None = arg(None, _RESTATED, legal=AT_LEAST_ONE)
+    rotary_scaling_factor: float | None = arg(None, _RESTATED, legal=POSITIVE)
+    mscale: float | None = arg(None, _RESTATED, legal=NON_NEGATIVE)
+    mscale_all_dim: float | None = arg(None, _RESTATED, legal=NON_NEGATIVE)
+    attention_output_gate: bool = arg(False, _RESTATED)
+    use_gated_attention: bool = arg(False, _RESTATED)
+    post_self_attn_layernorm: bool = arg(False, _RESTATED)
+    post_mlp_layernorm: bool = arg(False, _RESTATED)
+    model_name: str | None = arg(
+        None, "slime: the model_type of --hf-checkpoint, checked against it."
+    )
+    spec: list[str] | None = arg(
+        None,
+        "slime: module and function of the layers. Not imported: --hf-checkpoint's config.json names the architecture, whose layers are built.",
+        nargs="+",
+    )

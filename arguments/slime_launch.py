@@ -1,0 +1,168 @@
+"""A command line of slime's: its defaults, and its flags that are ours under another name.
+
+A line with --actor-num-nodes or --actor-num-gpus-per-node was written for slime. What slime fills in
+where a flag is absent is filled in here, and what slime accepts and does not use is left out with a
+warning; every other line is read as strictly as before.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from arguments.values import ParsedArgs
+from slime_like.config import Problem, flag_name
+
+LAUNCH = ("actor_num_nodes", "actor_num_gpus_per_node")
+SLIME_GPUS_PER_NODE = 8  # of --actor-num-gpus-per-node, where it is absent
+SERVERS = ("colocate", "rollout_num_gpus", "rollout_num_gpus_per_engine")
+# Where a flag is absent, slime has these, and we have others.
+DEFAULTS: Mapping[str, Any] = {
+    "bf16": True,
+    "use_distributed_optimizer": True,
+    "n_samples_per_prompt": 1,
+    "lr": 1e-6,
+}
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
+OPD_POST_PROCESS = "slime.rollout.on_policy_distillation.post_process_rewards"
+
+
+def settle_slime_launch(given: ParsedArgs) -> None:
+    """Rewrites what a line written for slime says; problems and warnings are noted."""
+    values = given.values
+    if _samples(values) and any(values.get(name) for name in SERVERS):
+        values.setdefault("rollout_engine", "sglang")
+    _dispatcher(given)
+    _distillation(given)
+    _async_rollout(given)
+    if values.get("rollout_max_context_len", 0) > 1:
+        values.setdefault("rollout_max_prompt_len", values["rollout_max_context_len"] - 1)
+    if "custom_config_path" in values:
+        _custom_config(given, values["custom_config_path"])
+    if any(name in values for name in LAUNCH):
+        _defaults(given)
+        _idle(given)
+        _supervised(given)
+
+
+def slime_world_size(values: Mapping[str, Any]) -> int | None:
+    """Processes that a line written for slime asks for; None for any other line."""
+    if not any(name in values for name in LAUNCH):
+        return None
+    nodes = int(values.get("actor_num_nodes", 1))
+    return nodes * int(values.get("actor_num_gpus_per_node", SLIME_GPUS_PER_NODE))
+
+
+def _samples(values: Mapping[str, Any]) -> bool:
+    return not (
+        values.get("loss_type") == "sft_loss"
+        or values.get("debug_train_only")
+        or values.get("load_debug_rollout_data")
+    )
+
+
+def _defaults(given: ParsedArgs) -> None:
+    values = given.values
+    for name, value in DEFAULTS.items():
+        if name not in given.bad:
+            values.setdefault(name, value)
+    if values.get("optimizer", "adam") not in ("adam", "muon"):
+        values.pop("use_distributed_optimizer")
+    if values.get("colocate") and _samples(values):
+        values.setdefault("rollout_num_gpus", slime_world_size(values))
+
+
+def _drop(given: ParsedArgs, dest: str, why: str) -> None:
+    typed = given.spelled.pop(dest, flag_name(dest))
+    del given.values[dest]
+    given.warnings.append(f"{typed} is left out: {why}")
+
+
+def _idle(given: ParsedArgs) -> None:
+    """What slime takes and does not use."""
+    values = given.values
+    if values.get("sequence_parallel") and values.get("tensor_model_parallel_size", 1) == 1:
+        _drop(given, "sequence_parallel", "--tensor-model-parallel-size is 1")
+    if "kl_loss_type" in values and not (values.get("use_kl_loss") or values.get("kl_coef")):
+        _drop(given, "kl_loss_type", "there is neither --use-kl-loss nor a --kl-coef")
+    if values.get("use_dynamic_batch_size") and "micro_batch_size" in values:
+        _drop(given, "micro_batch_size", "--use-dynamic-batch-size fills micro-batches by tokens")
+    sets = values.get("eval_prompt_data")
+    if sets is not None and len(sets) == 1:
+        values["eval_prompt_data"] = ["aime", *sets]  # slime's name of a set without one
+    if sets is not None and "eval_interval" not in values:
+        _drop(given, "eval_prompt_data", "without --eval-interval nothing is evaluated")
+    no_reward = "rm_type" not in values and "custom_rm_path" not in values
+    if no_reward and "custom_generate_function_path" in values and _samples(values):
+        values["rm_type"] = "zero"
+        given.warnings.append(
+            "neither --rm-type nor --custom-rm-path: a sample whose reward "
+            "--custom-generate-function-path does not set has reward 0"
+        )
+    graded = values.get("rm_type", "zero") != "zero"
+    if values.get("use_opd") and graded and "label_key" not in values:
+        _drop(given, "rm_type", "without --label-key no answer is right; every reward is 0")
+        values["rm_type"] = "zero"
+
+
+def _supervised(given: ParsedArgs) -> None:
+    values = given.values
+    if values.get("loss_type") != "sft_loss":
+        return
+    values.pop("n_samples_per_prompt", None)
+    if values.get("rollout_function_path") == SFT_ROLLOUT:
+        del values["rollout_function_path"]  # what --loss-type sft_loss does
+    if values.get("debug_train_only"):
+        _drop(given, "debug_train_only", "--loss-type sft_loss starts no servers anyway")
+
+
+def _async_rollout(given: ParsedArgs) -> None:
+    if given.values.get("rollout_function_path") == ASYNC_ROLLOUT:
+        del given.values["rollout_function_path"]
+        given.values["async_rollout"] = True
+
+
+def _distillation(given: ParsedArgs) -> None:
+    """slime asks the teacher in a reward function, and takes the answer apart in another."""
+    values = given.values
+    if values.get("opd_type") != "sglang" or values.get("custom_rm_path") != OPD_REWARD:
+        return
+    del values["custom_rm_path"]
+    values["rm_type"] = "zero"
+    if values.get("custom_reward_post_process_path") == OPD_POST_PROCESS:
+        del values["custom_reward_post_process_path"]
+
+
+def _dispatcher(given: ParsedArgs) -> None:
+    """DeepEP where it is installed, else all-to-all, which computes the same."""
+    values = given.values
+    wanted = values.pop("moe_enable_deepep", False)
+    flex = values.get("moe_token_dispatcher_type") == "flex"
+    if not wanted and not flex:
+        return
+    if wanted and flex and importlib.util.find_spec("deep_ep") is not None:
+        values["moe_enable_deepep"] = True
+        return
+    values["moe_token_dispatcher_type"] = "alltoall"
+    given.warnings.append(
+        "--moe-token-dispatcher-type flex needs --moe-enable-deepep and the package deep_ep; "
+        "the all-to-all dispatcher is used, with the same results"
+    )
+
+
+def _custom_config(given: ParsedArgs, path: str) -> None:
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+            raise ValueError("must hold names and values")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        words = f"cannot be read: {' '.join(str(error).split())}"
+        given.problems.append(Problem("--custom-config-path", path, words))
+        return
+    given.custom = {**given.custom, **content}

@@ -1,0 +1,52 @@
+"""The reward of DAPO (arXiv 2503.14476), slime's ``dapo``: 1 when the last ``Answer:`` of the end of
+the response is the label, a whole number, else -1."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from slime_like.rewards.gsm8k import last_boxed
+
+LOOKED_AT = 300  # last characters of a response
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_TEXT = re.compile(r"\\(?:text|textbf|mbox|overline|mathrm)\{([^{}]*)\}")
+_SIGNS = re.compile(
+    r"\\[,;! ]|\\\$|[$\s\"]|\{,\}|\^\\circ|\^\{\\circ\}|<\|im_end\|>|<\|endoftext\|>"
+)
+_WORDS = re.compile(
+    r"(?:an?|square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents"
+    r"|degrees|cm|gm|pounds|meters|meals|edges|students)(?![a-z])"
+)
+
+
+def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    """Why no response to this row can be scored, or None."""
+    if label is None:
+        return "the label is missing or null; name its field with --label-key"
+    return None if _whole(str(label)) is not None else f"the label is no number: {str(label)!r:.80}"
+
+
+def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    """Raises ValueError when the label is no number. Decimals of a label are cut off, as in slime."""
+    if (expected := _whole(str(label))) is None:
+        raise ValueError(problem(label, metadata))
+    found = _ANSWER.findall(response[-LOOKED_AT:])
+    return 1.0 if found and plain_answer(found[-1]) == str(expected) else -1.0
+
+
+def plain_answer(text: str) -> str:
+    """What is right of the last ``=``, without LaTeX's wrapping, units and spaces."""
+    text = text.rpartition("=")[2]
+    boxed = last_boxed(text)
+    text = _TEXT.sub(r"\1", text if boxed is None else boxed)
+    text = _SIGNS.sub("", _WORDS.sub("", text)).removesuffix(".")
+    return text.replace(",", "") if text.replace(",", "").isdigit() else text
+
+
+def _whole(label: str) -> int | None:
+    try:
+        return int(float(plain_answer(label)))
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,38 @@
+"""slime's ``deepscaler``: 1 when the last box after the reasoning is the label, else 0.
+
+The answer stands after ``</think>``, or after ``###Response``; a response with neither is wrong.
+Equality is math-verify's, where slime has two graders of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slime_like.rewards import math
+from slime_like.rewards.gsm8k import last_boxed
+
+
+def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    """Why no response to this row can be scored, or None; an empty label makes every one wrong."""
+    if label is None:
+        return "the label is missing or null; name its field with --label-key"
+    return None
+
+
+def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    """Label: text or a number, perhaps in ``\\boxed{}``."""
+    answer, truth = _answer(response), str(label)
+    if "\\boxed" in truth:
+        truth = last_boxed(truth) or ""
+    if answer is None or not truth.strip():
+        return 0.0
+    return float(answer.strip() == truth.strip() or math.equal(answer, truth))
+
+
+def _answer(response: str) -> str | None:
+    for marker in ("</think>", "###Response"):
+        _, found, rest = response.rpartition(marker)
+        if found:
+            return last_boxed(rest)
+    return None

@@ -1,0 +1,34 @@
+"""Token F1 of question answering (SQuAD, Rajpurkar et al. 2016, arXiv 1606.05250), slime's ``f1``."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+ALONE = frozenset({"yes", "no", "noanswer"})  # right as a whole, or wrong
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    """Why no response to this row can be scored, or None."""
+    if label is None:
+        return "the label is missing or null; name its field with --label-key"
+    return None
+
+
+def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    """2 precision recall / (precision + recall) of the words, without case, punctuation and
+    articles."""
+    words, expected = plain_words(response), plain_words(str(label))
+    if words != expected and {" ".join(words), " ".join(expected)} & ALONE:
+        return 0.0
+    same = (Counter(words) & Counter(expected)).total()
+    return 2 * same / (len(words) + len(expected)) if same else 0.0
+
+
+def plain_words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()

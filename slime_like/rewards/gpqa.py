@@ -1,0 +1,80 @@
+"""Multiple choice as GPQA asks it (Rein et al. 2023, arXiv 2311.12022), slime's ``gpqa``: 1 when the
+chosen letter, or else the text, is that of the right option.
+
+Metadata: ``choices`` (a list, or an object whose values count), ``valid_letters``,
+``correct_letter``, ``correct_answer`` or ``answer_text``; each may be absent.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LETTERS = tuple(string.ascii_uppercase[:10])  # where neither letters nor choices are given
+_CHOSEN = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(?:answer|option|choice)\s*(?:is|:)?\s*([A-Z])",
+        r"([A-Z])\s*is\s*(?:the)?\s*correct",
+    )
+)
+_ALONE = re.compile(r"\b([A-Z])\b")
+_NO_WORD = re.compile(r"[^a-z0-9]+")
+
+
+def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    """Why no response to this row can be scored, or None."""
+    known = ("correct_letter", "correct_answer", "answer_text")
+    if label is None and not any(metadata.get(key) for key in known):
+        return "the label is missing or null; name its field with --label-key"
+    return None
+
+
+def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+    """Label: a letter, the number of a choice from 0, or its text."""
+    choices = _choices(metadata)
+    letters = tuple(str(letter).upper() for letter in metadata.get("valid_letters") or ())
+    letters = letters or (tuple(string.ascii_uppercase[: len(choices)]) if choices else LETTERS)
+    answer = response.rpartition("</think>")[2]
+    chosen, right = chosen_letter(answer, letters), _right_letter(label, metadata, choices, letters)
+    if chosen is not None and right is not None:
+        return float(chosen == right)
+    texts = [metadata.get("correct_answer"), metadata.get("answer_text"), label]
+    if right in letters and letters.index(right) < len(choices):
+        texts.append(choices[letters.index(right)])
+    said = _plain(answer)
+    return float(any(_plain(text) in said for text in texts if _plain(text)))
+
+
+def chosen_letter(answer: str, letters: Sequence[str]) -> str | None:
+    """The letter that the answer names, else the last that stands alone; None where none is legal."""
+    for pattern in _CHOSEN:
+        if (found := pattern.search(answer)) is not None and found[1].upper() in letters:
+            return found[1].upper()
+    return next((letter for letter in reversed(_ALONE.findall(answer)) if letter in letters), None)
+
+
+def _choices(metadata: Mapping[str, Any]) -> list[str]:
+    given = metadata.get("choices") or ()
+    return [str(choice) for choice in (given.values() if isinstance(given, Mapping) else given)]
+
+
+def _right_letter(
+    label: Any, metadata: Mapping[str, Any], choices: Sequence[str], letters: Sequence[str]
+) -> str | None:
+    given = metadata.get("correct_letter")
+    if isinstance(given, str) and given.strip():
+        return given.strip().upper()
+    if isinstance(label, int | float) and not isinstance(label, bool):
+        return letters[int(label)] if 0 <= label < len(letters) else None
+    text = label.strip() if isinstance(label, str) else ""
+    if text.upper() in letters:
+        return text.upper()
+    plain = [_plain(choice) for choice in choices]
+    return letters[plain.index(_plain(text))] if text and _plain(text) in plain else None
+
+
+def _plain(text: Any) -> str:
+    return "" if text is None else _NO_WORD.sub(" ", str(text).lower()).strip()
