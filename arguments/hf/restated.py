@@ -55,11 +55,13 @@ def restated_problems(
 ) -> list[Problem]:
     """What differs from config.json. names: the settings that the user gave; checkpoint: None where
     there is none."""
-    said = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name in names}
-    del_spec = said.pop("spec", None)
+    restated = {
+        f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name in names
+    }
+    spec = restated.pop("spec", None)
     if checkpoint is None:
         where = "is checked against --hf-checkpoint, which is missing"
-        everything = {**said, **({} if del_spec is None else {"spec": del_spec})}
+        everything = {**restated, **({} if spec is None else {"spec": spec})}
         return [Problem(flag_name(name), None, where) for name in everything]
     there: dict[str, Any] = {
         **dict.fromkeys(FEATURES, False),
@@ -68,13 +70,15 @@ def restated_problems(
         "model_name": checkpoint.model_type,
     }
     if there.get("rotary_scaling_factor", 1.0) == 1.0:
-        said = {name: value for name, value in said.items() if name not in YARN}  # of no effect
+        restated = {
+            name: value for name, value in restated.items() if name not in YARN
+        }  # of no effect
     return [
         Problem(
             flag_name(name),
             value,
             f"disagrees with --hf-checkpoint, whose config.json has {there.get(name, 'no such thing')}; leave the flag out",
         )
-        for name, value in said.items()
+        for name, value in restated.items()
         if value != there.get(name)
     ]

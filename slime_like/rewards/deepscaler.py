@@ -1,6 +1,6 @@
 """slime's ``deepscaler``: 1 when the last box after the reasoning is the label, else 0.
 
-The answer stands after ``</think>``, or after ``###Response``; a response with neither is wrong.
+The answer is after ``</think>``, or after ``###Response``; a response with neither is wrong.
 Equality is math-verify's, where slime has two graders of its own.
 """
 

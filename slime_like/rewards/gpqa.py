@@ -44,12 +44,12 @@ def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     texts = [metadata.get("correct_answer"), metadata.get("answer_text"), label]
     if right in letters and letters.index(right) < len(choices):
         texts.append(choices[letters.index(right)])
-    said = _plain(answer)
-    return float(any(_plain(text) in said for text in texts if _plain(text)))
+    plain = _plain(answer)
+    return float(any(_plain(text) in plain for text in texts if _plain(text)))
 
 
 def chosen_letter(answer: str, letters: Sequence[str]) -> str | None:
-    """The letter that the answer names, else the last that stands alone; None where none is legal."""
+    """The letter that the answer names, else the last alone; None where none is legal."""
     for pattern in _CHOSEN:
         if (found := pattern.search(answer)) is not None and found[1].upper() in letters:
             return found[1].upper()

@@ -50,8 +50,10 @@ def equal(answer: str, truth: str) -> bool:
     from math_verify import parse, verify
 
     gold = parse(f"${truth}$", parsing_timeout=None)
-    said = parse(f"${answer}$", parsing_timeout=None)
-    return bool(gold) and bool(said) and bool(verify(gold, said, timeout_seconds=None))
+    given_answer = parse(f"${answer}$", parsing_timeout=None)
+    return (
+        bool(gold) and bool(given_answer) and bool(verify(gold, given_answer, timeout_seconds=None))
+    )
 
 
 def final_answer(response: str) -> str:

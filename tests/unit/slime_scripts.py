@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 TABLE = Path(__file__).with_name("slime_scripts.json")
-ROOT = "/root"  # below which the scripts have their files
+ROOT = "/files"  # below which the scripts have their files
 ROW: Mapping[str, Any] = {
     "prompt": [{"role": "user", "content": "1+1="}],
     "problem": "1+1=",
@@ -87,7 +87,7 @@ def _rows(path: Path) -> None:
 
 
 def command_line(script: SlimeScript, folder: Path) -> list[str]:
-    """The words that follow train.py, with /root below `folder`, and what they name written there."""
+    """The words that follow train.py, with /files below `folder`, and what they name written there."""
     argv: list[str] = []
     for flag, *values in script.flags:
         words = [str(folder) + word if word.startswith(ROOT) else word for word in values]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments.aliases import ALIASES, NO_EFFECT, PRESETS, not_implemented
+from arguments.aliases import ALIASES, IGNORED, NO_EFFECT, PRESETS, not_implemented
 from arguments.flag_registry import flag_table, normalise
 from arguments.help import default_words
 from arguments.parse import parse_args
@@ -71,6 +71,7 @@ def is_usable(flag: str) -> bool:
     return (found is not None and not found.flag.refused) or flag in {
         *PRESETS,
         *NO_EFFECT,
+        *IGNORED,
         "--help",
         "--version",
     }
