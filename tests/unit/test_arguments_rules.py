@@ -14,6 +14,7 @@ from arguments.parse import parse_args
 from arguments.rules.algorithm import ADVANTAGE_RULES, CORRECTION_RULES, CRITIC_RULES, LOSS_RULES
 from arguments.rules.data import DISTILLATION_RULES
 from arguments.rules.declared import FACTS, parts_of, unknown_names
+from arguments.rules.layout import latent_attention_with_context_parallel as LATENT
 from arguments.rules.network import MOE_RULES, MOE_WARNINGS
 from arguments.rules.rows import first_keys
 from arguments.rules.run import RULES, WARNINGS
@@ -326,7 +327,7 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
     words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
     warnings = parse_args(complete(tmp_path, *words), 1).warnings
     assert len(warnings) == 1 and said in warnings[0]
-    assert len(set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS}) == 11, (
+    assert len(set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS, LATENT}) == 11, (
         "a new warning has a case here"
     )
 

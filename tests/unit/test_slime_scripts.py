@@ -82,3 +82,10 @@ def test_the_page_has_the_table(page: Path) -> None:
     assert table(page) in page.read_text(encoding="utf-8"), (
         "out of date; run python scripts/generate_slime_table.py"
     )
+
+
+def test_what_is_not_proved_is_told(tmp_path: Path) -> None:
+    """Latent attention over context-parallel ranks with Transformer Engine's layers."""
+    script = SCRIPTS["scripts/run-moonlight-16B-A3B.sh"]
+    config = parse(script, tmp_path, "--context-parallel-size", "2")
+    assert any("multi-latent attention is proved with" in words for words in config.warnings)
