@@ -133,7 +133,7 @@ class BatchMaker:
         self.backend = backend
         self.gates = gates
         self.progress = progress
-        self.plan = step_plan(settings, layout)
+        self.plan = step_plan(settings.algorithm, settings.transformer, settings.vocab_size, layout)
         critic = backend.critic
         self._critic_plan = None if critic is None else plan_of_critic(self.plan, critic.layout)
         self._delivery = SampleDelivery(
@@ -382,13 +382,18 @@ class BatchMaker:
         )
 
 
-def step_plan(settings: BatchSettings, layout: ParallelLayout) -> StepPlan:
-    """Balanced by the model's own cost, where that was asked for."""
-    algorithm = settings.algorithm
+def step_plan(
+    algorithm: AlgorithmConfig, transformer: Any, vocab_size: int, layout: ParallelLayout
+) -> StepPlan:
+    """Balanced by the model's own cost, where that was asked for.
+
+    Args:
+        transformer: megatron-core's TransformerConfig of the policy.
+    """
     assert algorithm.global_batch_size is not None, "completed when the command line is parsed"
     cost = None
     if algorithm.balance_data:
-        cost = work_per_token(settings.transformer, settings.vocab_size)
+        cost = work_per_token(transformer, vocab_size)
     return StepPlan(
         algorithm.global_batch_size,
         layout.dp_size,
