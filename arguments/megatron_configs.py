@@ -211,7 +211,9 @@ def _fusions(build: Build) -> dict[str, bool]:
         "masked_softmax_fusion": gpu,
         "apply_rope_fusion": gpu
         and build.transformer_impl == "transformer_engine"
-        and not values.get("rotary_interleaved", False),
+        and not values.get("rotary_interleaved", False)
+        # megatron-core's kernel for latent attention is for YaRN alone
+        and not (values.get("multi_latent_attention") and values.get("rope_type") != "yarn"),
         "gradient_accumulation_fusion": build.machine.cuda and build.machine.gradient_fusion,
     }
 

@@ -36,7 +36,9 @@ OPD_POST_PROCESS = "slime.rollout.on_policy_distillation.post_process_rewards"
 def settle_slime_launch(given: ParsedArgs) -> None:
     """Rewrites what a line written for slime says; problems and warnings are noted."""
     values = given.values
-    if _samples(values) and any(values.get(name) for name in SERVERS):
+    is_slime = any(name in values for name in LAUNCH)
+    asks_for_servers = SERVERS if is_slime else ("rollout_num_gpus",)
+    if _samples(values) and any(values.get(name) for name in asks_for_servers):
         values.setdefault("rollout_engine", "sglang")
     _dispatcher(given)
     _distillation(given)
@@ -45,7 +47,7 @@ def settle_slime_launch(given: ParsedArgs) -> None:
         values.setdefault("rollout_max_prompt_len", values["rollout_max_context_len"] - 1)
     if "custom_config_path" in values:
         _custom_config(given, values["custom_config_path"])
-    if any(name in values for name in LAUNCH):
+    if is_slime:
         _defaults(given)
         _idle(given)
         _supervised(given)

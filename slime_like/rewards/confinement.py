@@ -172,11 +172,11 @@ def own_namespaces(paths: Iterable[str]) -> None:
     # opened here: some may lie in /tmp, and another namespace's cannot be bound
     kept = [(p, os.open(p, os.O_PATH | os.O_CLOEXEC)) for p in paths]
     _mount(b"tmpfs", b"/tmp", b"tmpfs", _MS_NOSUID | _MS_NODEV)
-    for path, file_descriptor in kept:
-        _bind(path, file_descriptor)
     os.mkdir("/tmp/tmp")
     # libraries want to write while they are imported; `lock` ends that
     _mount(b"tmpfs", b"/tmp/tmp", b"tmpfs", _MS_NOSUID | _MS_NODEV, b"size=64m")
+    for path, file_descriptor in kept:
+        _bind(path, file_descriptor)
     _mount(b"tmpfs", b"/tmp", None, _MS_REMOUNT | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
     os.chdir("/tmp")
     if _LIBC.syscall(_SYSCALLS[platform.machine()]["pivot_root"], b".", b".") != 0:
@@ -187,8 +187,8 @@ def own_namespaces(paths: Iterable[str]) -> None:
 
 def _bind(path: str, file_descriptor: int) -> None:
     target = "/tmp" + path
-    os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
-    source = f"/proc/self/fd/{file_descriptor}"
+    source = f"/proc/self/fd/{file_descriptor}"  # `path` itself may be hidden below the new /tmp
+    os.makedirs(target if os.path.isdir(source) else os.path.dirname(target), exist_ok=True)
     if not os.path.isdir(source):
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
     _mount(source.encode(), target.encode(), None, _MS_BIND | _MS_REC)

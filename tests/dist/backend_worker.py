@@ -237,7 +237,7 @@ def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) 
             rewards=[sample.reward for sample in samples],
             indices=trainer.batches.plan.share(samples).local_indices,
             reported=metrics["rollout/kl_in_reward"],
-            active=sum(int(s.loss_mask.sum()) for s in samples),
+            active=sum(s.active_tokens for s in samples),
         )
 
 

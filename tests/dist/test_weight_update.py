@@ -71,6 +71,7 @@ def test_every_rank_sends_its_own(folder: str, tmp_path: Path) -> None:
     assert groups_of(servers[0]) == groups_of(servers[1])
 
 
+@pytest.mark.extended
 def test_a_server_that_is_lost_in_the_middle(folder: str, tmp_path: Path) -> None:
     """The sender, which is not rank 0, stops waiting for it; the next attempt is for those that are there."""
     with fake_servers(folder, 2) as servers:

@@ -55,24 +55,26 @@ def test_stragglers_are_aborted_and_go_on_in_the_next_rollout(
         )
         server.train(served(work, fake, out, **flags), tmp_path / "log", ranks=2).ok()
         assert fake.count("/abort_request") >= 4
-    first, second, _ = rows_of(out)
+    first, *others = rows_of(out)
     assert first["perf/generate_s"] < LONGEST_S
     assert (
         first["rollout/groups_drawn"],
         first["rollout/groups_kept"],
         first["rollout/groups_waiting"],
     ) == (6, 4, 2)
-    assert second["rollout/staleness_max"] == 1 and second["rollout/failed_frac"] == 0
-    late = [s for s in samples_of(out, 1) if "start_rollout_id" in s.metadata]
-    assert len({s.group_id for s in late}) == 2 and all(
-        set(s.weight_versions) == {1, 2} for s in late
-    )
-    assert all(list(s.weight_versions) == sorted(s.weight_versions) for s in late), (
-        "the old part comes first"
-    )
-    assert second["rollout/train_rollout_log_prob_diff_max"] < 1e-4, (
-        "tokens of the newest weights have the trainer's log-probs"
-    )
+    assert max(row["rollout/staleness_max"] for row in others) >= 1
+    # which four of the next six groups are the first is the machine's choice
+    late = [s for i in (1, 2) for s in samples_of(out, i) if "start_rollout_id" in s.metadata]
+    late = [s for s in late if s.metadata["start_rollout_id"] == 0]
+    assert len({s.group_id for s in late}) == 2
+    for sample in late:
+        versions = list(sample.weight_versions)
+        assert len(set(versions)) > 1 and versions == sorted(versions), "the old part comes first"
+    for row in others:
+        assert row["rollout/failed_frac"] == 0
+        assert row["rollout/train_rollout_log_prob_diff_max"] < 1e-4, (
+            "tokens of the newest weights have the trainer's log-probs"
+        )
 
 
 def test_a_rollout_out_of_time_takes_what_there_is(

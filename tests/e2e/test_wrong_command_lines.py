@@ -43,7 +43,11 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
         2,
         ("--critic-tensor-model-parallel-size",),
     ),
-    ("--colocate --rollout-num-gpus 2", 1, ("--colocate", "--rollout-num-gpus")),
+    (
+        "--colocate --rollout-num-gpus 2",
+        1,
+        ("--colocate", "--rollout-num-gpus", "--rollout-engine"),
+    ),
     ("--optimizer sgd --save {folder}/out", 1, ("--save",)),
     (
         "--loss-type sft_loss --entropy-coef 0.1 --eval-interval 1",

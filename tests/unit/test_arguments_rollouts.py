@@ -84,10 +84,8 @@ def test_slimes_own_rollout_functions(tmp_path: Path) -> None:
     run = parse_args(complete(tmp_path, "--rollout-function-path", own), 1)
     assert run.scheduling.rollout_function_path == own
     path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-    (found,) = problems_of(complete(tmp_path, "--rollout-function-path", path))
-    assert "is slime's own, and not here: --async-rollout samples ahead of the training" in str(
-        found
-    )
+    run = parse_args(complete(tmp_path, "--rollout-function-path", path), 1)
+    assert run.scheduling.async_rollout and run.scheduling.rollout_function_path is None
 
 
 def test_evaluation_sets_of_a_file(tmp_path: Path) -> None:

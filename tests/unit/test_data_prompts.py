@@ -478,7 +478,7 @@ TASK_ROW = {
         (
             "exact_match",
             {"label": "7", "metadata": {"rm_type": "maths"}},
-            "metadata rm_type 'maths': unknown reward; legal values: code, exact",
+            "metadata rm_type 'maths': unknown reward; legal values: code, dapo",
         ),
         (
             None,

@@ -211,7 +211,7 @@ REFUSED = [
     ),
     (
         "slime_reward_of_distillation",
-        SERVED + "--custom-rm-path slime.rollout.on_policy_distillation.reward_func",
+        "--custom-rm-path slime.rollout.on_policy_distillation.reward_func",
         "--custom-rm-path",
         "is built in",
     ),

@@ -11,14 +11,21 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from arguments.parse import SERVER, parse_args
 from arguments.run_config import RunConfig
-from slime_like.losses import LossInputs
+from slime_like.advantages import advantage_estimators
+from slime_like.losses import LossInputs, policy_losses
 from slime_like.losses.custom import custom_loss
+from slime_like.registry import Registry
+from slime_like.rewards.registry import rewards
+from slime_like.rollout.engines.engine_registry import rollout_engines
+from slime_like.rollout.engines.sglang.weight_transfer.base import weight_transports
+from slime_like.weights.families.base import model_families
 from tests.unit.command_lines import write_files
 from tests.unit.test_launch_scripts import recorded, recorder
 
@@ -155,6 +162,21 @@ def parsed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Ru
     ]
 
 
+@pytest.fixture
+def own_registrations() -> Iterator[None]:
+    """What --import-modules adds is gone after the test."""
+    tables: tuple[Registry[Any], ...] = (
+        *(policy_losses, advantage_estimators, rewards),
+        *(model_families, rollout_engines, weight_transports),
+    )
+    before = [set(table.names()) for table in tables]
+    yield
+    for table, names in zip(tables, before, strict=True):
+        for name in set(table.names()) - names:
+            table.remove(name)
+
+
+@pytest.mark.usefixtures("own_registrations")
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_command_lines_of_the_documents_parse(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

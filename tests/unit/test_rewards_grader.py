@@ -134,7 +134,7 @@ def test_a_row_names_its_own_reward():
         assert [s.reward for s in grader.grade(samples)] == [1.0, 1.0, 0.0]
         with pytest.raises(
             ValueError,
-            match="sample 3: metadata rm_type 'maths': unknown reward; legal values: code, exact_match, gsm8k",
+            match=r"sample 3: metadata rm_type 'maths': unknown reward; legal values: code, .*exact_match, .*gsm8k",
         ):
             grader.grade([make(3, metadata={"rm_type": "maths"})])
 
@@ -182,7 +182,7 @@ def test_a_reward_that_is_not_there(monkeypatch):
     """A command line with one is refused by `arguments`; a row may still name one."""
     with pytest.raises(
         ValueError,
-        match=r"sample 5: --rm-type 'maths': unknown reward; legal values: .*exact_match, gsm8k, .*math",
+        match=r"sample 5: --rm-type 'maths': unknown reward; legal values: .*exact_match, .*gsm8k, .*math",
     ):
         Grader(rm_type="maths").grade([make(5)])
     with pytest.raises(
