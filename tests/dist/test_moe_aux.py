@@ -18,6 +18,8 @@ from benchmarks.parity.ranks import run_ranks
 from tests.dist.backend_worker import random_samples
 from tests.dist.test_convert_moe import make_models
 
+pytestmark = pytest.mark.extended
+
 EP2, TP2 = (
     "--expert-model-parallel-size 2",
     "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",

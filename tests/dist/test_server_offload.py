@@ -23,6 +23,8 @@ from slime_like.tinker.worker import Worker  # noqa: E402
 from slime_like.tinker.worker_backend import ModelHost  # noqa: E402
 from tests.dist.lora_critic_worker import critic_command  # noqa: E402
 
+pytestmark = pytest.mark.extended
+
 ADAPTER = {"rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": False}
 MODELS = {
     "first": ADAPTER,

@@ -28,6 +28,8 @@ from slime_like.tinker.sampler import seed_of
 from slime_like.tinker.sglang_sampler import SglangSampler, snapshot_updater, snapshots_of
 from tests.fake_sglang import FakeServer, changed, fake_servers, make_served_model, status
 
+pytestmark = pytest.mark.extended
+
 PROMPTS = [(7, 8, 9), (11, 5)]
 SAMPLING: dict[str, Any] = {
     "temperature": 0.9,

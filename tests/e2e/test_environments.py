@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from slime_like.rollout.recording import load_rollout
 from tests.e2e.helpers import Workspace, rows_of, same_numbers
 from tests.e2e.programs import TrainServer
 
+pytestmark = pytest.mark.extended
 GROUP_REWARD = """
 def by_length(args, samples):
     order = sorted(samples, key=lambda s: (s.response_length, s.index))

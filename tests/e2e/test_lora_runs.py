@@ -37,6 +37,7 @@ def server() -> Iterator[TrainServer]:
         yield server
 
 
+@pytest.mark.extended
 def test_a_run_learns_saves_and_resumes(
     work: Workspace, server: TrainServer, tmp_path: Path
 ) -> None:

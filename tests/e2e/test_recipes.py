@@ -13,7 +13,10 @@ from tests.e2e.programs import TrainServer
 from tests.unit.test_example_command_lines import RECIPES, call
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [RECIPES[0], *(pytest.param(r, marks=pytest.mark.extended) for r in RECIPES[1:])],
+)
 def test_a_recipe_trains(server: TrainServer, work: Workspace, tmp_path: Path, recipe: str) -> None:
     start = tmp_path / "warm_start"
     (start / "data").mkdir(parents=True)

@@ -17,6 +17,8 @@ from tests.e2e.api_server import ApiServer, policy, sampler_folder, weights_of
 from tests.e2e.helpers import Workspace
 from tests.e2e.programs import TrainServer
 
+pytestmark = pytest.mark.extended
+
 STEPS, GROUPS, GROUP = 2, 4, 4
 SAPO = {"sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05, "entropy_coef": 0.01}
 

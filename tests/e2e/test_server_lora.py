@@ -17,6 +17,8 @@ from slime_like.megatron.lora.targets import Factor
 from tests.e2e.api_server import ApiServer, batch, policy, sampler_folder, weights_of
 from tests.e2e.helpers import Workspace, make_workspace
 
+pytestmark = pytest.mark.extended
+
 ADAM = types.AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=5.0)
 RANK, SEED = 4, 7
 

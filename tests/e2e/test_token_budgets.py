@@ -11,6 +11,8 @@ import pytest
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
 
+pytestmark = pytest.mark.extended
+
 SAME = (
     "train/loss",
     "train/grad_norm",

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.extended
 def test_the_architecture_page_has_the_number() -> None:
     command = [sys.executable, str(ROOT / "benchmarks/count_step_files.py")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
