@@ -20,7 +20,7 @@ DENSE = [((2, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 1), (1, 1))]
 EXPERTS = [((1, 1, 1, 2, 1), (1, 2, 1, 1, 1)), ((1, 2, 1, 1, 1), (1, 1, 1, 2, 1))]
 DENSE_MODELS, EXPERT_MODELS = (
     ("llama-llama3-untied", "qwen2-tied", "qwen3-tied"),
-    ("qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3"),
+    ("qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "glm4-moe-lite"),
 )
 
 
