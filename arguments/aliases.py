@@ -116,7 +116,8 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     "this setting of adapters; --lora-target-modules names the layers": "exclude-modules",
     "this way to collect rollouts": """min-batch-collection-ratio start-rollout-id disable-rollout-global-dataset rollout-task-type rollout-buffer-url
         fetch-trajectory-retry-times""",
-    "tools, several turns and images": "tool-key eval-tool-key multimodal-keys loss-mask-type",
+    "images and other media": "multimodal-keys",
+    "tools of evaluation sets under a key of their own": "eval-tool-key",
     "this setting of rewards": "eval-reward-key disable-rewards-normalization",
     "this setting of evaluation": """eval-max-prompt-len eval-min-new-tokens eval-max-context-len""",
     "training a part of the parameters": """only-train-params-name-list freeze-params-name-list freeze-indexer""",

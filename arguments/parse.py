@@ -36,6 +36,7 @@ from arguments.rules.sglang import completed_sglang
 from arguments.run_config import RunConfig, TeacherModel
 from arguments.run_file import read_run_file
 from arguments.schema import ModelConfig, PreflightConfig
+from arguments.schema.data import learns_conversations
 from arguments.slime_launch import settle_slime_launch, slime_world_size
 from arguments.values import ParsedArgs, merge
 from slime_like.advantages.registry import advantage_estimators
@@ -298,6 +299,17 @@ class _Draft:
     checkpoint: HfModel | None  # of the policy, as read
 
 
+def _room_for_conversations(configs: Mapping[str, Any], checkpoint: HfModel) -> Any:
+    """Conversations to learn from are cut where the model's positions end, unless the user says
+    otherwise."""
+    data, rollout = configs["data"], configs["rollout"]
+    positions = checkpoint.gpt.get("max_position_embeddings")
+    if positions is None or not learns_conversations(configs["algorithm"].loss_type, data):
+        return rollout
+    longest = positions - (data.rollout_max_prompt_len or 1)
+    return dataclasses.replace(rollout, rollout_max_response_len=max(1, longest))
+
+
 def _draft(
     given: ParsedArgs,
     loss: PolicyLoss,
@@ -313,6 +325,8 @@ def _draft(
     if program.default_micro_batches:
         values = {**values, **default_micro_batches(values)}
     configs = {name: _make(config_type, values) for name, (_, config_type) in GROUPS.items()}
+    if checkpoint is not None and "rollout_max_response_len" not in values:
+        configs["rollout"] = _room_for_conversations(configs, checkpoint)
     configs["algorithm"] = dataclasses.replace(
         configs["algorithm"],
         policy_loss_type=loss.name,

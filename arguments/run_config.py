@@ -11,6 +11,7 @@ from typing import Any
 from arguments.config_groups import ConfigGroups
 from arguments.megatron_configs import MegatronConfigs
 from arguments.schema import GPTModelConfig, ParallelConfig
+from arguments.schema.data import learns_conversations
 from arguments.schema.lora import TARGETS, UNEMBEDDING
 from slime_like.advantages.registry import advantage_estimators, needs_critic
 
@@ -71,6 +72,11 @@ class RunConfig(ConfigGroups):
         """Whether there is a critic beside the policy."""
         wanted = needs_critic(advantage_estimators.get(self.algorithm.advantage_estimator))
         return wanted and not self.debug.debug_rollout_only
+
+    @property
+    def learns_conversations(self) -> bool:
+        """Whether a row is a whole conversation, of which the assistant's turns are learnt."""
+        return learns_conversations(self.algorithm.loss_type, self.data)
 
     @property
     def log_prob_temperature(self) -> float:

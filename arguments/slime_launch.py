@@ -118,6 +118,9 @@ def _supervised(given: ParsedArgs) -> None:
     if values.get("loss_type") != "sft_loss":
         return
     values.pop("n_samples_per_prompt", None)
+    if "label_key" in values:
+        _drop(given, "label_key", "--loss-type sft_loss learns the conversations of --input-key")
+    values.setdefault("loss_mask_type", "qwen")
     if values.get("rollout_function_path") == SFT_ROLLOUT:
         del values["rollout_function_path"]  # what --loss-type sft_loss does
     if values.get("debug_train_only"):

@@ -40,7 +40,6 @@ INT4 = Feature("compressed-tensors", "int4 weights in the checkpoint", "检查�
 FP8_WEIGHTS = Feature(
     "'quant_method': 'fp8'", "fp8 weights in the checkpoint", "检查点中的 fp8 权重"
 )
-SFT = Feature("--label-key", "supervised fine-tuning on conversations", "在多轮对话上做监督微调")
 TEACHER = Feature("--opd-teacher-load", "a teacher in Megatron's format", "Megatron 格式的教师模型")
 MTP = Feature(
     "multi-token prediction", "training of multi-token prediction heads", "训练多 token 预测头"
@@ -73,9 +72,6 @@ REFUSED: Mapping[str, Feature] = {
     "scripts/low_precision/run-qwen3-30b-a3b-fp8.sh": FP8,
     "examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": UNEVEN,
     "examples/on_policy_distillation/run-qwen3-8B-opd-megatron.sh": TEACHER,
-    "examples/retool/retool_qwen3_4b_sft.sh": SFT,
-    "scripts/run-qwen3-235B-A22B-sft.sh": SFT,
-    "scripts/run-qwen3-4B-base-sft.sh": SFT,
     "scripts/low_precision/run-qwen3-4b-fp8.sh": FP8_WEIGHTS,
     "scripts/run-deepseek-r1.sh": FP8_WEIGHTS,
     "scripts/run-kimi-k2-Instruct.sh": FP8_WEIGHTS,

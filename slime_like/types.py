@@ -50,6 +50,7 @@ class Prompt:
 
     group_id: unique over the run; the samples of one prompt form the group of GRPO.
     text: the prompt as the model sees it (chat template applied). tokens: its ids.
+    turns: what follows it in a conversation to learn from, texts and whether they are learnt.
     """
 
     group_id: int
@@ -57,6 +58,7 @@ class Prompt:
     tokens: tuple[int, ...]
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    turns: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

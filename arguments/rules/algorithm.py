@@ -6,10 +6,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
+from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.declared import has_critic
 from arguments.rules.layout import global_batch_of
+from arguments.rules.rows import file_of, first_is_text
 from arguments.schema import CriticConfig
+from arguments.schema.data import learns_conversations
 from slime_like.advantages.registry import (
     OutcomeEstimator,
     TokenEstimator,
@@ -256,13 +258,19 @@ def supervised_loss(s: Settings) -> list[Problem]:
             s.algorithm.policy_loss_type,
             "does not go with --loss-type sft_loss; leave it out",
         )
-    if s.data.label_key is None and not (s.data.prompt_data or "").startswith(
-        TASK_PREFIX
-    ):  # such a source names its answers itself
+    if learns_conversations(s.algorithm.loss_type, s.data) and first_is_text(
+        file_of(s.data.prompt_data or ""), s.data.input_key
+    ):
         found += problem(
             "label_key",
             None,
             "is missing: the field that holds the answer to learn (--loss-type sft_loss)",
+        )
+    if s.data.loss_mask_type is not None and s.data.label_key is not None:
+        found += problem(
+            "loss_mask_type",
+            s.data.loss_mask_type,
+            "excludes --label-key, with which no turn of a conversation is learnt; give one of them",
         )
     return found
 

@@ -12,7 +12,7 @@ from arguments.eval_sets import EvalSet
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
 from arguments.rules.layout import virtual_stages_of
-from arguments.rules.rows import first_keys
+from arguments.rules.rows import file_of, first_keys
 from arguments.schema import DistillationConfig
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.rewards import task
@@ -184,7 +184,6 @@ def nothing_to_learn(s: Settings) -> str | None:
 
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
-_ROW_RANGE = re.compile(r"@\[[^\]]*\]$")
 
 
 def prompts(s: Settings) -> list[Problem]:
@@ -221,7 +220,7 @@ def keys_of_rows(s: Settings) -> list[Problem]:
 
 def _keys_there(spec: str, may_be_bad: int) -> set[str] | None:
     """Of a file; None where it has a rule of its own, or is read later."""
-    path = Path(_ROW_RANGE.sub("", spec))
+    path = file_of(spec)
     known = path.suffix in DATA_SUFFIXES and path.is_file()
     return first_keys(path, may_be_bad) if known else None
 
@@ -236,7 +235,7 @@ def missing_data(name: str, spec: str) -> list[Problem]:
         library = rewards.get("task").missing_library()
         words = f"needs {library}" if library is not None else task.unknown(spec)
         return [] if words is None else problem(name, spec, words)
-    path = Path(_ROW_RANGE.sub("", spec))
+    path = file_of(spec)
     if path.is_file():
         return []
     return problem(

@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _LONGEST = 2**24  # bytes of a row that is read here
 _MOST_ROWS = 1000
+_ROW_RANGE = re.compile(r"@\[[^\]]*\]$")
+
+
+def file_of(spec: str) -> Path:
+    """What a data source names, without its range of rows."""
+    return Path(_ROW_RANGE.sub("", spec))
 
 
 def first_keys(path: Path, may_be_bad: int) -> set[str] | None:
@@ -27,6 +34,15 @@ def first_keys(path: Path, may_be_bad: int) -> set[str] | None:
     if may_be_bad >= _MOST_ROWS:
         return None
     return _parquet_columns(path) if path.suffix == ".parquet" else _keys(path, may_be_bad + 1)
+
+
+def first_is_text(path: Path, key: str) -> bool:
+    """Whether the first row of a .jsonl file has a string there; False where that cannot be read."""
+    try:
+        row = next(_rows(path), None)
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and isinstance(row.get(key), str)
 
 
 def _parquet_columns(path: Path) -> set[str] | None:

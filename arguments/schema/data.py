@@ -18,10 +18,26 @@ class DataConfig:
     input_key: str = arg(
         "input", "Field of a row that holds the prompt: a string or a list of chat messages."
     )
-    label_key: str | None = arg(None, "Field that holds the reference answer.")
+    label_key: str | None = arg(
+        None,
+        "Field that holds the reference answer. --loss-type sft_loss without it: prompts are whole conversations, of which the assistant's turns "
+        "are learnt.",
+    )
     metadata_key: str = arg(
         "metadata", "Field that holds a JSON object handed to rewards and custom functions."
     )
+    tool_key: str = arg(
+        "tools",
+        "Field with the tools that the chat template writes, a list or its JSON; rows without it have none.",
+    )
+    loss_mask_type: str | None = arg(
+        None,
+        "Which text of an assistant's turn is learnt from a conversation. qwen3: as the template writes it after its question. qwen: as it writes "
+        "it alone. qwen3_5: as the whole conversation has it. distill_qwen: the last turn's content, unchanged, and an end. Default: as the whole "
+        "conversation has it, where that is what the template wrote when the turn was the last.",
+        choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
+        needs="loss_type=sft_loss",
+    )  # fmt: skip
     apply_chat_template: bool = arg(False, "Render prompts with the tokenizer's chat template.")
     apply_chat_template_kwargs: dict[str, Any] = arg(
         {}, "JSON object of further arguments of the chat template."
@@ -36,6 +52,12 @@ class DataConfig:
         "Bad rows to leave out (counted in the log) before the file is refused.",
         legal=NON_NEGATIVE,
     )
+
+
+def learns_conversations(loss_type: str, data: DataConfig) -> bool:
+    """Supervised fine-tuning on whole conversations: rows of a file, of which no answer is named."""
+    from_file = not (data.prompt_data or "").startswith("reasoning_gym:")
+    return loss_type == "sft_loss" and data.label_key is None and from_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ class RowKeys:
     input: str
     label: str | None
     metadata: str
+    tools: str = "tools"
 
     @classmethod
     def of(
@@ -39,6 +41,7 @@ class RowKeys:
             input_key or config.input_key,
             label_key or config.label_key,
             metadata_key or config.metadata_key,
+            config.tool_key,
         )
 
 
@@ -87,23 +90,29 @@ class PromptFormat:
         keys: RowKeys,
         answer_check: AnswerCheck | None = None,
         metadata: Mapping[str, Any] | None = None,
+        chat: bool = False,
     ) -> None:
+        """chat: with the chat template, whatever --apply-chat-template says."""
         self.keys = keys
         self._metadata = dict(metadata or {})  # laid over that of every row
         self._answer_check = answer_check
         self._tokenizer = tokenizer
-        self._chat = config.apply_chat_template
-        self._chat_arguments = {"add_generation_prompt": True, **config.apply_chat_template_kwargs}
+        self._chat = config.apply_chat_template or chat
+        self._chat_arguments = config.apply_chat_template_kwargs
         if self._chat and not getattr(tokenizer, "chat_template", None):
+            flag, remedy = (
+                ("--input-key", "give --label-key")
+                if chat
+                else ("--apply-chat-template", "leave the flag out")
+            )
             raise ValueError(
-                "--apply-chat-template: the tokenizer has no chat template; leave the flag out or use another tokenizer"
+                f"{flag}: the tokenizer has no chat template; {remedy} or use another tokenizer"
             )
 
     @property
     def columns(self) -> list[str]:
-        return [
-            key for key in (self.keys.input, self.keys.label, self.keys.metadata) if key is not None
-        ]
+        keys = (self.keys.input, self.keys.label, self.keys.metadata, self.keys.tools)
+        return [key for key in keys if key is not None]
 
     def check(self, row: Row) -> str | None:
         """What is wrong with a row, or None."""
@@ -115,12 +124,27 @@ class PromptFormat:
             return f"{self.keys.metadata!r} (--metadata-key) must be an object, not {type(metadata).__name__}"
         if prompt == "":
             return f"{self.keys.input!r} (--input-key) is empty"
-        problem = None if isinstance(prompt, str) else self._check_messages(prompt)
+        problem = self._check_prompt(prompt) or self._check_tools(row)
         if problem is None and self._answer_check is not None:
             problem = self._answer_check(self._label(row), {**(metadata or {}), **self._metadata})
         return problem
 
-    def _check_messages(self, messages: Any) -> str | None:
+    def _check_tools(self, row: Row) -> str | None:
+        tools = row.get(self.keys.tools) if self._chat else None
+        if tools is None:
+            return None
+        name = f"{self.keys.tools!r} (--tool-key)"
+        try:
+            found = _decoded(tools)
+        except ValueError as error:
+            return f"{name} is a string that is no JSON: {error}"
+        if not isinstance(found, list):
+            return f"{name} must be a list of tools, or its JSON, not {type(found).__name__}"
+        return None
+
+    def _check_prompt(self, messages: Any) -> str | None:
+        if isinstance(messages, str):
+            return None
         name = f"{self.keys.input!r} (--input-key)"
         is_chat = (
             isinstance(messages, list)
@@ -140,32 +164,55 @@ class PromptFormat:
     def _label(self, row: Row) -> Any:
         return row[self.keys.label] if self.keys.label is not None else None
 
-    def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[str]:
-        """What the model sees of each row. where: a row's place in words, by its index in `rows`.
+    def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[Any]:
+        """What the model sees of each row: strings here, which `tokenise` and `prompt` take. where: a row's place in words, by its index in `rows`.
         Raises ValueError as `render_rows`."""
-        prompts = [row[self.keys.input] for row in rows]
         if self._chat:
-            return render_rows(self._render, prompts, where)
+            return render_rows(self._render, rows, where)
+        prompts = [row[self.keys.input] for row in rows]
         assert all(isinstance(prompt, str) for prompt in prompts), (
             "check() lets messages through only with a chat template"
         )
         return prompts
 
-    def _render(self, prompt: str | list[dict[str, Any]]) -> str:
+    def _render(self, row: Row) -> str:
+        prompt = row[self.keys.input]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._chat_arguments)
+        return self._write(messages, open_turn=True, tools=self._tools(row))
 
-    def tokenise(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    def _write(
+        self, messages: Sequence[Mapping[str, Any]], *, open_turn: bool = False, tools: Any = None
+    ) -> str:
+        """open_turn: followed by what opens the assistant's turn."""
+        more: dict[str, Any] = {} if tools is None else {"tools": tools}
+        arguments = {"add_generation_prompt": open_turn, **more, **self._chat_arguments}
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+
+    def _tools(self, row: Row) -> Any:
+        """Of a row, for the chat template; None where there are none."""
+        return _decoded(row.get(self.keys.tools)) if self._chat else None
+
+    def _metadata_of(self, row: Row) -> dict[str, Any]:
+        tools = self._tools(row)
+        more = {} if tools is None else {"tools": tools}  # where slime's functions look for them
+        return {**(row.get(self.keys.metadata) or {}), **more, **self._metadata}
+
+    def tokenise(self, texts: Sequence[Any]) -> list[tuple[int, ...]]:
         encoded = self._tokenizer(
             list(texts), add_special_tokens=False, return_attention_mask=False
         )
         return [tuple(ids) for ids in encoded["input_ids"]]
 
-    def prompt(self, group_id: int, row: Row, text: str, tokens: tuple[int, ...]) -> Prompt:
-        metadata = {**(row.get(self.keys.metadata) or {}), **self._metadata}
+    def prompt(self, group_id: int, row: Row, text: Any, tokens: tuple[int, ...]) -> Prompt:
+        metadata = self._metadata_of(row)
         return Prompt(
             group_id=group_id, text=text, tokens=tokens, label=self._label(row), metadata=metadata
         )
+
+
+def _decoded(tools: Any) -> Any:
+    """Raises ValueError for a string that is no JSON."""
+    return json.loads(tools) if isinstance(tools, str) else tools
 
 
 def _content_problem(message: Mapping[str, Any]) -> str | None:

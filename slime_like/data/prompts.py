@@ -14,6 +14,7 @@ import numpy as np
 
 from arguments.eval_sets import EvalSet
 from arguments.schema.data import DataConfig
+from slime_like.data.conversation import ConversationFormat
 from slime_like.data.prompt_format import ANY_LENGTH, PromptFormat, Room, RowKeys
 from slime_like.data.source import Row, RowSource, batches, open_source
 from slime_like.rewards.registry import AnswerCheck
@@ -26,7 +27,7 @@ _CHECKED = 5000
 
 def tokens_of(
     source: RowSource, form: PromptFormat, indices: Sequence[int], room: Room = ANY_LENGTH
-) -> tuple[list[Row], list[str], list[tuple[int, ...]]]:
+) -> tuple[list[Row], list[Any], list[tuple[int, ...]]]:
     """Rows, texts and tokens of some prompts. Raises ValueError naming the row that has none, or
     too many."""
     rows = source.rows(indices)
@@ -81,7 +82,7 @@ class PromptSource:
     """An endless stream of prompts over epochs of one data source.
 
     answer_check: `data.sft.answer_problem`, or `rewards.registry.answer_check` of the run's reward;
-    None accepts every label.
+    None accepts every label. conversations: prompts are whole ones, to learn from.
     `len()` is the number of prompts in an epoch, `num_left_out` the number of rows that were too
     long, `notes` what the user should be
     told once (rows left out), a line each. Raises ValueError at construction for everything that is
@@ -95,16 +96,17 @@ class PromptSource:
         *,
         answer_check: AnswerCheck | None = None,
         room: Room = ANY_LENGTH,
+        conversations: bool = False,
     ) -> None:
         if config.prompt_data is None:
             raise ValueError(
                 "--prompt-data is missing: name a .jsonl or .parquet file, or reasoning_gym:<task>"
             )
-        self._form = PromptFormat(
-            config,
-            tokenizer,
-            keys=RowKeys.of(config.prompt_data, config),
-            answer_check=answer_check,
+        keys = RowKeys.of(config.prompt_data, config)
+        self._form = (
+            ConversationFormat(config, tokenizer, keys=keys)
+            if conversations
+            else PromptFormat(config, tokenizer, keys=keys, answer_check=answer_check)
         )
         self._source = open_source(
             config.prompt_data,

@@ -1,4 +1,5 @@
-"""Supervised samples: the label is the response (`--loss-type sft_loss`)."""
+"""Supervised samples: the label is the response, or the turns of the assistant in a conversation
+(`--loss-type sft_loss`)."""
 
 from __future__ import annotations
 
@@ -24,11 +25,48 @@ def answer_problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
     return f"--loss-type sft_loss: the answer (--label-key) must be a non-empty string, not {found}"
 
 
+def conversation_samples(
+    prompts: Sequence[Prompt], tokenizer: Any, *, max_response_len: int | None = None
+) -> list[Sample]:
+    """Conversations as samples with a loss mask over the turns that are learnt (`Prompt.turns`).
+
+    Every turn, and what is between two, is tokenised by itself, as it is when the model writes
+    the one and is given the other. What exceeds `max_response_len` tokens after the first prompt is
+    cut; such a sample is `TRUNCATED`. sample_id is the prompt's group_id.
+    Raises ValueError where the parts tokenised alone do not add up to the text.
+    """
+    return [_conversation(prompt, tokenizer, max_response_len) for prompt in prompts]
+
+
+def _conversation(prompt: Prompt, tokenizer: Any, limit: int | None) -> Sample:
+    texts = [text for text, _ in prompt.turns]
+    parts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids = [token for part in parts for token in part]
+    learnt = [is_learnt for part, (_, is_learnt) in zip(parts, prompt.turns) for _ in part]
+    whole = tokenizer("".join(texts), add_special_tokens=False)["input_ids"]
+    if list(whole) != ids and tokenizer.decode(whole) != tokenizer.decode(ids):
+        raise ValueError(
+            f"prompt {prompt.group_id}: the tokenizer writes {prompt.text[:80]!r}... otherwise when its "
+            "turns are tokenised one by one, so that no loss mask is exact; use another tokenizer"
+        )
+    return Sample(
+        group_id=prompt.group_id,
+        sample_id=prompt.group_id,
+        tokens=torch.tensor([*prompt.tokens, *ids[:limit]], dtype=torch.int64),
+        response_length=len(ids[:limit]),
+        loss_mask=torch.tensor(learnt[:limit], dtype=torch.bool),
+        status=SampleStatus.COMPLETED if ids == ids[:limit] else SampleStatus.TRUNCATED,
+        text=prompt.text,
+        response="".join(texts),
+        metadata=prompt.metadata,
+    )
+
+
 def sft_samples(
     prompts: Sequence[Prompt], tokenizer: Any, *, max_response_len: int | None = None
 ) -> list[Sample]:
     """Prompt and label as a sample whose loss mask covers every token of the answer and the
-    end-of-sequence token.
+    end-of-sequence token. Conversations: see `conversation_samples`.
 
     The answer is tokenised by itself, as it would be when the model writes it after the prompt. One
     longer than
@@ -41,6 +79,8 @@ def sft_samples(
         raise ValueError(
             "--loss-type sft_loss: the tokenizer has no end-of-sequence token, so an answer would have no end"
         )
+    if prompts and prompts[0].turns:
+        return conversation_samples(prompts, tokenizer, max_response_len=max_response_len)
     for prompt in prompts:
         if words := answer_problem(prompt.label, prompt.metadata):
             raise ValueError(f"prompt {prompt.group_id}: {words}: {prompt.text[:80]!r}")

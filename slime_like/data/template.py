@@ -10,6 +10,12 @@ from typing import TypeVar
 
 LIMIT_S = 30.0  # for one row, of which a template takes well below a millisecond
 P = TypeVar("P")
+T = TypeVar("T")
+_REMEDY = "correct the row or the template (chat_template of the tokenizer), or leave --apply-chat-template out"
+
+
+class RowProblem(ValueError):
+    """What is wrong with a row, in words for the user; `render_rows` adds the row."""
 
 
 class _Stopped(BaseException):
@@ -17,12 +23,13 @@ class _Stopped(BaseException):
 
 
 def render_rows(
-    render: Callable[[P], str],
+    render: Callable[[P], T],
     prompts: Sequence[P],
     where: Callable[[int], str],
     *,
     limit_s: float = LIMIT_S,
-) -> list[str]:
+    remedy: str = _REMEDY,
+) -> list[T]:
     """Render every prompt, in a thread that can be given up.
 
     Args:
@@ -30,6 +37,7 @@ def render_rows(
         prompts: its inputs, one for each row.
         where: the place of a row in words, by its index in `prompts`.
         limit_s: seconds for one row.
+        remedy: what the user can do, for errors.
 
     Returns:
         The texts, in order.
@@ -37,7 +45,7 @@ def render_rows(
     Raises:
         ValueError: naming the row whose template raised or did not end.
     """
-    texts: list[str] = []
+    texts: list[T] = []
     errors: list[BaseException] = []
     ended = threading.Event()
 
@@ -57,19 +65,18 @@ def render_rows(
         if len(texts) == done:
             _stop(thread)
             raise ValueError(
-                f"{where(done)}: the chat template has not ended after {limit_s:g} s; {_REMEDY}"
+                f"{where(done)}: the chat template has not ended after {limit_s:g} s; {remedy}"
             )
         done = len(texts)
     if errors:
         error = errors[0]
+        if isinstance(error, RowProblem):
+            raise ValueError(f"{where(len(texts))}: {error}") from error
         words = str(error).split("\n", 1)[0][:300]
         raise ValueError(
-            f"{where(len(texts))}: the chat template raised {type(error).__name__}: {words}; {_REMEDY}"
+            f"{where(len(texts))}: the chat template raised {type(error).__name__}: {words}; {remedy}"
         ) from error
     return texts
-
-
-_REMEDY = "correct the row or the template (chat_template of the tokenizer), or leave --apply-chat-template out"
 
 
 def _stop(thread: threading.Thread) -> None:

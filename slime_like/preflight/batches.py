@@ -60,7 +60,7 @@ def batches_of(run: RunConfig) -> Batches:
     else:
         parts = [part for part in np.array_split(np.arange(samples), dp)]
     loads = np.array([costs[part].sum() for part in parts])
-    longest = prompt_limit(run) + run.rollout.rollout_max_response_len
+    longest = longest_sequence(run)
     if size.tokens is None:
         number, used = samples // dp // size.samples, None
         tokens = size.samples * longest
@@ -89,6 +89,8 @@ def sample_lengths(run: RunConfig, count: int) -> tuple[NDArray[np.int64], str]:
     random = np.random.default_rng(0)
     prompts, source = prompt_lengths(run)
     drawn = random.choice(prompts, size=count)
+    if run.learns_conversations:  # these are whole
+        return drawn, source
     return drawn + response_lengths(run, count, random), source
 
 
@@ -108,6 +110,12 @@ def response_lengths(run: RunConfig, count: int, random: np.random.Generator) ->
         raise ConfigError([Problem(LENGTHS, given, message)]) from None
     drawn = random.lognormal(math.log(median), sigma, size=count)
     return np.clip(drawn, 1, most).astype(np.int64)
+
+
+def longest_sequence(run: RunConfig) -> int:
+    """Tokens of prompt and response, or of the longest conversation to learn from."""
+    whole = run.learns_conversations
+    return prompt_limit(run) + (0 if whole else run.rollout.rollout_max_response_len)
 
 
 def prompt_limit(run: RunConfig) -> int:

@@ -336,7 +336,13 @@ def make_source(run: RunConfig, tokenizer: Any) -> PromptSource | None:
         run.gpt.max_position_embeddings if sampled else None,
         run.rollout.rollout_max_response_len,
     )
-    return PromptSource(run.data, tokenizer, answer_check=None if recorded else check, room=room)
+    return PromptSource(
+        run.data,
+        tokenizer,
+        answer_check=None if recorded else check,
+        room=room,
+        conversations=run.learns_conversations,
+    )
 
 
 def make_rollouter(

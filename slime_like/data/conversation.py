@@ -1,0 +1,68 @@
+"""How a row that is a whole conversation becomes a prompt to learn from: the turns of the assistant
+are learnt, everything else is read (`--loss-type sft_loss` without `--label-key`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from arguments.schema.data import DataConfig
+from slime_like.data.prompt_format import PromptFormat, RowKeys
+from slime_like.data.source import Row
+from slime_like.data.template import render_rows
+from slime_like.data.turns import ASSISTANT, STEP_MASK, Segment, is_learnt, learnt_segments
+from slime_like.types import Prompt
+
+
+class ConversationFormat(PromptFormat):
+    """As a `PromptFormat` of which a text is a list of segments: the prompt is the first of them.
+    Raises ValueError when the tokenizer has no chat template."""
+
+    def __init__(self, config: DataConfig, tokenizer: Any, *, keys: RowKeys) -> None:
+        super().__init__(config, tokenizer, keys=keys, chat=True)
+        self._mask_type = config.loss_mask_type
+
+    def _check_prompt(self, messages: Any) -> str | None:
+        name = f"{self.keys.input!r} (--input-key)"
+        if isinstance(messages, str):
+            return (
+                f"{name} is a string; --loss-type sft_loss without --label-key learns from lists of "
+                "messages: give --label-key, the field with the answer"
+            )
+        if problem := super()._check_prompt(messages):
+            return problem
+        if messages[0]["role"] == ASSISTANT:
+            return f"{name}: the first message is an assistant's, which answers nothing"
+        for number, message in enumerate(messages):
+            if message.get(STEP_MASK) not in (0, 1, None):
+                value = message[STEP_MASK]
+                return f"{name}: message {number}: {STEP_MASK!r} is {value!r}; legal: 0 and 1"
+        if not any(map(is_learnt, messages)):
+            return f"{name}: there is no turn of an assistant to learn"
+        return None
+
+    def texts(self, rows: Sequence[Row], where: Callable[[int], str]) -> list[list[Segment]]:
+        return render_rows(
+            self._segments, rows, where, remedy="correct the row or the template (chat_template)"
+        )
+
+    def _segments(self, row: Row) -> list[Segment]:
+        render = functools.partial(self._write, tools=self._tools(row))
+        messages = [_without_nulls(message) for message in row[self.keys.input]]
+        end = self._tokenizer.eos_token or ""
+        return learnt_segments(render, messages, self._mask_type, end=end)
+
+    def tokenise(self, texts: Sequence[list[Segment]]) -> list[tuple[int, ...]]:
+        return super().tokenise([segments[0].text for segments in texts])
+
+    def prompt(
+        self, group_id: int, row: Row, text: list[Segment], tokens: tuple[int, ...]
+    ) -> Prompt:
+        turns = tuple((segment.text, segment.learnt) for segment in text[1:])
+        return Prompt(group_id, text[0].text, tokens, metadata=self._metadata_of(row), turns=turns)
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """Without keys that are null, as those of Parquet that other messages have."""
+    return {key: value for key, value in message.items() if value is not None or key == "content"}

@@ -1,0 +1,174 @@
+"""Which parts of a conversation, as a chat template writes it, its assistant wrote.
+
+Everything is found by comparing texts that the template writes, never by searching for markers, so
+that it holds for any template; where the comparison fails the row is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from slime_like.data.template import RowProblem
+
+Message = Mapping[str, Any]
+ASSISTANT = "assistant"
+STEP_MASK = "step_loss_mask"  # slime's key of a message: 0 leaves an assistant's turn out
+# How the text of an assistant's turn is found; None is "exact" below.
+MASK_TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
+_USER: Message = {"role": "user", "content": "a question"}
+_REMEDY = (
+    "give --loss-mask-type: qwen3 (each turn as it is after its question), qwen (each alone) or "
+    "qwen3_5 (as the whole conversation has it)"
+)
+
+
+class Render(Protocol):
+    """A chat template. open_turn: the opening of an assistant's turn follows."""
+
+    def __call__(self, messages: Sequence[Message], *, open_turn: bool = False) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a conversation's text. learnt: the assistant wrote it, and it is trained on."""
+
+    text: str
+    learnt: bool
+
+
+def is_learnt(message: Message) -> bool:
+    return message["role"] == ASSISTANT and message.get(STEP_MASK, 1) != 0
+
+
+def learnt_segments(
+    render: Render, messages: Sequence[Message], mask_type: str | None, *, end: str = ""
+) -> list[Segment]:
+    """The conversation up to the end of its last learnt turn, cut where those turns begin and end.
+
+    Args:
+        render: the model's template.
+        messages: at least one of which is learnt, not the first.
+        mask_type: one of `MASK_TYPES`, or None: the text of the whole conversation, which is exact
+            where the template writes each turn as it was when it was the last.
+        end: the end-of-sequence token, for ``distill_qwen``, where the template ends no turn.
+
+    Returns:
+        Untrained and learnt segments in turn, an untrained one first.
+
+    Raises:
+        RowProblem: naming the message where the template's texts do not fit together.
+    """
+    if mask_type == "distill_qwen":
+        return _last_answer(render, messages, end)
+    whole = render(messages)
+    segments: list[Segment] = []
+    position = 0
+    for place, message in enumerate(messages):
+        if not is_learnt(message):
+            continue
+        found = _exact_span(render, messages, place, whole)
+        if found is None and mask_type is None:
+            raise RowProblem(
+                f"message {place} ({ASSISTANT}): the chat template writes this turn otherwise once "
+                f"more messages follow, so no mask of the conversation is exact; {_REMEDY}"
+            )
+        start, stop = found or _changed_span(render, messages, place, whole)
+        text = whole[start:stop]
+        if mask_type in ("qwen", "qwen3"):
+            text = _turn_by_itself(render, message, place, alone=mask_type == "qwen")
+        segments += [Segment(whole[position:start], False), Segment(text, True)]
+        position = stop
+    return segments
+
+
+def _exact_span(
+    render: Render, messages: Sequence[Message], place: int, whole: str
+) -> tuple[int, int] | None:
+    """Start and end in `whole` of a turn that follows its prompt there as it does when it is the
+    last; None for any other."""
+    prompt = render(messages[:place], open_turn=True)
+    ended = whole if place + 1 == len(messages) else render(messages[: place + 1])
+    if whole.startswith(ended) and ended.startswith(prompt):
+        return len(prompt), len(ended)
+    return None
+
+
+def _changed_span(
+    render: Render, messages: Sequence[Message], place: int, whole: str
+) -> tuple[int, int]:
+    """Start and end in `whole` of a turn that the template changed, as it takes thoughts out of
+    earlier turns: from the end of the message before, less what opens a turn, to its own end."""
+    before = _end_of(render, messages, place - 1, whole)
+    stop = _end_of(render, messages, place, whole)
+    asked, opened = (render(messages[:place], open_turn=o) for o in (False, True))
+    other = render(_with_content(messages, place, "0"))
+    if not opened.startswith(asked) or other[:before] != whole[:before]:
+        raise _unclear(place)
+    opening = _common_start(opened[len(asked) :], other[before:])
+    if not opening or not whole.startswith(opening, before) or before + len(opening) > stop:
+        raise _unclear(place)
+    return before + len(opening), stop
+
+
+def _end_of(render: Render, messages: Sequence[Message], place: int, whole: str) -> int:
+    """Where the text of a message ends in `whole`: what does not depend on its content follows it,
+    less what closes it when it is the last."""
+    closing = _after_content(render, messages[: place + 1], place)
+    rest = _after_content(render, messages, place)
+    if not rest.startswith(closing) or not whole.endswith(rest[len(closing) :]):
+        raise _unclear(place)
+    return len(whole) - len(rest) + len(closing)
+
+
+def _after_content(render: Render, messages: Sequence[Message], place: int) -> str:
+    first, second = (render(_with_content(messages, place, content))[::-1] for content in "01")
+    return _common_start(first, second)[::-1]
+
+
+def _common_start(a: str, b: str) -> str:
+    return "".join(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
+
+
+def _with_content(messages: Sequence[Message], place: int, content: str) -> list[Message]:
+    return [{**m, "content": content} if i == place else m for i, m in enumerate(messages)]
+
+
+def _turn_by_itself(render: Render, message: Message, place: int, *, alone: bool) -> str:
+    """The text of a turn, after its opening, as the template writes it after a question, or as its
+    only message."""
+    opened = render([_USER], open_turn=True)
+    if not alone:
+        written = render([_USER, message])
+    else:
+        asked = render([_USER])
+        question = render([_USER, _USER])[len(asked) :]
+        if not question or not asked.endswith(question) or not opened.startswith(asked):
+            raise _unclear(place)
+        # a system message that the template writes where there is none
+        opened = asked.removesuffix(question) + opened[len(asked) :]
+        written = render([message])
+    if not written.startswith(opened):
+        raise _unclear(place)
+    return written[len(opened) :]
+
+
+def _last_answer(render: Render, messages: Sequence[Message], end: str) -> list[Segment]:
+    """The content of the last message, unchanged, thoughts included, after the rendered ones."""
+    prompt, answer = render(messages[:-1], open_turn=True), messages[-1].get("content")
+    if not is_learnt(messages[-1]) or not isinstance(answer, str) or not answer:
+        words = "--loss-mask-type distill_qwen learns the last message, which must be an assistant's text"
+        raise RowProblem(words)
+    thinks = "<think>\n"
+    if prompt.endswith(thinks):
+        answer = answer.removeprefix(thinks)
+    return [Segment(prompt, False), Segment(answer.removesuffix(end) + end, True)]
+
+
+def _unclear(place: int) -> RowProblem:
+    return RowProblem(
+        f"message {place}: the chat template's texts of this conversation and of its parts do not "
+        "fit together, so that no mask is exact; try another --loss-mask-type, or another template"
+    )
