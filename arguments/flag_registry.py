@@ -106,12 +106,12 @@ def loss_flags() -> list[Flag]:
 
 
 def default_words(defaults: list[tuple[str, Any]]) -> str:
-    """``0.2``, or ``ppo 0.2, gspo 0.0003`` where losses differ."""
+    """``0.2``, or ``ppo 0.2, gspo 0.0003`` where losses differ; a loss without a default is left out."""
     values = {str(value) for _, value in defaults}
     if len(values) == 1:
         value = defaults[0][1]
         return "" if value is None else str(value)
-    return ", ".join(f"{name} {value}" for name, value in defaults)
+    return ", ".join(f"{name} {value}" for name, value in defaults if value is not None)
 
 
 def registry_choices() -> dict[str, list[str]]:

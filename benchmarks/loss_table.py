@@ -51,6 +51,7 @@ ROWS_OF_LOSSES: Mapping[str, Sequence[tuple[str, str]]] = {
     "rollout_is": (("rollout_is", ""), ("rollout_is, second seed", "--seed 2 --rollout-seed 2")),
     "gspo": (("gspo", "--eps-clip 3e-4 --eps-clip-high 4e-4 --loss-reduction sequence_mean"),),
     "gmpo": (("gmpo", "--loss-reduction sequence_mean"),),
+    "luspo": (("luspo", "--eps-clip 2e-3 --eps-clip-high 2.5e-3 --loss-reduction sequence_mean"),),
     "sapo": (("sapo", "--loss-reduction sequence_mean"),),
     "cispo": (
         ("cispo", "--loss-reduction token_mean"),

@@ -4,7 +4,7 @@ benchmarks/plot_losses.py [--output FILE].
 A panel shows the token loss (dashed) and the weight of the policy gradient, -(dl / d log_prob) / A
 (solid), of one token in a sequence of its own, under the loss's default settings. On-policy, at
 ratio 1, every weight is 1. Of a loss that is a constant weight times the log-prob (cispo,
-rollout_is, topr, vespo) look at the gradient weight: the slope of its value is another.
+rollout_is, topr, up, vespo) look at the gradient weight: the slope of its value is another.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LEAST, LARGEST, POINTS = 0.02, 2.6, 300
 SETTINGS: dict[str, dict[str, Any]] = {
     "dro": {"dro_beta": 0.5},
     "gspo": {"eps_clip": 0.1},
+    "luspo": {"eps_clip": 0.1},
     "kl_cov": {"kl_cov_frac": 1.0, "kl_cov_coef": 0.3},
 }
 WITHOUT_A_RATIO = ("cross_entropy",)
@@ -38,6 +39,7 @@ NOTES = {
     "kl_cov": "a chosen token, coef 0.3",
     "dro": "beta 0.5",
     "gspo": "eps 0.1, not 3e-4",
+    "luspo": "eps 0.1, not 2e-3",
     "topr": "reward has A's sign",
     "gpg": "no ratio",
 }

@@ -145,7 +145,8 @@ def idle_advantage_settings(s: Settings) -> str | None:
     entry = advantage_estimators.get(name)
     if "gamma" in s.given and isinstance(entry, OutcomeEstimator):
         return f"--gamma has no effect with --advantage-estimator {name}, which gives all tokens of a sample one advantage"
-    if "disable_grpo_std_normalization" in s.given and name != "grpo":
+    scales = isinstance(entry, OutcomeEstimator) and entry.scales_by_std
+    if "disable_grpo_std_normalization" in s.given and not scales:
         return f"--disable-grpo-std-normalization has no effect with --advantage-estimator {name}"
     return None
 
@@ -205,12 +206,16 @@ LOSS_RULES: tuple[Rule, ...] = (
 
 
 def wide_gspo_range(s: Settings) -> str | None:
-    if s.loss.name != "gspo":
+    if not s.loss.sequence_ratio:
         return None
     widest = max(s.policy_loss.eps_clip, s.policy_loss.eps_clip_high or 0.0)
     if widest <= WIDE_FOR_A_GEOMETRIC_MEAN:
         return None
-    return f"gspo's ratio is a geometric mean over the sequence, close to 1: a clip range of {widest:g} never acts; try --eps-clip 3e-4 --eps-clip-high 4e-4"
+    usual = s.loss.config_type().eps_clip
+    return (
+        f"{s.loss.name}'s ratio is a geometric mean over the sequence, close to 1: a clip range of {widest:g} never acts; "
+        f"try --eps-clip {usual:g}"
+    )
 
 
 def gmpo_needs_one_advantage(s: Settings) -> str | None:

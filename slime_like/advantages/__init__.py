@@ -9,6 +9,7 @@ from slime_like.advantages import (  # noqa: F401  (each registers its estimator
     grpo,
     maxrl,
     opo,
+    pass_at_k,
     ppo,
     reinforce_plus_plus,
     remax,

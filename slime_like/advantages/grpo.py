@@ -12,7 +12,7 @@ from slime_like.lazy import Tensor
 EPS = 1e-6
 
 
-@register_outcome_estimator("grpo")
+@register_outcome_estimator("grpo", scales_by_std=True)
 def grpo(group: GroupRewards) -> Tensor:
     centred = group.rewards - group.rewards.mean()
     return centred / (group.rewards.std() + EPS) if group.normalize_std else centred

@@ -24,11 +24,13 @@ class GroupRewards:
 @dataclass(frozen=True, slots=True)
 class OutcomeEstimator:
     """fn gives the advantages [n] of one group. batch_factor: of a rollout's samples and of those
-    in groups with different rewards, what multiplies the advantages of the latter."""
+    in groups with different rewards, what multiplies the advantages of the latter. scales_by_std:
+    whether fn reads `GroupRewards.normalize_std`."""
 
     name: str
     fn: Callable[[GroupRewards], Tensor]
     batch_factor: Callable[[int, int], float] | None = None
+    scales_by_std: bool = False
 
 
 @dataclass(frozen=True, slots=True)

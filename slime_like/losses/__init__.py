@@ -15,12 +15,15 @@ from slime_like.losses import (  # noqa: F401  (each registers its loss)
     gpg,
     gspo,
     importance_sampling,
+    ipo,
     kimi,
     kl_cov,
+    luspo,
     ppo,
     rollout_is,
     sapo,
     topr,
+    up,
     vespo,
 )
 from slime_like.losses.functional import (

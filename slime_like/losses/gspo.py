@@ -30,9 +30,15 @@ class GSPOConfig(ClipConfig):
     GSPOConfig,
     needs=("advantages", "old_log_probs"),
     recommended_reductions=("sequence_mean", "rollout_mean"),
+    sequence_ratio=True,
 )
 def gspo(inputs: LossInputs, config: GSPOConfig) -> PolicyLossOutput:
     """Token losses [T]; the ratio of the metrics is s."""
+    return sequence_surrogate(inputs, config)
+
+
+def sequence_surrogate(inputs: LossInputs, config: ClipConfig) -> PolicyLossOutput:
+    """PPO's surrogate on the ratio of the whole sequence, token losses [T]."""
     ratio = inputs.sequence_log_ratio().exp()
     surrogate = clipped_surrogate(inputs, ratio, config)
     return PolicyLossOutput(

@@ -21,8 +21,8 @@ class PolicyLoss:
     fields of `LossInputs` that must be there. correction: who applies the off-policy correction:
     "outer" (losses/total.py), "internal" (the loss), "masks" (losses/total.py, and importance
     weights are refused: the loss's own ratio is against the sampler already) or "forbidden".
-    recommended_reductions: others draw a warning; empty: any. homogeneous: loss(c * A) = c *
-    loss(A) for c > 0. alias_defaults: settings that an alias changes, e.g. {"dual_clip":
+    recommended_reductions: others draw a warning; empty: any. sequence_ratio: its clip range is for
+    the geometric mean of a sequence's ratios. homogeneous: loss(c * A) = c * loss(A) for c > 0. alias_defaults: settings that an alias changes, e.g. {"dual_clip":
     {"eps_clip_c": 3.0}}. by_config: what of the above its settings change, as keyword arguments;
     use `with_config` to have it applied.
     """
@@ -34,6 +34,7 @@ class PolicyLoss:
     correction: Correction = "outer"
     recommended_reductions: tuple[str, ...] = ()
     required_reductions: tuple[str, ...] = ()
+    sequence_ratio: bool = False
     homogeneous: bool = True
     alias_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     by_config: Callable[[Any], Mapping[str, Any]] | None = None

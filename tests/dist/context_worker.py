@@ -129,6 +129,7 @@ LOSS_CASES: dict[str, tuple[str, dict[str, Any], LossTerms]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "dro": {"dro_beta": 0.3},
     "gspo": {"eps_clip": 0.05},
+    "luspo": {"eps_clip": 0.05},
     "gmpo": {"gmpo_eps_low": 0.2, "gmpo_eps_high": 0.2},
     "sapo of sequences": {"sapo_ratio_level": "sequence"},
     "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0},

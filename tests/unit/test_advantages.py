@@ -64,6 +64,12 @@ def by_loop(
             values.append(reward - sum(n * r for n, r in zip(lengths, peers)) / sum(lengths))
         elif estimator == "gpg":
             values.append(len(rewards) / differing * (reward - sum(peers) / len(peers)))
+        elif estimator == "pass_at_k":
+            # the best of all and of the others; of two that are the best, neither is missed
+            others = list(peers)
+            others.remove(reward)
+            scale = statistics.stdev(peers) + 1e-6 if normalize_std else 1.0
+            values.append((max(peers) - max(others)) / scale)
         else:
             scale = statistics.stdev(peers) + 1e-6 if normalize_std else 1.0
             values.append((reward - statistics.mean(peers)) / scale)
@@ -76,7 +82,8 @@ GROUPS = [3, 1, 3, 1, 3, 1, 1, -4, -4]  # uneven and interleaved
 
 @pytest.mark.parametrize(
     ("estimator", "settings"),
-    [(name, {}) for name in OUTCOME] + [("grpo", {"normalize_std": False})],
+    [(name, {}) for name in OUTCOME]
+    + [(name, {"normalize_std": False}) for name in ("grpo", "pass_at_k")],
 )
 def test_advantages_are_the_formula(estimator: str, settings: dict[str, bool]) -> None:
     output = compute(estimator, REWARDS, GROUPS, **settings)
@@ -184,6 +191,31 @@ def test_maxrl_gives_up_groups_without_success() -> None:
     assert compute(
         "maxrl", [-1.0, 0.5, 1.0, -1.0, 1.0, 0.0], [0, 0, 1, 1, 2, 2]
     ).values.tolist() == [0, 0, 0, 0, 1, -1]
+
+
+def test_pass_at_k_is_the_gradient_of_the_best_of_a_group() -> None:
+    """In expectation over two samples of a policy over three responses, by automatic
+    differentiation: d E[max(R_1, R_2)] = E[sum_i A_i d log p_i]. Where both are the same response,
+    neither is missed."""
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    rewards = [0.0, 1.0, 2.5]
+    probs = logits.softmax(0)
+    best = found = torch.zeros((), dtype=torch.float64)
+    for i in range(3):
+        for j in range(3):
+            both = probs[i] * probs[j]
+            best = best + both * max(rewards[i], rewards[j])
+            values = compute("pass_at_k", [rewards[i], rewards[j]], [0, 0], normalize_std=False)
+            credit = values.values.double() @ torch.stack([probs[i].log(), probs[j].log()])
+            found = found + both.detach() * credit
+    # the leave-one-out baseline max(others) of one sample has an expected gradient of 0
+    torch.testing.assert_close(
+        torch.autograd.grad(found, logits)[0], torch.autograd.grad(best, logits)[0]
+    )
+
+
+def test_pass_at_k_gives_nothing_where_two_are_best() -> None:
+    assert compute("pass_at_k", [1.0, 0.0, 1.0, 0.5], [0, 0, 0, 0]).values.tolist() == [0, 0, 0, 0]
 
 
 def test_gpg_counts_the_samples_of_groups_that_differ() -> None:

@@ -170,7 +170,7 @@ def test_remax_without_greedy_rewards_is_an_error_and_a_bad_one_is_left_out() ->
     assert got.metrics["reward/greedy_nonfinite"] == 2
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "opo", "gpg"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "maxrl", "opo", "gpg", "pass_at_k"])
 def test_estimators_of_samples_take_the_kl_off_before_grouping(name: str) -> None:
     masks, kl = samples(6)
     got = estimate(AdvantageSettings(name, kl_coef=0.2), masks, kl)

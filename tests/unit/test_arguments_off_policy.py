@@ -204,7 +204,11 @@ def test_a_loss_anchored_on_the_sampler_takes_masks_only(
     [name for name, loss in policy_losses.items() if loss.correction in ("outer", "internal")],
 )
 def test_every_other_loss_takes_weights_and_masks(tmp_path: Path, name: str) -> None:
-    needed = {"gmpo": "--loss-reduction sequence_mean", "dro": "--dro-beta 0.1"}.get(name, "")
+    needed = {
+        "gmpo": "--loss-reduction sequence_mean",
+        "luspo": "--loss-reduction sequence_mean",
+        "dro": "--dro-beta 0.1",
+    }.get(name, "")
     config = parse(
         tmp_path, f"--policy-loss-type {name} {needed} --use-tis --sequence-mask-metric product"
     )
@@ -222,6 +226,6 @@ def test_the_table_of_combinations() -> None:
     }
     assert (
         taking["internal"] == {"gmpo", "vespo"}
-        and taking["masks"] == {"rollout_is", "dppo"}
+        and taking["masks"] == {"rollout_is", "dppo", "ipo"}
         and taking["forbidden"] == {"cross_entropy"}
     )

@@ -171,7 +171,7 @@ def test_sapo_sequence_ratio_is_capped() -> None:
 )
 def test_on_policy_the_gradient_is_minus_the_advantage(name: str, settings: dict[str, Any]) -> None:
     """gmpo's for an advantage that is constant in a sequence; clip_cov's where it does not choose:
-    nothing is in its range here."""
+    nothing is in its range here; luspo's times the length."""
     advantages = torch.tensor([1.5, 1.5, 0.0, -2.0, -2.0], dtype=torch.float64)
     if name != "gmpo":
         advantages += torch.tensor([0.0, -2.2, 0.0, 0.3, 5.0], dtype=torch.float64)
@@ -182,9 +182,10 @@ def test_on_policy_the_gradient_is_minus_the_advantage(name: str, settings: dict
     inputs = dataclasses.replace(
         inputs, advantages=0.1 * advantages if name == "clip_cov" else advantages
     )
+    lengths = torch.tensor([2.0, 2.0, 1.0, 2.0, 2.0], dtype=torch.float64)
     torch.testing.assert_close(
         gradient(loss, loss.config_type(**settings), leaf, inputs),
-        -inputs.required("advantages"),
+        -inputs.required("advantages") * (lengths if name == "luspo" else 1.0),
         rtol=1e-15,
         atol=0,
     )

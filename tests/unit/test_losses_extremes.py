@@ -33,6 +33,8 @@ WITH_A_STOPPED_WEIGHT = {
     "vespo",
     "gspo_wide",
     "sapo_sequence",
+    "up",
+    "up_plain",
 }
 
 
@@ -69,7 +71,7 @@ def tensors_at(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> dict
 @pytest.mark.parametrize("variant", POLICY_GRADIENTS)
 def test_on_policy_the_gradient_is_the_policy_gradient(variant: str, reduction: str) -> None:
     """-u A at every active token: of gmpo for an advantage that is constant in a sequence, of clip_cov
-    where it does not choose."""
+    where it does not choose, of luspo times the length."""
     g = torch.Generator().manual_seed(1)
     advantages = torch.randn(7, 1, generator=g, dtype=torch.float64) + (
         0.0 if variant == "gmpo" else torch.randn(7, 9, generator=g, dtype=torch.float64)
@@ -80,6 +82,8 @@ def test_on_policy_the_gradient_is_the_policy_gradient(variant: str, reduction: 
     u = token_weights(reduction, mask, **OF_SAMPLES.get(reduction, {}))
     output = loss_of(variant, leaf, mask, u, **tensors_at(leaf, torch.zeros(7, 9), advantages))
     expected = torch.where(mask, -u * advantages, 0.0)
+    if VARIANTS[variant][0] == "luspo":
+        expected = expected * mask.sum(1, keepdim=True)
     found = torch.autograd.grad(output.loss, leaf)[0]
     if VARIANTS[variant][0] == "clip_cov":
         chosen = (found == 0) & (expected != 0)
@@ -93,8 +97,8 @@ def test_on_policy_the_gradient_is_the_policy_gradient(variant: str, reduction: 
 
 
 @pytest.mark.parametrize(
-    "variant", [v for v in VARIANTS if v != "gspo"]
-)  # its default range is narrower than these ratios
+    "variant", [v for v in VARIANTS if v not in ("gspo", "luspo")]
+)  # their default range is narrower than these ratios
 def test_gradients_are_derivatives_where_the_loss_is_smooth(variant: str) -> None:
     """Between kinks: log-ratios of 0.02 to 0.12, clip ranges beyond. And those with a stopped
     weight are known."""
@@ -175,7 +179,7 @@ def test_far_off_policy_everything_stays_finite(
             more = compute_off_policy_correction(
                 config, given["old_log_probs"], given["rollout_log_probs"], mask
             ).tensors
-            if config.enabled and VARIANTS[variant][0] in ("rollout_is", "dppo", "cispo"):
+            if config.enabled and VARIANTS[variant][0] in ("rollout_is", "dppo", "ipo", "cispo"):
                 # the loss reads it too, and the sequence is out
                 given["rollout_log_probs"][6, 0] = 0.0
             weights = torch.where(mask, u, poison) if spoilt else u

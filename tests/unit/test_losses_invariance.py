@@ -42,6 +42,9 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "dual_clip": ("ppo", {"eps_clip_c": 1.2}),
     "sapo_sequence": ("sapo", {"sapo_ratio_level": "sequence"}),
     "gspo_wide": ("gspo", {"eps_clip": 0.3}),
+    "luspo_wide": ("luspo", {"eps_clip": 0.3}),
+    "up_plain": ("up", {"eps_clip": 0.05, "eps_clip_c": None}),
+    "ipo_tight": ("ipo", {"ipo_threshold": 0.02, "ipo_kl_coef": 0.5}),
     "cispo_rollout": ("cispo", {"cispo_anchor": "rollout", "cispo_eps_clip_high": 0.2}),
     "dppo_kl": (
         "dppo",
@@ -57,9 +60,9 @@ VARIANTS = {**{name: (name, NEEDED.get(name, {})) for name in policy_losses.name
 CHOOSE_IN_A_MICRO_BATCH = {"clip_cov", "clip_cov_often", "kl_cov"}
 IN_THE_CUT = "token_mean_legacy"
 # What the specification forbids (section 5, "Combination", and section 2, "Reduction").
-ANCHORED_ON_THE_SAMPLER = {"rollout_is", "cispo_rollout", "dppo", "dppo_kl"}
+ANCHORED_ON_THE_SAMPLER = {"rollout_is", "cispo_rollout", "dppo", "dppo_kl", "ipo", "ipo_tight"}
 WITHOUT_AN_OLD_POLICY = {"cross_entropy"}
-NEEDS_A_SEQUENCE_REDUCTION = {"gmpo"}
+NEEDS_A_SEQUENCE_REDUCTION = {"gmpo", "luspo", "luspo_wide"}
 SEQUENCE_REDUCTIONS = {"sequence_mean", "rollout_mean"}
 
 Config = OffPolicyConfig

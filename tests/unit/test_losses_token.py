@@ -19,9 +19,11 @@ from slime_like.losses.dppo import DPPOConfig
 from slime_like.losses.dro import DROConfig
 from slime_like.losses.gpg import GPGConfig
 from slime_like.losses.importance_sampling import ImportanceSamplingConfig
+from slime_like.losses.ipo import IPOConfig
 from slime_like.losses.kimi import KimiConfig
 from slime_like.losses.rollout_is import RolloutISConfig
 from slime_like.losses.topr import TOPRConfig
+from slime_like.losses.up import UPConfig
 from tests.unit.loss_cases import clamp20, doubles, gradient, grid, make, value
 
 # (loss, gradient by the log-prob, whether the metric of clipping counts it) of one token
@@ -79,6 +81,28 @@ def dppo_token(config: DPPOConfig, a: float, lp: float, mu: float, reward: float
     return (*importance_sampling_token(None, a, lp, mu, reward)[:2], False)
 
 
+def ipo_token(config: IPOConfig, a: float, lp: float, mu: float, reward: float) -> Token:
+    """As prime-rl has it: the penalty stays where the policy term goes."""
+    d, stopped = clamp20(lp - mu)
+    penalty, pull = config.ipo_kl_coef * d * d, 0.0 if stopped else 2 * config.ipo_kl_coef * d
+    dropped = abs(math.exp(lp) - math.exp(mu)) > config.ipo_threshold
+    value, grad, _ = importance_sampling_token(None, a, lp, mu, reward)
+    return (penalty, pull, True) if dropped else (value + penalty, grad + pull, False)
+
+
+def up_token(config: UPConfig, a: float, lp: float, o: float, reward: float) -> Token:
+    """Equations 14 and 15: REINFORCE above 0, the old policy's ratio only below."""
+    if a > 0:
+        return -a, -a, False
+    d, stopped = clamp20(lp - o)
+    r = math.exp(d)
+    if config.eps_clip_c is not None and a < 0 and r > config.eps_clip_c:
+        return -config.eps_clip_c * a, 0.0, False
+    if a < 0 and r < 1 - config.eps_clip:
+        return -a * (1 - config.eps_clip), 0.0, True
+    return -a * r, 0.0 if stopped else -a * r, False
+
+
 CASES: list[tuple[str, Any, Formula]] = [
     ("cispo", CISPOConfig(), cispo_token),
     ("cispo", CISPOConfig(0.2, 0.28), cispo_token),
@@ -95,6 +119,11 @@ CASES: list[tuple[str, Any, Formula]] = [
     ("dppo", DPPOConfig("binary_tv", 0.01, 0.05), dppo_token),
     ("dppo", DPPOConfig("binary_kl"), dppo_token),
     ("dppo", DPPOConfig("binary_kl", 0.001, 0.01), dppo_token),
+    ("ipo", IPOConfig(), ipo_token),
+    ("ipo", IPOConfig(ipo_threshold=0.02, ipo_kl_coef=0.3), ipo_token),
+    ("up", UPConfig(), up_token),
+    ("up", UPConfig(eps_clip=0.02, eps_clip_c=None), up_token),
+    ("up", UPConfig(eps_clip=0.02, eps_clip_c=1.04), up_token),
 ]
 
 
@@ -112,7 +141,7 @@ def test_a_loss_is_its_formula(name: str, config: Any, formula: Formula) -> None
     anchor = inputs.old_log_probs
     assert anchor is not None
     rollout_anchored = (
-        name in ("rollout_is", "dppo") or getattr(config, "cispo_anchor", "old") == "rollout"
+        name in ("rollout_is", "dppo", "ipo") or getattr(config, "cispo_anchor", "old") == "rollout"
     )
     other = {"old_log_probs" if rollout_anchored else "rollout_log_probs": anchor + 1}
     leaf, inputs = make(log_ratio, advantages, rewards=rewards, **other)

@@ -30,7 +30,7 @@ TERMS = LossTerms(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coef=0.07)
 CHOOSE_IN_A_MICRO_BATCH = ("clip_cov", "kl_cov")
 # A token without a finite old log-prob spoils the ratio of its sequence, which the correction drops
 # as a whole.
-SEQUENCE_RATIO = ("gspo", "vespo")
+SEQUENCE_RATIO = ("gspo", "luspo", "vespo")
 
 
 def config_of(name: str) -> Any:
