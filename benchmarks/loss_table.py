@@ -66,6 +66,8 @@ ROWS_OF_LOSSES: Mapping[str, Sequence[tuple[str, str]]] = {
 }
 ROWS_OF_ESTIMATORS: Mapping[str, Sequence[tuple[str, str]]] = {
     "grpo": (("grpo", ""), ("grpo without std (Dr. GRPO)", "--disable-grpo-std-normalization")),
+    # the demo's reward has one part, of which the command line warns
+    "gdpo": (("gdpo, of one reward", ""),),
     "reinforce_plus_plus": (("reinforce_plus_plus", "--normalize-advantages"),),
     "reinforce_plus_plus_baseline": (("reinforce_plus_plus_baseline", "--normalize-advantages"),),
     # the greedy response is better than the sampled ones here, so that without whitening nearly all

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NOT_SAMPLED = -1  # in place of the weight version of a token that the model did not write
 # metadata key of ReMax's baseline, so that recorded rollouts have it too
 GREEDY_REWARD = "greedy_reward"
+REWARD_DETAILS = "reward_details"
 # of a `Sample`, over its tokens; in the order of the bytes of one number, the largest first
 OPTIONAL_TENSORS = (
     "token_rewards",

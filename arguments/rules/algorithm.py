@@ -134,9 +134,35 @@ def whitening_is_on(s: Settings) -> list[Problem]:
     return []
 
 
-ADVANTAGE_RULES: tuple[Rule, ...] = (whitening_is_on,)
+def parts_and_weights(s: Settings) -> list[Problem]:
+    """One weight for each part of the reward, and each part once."""
+    keys, weights = s.algorithm.gdpo_reward_keys or [], s.algorithm.gdpo_reward_weights
+    if len(set(keys)) < len(keys):
+        return problem("gdpo_reward_keys", " ".join(keys), "names a key twice; name each once")
+    if weights is None or not keys or len(weights) == len(keys):
+        return []
+    given = " ".join(f"{weight:g}" for weight in weights)
+    return problem(
+        "gdpo_reward_weights", given, f"must be {len(keys)} numbers, one for each reward key"
+    )
+
+
+def normalised_twice(s: Settings) -> list[Problem]:
+    if s.algorithm.advantage_estimator != "gdpo" or not s.algorithm.normalize_advantages:
+        return []
+    message = "does not go with --advantage-estimator gdpo, which normalises over the rollout itself; leave it out"
+    return problem("normalize_advantages", None, message)
+
+
+ADVANTAGE_RULES: tuple[Rule, ...] = (whitening_is_on, parts_and_weights, normalised_twice)
 
 # --- warnings --------------------------------------------------------------------------------------------------------
+
+
+def gdpo_of_one_reward(s: Settings) -> str | None:
+    if s.algorithm.advantage_estimator != "gdpo" or s.algorithm.gdpo_reward_keys:
+        return None
+    return "gdpo without --gdpo-reward-keys has one reward to compare: it is grpo, normalised over the rollout once more"
 
 
 def idle_advantage_settings(s: Settings) -> str | None:
@@ -145,6 +171,9 @@ def idle_advantage_settings(s: Settings) -> str | None:
     entry = advantage_estimators.get(name)
     if "gamma" in s.given and isinstance(entry, OutcomeEstimator):
         return f"--gamma has no effect with --advantage-estimator {name}, which gives all tokens of a sample one advantage"
+    own = s.algorithm.value_lambd is not None and s.algorithm.lambd_length_alpha is not None
+    if "lambd" in s.given and own:
+        return "--lambd has no effect with both --value-lambd and --lambd-length-alpha, which are the critic's and the policy's"
     scales = isinstance(entry, OutcomeEstimator) and entry.scales_by_std
     if "disable_grpo_std_normalization" in s.given and not scales:
         return f"--disable-grpo-std-normalization has no effect with --advantage-estimator {name}"

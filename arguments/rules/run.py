@@ -14,6 +14,7 @@ from arguments.rules.algorithm import (
     CRITIC_RULES,
     LOSS_RULES,
     SUPERVISED_RULES,
+    gdpo_of_one_reward,
     gmpo_needs_one_advantage,
     idle_advantage_settings,
     sapo_needs_a_group,
@@ -159,7 +160,7 @@ def truncated_sampling(s: Settings) -> str | None:
 
 WARNINGS: tuple[Warn, ...] = (
     reduction_is_recommended, k1_in_the_loss, groups_of_one, ratios_are_one, truncated_sampling,
-    wide_gspo_range, gmpo_needs_one_advantage, sapo_needs_a_group, idle_advantage_settings, nothing_to_learn,
+    wide_gspo_range, gdpo_of_one_reward, gmpo_needs_one_advantage, sapo_needs_a_group, idle_advantage_settings, nothing_to_learn,
     *MOE_WARNINGS, *OPTIMIZER_WARNINGS, nothing_to_overlap, latent_attention_with_context_parallel,
 )  # fmt: skip
 

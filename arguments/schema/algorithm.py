@@ -42,6 +42,21 @@ class AlgorithmConfig:
         "Dr. GRPO: do not divide by the group's standard deviation.",
         excludes="loss_type=sft_loss",
     )
+    gdpo_reward_keys: list[str] | None = arg(
+        None,
+        "GDPO: keys of the dict that the reward function returns, each a reward that is compared within groups on its own.",
+        nargs="+",
+        only_with="advantage_estimator=gdpo",
+        needs="reward_key",
+        excludes=("custom_reward_post_process_path", "kl_coef", "loss_type=sft_loss"),
+    )
+    gdpo_reward_weights: list[float] | None = arg(
+        None,
+        "GDPO: weight of each of --gdpo-reward-keys in their sum; default: 1.",
+        nargs="+",
+        needs="gdpo_reward_keys",
+        excludes="loss_type=sft_loss",
+    )
     custom_reward_post_process_path: str | None = arg(
         None,
         "module.function or file.py:function that makes the estimator's numbers of the rewards of a rollout, in place of the comparison within "
@@ -69,6 +84,20 @@ class AlgorithmConfig:
         1.0,
         "Lambda of generalised advantage estimation (ppo): 1 trusts rewards alone, 0 the critic's next value.",
         legal=UNIT,
+        excludes="loss_type=sft_loss",
+        only_with="@critic",
+    )
+    value_lambd: float | None = arg(
+        None,
+        "Decoupled GAE (VC-PPO): lambda of the returns that the critic learns; 1 keeps the reward of a long response whole. Default: --lambd.",
+        legal=UNIT,
+        excludes="loss_type=sft_loss",
+        only_with="@critic",
+    )
+    lambd_length_alpha: float | None = arg(
+        None,
+        "VAPO: the policy's lambda is 1 - 1 / (this x active tokens of the response), 0.05 in its paper; --lambd is then the critic's.",
+        legal=POSITIVE,
         excludes="loss_type=sft_loss",
         only_with="@critic",
     )

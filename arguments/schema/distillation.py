@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, POSITIVE, arg
+from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, arg
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,12 @@ class DistillationConfig:
         required_with=("use_opd", "loss_type=policy_loss"),
     )
     opd_kl_coef: float = arg(1.0, "Weight of the gap.", legal=POSITIVE, needs="use_opd")
+    opd_prefix_gamma: float = arg(
+        0.0,
+        "IW-OPD: a token's gap weighs up to 1 + this, less the further the response has left the teacher before it; 0.5 in TRL, 0: off.",
+        legal=NON_NEGATIVE,
+        needs="use_opd",
+    )
     opd_teacher_load: str | None = arg(
         None,
         "Folder of the teacher (Hugging Face), of any supported shape; it has the policy's tokenizer and parallel layout.",

@@ -5,6 +5,7 @@
 """
 
 from slime_like.advantages import (  # noqa: F401  (each registers its estimator)
+    gdpo,
     gpg,
     grpo,
     maxrl,
@@ -28,6 +29,7 @@ from slime_like.advantages.registry import (
     AdvantageEstimator,
     GroupRewards,
     OutcomeEstimator,
+    RewardParts,
     TokenEstimator,
     TokenRewards,
     advantage_estimators,
@@ -46,6 +48,7 @@ __all__ = [
     "KLController",
     "OutcomeEstimator",
     "Outcomes",
+    "RewardParts",
     "TokenAdvantages",
     "TokenEstimator",
     "TokenRewards",

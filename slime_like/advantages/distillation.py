@@ -7,6 +7,12 @@ The gap's expectation under the policy is the reverse KL to the teacher, so its 
 descends KL(policy || teacher) one token at a time. Sources: Agarwal et al., "On-Policy Distillation
 of Language Models", arXiv 2306.13649, section 3; Thinking Machines Lab, "On-Policy Distillation"
 (2025), for the form with a policy-gradient loss.
+
+IW-OPD, arXiv 2606.22600, algorithm 1, weighs a token's gap by how far the response has left the teacher before it:
+
+    w_t = 1 + gamma (1 - sum_{s < t} |o_s - q_s| / sum_s |o_s - q_s|)
+
+over active tokens, from 1 + gamma at the first down to about 1, in the form that TRL has.
 """
 
 from __future__ import annotations
@@ -31,3 +37,15 @@ def teacher_gaps(
         )
         for old, teacher, mask in zip(old_log_probs, teacher_log_probs, masks, strict=True)
     ]
+
+
+def prefix_weights(gaps: Sequence[Tensor], masks: Sequence[Tensor], gamma: float) -> list[Tensor]:
+    """w [R] float64 by sample, of `teacher_gaps`; 0 at inactive tokens. gamma: >= 0."""
+    require_samples(masks, gaps=gaps)
+    weights = []
+    for gap, mask in zip(gaps, masks, strict=True):
+        size = torch.where(mask, gap.double().abs(), 0.0)
+        before, total = size.cumsum(0) - size, size.sum()
+        share = before / total if total > 0 else torch.zeros_like(before)
+        weights.append(torch.where(mask, 1 + gamma * (1 - share), 0.0))
+    return weights

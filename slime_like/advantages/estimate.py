@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from slime_like.advantages.distillation import prefix_weights
 from slime_like.advantages.kl_reward import sample_kl
 from slime_like.advantages.outcome import (
     SINGLETONS,
@@ -17,13 +18,14 @@ from slime_like.advantages.outcome import (
 from slime_like.advantages.registry import (
     AdvantageEstimator,
     OutcomeEstimator,
+    RewardParts,
     TokenEstimator,
     TokenRewards,
     advantage_estimators,
     takes_token_rewards,
 )
 from slime_like.advantages.whitening import whiten
-from slime_like.config import NON_NEGATIVE, UNIT, CheckedSettings, arg
+from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.checks import require_ids, require_samples, require_shape
 
@@ -38,8 +40,13 @@ class AdvantageSettings(CheckedSettings):
     normalize: bool = arg(False, "Whiten over all ranks.")
     gamma: float = arg(1.0, "Discount.", legal=UNIT)
     lambd: float = arg(1.0, "Of generalised advantage estimation.", legal=UNIT)
+    value_lambd: float | None = arg(None, "Of the critic's returns; None: lambd.", legal=UNIT)
+    lambd_length_alpha: float | None = arg(
+        None, "Lambda by length in place of lambd.", legal=POSITIVE
+    )
     kl_coef: float = arg(0.0, "Of the KL in the reward.", legal=NON_NEGATIVE)
     distillation_coef: float = arg(0.0, "Of the gap to the teacher.", legal=NON_NEGATIVE)
+    prefix_gamma: float = arg(0.0, "Of the gap's weight by its prefix.", legal=NON_NEGATIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,8 @@ class Outcomes:
     made of the rewards, in place of the comparison within groups; not finite where there is
     nothing. None without one. token_rewards: by sample, [R] finite rewards of its tokens, which
     train in place of its reward, or None where it has one for all of it, or where another rank has
-    them: some_have_token_rewards then."""
+    them: some_have_token_rewards then. parts: of the rewards, for an estimator that compares each on
+    its own; the KL does not come off them."""
 
     rewards: Tensor
     group_ids: Tensor
@@ -59,6 +67,7 @@ class Outcomes:
     processed: Tensor | None = None
     token_rewards: Sequence[Tensor | None] = ()
     some_have_token_rewards: bool = False
+    parts: RewardParts | None = None
 
     def __post_init__(self) -> None:
         require_ids("group_ids", self.group_ids, self.rewards.numel())
@@ -124,20 +133,31 @@ def estimate_advantages(
     entry = advantage_estimators.get(settings.estimator)
     _require_token_rewards_taken(entry, outcomes)
     rewards, penalised, metrics = _penalised(settings, outcomes, kl, mine, group)
+    targets = None
     if isinstance(entry, OutcomeEstimator):
         values, found = _by_sample(settings, outcomes, penalised, mine, masks)
     else:
+        if outcomes.parts is not None:
+            raise ValueError(f"{entry.name} takes one reward a response, and parts were given")
         usable = torch.where(torch.isfinite(penalised), rewards, float("nan"))
-        values, found = _by_token(entry, settings, outcomes, usable, mine, masks, kl, critic_values)
+        batch, found = _token_rewards(
+            entry, settings, outcomes, usable, mine, masks, kl, critic_values
+        )
+        values = entry.fn(batch)
+        targets = None if entry.returns is None else entry.returns(batch)
     metrics |= found
     sound = _sound(penalised, outcomes, entry)
     returns = None
     if critic_values is not None:
+        targets = targets or [a + v.double() for a, v in zip(values, critic_values)]
         known = [bool(sound[i]) for i in mine]
-        returns = [_returns(*of_one) for of_one in zip(values, critic_values, masks, known)]
+        returns = [_returns(*of_one) for of_one in zip(targets, masks, known)]
     if teacher_gap is not None:
-        coef = settings.distillation_coef
-        values = [value - coef * gap for value, gap in zip(values, teacher_gap)]
+        coef, gaps = settings.distillation_coef, list(teacher_gap)
+        if settings.prefix_gamma:
+            weights = prefix_weights(gaps, masks, settings.prefix_gamma)
+            gaps = [weight * gap for weight, gap in zip(weights, gaps)]
+        values = [value - coef * gap for value, gap in zip(values, gaps)]
         total_gap = sample_kl(teacher_gap, mine, rewards.numel(), group)
         sound = sound & torch.isfinite(total_gap)
         metrics["rollout/opd_reverse_kl"] = _per_token(total_gap, outcomes)
@@ -197,6 +217,7 @@ def _by_sample(
         lengths=outcomes.lengths,
         normalize_std=settings.normalize_std,
         singleton=settings.singleton,
+        parts=outcomes.parts,
     )
     values = [torch.where(mask, output.values[i].double(), 0.0) for i, mask in zip(mine, masks)]
     return values, output.metrics
@@ -220,9 +241,9 @@ def _require_token_rewards_taken(entry: AdvantageEstimator, outcomes: Outcomes) 
         )
 
 
-def _returns(advantages: Tensor, values: Tensor, mask: Tensor, known: bool) -> Tensor:
-    """[R] float32: A + V at active tokens, NaN there where the sample's rewards are not known."""
-    return torch.where(mask, advantages + values.double() if known else float("nan"), 0.0).float()
+def _returns(targets: Tensor, mask: Tensor, known: bool) -> Tensor:
+    """[R] float32 at active tokens, NaN there where the sample's rewards are not known."""
+    return torch.where(mask, targets if known else float("nan"), 0.0).float()
 
 
 def _sound(
@@ -239,7 +260,7 @@ def _sound(
     return sound
 
 
-def _by_token(
+def _token_rewards(
     entry: TokenEstimator,
     settings: AdvantageSettings,
     outcomes: Outcomes,
@@ -248,8 +269,9 @@ def _by_token(
     masks: Sequence[Tensor],
     kl: Sequence[Tensor] | None,
     critic_values: Sequence[Tensor] | None,
-) -> tuple[list[Tensor], Mapping[str, float]]:
-    """rewards: [B], NaN where a sample cannot be used."""
+) -> tuple[TokenRewards, Mapping[str, float]]:
+    """What an estimator of tokens gets, and metrics. rewards: [B], NaN where a sample cannot be
+    used."""
     if entry.outcome is None or outcomes.processed is not None:
         finite = finite_rewards(rewards)
         numbers: Tensor = torch.where(finite, rewards, 0.0)
@@ -278,6 +300,8 @@ def _by_token(
         gamma=settings.gamma,
         values=critic_values,
         lambd=settings.lambd,
+        value_lambd=settings.value_lambd,
+        lambd_length_alpha=settings.lambd_length_alpha,
         token_rewards=given,
     )
-    return entry.fn(batch), metrics
+    return batch, metrics

@@ -8,7 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from slime_like.advantages.registry import GroupRewards, OutcomeEstimator, advantage_estimators
+from slime_like.advantages.registry import (
+    GroupRewards,
+    OutcomeEstimator,
+    RewardParts,
+    advantage_estimators,
+)
 from slime_like.lazy import Tensor, torch
 from slime_like.losses.checks import require_choice, require_ids, require_shape, require_tensor
 
@@ -33,6 +38,7 @@ def compute_advantages(
     lengths: Tensor,
     normalize_std: bool = True,
     singleton: Singleton = "zero",
+    parts: RewardParts | None = None,
 ) -> AdvantageOutput:
     """Advantages of all samples of a rollout, by an estimator that gives one number to a sample.
 
@@ -44,7 +50,8 @@ def compute_advantages(
         estimator: a registered name, e.g. "grpo".
         rewards: [B], with any KL penalty already taken off; NaN or infinite where a sample has no
         usable reward. group_ids: [B] integers, the prompt; groups may have any size. lengths: [B]
-        integers >= 0, active tokens. normalize_std: False: Dr. GRPO. singleton: "zero" or "reward".
+        integers >= 0, active tokens. normalize_std: False: Dr. GRPO. singleton: "zero" or "reward". parts: of the rewards, for an
+            estimator that compares each on its own (gdpo); None: the reward is the only one.
 
     Returns:
         Advantages [B] and metrics.
@@ -60,6 +67,10 @@ def compute_advantages(
         raise ValueError(
             f"{estimator} gives each token its own advantage; see slime_like.advantages.estimate_advantages"
         )
+    if entry.combine is not None:
+        return _by_part(entry, rewards, group_ids, lengths, parts, normalize_std, singleton)
+    if parts is not None:
+        raise ValueError(f"{entry.name} takes one reward a response, and parts were given")
     output = over_groups(
         entry.fn, rewards, group_ids, lengths, normalize_std=normalize_std, singleton=singleton
     )
@@ -104,31 +115,84 @@ def over_groups(
     """`fn` of each group; arguments and errors as of `compute_advantages`."""
     rewards = rewards.double()
     finite = finite_rewards(rewards)
-    values = torch.zeros_like(rewards)
-    differing = torch.zeros_like(finite)
-    flat = single = 0
-    groups = group_ids.unique()
-    for group_id in groups:
+    values, differing = _of_groups(fn, rewards, finite, group_ids, lengths, normalize_std)
+    return _with_singletons(values, differing, rewards, finite, group_ids, singleton)
+
+
+def _by_part(
+    entry: OutcomeEstimator,
+    rewards: Tensor,
+    group_ids: Tensor,
+    lengths: Tensor,
+    parts: RewardParts | None,
+    normalize_std: bool,
+    singleton: Singleton,
+) -> AdvantageOutput:
+    """Each part compared within groups on its own. A part that a sample does not have leaves that
+    part's statistics and adds 0; a sample without a finite reward leaves all."""
+    assert entry.combine is not None
+    rewards = rewards.double()
+    usable = finite_rewards(rewards)
+    parts = parts or RewardParts(rewards[:, None], (1.0,))
+    if parts.values.shape[0] != rewards.numel():
+        raise ValueError(
+            f"parts of rewards have shape {tuple(parts.values.shape)} for {rewards.numel()} rewards"
+        )
+    total, differing = torch.zeros_like(rewards), torch.zeros_like(usable)
+    for part, weight in zip(parts.values.double().unbind(1), parts.weights):
+        known = usable & torch.isfinite(part)
+        values, differ = _of_groups(entry.fn, part, known, group_ids, lengths, normalize_std)
+        total, differing = total + weight * values, differing | differ
+    values = torch.where(differing, entry.combine(total, usable), 0.0)
+    output = _with_singletons(values, differing, rewards, usable, group_ids, singleton)
+    return AdvantageOutput(output.values.float(), output.metrics)
+
+
+def _of_groups(
+    fn: Callable[[GroupRewards], Tensor],
+    rewards: Tensor,
+    finite: Tensor,
+    group_ids: Tensor,
+    lengths: Tensor,
+    normalize_std: bool,
+) -> tuple[Tensor, Tensor]:
+    """(values [B] float64, differing [B] bool) of groups whose finite rewards differ, else 0,
+    exactly: the mean of equal numbers may round away from them."""
+    values, differing = torch.zeros_like(rewards), torch.zeros_like(finite)
+    for group_id in group_ids.unique():
         members = ((group_ids == group_id) & finite).nonzero().squeeze(1)
         group = GroupRewards(rewards[members], lengths[members].double(), normalize_std)
-        if members.numel() >= 2:
-            if (group.rewards == group.rewards[0]).all():
-                flat += 1  # exactly 0: the mean of equal numbers may round away from them
-            else:
-                values[members] = fn(group)
-                differing[members] = True
-        elif members.numel() == 1:
-            single += 1
-            if singleton == "reward":
-                values[members] = group.rewards
-    if single and singleton == "zero":
+        if members.numel() >= 2 and not (group.rewards == group.rewards[0]).all():
+            values[members] = fn(group)
+            differing[members] = True
+    return values, differing
+
+
+def _with_singletons(
+    values: Tensor,
+    differing: Tensor,
+    rewards: Tensor,
+    finite: Tensor,
+    group_ids: Tensor,
+    singleton: Singleton,
+) -> GroupOutput:
+    """The values, those of groups of one as `singleton` says; and the metrics."""
+    _, place = group_ids.unique(return_inverse=True)
+    groups = int(place.max()) + 1
+    usable, moving = (
+        torch.bincount(place[which], minlength=groups) for which in (finite, differing)
+    )
+    single = int((usable == 1).sum())
+    if singleton == "reward":
+        values = torch.where(finite & (usable == 1)[place], rewards, values)
+    elif single:
         warnings.warn(
             "a group with a single usable sample has advantage 0 (--singleton-advantage)",
-            stacklevel=3,
+            stacklevel=4,
         )
     metrics = {
         "reward/nonfinite": float((~finite).sum()),
-        "reward/zero_spread_group_frac": flat / groups.numel(),
+        "reward/zero_spread_group_frac": int(((usable > 1) & (moving == 0)).sum()) / groups,
         "reward/singleton_groups": float(single),
     }
     return GroupOutput(values, differing, metrics)

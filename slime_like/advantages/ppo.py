@@ -1,11 +1,18 @@
 """PPO's estimator: generalised advantage estimation with the values of a critic, Schulman et al.,
 arXiv 1506.02438 and 1707.06347.
 
-A_t = sum_k (gamma lambd)^k delta_(t+k),    delta_t = R_t + gamma V_next - V_t,    R_s = -penalty_s + R at the last active token
+A_t = sum_k (gamma lambda)^k delta_(t+k),    delta_t = R_t + gamma V_next - V_t,    R_s = -penalty_s + R at the last active token
 
 Where the reward function gave each token its own, R_s = -penalty_s + r_s.
 Only active tokens count; see `returns.gae`. The critic learns the returns A_t + V_t, taken before
 any whitening.
+
+With a lambda of its own for the critic (decoupled GAE of VC-PPO, arXiv 2503.01491, section 4.2) the
+returns are those of a second estimate: lambda 1 lets the reward at the end of a long response reach
+the values of its first tokens, which a policy's lambda of 0.95 fades out after a hundred. VAPO,
+arXiv 2504.05118, section 4.2, has the policy's grow with the number l of the sample's active tokens:
+
+lambda = 1 - 1 / (alpha l), at least 0
 """
 
 from __future__ import annotations
@@ -15,10 +22,28 @@ from slime_like.advantages.returns import gae, token_rewards
 from slime_like.lazy import Tensor
 
 
-@register_token_estimator("ppo", needs_values=True, takes_token_rewards=True, aliases=("gae",))
+def returns(batch: TokenRewards) -> list[Tensor] | None:
+    """Of the critic's own lambda; None where it has none, and they are A + V."""
+    if batch.value_lambd is None and batch.lambd_length_alpha is None:
+        return None
+    lambd = batch.lambd if batch.value_lambd is None else batch.value_lambd
+    return _estimate(batch, [lambd] * len(batch.masks))[1]
+
+
+@register_token_estimator(
+    "ppo", needs_values=True, returns=returns, takes_token_rewards=True, aliases=("gae",)
+)
 def ppo(batch: TokenRewards) -> list[Tensor]:
+    alpha = batch.lambd_length_alpha
+    if alpha is None:
+        return _estimate(batch, [batch.lambd] * len(batch.masks))[0]
+    lengths = [int(mask.sum()) for mask in batch.masks]
+    return _estimate(batch, [max(0.0, 1 - 1 / (alpha * max(n, 1))) for n in lengths])[0]
+
+
+def _estimate(batch: TokenRewards, lambd: list[float]) -> tuple[list[Tensor], list[Tensor]]:
+    """(advantages, returns). lambd: by sample."""
     if batch.values is None:
         raise ValueError("--advantage-estimator ppo needs a critic's value of every token (values)")
     rewards = token_rewards(batch.outcomes, batch.masks, batch.penalties, batch.token_rewards)
-    advantages, _ = gae(rewards, batch.values, batch.masks, batch.gamma, batch.lambd)
-    return advantages
+    return gae(rewards, batch.values, batch.masks, batch.gamma, lambd)

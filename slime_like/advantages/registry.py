@@ -22,15 +22,34 @@ class GroupRewards:
 
 
 @dataclass(frozen=True, slots=True)
+class RewardParts:
+    """What the rewards of a rollout are made of. values: [B, K] float, not finite where a sample has
+    no such part; weights: K numbers."""
+
+    values: Tensor
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if self.values.dim() != 2 or self.values.shape[1] != len(self.weights):
+            raise ValueError(
+                f"parts of rewards have shape {tuple(self.values.shape)} and {len(self.weights)} weights; "
+                "they must be [B, K] and K"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class OutcomeEstimator:
     """fn gives the advantages [n] of one group. batch_factor: of a rollout's samples and of those
     in groups with different rewards, what multiplies the advantages of the latter. scales_by_std:
-    whether fn reads `GroupRewards.normalize_std`."""
+    whether fn reads `GroupRewards.normalize_std`. combine: fn is of each part of the reward, and this
+    makes the advantages [B] of a rollout of their weighted sums [B]; it gets the usable samples [B]
+    bool too. None: fn is of the reward."""
 
     name: str
     fn: Callable[[GroupRewards], Tensor]
     batch_factor: Callable[[int, int], float] | None = None
     scales_by_std: bool = False
+    combine: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +61,8 @@ class TokenRewards:
     token's reward, 0 at inactive tokens. greedy_rewards: reward of a greedy response to the
     sample's prompt, by sample; None where nobody asked for it. values: [R] by sample, a critic's,
     read at active tokens only; None without a critic. gamma: discount. lambd: of generalised
-    advantage estimation. token_rewards: [R] by sample, which stand in for its outcome, or None
+    advantage estimation; value_lambd: that of the critic's returns, None: lambd;
+    lambd_length_alpha: of the policy's as its sample's length has it, None: lambd. token_rewards: [R] by sample, which stand in for its outcome, or None
     where it has none; None altogether where no sample has any.
     """
 
@@ -53,6 +73,8 @@ class TokenRewards:
     gamma: float
     values: Sequence[Tensor] | None = None
     lambd: float = 1.0
+    value_lambd: float | None = None
+    lambd_length_alpha: float | None = None
     token_rewards: Sequence[Tensor | None] | None = None
 
 
@@ -64,7 +86,8 @@ class TokenEstimator:
     and groups do not matter. whitens:
     --normalize-advantages is part of the estimator. needs_greedy: whether `greedy_rewards` must be
     there. needs_values: whether `values`
-    must be, and with them a critic, which learns the returns. takes_token_rewards: whether `fn` uses
+    must be, and with them a critic. returns: what it learns, [R] float64 by sample, where that is
+    not the advantage plus the value; None: it always is. takes_token_rewards: whether `fn` uses
     rewards of tokens.
     """
 
@@ -74,6 +97,7 @@ class TokenEstimator:
     whitens: bool = False
     needs_greedy: bool = False
     needs_values: bool = False
+    returns: Callable[[TokenRewards], list[Tensor] | None] | None = None
     takes_token_rewards: bool = False
 
 

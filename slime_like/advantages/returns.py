@@ -82,7 +82,7 @@ def gae(
     values: Sequence[Tensor],
     masks: Sequence[Tensor],
     gamma: float,
-    lambd: float,
+    lambd: float | Sequence[float],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Generalised advantage estimation, Schulman et al., arXiv 1506.02438, equation 16, not
     whitened.
@@ -95,7 +95,7 @@ def gae(
         rewards: [R] by sample, as of `discounted_returns`.
         values: [R] by sample, a critic's, read at active tokens only.
         masks: [R] bool by sample.
-        gamma, lambd: 0 to 1.
+        gamma, lambd: 0 to 1; lambd of all, or one by sample.
 
     Returns:
         (advantages, returns), [R] float64 by sample each, 0 at inactive tokens.
@@ -104,7 +104,12 @@ def gae(
         ValueError: for a wrong number of samples, a wrong shape, or a number outside [0, 1].
     """
     require_samples(masks, rewards=rewards, values=values)
-    _require_unit(gamma=gamma, lambd=lambd)
+    lambds = [lambd] * len(masks) if isinstance(lambd, int | float) else lambd
+    require_samples(masks, lambd=lambds)
+    _require_unit(gamma=gamma)
+    for number in lambds:
+        _require_unit(lambd=number)
+    decay = gamma * torch.tensor(lambds, dtype=torch.float64)
     dense, baseline = (
         _to_active(rewards, masks),
         _to_active([torch.where(m, v, 0.0) for v, m in zip(values, masks)], masks),
@@ -113,7 +118,7 @@ def gae(
     result = torch.zeros_like(dense)
     for t in reversed(range(dense.shape[1])):
         delta = dense[:, t] + gamma * following - baseline[:, t]
-        advantage = delta + gamma * lambd * advantage
+        advantage = delta + decay * advantage
         following = baseline[:, t]
         result[:, t] = advantage
     return _from_active(result, masks), _from_active(result + baseline, masks)

@@ -22,10 +22,8 @@ from slime_like.losses.registry import register_policy_loss
 @dataclass(frozen=True, slots=True)
 class UPConfig(CheckedSettings):
     eps_clip: float = arg(0.2, "The ratio is bounded below by 1 - this.", legal=NON_NEGATIVE)
-    eps_clip_c: float | None = arg(
-        3.0,
-        "Dual clip: bound on the loss of negative advantages, as a ratio; default: off.",
-        legal=ABOVE_ONE,
+    eps_clip_c: float = arg(
+        3.0, "Dual clip: bound on the loss of negative advantages, as a ratio.", legal=ABOVE_ONE
     )
 
 

@@ -26,7 +26,7 @@ from slime_like.rewards.registry import (
 )
 from slime_like.rewards.worker import REMOTE, Answer, Job, Setup, Text
 from slime_like.text import clean
-from slime_like.types import Sample, SampleStatus
+from slime_like.types import REWARD_DETAILS, Sample, SampleStatus
 
 _MOST_WORKERS = 4  # of the automatic choice
 _BATCH, _BATCH_CHARACTERS = 64, 2**20  # texts that a worker is given at once, of a bounded reward
@@ -260,7 +260,7 @@ class Grader:
                 "correct the reward, or raise the limit"
             )
         metadata = (
-            {**sample.metadata, "reward_details": answer["details"]}
+            {**sample.metadata, REWARD_DETAILS: answer["details"]}
             if "details" in answer
             else sample.metadata
         )

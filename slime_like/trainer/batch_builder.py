@@ -63,8 +63,8 @@ class Batches:
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
     """transformer: megatron-core's TransformerConfig of the policy. replays_rollout: the sampler's
-    experts are replayed. served_teacher: the samples have a teacher's log-probs. post_process: what
-    a function of the user's makes of the rewards [B] of a rollout's samples, or None."""
+    experts are replayed. served_teacher: the samples have a teacher's log-probs. outcome_fields: what
+    `Outcomes` has of a rollout's samples that is not in their rows; a collective."""
 
     algorithm: AlgorithmConfig
     off_policy: OffPolicyConfig
@@ -73,8 +73,9 @@ class BatchSettings:
     replays_rollout: bool
     served_teacher: bool
     distillation_coef: float
+    prefix_gamma: float
     sample_buffer_size: int
-    post_process: Callable[[Sequence[AnySample]], Tensor] | None = None
+    outcome_fields: Callable[[Sequence[AnySample]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,10 +349,9 @@ class BatchMaker:
         gap = None
         if scores.teacher is not None:
             gap = teacher_gaps(scores.old_log_probs, scores.teacher, masks)
-        outcomes = outcomes_of(rollout.samples)
-        if self.settings.post_process is not None:
-            processed = self.settings.post_process(rollout.sampled)
-            outcomes = dataclasses.replace(outcomes, processed=processed)
+        outcomes = dataclasses.replace(
+            outcomes_of(rollout.samples), **self.settings.outcome_fields(rollout.sampled)
+        )
         output = estimate_advantages(
             self._advantage_settings(),
             outcomes,
@@ -377,8 +377,11 @@ class BatchMaker:
             normalize=algorithm.normalize_advantages,
             gamma=algorithm.gamma,
             lambd=algorithm.lambd,
+            value_lambd=algorithm.value_lambd,
+            lambd_length_alpha=algorithm.lambd_length_alpha,
             kl_coef=self.kl_controller.value,
             distillation_coef=self.settings.distillation_coef,
+            prefix_gamma=self.settings.prefix_gamma,
         )
 
 

@@ -22,10 +22,10 @@ from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.progress import Progress
 from slime_like.metrics.timers import speed_and_memory
 from slime_like.rollout.evaluate import load_prompts
-from slime_like.rollout.hooks import processed_rewards
 from slime_like.rollout.metrics import UNKNOWN_VERSIONS
 from slime_like.rollout.rank_zero import whole_groups
 from slime_like.rollout.recording import save_rollout
+from slime_like.rollout.reward_parts import outcome_fields
 from slime_like.rollout.sample_plane import bring_to_rank_zero
 from slime_like.rollout.step_plan import check_token_sets, flatten, mask_failed
 from slime_like.trainer.batch_builder import BatchMaker, BatchSettings
@@ -352,7 +352,6 @@ def make_batch_maker(
     gates: SamplerGates,
     progress: Progress,
 ) -> BatchMaker:
-    path = run.algorithm.custom_reward_post_process_path
     settings = BatchSettings(
         run.algorithm,
         run.off_policy,
@@ -361,8 +360,9 @@ def make_batch_maker(
         run.rollout.use_rollout_routing_replay,
         run.distillation.served,
         run.distillation.opd_kl_coef,
+        run.distillation.opd_prefix_gamma,
         run.rollout.sample_buffer_size,
-        post_process=None if path is None else partial(processed_rewards, run, path),
+        outcome_fields=partial(outcome_fields, run),
     )
     return BatchMaker(settings, layout, backend, gates, progress)
 

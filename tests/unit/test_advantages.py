@@ -40,6 +40,11 @@ def by_loop(
     estimator: str, rewards: Sequence[float], groups: Sequence[int], normalize_std: bool = True
 ) -> list[float]:
     """Lengths are 1, 2, 3, ..., as in `compute`."""
+    if estimator == "gdpo":  # of one reward: grpo's, normalised over the rollout
+        sums = by_loop("grpo", rewards, groups, normalize_std)
+        usable = [s for s, r in zip(sums, rewards) if math.isfinite(r)]
+        mean, scale = statistics.mean(usable), statistics.stdev(usable) + 1e-6
+        return [(s - mean) / scale if s else 0.0 for s in sums]
     values = []
     differing = 0
     for reward, group in zip(rewards, groups):
@@ -66,10 +71,10 @@ def by_loop(
             values.append(len(rewards) / differing * (reward - sum(peers) / len(peers)))
         elif estimator == "pass_at_k":
             # the best of all and of the others; of two that are the best, neither is missed
-            others = list(peers)
-            others.remove(reward)
+            rest = list(peers)
+            rest.remove(reward)
             scale = statistics.stdev(peers) + 1e-6 if normalize_std else 1.0
-            values.append((max(peers) - max(others)) / scale)
+            values.append((max(peers) - max(rest)) / scale)
         else:
             scale = statistics.stdev(peers) + 1e-6 if normalize_std else 1.0
             values.append((reward - statistics.mean(peers)) / scale)
@@ -83,7 +88,7 @@ GROUPS = [3, 1, 3, 1, 3, 1, 1, -4, -4]  # uneven and interleaved
 @pytest.mark.parametrize(
     ("estimator", "settings"),
     [(name, {}) for name in OUTCOME]
-    + [(name, {"normalize_std": False}) for name in ("grpo", "pass_at_k")],
+    + [(name, {"normalize_std": False}) for name in ("grpo", "pass_at_k", "gdpo")],
 )
 def test_advantages_are_the_formula(estimator: str, settings: dict[str, bool]) -> None:
     output = compute(estimator, REWARDS, GROUPS, **settings)
@@ -111,6 +116,8 @@ def test_order_of_samples_and_other_groups_do_not_matter(estimator: str) -> None
         lengths=torch.arange(1, 10)[order],
     ).values
     torch.testing.assert_close(shuffled, values[order])
+    if estimator == "gdpo":
+        return  # normalised over all groups
     alone = compute_advantages(
         estimator,
         rewards=torch.tensor(REWARDS, dtype=torch.float64)[[0, 2, 4]],
@@ -181,7 +188,8 @@ def test_the_warning_about_groups_of_one_comes_once() -> None:
 
 def test_an_unknown_estimator_names_the_legal_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"unknown advantage estimator 'ppo2'; legal values: gpg, grpo, maxrl, opo"
+        ValueError,
+        match=r"unknown advantage estimator 'ppo2'; legal values: gdpo, gpg, grpo, maxrl, opo",
     ):
         compute("ppo2", [1.0], [0])
 
@@ -210,7 +218,8 @@ def test_pass_at_k_is_the_gradient_of_the_best_of_a_group() -> None:
             found = found + both.detach() * credit
     # the leave-one-out baseline max(others) of one sample has an expected gradient of 0
     torch.testing.assert_close(
-        torch.autograd.grad(found, logits)[0], torch.autograd.grad(best, logits)[0]
+        torch.autograd.grad(found, logits, retain_graph=True)[0],
+        torch.autograd.grad(best, logits)[0],
     )
 
 

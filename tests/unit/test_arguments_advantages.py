@@ -23,14 +23,16 @@ def problems_of(folder: Path, flags: str) -> tuple[Problem, ...]:
 
 @pytest.mark.parametrize("name", advantage_estimators.names())
 def test_every_estimator_by_flag(tmp_path: Path, name: str) -> None:
-    config = parse(tmp_path, f"--advantage-estimator {name} --normalize-advantages")
-    assert config.algorithm.advantage_estimator == name and config.algorithm.normalize_advantages
-    assert config.warnings == ()
+    whitened = "" if name == "gdpo" else "--normalize-advantages"  # it normalises by itself
+    config = parse(tmp_path, f"--advantage-estimator {name} {whitened}")
+    assert config.algorithm.advantage_estimator == name
+    assert config.algorithm.normalize_advantages == bool(whitened)
+    assert all(warning.startswith("gdpo without") for warning in config.warnings)
 
 
 def test_the_table_is_complete() -> None:
     assert set(advantage_estimators.names()) == {
-        "grpo", "rloo", "maxrl", "opo", "gpg", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
+        "grpo", "gdpo", "pass_at_k", "rloo", "maxrl", "opo", "gpg", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
     }  # fmt: skip
 
 
@@ -81,6 +83,10 @@ def test_skyrls_names(tmp_path: Path) -> None:
     assert parse(tmp_path, f"--config {run_file}").algorithm.kl_coef == 0
 
 
+# ends with the keys
+PARTS = (
+    "--advantage-estimator gdpo --reward-key a --gdpo-reward-weights 1 1 --gdpo-reward-keys a b "
+)
 # name of the rule, or "" for what reading finds; flags; the flag that is named; words
 REFUSED = [
     (
@@ -95,6 +101,23 @@ REFUSED = [
         "--normalize-advantages",
         "reinforce_plus_plus_baseline",
     ),
+    (
+        "normalised_twice",
+        "--advantage-estimator gdpo --normalize-advantages",
+        "--normalize-advantages",
+        "normalises over the rollout itself",
+    ),
+    (
+        "parts_and_weights",
+        PARTS + "--gdpo-reward-weights 1",
+        "--gdpo-reward-weights",
+        "must be 2 numbers",
+    ),
+    ("parts_and_weights", PARTS + "a", "--gdpo-reward-keys", "names a key twice"),
+    ("", PARTS.replace("gdpo ", "grpo ", 1), "--gdpo-reward-keys", "--advantage-estimator gdpo"),
+    ("", PARTS.replace("--reward-key a", ""), "--gdpo-reward-keys", "--reward-key"),
+    ("", PARTS + "--kl-coef 0.1 --ref-load {folder}/hf", "--gdpo-reward-keys", "--kl-coef"),
+    ("", "--gdpo-reward-weights 1 2", "--gdpo-reward-weights", "--gdpo-reward-keys"),
     ("", "--kl-ctrl-type adaptive", "--kl-ctrl-type", "without --kl-coef"),
     ("", "--use-kl-in-reward", "--use-kl-in-reward", "--kl-coef"),
     ("", "--kl-ctrl-type adaptiv", "--kl-ctrl-type", "legal values: fixed, adaptive"),
@@ -122,6 +145,11 @@ def test_every_rule_is_broken_somewhere() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ("--advantage-estimator gdpo", "gdpo without --gdpo-reward-keys has one reward"),
+        (
+            "--advantage-estimator ppo --lambd 0.9 --value-lambd 1 --lambd-length-alpha 0.05",
+            "--lambd has no effect with both",
+        ),
         ("--gamma 0.9", "--gamma has no effect with --advantage-estimator grpo"),
         (
             "--advantage-estimator rloo --disable-grpo-std-normalization",

@@ -113,7 +113,7 @@ VALUES = {"lambd": 0.9, "critic_min_lr": 1e-6, "critic_sequence_parallel": ""}
 # name of the rule, or "" for what reading finds; flags; the flag that is named; words
 REFUSED = [
     *(("", f"--{name.replace('_', '-')} {VALUES.get(name, 1)}", f"--{name.replace('_', '-')}", "goes with --advantage-estimator ppo only")
-      for name in ("lambd", *(f.name for c in (CriticConfig, ValueLossConfig) for f in dataclasses.fields(c)))),
+      for name in ("lambd", "value_lambd", "lambd_length_alpha", *(f.name for c in (CriticConfig, ValueLossConfig) for f in dataclasses.fields(c)))),
     ("critic_learning_rate", PPO + "--critic-lr 1e-4 --critic-min-lr 2e-4", "--critic-min-lr", "must not be above --critic-lr 0.0001"),
     ("critic_learning_rate", PPO + "--critic-min-lr 2e-4", "--critic-min-lr", "must not be above --lr 1e-05"),
     ("critic_warmup", PPO + "--critic-lr-warmup-iters 9 --lr-decay-iters 9", "--critic-lr-warmup-iters", "must be below --lr-decay-iters 9"),
@@ -122,6 +122,8 @@ REFUSED = [
     ("critic_source", PPO + "--critic-load {folder}", "--critic-load", "holds neither checkpoints nor"),
     ("", PPO + "--critic-save {folder}/critic", "--critic-save", "part of every checkpoint in --save"),
     ("", PPO + "--critic-lr 0", "--critic-lr", "must be > 0"),
+    ("", PPO + "--value-lambd 1.1", "--value-lambd", "0 <= x <= 1"),
+    ("", PPO + "--lambd-length-alpha 0", "--lambd-length-alpha", "must be > 0"),
     ("", PPO + "--critic-lr-warmup-iters -1", "--critic-lr-warmup-iters", "must be >= 0"),
     ("", PPO + "--value-clip 0", "--value-clip", "must be > 0"),
     ("", PPO + "--value-clip nan", "--value-clip", "finite number"),

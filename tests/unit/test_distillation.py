@@ -57,6 +57,40 @@ def estimate(**settings: object) -> tuple[list[list[float]], dict[str, float]]:
     return [value.tolist() for value in output.values], dict(output.metrics)
 
 
+def test_the_gap_weighs_less_the_further_the_response_has_gone() -> None:
+    """IW-OPD, algorithm 1, by a loop over active tokens; without a gap nothing weighs."""
+    g = torch.Generator().manual_seed(1)
+    masks = [torch.rand(9, generator=g) < 0.7 for _ in range(4)]
+    old, teacher = (
+        [-torch.rand(9, generator=g, dtype=torch.float64) for _ in masks] for _ in range(2)
+    )
+    teacher[2] = old[2]
+    rewards = outcomes()
+    told = Outcomes(rewards.rewards, rewards.group_ids, torch.tensor([int(m.sum()) for m in masks]))
+    plain, weighted = (
+        estimate_advantages(
+            AdvantageSettings("grpo", distillation_coef=0.7, prefix_gamma=gamma),
+            told,
+            mine=range(4),
+            masks=masks,
+            teacher_gap=teacher_gaps(old, teacher, masks),
+        )
+        for gamma in (0.0, 0.5)
+    )
+    assert plain.metrics == weighted.metrics, "the reported KL has no weights"
+    for i, mask in enumerate(masks):
+        active = mask.nonzero().squeeze(1).tolist()
+        sizes = [abs(float(teacher[i][t] - old[i][t])) for t in active]
+        for place, t in enumerate(active):
+            before = sum(sizes[:place]) / sum(sizes) if sum(sizes) else 0.0
+            added = 0.7 * 0.5 * (1 - before) * float(teacher[i][t] - old[i][t])
+            assert float(weighted.values[i][t]) == pytest.approx(
+                float(plain.values[i][t]) + added, abs=1e-6
+            )
+        assert not weighted.values[i][~mask].any()
+    assert not torch.allclose(plain.values[0], weighted.values[0])
+
+
 def test_the_gap_comes_off_each_active_token() -> None:
     """A = (R - mean) - coef (old - teacher), written out."""
     values, metrics = estimate(distillation_coef=2.0)

@@ -32,6 +32,7 @@ WITH_A_STOPPED_WEIGHT = {
     "topr",
     "vespo",
     "gspo_wide",
+    "luspo_wide",
     "sapo_sequence",
     "up",
     "up_plain",

@@ -43,7 +43,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "sapo_sequence": ("sapo", {"sapo_ratio_level": "sequence"}),
     "gspo_wide": ("gspo", {"eps_clip": 0.3}),
     "luspo_wide": ("luspo", {"eps_clip": 0.3}),
-    "up_plain": ("up", {"eps_clip": 0.05, "eps_clip_c": None}),
+    "up_plain": ("up", {"eps_clip": 0.05, "eps_clip_c": 50.0}),
     "ipo_tight": ("ipo", {"ipo_threshold": 0.02, "ipo_kl_coef": 0.5}),
     "cispo_rollout": ("cispo", {"cispo_anchor": "rollout", "cispo_eps_clip_high": 0.2}),
     "dppo_kl": (

@@ -113,7 +113,7 @@ def test_gspo_differentiates_as_the_mean_does_where_the_advantage_is_constant() 
 def test_luspo_is_the_mean_over_sequences_of_length_times_loss(config: LUSPOConfig) -> None:
     """The paper's objective, its gradient through the geometric mean, as TRL has it: one advantage
     and one loss for each sequence."""
-    advantages = torch.tensor([1.0, -2.0, 0.5, 1.0, 0.3], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -2.0, 0.5, 1.0, -0.3], dtype=torch.float64)
     leaf, inputs = make(0.01 * LOG_RATIO, advantages[SEQ_IDS], MASK, SEQ_IDS)
     old = inputs.old_log_probs
     assert old is not None

@@ -96,7 +96,7 @@ def up_token(config: UPConfig, a: float, lp: float, o: float, reward: float) -> 
         return -a, -a, False
     d, stopped = clamp20(lp - o)
     r = math.exp(d)
-    if config.eps_clip_c is not None and a < 0 and r > config.eps_clip_c:
+    if a < 0 and r > config.eps_clip_c:
         return -config.eps_clip_c * a, 0.0, False
     if a < 0 and r < 1 - config.eps_clip:
         return -a * (1 - config.eps_clip), 0.0, True
@@ -122,7 +122,7 @@ CASES: list[tuple[str, Any, Formula]] = [
     ("ipo", IPOConfig(), ipo_token),
     ("ipo", IPOConfig(ipo_threshold=0.02, ipo_kl_coef=0.3), ipo_token),
     ("up", UPConfig(), up_token),
-    ("up", UPConfig(eps_clip=0.02, eps_clip_c=None), up_token),
+    ("up", UPConfig(eps_clip=0.02, eps_clip_c=50.0), up_token),
     ("up", UPConfig(eps_clip=0.02, eps_clip_c=1.04), up_token),
 ]
 

@@ -34,8 +34,9 @@ SEQUENCE_RATIO = ("gspo", "luspo", "vespo")
 
 
 def config_of(name: str) -> Any:
-    """Settings of a loss; the one without a default has a value."""
-    return policy_losses.get(name).config_type(**({"dro_beta": 0.1} if name == "dro" else {}))
+    """Settings of a loss; the one without a default has a value, a small penalty a larger one."""
+    settings = {"dro": {"dro_beta": 0.1}, "ipo": {"ipo_kl_coef": 0.1}}
+    return policy_losses.get(name).config_type(**settings.get(name, {}))
 
 
 def random_step(seed: int = 0) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import torch
 
 from arguments.run_config import RunConfig
 from slime_like.rollout.engines.base import GenerateOutput
-from slime_like.types import NOT_SAMPLED, Prompt, Sample, SampleStatus
+from slime_like.types import NOT_SAMPLED, REWARD_DETAILS, Prompt, Sample, SampleStatus
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ def from_slime(
         status=statuses[result.status],
         reward=_reward(result, args, place),
         response=result.response or tokenizer.decode(response, skip_special_tokens=True),
-        metadata=dict(result.metadata),
+        metadata=dict(result.metadata) | _details(result, args),
     )
 
 
@@ -253,6 +253,17 @@ def _reward(result: SlimeSample, args: SlimeArgs, place: str) -> float | None:
     if isinstance(value, str) or not isinstance(value, int | float):
         raise ValueError(f"{place}: the reward is {type(value).__name__}, must be a number")
     return float(value) if math.isfinite(value) else math.nan
+
+
+def _details(result: SlimeSample, args: SlimeArgs) -> dict[str, Any]:
+    """The other numbers of a reward that is a dict, as a reward function's are kept."""
+    value = result.reward if isinstance(result.reward, dict) else {}
+    details = {
+        str(name): float(item)
+        for name, item in value.items()
+        if name != args.reward_key and isinstance(item, int | float)
+    }
+    return {REWARD_DETAILS: details} if details else {}
 
 
 def versions_of(

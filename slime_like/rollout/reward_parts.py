@@ -1,0 +1,73 @@
+"""What the estimator reads of a rollout's rewards besides one number for each: what a function of
+the user's makes of them, and the parts that they are made of, on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from arguments.run_config import RunConfig
+from slime_like.advantages.registry import RewardParts
+from slime_like.distributed.collectives import gather
+from slime_like.lazy import torch
+from slime_like.rollout.hooks import processed_rewards
+from slime_like.sample_index import AnySample
+from slime_like.types import REWARD_DETAILS, Sample
+
+
+def outcome_fields(config: RunConfig, samples: Sequence[AnySample]) -> dict[str, Any]:
+    """Fields of `Outcomes` that take asking the ranks that have the samples; a collective where
+    there are any. Raises ValueError, on all ranks, as what is asked does."""
+    algorithm, found = config.algorithm, dict[str, Any]()
+    if (path := algorithm.custom_reward_post_process_path) is not None:
+        found["processed"] = processed_rewards(config, path, samples)
+    if (keys := algorithm.gdpo_reward_keys) is not None:
+        weights = algorithm.gdpo_reward_weights or [1.0] * len(keys)
+        found["parts"] = reward_parts(keys, weights, config.reward.reward_key, samples)
+    return found
+
+
+def reward_parts(
+    keys: Sequence[str],
+    weights: Sequence[float],
+    reward_key: str | None,
+    samples: Sequence[AnySample],
+) -> RewardParts:
+    """What gdpo compares; a collective.
+
+    Args:
+        keys: of the dict that the reward function returns; `reward_key` is the reward itself.
+        weights: one for each key.
+        samples: of the rollout, each whole on the rank that made it.
+
+    Returns:
+        The parts, equal on all ranks; NaN where a sample has none under a key.
+
+    Raises:
+        ValueError: on all ranks, for a key that no sample has a finite number under.
+    """
+    own = {
+        i: [_part(sample, key, reward_key) for key in keys]
+        for i, sample in enumerate(samples)
+        if isinstance(sample, Sample)
+    }
+    told = {i: row for rank in gather(own) for i, row in rank.items()}
+    rows = [told[i] for i in range(len(samples))]
+    values = torch.tensor(rows, dtype=torch.float64).view(len(samples), len(keys))
+    known = torch.isfinite(values).any(0).tolist()
+    absent = [key for key, is_known in zip(keys, known) if not is_known]
+    if absent:
+        raise ValueError(
+            f"--gdpo-reward-keys: no sample of this rollout has a finite number under {', '.join(absent)}; "
+            "see what the reward function returns"
+        )
+    return RewardParts(values, tuple(weights))
+
+
+def _part(sample: Sample, key: str, reward_key: str | None) -> float:
+    if key == reward_key:
+        return math.nan if sample.reward is None else sample.reward
+    details = sample.metadata.get(REWARD_DETAILS)
+    value = details.get(key) if isinstance(details, dict) else None
+    return float(value) if isinstance(value, int | float) else math.nan
