@@ -135,8 +135,11 @@ def whitening_is_on(s: Settings) -> list[Problem]:
 
 
 def parts_and_weights(s: Settings) -> list[Problem]:
-    """One weight for each part of the reward, and each part once."""
+    """One weight for each part of the reward, and each part once; and one is the sample's reward."""
     keys, weights = s.algorithm.gdpo_reward_keys or [], s.algorithm.gdpo_reward_weights
+    if keys and s.algorithm.advantage_estimator == "gdpo" and s.reward.reward_key is None:
+        message = "needs --reward-key, which of the dict is the reward that filters, metrics and evaluation go by"
+        return problem("gdpo_reward_keys", " ".join(keys), message)
     if len(set(keys)) < len(keys):
         return problem("gdpo_reward_keys", " ".join(keys), "names a key twice; name each once")
     if weights is None or not keys or len(weights) == len(keys):

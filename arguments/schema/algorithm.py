@@ -47,7 +47,6 @@ class AlgorithmConfig:
         "GDPO: keys of the dict that the reward function returns, each a reward that is compared within groups on its own.",
         nargs="+",
         only_with="advantage_estimator=gdpo",
-        needs="reward_key",
         excludes=("custom_reward_post_process_path", "kl_coef", "loss_type=sft_loss"),
     )
     gdpo_reward_weights: list[float] | None = arg(

@@ -156,7 +156,7 @@ def _of_groups(
     lengths: Tensor,
     normalize_std: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(values [B] float64, differing [B] bool) of groups whose finite rewards differ, else 0,
+    """(values [B] float64, differing [B] bool) where the finite rewards of a group differ, else 0,
     exactly: the mean of equal numbers may round away from them."""
     values, differing = torch.zeros_like(rewards), torch.zeros_like(finite)
     for group_id in group_ids.unique():

@@ -3,8 +3,8 @@ any number: what the group's best reward would lose without the response.
 
 A_i = max_j R_j - max_{j != i} R_j, divided by (std + 1e-6):     R_best - R_second for the best, 0 for the others
 
-The paper's gradient for k samples with the leave-one-out baseline has no division; verl, whose name
-for this is grpo_passk, divides as GRPO does, and --disable-grpo-std-normalization leaves it out.
+The paper's gradient for k samples with the leave-one-out baseline has no division; verl's grpo_passk
+divides as GRPO does, and --disable-grpo-std-normalization leaves it out.
 Where two are best, none is missed, and the group has no gradient.
 """
 

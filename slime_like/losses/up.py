@@ -5,8 +5,8 @@
 
 A positive advantage has neither a bound nor an old policy: its ratio is the policy's to itself, 1
 in value, with the gradient of the log-prob, so that a rare token that was right gets its whole
-gradient whatever the steps before it did. Where A <= 0 it is PPO with the dual clip, whose upper
-bound never acts there; so there is no --eps-clip-high.
+gradient whatever the steps before it did. Where A <= 0 it is PPO with the dual clip; PPO's upper
+bound never acts there, so there is no --eps-clip-high.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def reward_parts(
         for i, sample in enumerate(samples)
         if isinstance(sample, Sample)
     }
-    told = {i: row for rank in gather(own) for i, row in rank.items()}
-    rows = [told[i] for i in range(len(samples))]
+    found = {i: row for rank in gather(own) for i, row in rank.items()}
+    rows = [found[i] for i in range(len(samples))]
     values = torch.tensor(rows, dtype=torch.float64).view(len(samples), len(keys))
     known = torch.isfinite(values).any(0).tolist()
     absent = [key for key, is_known in zip(keys, known) if not is_known]

@@ -58,6 +58,47 @@ def test_recorded_rollouts_without_greedy_rewards_are_refused(
     assert "greedy_rewards" in failed.error()
 
 
+PARTS = """
+def judge(args, sample):
+    parts = {"length": 1e3 * sample.response_length, "digits": sum(c.isdigit() for c in sample.response)}
+    return parts | {"first": float(sample.response[:1] == "1")} if sample.index % 5 else parts
+"""
+
+
+@pytest.mark.extended
+def test_parts_of_rewards_reach_all_ranks(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """GDPO of a dict of three, one of which some samples do not have, on one rank and on two; other
+    weights are another run, and a key that nobody has ends it."""
+    reward = tmp_path / "mine.py"
+    reward.write_text(PARTS)
+    flags: dict[str, Any] = dict(
+        advantage_estimator="gdpo", custom_rm_path=f"{reward}:judge", reward_key="digits", num_rollout=2,
+        gdpo_reward_keys="digits length first", gdpo_reward_weights="1 0.5 2", max_failed_samples=0,
+    )  # fmt: skip
+    changes: dict[str, dict[str, Any]] = {
+        "one": {},
+        "two": {"micro_batch_size": 2},
+        "other": {"gdpo_reward_weights": "1 -0.5 2"},
+    }
+    rows = {}
+    for name, more in changes.items():
+        argv = work.flags(tmp_path / name, **flags | more)
+        server.train(argv, tmp_path / f"log_{name}", ranks=2 if name == "two" else 1).ok()
+        rows[name] = rows_of(tmp_path / name)
+    for one, two, other in zip(*rows.values(), strict=True):
+        assert one["rollout/reward_mean"] == two["rollout/reward_mean"]
+        assert abs(one["train/loss"] - two["train/loss"]) < 1e-5
+        assert abs(one["train/grad_norm"] - two["train/grad_norm"]) < 1e-4 * one["train/grad_norm"]
+        assert (
+            abs(one["train/grad_norm"] - other["train/grad_norm"]) > 1e-2 * one["train/grad_norm"]
+        )
+    argv = work.flags(tmp_path / "none", **flags | {"gdpo_reward_keys": "digits length last"})
+    error = server.train(argv, tmp_path / "log_none", ranks=2).error()
+    assert "--gdpo-reward-keys" in error and "under last" in error
+
+
 @pytest.mark.extended
 def test_an_adaptive_kl_coefficient_is_resumed(
     server: TrainServer, work: Workspace, tmp_path: Path

@@ -115,7 +115,12 @@ REFUSED = [
     ),
     ("parts_and_weights", PARTS + "a", "--gdpo-reward-keys", "names a key twice"),
     ("", PARTS.replace("gdpo ", "grpo ", 1), "--gdpo-reward-keys", "--advantage-estimator gdpo"),
-    ("", PARTS.replace("--reward-key a", ""), "--gdpo-reward-keys", "--reward-key"),
+    (
+        "parts_and_weights",
+        PARTS.replace("--reward-key a", ""),
+        "--gdpo-reward-keys",
+        "--reward-key",
+    ),
     ("", PARTS + "--kl-coef 0.1 --ref-load {folder}/hf", "--gdpo-reward-keys", "--kl-coef"),
     ("", "--gdpo-reward-weights 1 2", "--gdpo-reward-weights", "--gdpo-reward-keys"),
     ("", "--kl-ctrl-type adaptive", "--kl-ctrl-type", "without --kl-coef"),

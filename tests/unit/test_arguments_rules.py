@@ -303,6 +303,7 @@ def test_every_rule_is_broken_somewhere() -> None:
             "--policy-loss-type gmpo --advantage-estimator reinforce_plus_plus --normalize-advantages --num-steps-per-rollout 2",
             "each token its own",
         ),
+        ("--advantage-estimator gdpo --num-steps-per-rollout 2", "has one reward to compare"),
         ("--rm-type zero --num-steps-per-rollout 2", "nothing to learn from"),
         ("--rollout-top-p 0.9 --num-steps-per-rollout 2", "truncates what is sampled"),
         (
@@ -327,7 +328,7 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
     words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
     warnings = parse_args(complete(tmp_path, *words), 1).warnings
     assert len(warnings) == 1 and said in warnings[0]
-    assert len(set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS, LATENT}) == 11, (
+    assert len(set(WARNINGS) - {*MOE_WARNINGS, *OPTIMIZER_WARNINGS, LATENT}) == 12, (
         "a new warning has a case here"
     )
 
