@@ -76,6 +76,11 @@ def parser() -> argparse.ArgumentParser:
         "--dtype", choices=DTYPES, help="of the weights; default: as in the checkpoint"
     )
     parser.add_argument(
+        "--quantized",
+        action="store_true",
+        help="quantise the weights that --hf-checkpoint has quantised, in its format; default: the output is not quantised",
+    )
+    parser.add_argument(
         "--max-shard-size", default="5GB", help="largest file, such as 5GB, 500MB or 2GiB"
     )
     parser.add_argument("--workers", **WORKERS)
@@ -103,6 +108,10 @@ def convert(chosen: argparse.Namespace) -> int:
     set_up_logging(rank)
     size = shard_bytes(chosen.max_shard_size)
     value_head = chosen.network == "critic"
+    if chosen.quantized and chosen.verify:
+        raise UsageError(
+            "--verify goes with no --quantized: quantised weights are not those of the checkpoint"
+        )
     check_workers(chosen.workers)
     hf = read_hf_model(chosen.hf_checkpoint, value_head=value_head)
     folder = checkpoint_folder(chosen.load, step_of(chosen))
@@ -110,6 +119,7 @@ def convert(chosen: argparse.Namespace) -> int:
     from slime_like.megatron.checkpoint.load import open_checkpoint
     from slime_like.megatron.init import process_groups
     from slime_like.weights.meta_model import conversion_layout, make_blueprint
+    from slime_like.weights.safetensors_reader import stored_format
     from slime_like.weights.to_hf import NetworkSource, convert_to_hf
 
     started = time.perf_counter()
@@ -124,7 +134,10 @@ def convert(chosen: argparse.Namespace) -> int:
         blueprint = make_blueprint(hf, parallel, layout, torch.float32, value_head=value_head)
         check_template(chosen.hf_checkpoint, folder, state, blueprint)
         dtype = getattr(torch, DTYPES[chosen.dtype]) if chosen.dtype else None
-        source = NetworkSource(blueprint, folder / chosen.network, chosen.hf_checkpoint, dtype)
+        coded = stored_format(chosen.hf_checkpoint) if chosen.quantized else None
+        source = NetworkSource(
+            blueprint, folder / chosen.network, chosen.hf_checkpoint, dtype, coded
+        )
         total = sum(planned.nbytes for _, planned in source.tensors.values())
         show = rank == 0 and not chosen.no_progress
         with progress(

@@ -36,10 +36,6 @@ GDN = Feature(
 DSA = Feature(
     "sparse attention", "sparse attention with an indexer (DSA)", "带索引器的稀疏注意力（DSA）"
 )
-INT4 = Feature("compressed-tensors", "int4 weights in the checkpoint", "检查点中的 int4 权重")
-FP8_WEIGHTS = Feature(
-    "'quant_method': 'fp8'", "fp8 weights in the checkpoint", "检查点中的 fp8 权重"
-)
 TEACHER = Feature("--opd-teacher-load", "a teacher in Megatron's format", "Megatron 格式的教师模型")
 MTP = Feature(
     "multi-token prediction", "training of multi-token prediction heads", "训练多 token 预测头"
@@ -65,18 +61,9 @@ REFUSED: Mapping[str, Feature] = {
     "examples/fully_async/run-qwen3.5-9B-fully_async.sh": GDN,
     "examples/geo3k_vlm/run_geo3k_qwen35.sh": GDN,
     "examples/eval_multi_task/multi_task.sh": IFBENCH,
-    "scripts/low_precision/run-kimi-k2-Thinking-int4.sh": INT4,
-    "scripts/low_precision/run-moonlight-16B-A3B-int4.sh": INT4,
-    "scripts/low_precision/run-qwen3-235B-A22B-int4.sh": INT4,
-    "scripts/low_precision/run-qwen3-30B-A3B-int4.sh": INT4,
     "scripts/low_precision/run-qwen3-30b-a3b-fp8.sh": FP8,
     "examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": UNEVEN,
     "examples/on_policy_distillation/run-qwen3-8B-opd-megatron.sh": TEACHER,
-    "scripts/low_precision/run-qwen3-4b-fp8.sh": FP8_WEIGHTS,
-    "scripts/run-deepseek-r1.sh": FP8_WEIGHTS,
-    "scripts/run-kimi-k2-Instruct.sh": FP8_WEIGHTS,
-    "scripts/run-kimi-k2-Thinking.sh": FP8_WEIGHTS,
-    "scripts/run-qwen3-235B-A22B.sh": FP8_WEIGHTS,
     "scripts/run-glm4-9B.sh": NORMS,
     "scripts/run-glm4.7-30B-A3B.sh": MTP,
     "scripts/run-glm4.7-355B-A32B.sh": ROTARY,

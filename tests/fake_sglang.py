@@ -16,7 +16,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -37,6 +37,8 @@ from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
 from slime_like.rollout.engines.sglang.weight_transfer.base import UpdateSettings
 from slime_like.rollout.engines.sglang.weight_transfer.updater import WeightUpdater
 from slime_like.weights.buckets import TensorPlan, views
+from slime_like.weights.quantized import CodedWeight
+from slime_like.weights.safetensors_reader import stored_format
 
 ATTEMPTS = 3  # of a request
 Answer = dict[str, Any]
@@ -160,6 +162,9 @@ class FakeServer:
         self._slow: dict[str, threading.Event] = {}  # set by an abort
         self.tokenizer: Any = None
         self.version = "default"
+        self._coded: Mapping[str, CodedWeight] = {}
+        if "quantization_config" in (Path(model) / "config.json").read_text():
+            self._coded = stored_format(model)
         self._taken: dict[str, torch.Tensor] = {}
         self._in_session = False
         self._groups: dict[str, dist.ProcessGroupGloo] = {}
@@ -244,7 +249,7 @@ class FakeServer:
             }
             self.spoil(weights)
             with self._lock:
-                self.engine.update_weights(iter(weights.items()), int(body["weight_version"]))
+                self.engine.update_weights(self._plain(weights), int(body["weight_version"]))
                 self.version = body["weight_version"]
             handler.reply(200, b'{"success": true, "message": ""}')
         elif handler.path == "/init_weights_update_group":
@@ -296,9 +301,17 @@ class FakeServer:
             part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx]
             self._taken[entry.name] = part.view(entry.dtype).reshape(entry.shape)
         if "weight_version" in body:
+            self.spoil(self._taken)
             with self._lock:
-                self.engine.update_weights(iter(self._taken.items()), int(body["weight_version"]))
+                self.engine.update_weights(self._plain(self._taken), int(body["weight_version"]))
                 self.version, self._taken = body["weight_version"], {}
+
+    def _plain(self, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a quantised model's weights, which come as its folder stores them, stand for."""
+        stored = {plan.name for coded in self._coded.values() for plan in coded.stored}
+        yield from ((name, tensor) for name, tensor in weights.items() if name not in stored)
+        for name, coded in self._coded.items():
+            yield name, coded.decode(lambda n, a, b: weights[n][a:b], 0, coded.shape[0])
 
     def join(self, body: Any) -> None:
         """A process group, as torch makes the one of SGLang's side out of the same words; without
@@ -329,7 +342,7 @@ class FakeServer:
         if "weight_version" in body:
             self.spoil(self._taken)
             with self._lock:
-                self.engine.update_weights(iter(self._taken.items()), int(body["weight_version"]))
+                self.engine.update_weights(self._plain(self._taken), int(body["weight_version"]))
                 self.version, self._taken = body["weight_version"], {}
 
     def generate(self, body: Any) -> Answer:

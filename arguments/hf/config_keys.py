@@ -28,6 +28,7 @@ MAPPED = frozenset(REQUIRED) | {
     "partial_rotary_factor",
     "torch_dtype",
     "dtype",
+    "quantization_config",
     # read by _check_windows
     "use_sliding_window",
     "sliding_window",
@@ -51,7 +52,6 @@ REFUSED_WHEN_SET = {
     "attention_bias": "biases on the attention projections are not supported with this architecture",
     "mlp_bias": "biases in the MLP are not supported",
     "router_jitter_noise": "noise on the router's input is not supported",
-    "quantization_config": "quantised weights are not supported; use the unquantised model",
     "is_encoder_decoder": "encoder-decoder models are not supported",
     "add_cross_attention": "cross attention is not supported",
     "pruned_heads": "pruned heads are not supported",
@@ -120,6 +120,7 @@ KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "mlp_layer_types": ("a list of names", _list_of(str)),
     "mlp_only_layers": ("a list of layers", _list_of(int)),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE),
+    "quantization_config": ("an object", lambda value: isinstance(value, dict)),
     **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), TEXT),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "attention_dropout"), NUMBER),
     **dict.fromkeys(

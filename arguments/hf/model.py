@@ -7,7 +7,8 @@ of transformers 4 (`rope_theta`,
 `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`) are both read.
 
 Not supported here, hence refused: projection biases other than Qwen2's, sliding windows, partial
-rotation, quantised weights, and the rotary types dynamic, yarn and longrope.
+rotation, formats of quantised weights other than those of quantization.py, and the rotary types
+dynamic, yarn and longrope.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from arguments.hf.config_keys import (
     UNSUPPORTED,
     WITHOUT_EFFECT,
 )
+from arguments.hf.quantization import read_quantization
 from arguments.hf.rope import read_rope
 from slime_like.checkpoints.files import read_json
 from slime_like.config import ConfigError, Problem
@@ -95,6 +97,10 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
     architecture, family = _family(reader, value_head)
     _check_keys(reader, family)
     _check_windows(reader, family)
+    try:
+        read_quantization(reader.config.get("quantization_config"))
+    except ValueError as error:
+        reader.refuse(str(error))
     transformer = _transformer(reader, family)
     gpt = _gpt(
         reader,

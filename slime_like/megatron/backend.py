@@ -4,9 +4,10 @@ Every method is called by all ranks together."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,7 +52,8 @@ from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.types import StepResult, TrainBatch, TrainSample
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_save import save_hf
-from slime_like.weights.safetensors_reader import weights_digest
+from slime_like.weights.quantized import CodedWeight
+from slime_like.weights.safetensors_reader import stored_format, weights_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,10 @@ class PendingStep:
 
 
 class WeightReceiver(Protocol):
-    """A rollout engine, as weights see it."""
+    """A rollout engine, as weights see it. takes_quantized: of a quantised --hf-checkpoint it takes
+    weights in its format."""
+
+    takes_quantized: bool
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None: ...
 
@@ -232,16 +237,22 @@ class MegatronBackend:
     def _micro_batch_size(self, layout: ParallelLayout, *, forward_only: bool) -> MicroBatchSize:
         return micro_batch_size(self.algorithm, layout.cp_size, forward_only=forward_only)
 
-    def export_weights(self) -> WeightStream:
+    def export_weights(self, *, quantized: bool = False) -> WeightStream:
         """(Hugging Face name, full tensor) pairs of the policy, on every rank or on those that send
-        them, in buckets of --update-weight-buffer-size."""
+        them, in buckets of --update-weight-buffer-size. quantized: those that --hf-checkpoint has
+        quantised come in its format. Collective."""
         assert self.hf is not None, "weights have Hugging Face names only with --hf-checkpoint"
         self.policy.finish_updates()
-        return self.policy.export_hf(self.hf, bucket_bytes=self._bucket_bytes)
+        coded = self._coded if quantized else None
+        return self.policy.export_hf(self.hf, bucket_bytes=self._bucket_bytes, coded=coded)
+
+    @cached_property
+    def _coded(self) -> Mapping[str, CodedWeight]:
+        return from_rank_zero(lambda: stored_format(str(self._hf_checkpoint)))
 
     def sync_weights(self, engine: WeightReceiver, version: int) -> None:
         """Give a rollout engine the policy's weights, as those of this version."""
-        engine.update_weights(self.export_weights(), version)
+        engine.update_weights(self.export_weights(quantized=engine.takes_quantized), version)
 
     def _start_adapter(self, path: str | None) -> dict[str, Any]:
         """What tells this run's adapter, and its base, from others; the factors are those of `path`

@@ -42,6 +42,7 @@ from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
+from slime_like.weights.quantized import CodedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Network:
     ) -> None:
         """value_head: a critic, which gives a value for each token in place of logits."""
         self.value_head = value_head
-        self._exports: dict[tuple[torch.dtype | None, int], HfExport] = {}
+        self._exports: dict[tuple[torch.dtype | None, int, bool], HfExport] = {}
         self.config = copy.copy(
             transformer
         )  # training hangs a network's own functions on its config
@@ -130,16 +131,25 @@ class Network:
         hf: HfModel,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        coded: Mapping[str, CodedWeight] | None = None,
     ) -> WeightStream:
         """See `HfExport`."""
-        return self.hf_export(hf, dtype, bucket_bytes).stream()
+        return self.hf_export(hf, dtype, bucket_bytes, coded).stream()
 
     def hf_export(
-        self, hf: HfModel, dtype: torch.dtype | None, bucket_bytes: int, *, own_head: bool = False
+        self,
+        hf: HfModel,
+        dtype: torch.dtype | None,
+        bucket_bytes: int,
+        coded: Mapping[str, CodedWeight] | None = None,
+        *,
+        own_head: bool = False,
     ) -> HfExport:
-        """The one of the first call, where the settings are the same."""
-        if (dtype, bucket_bytes) not in self._exports:
-            self._exports[dtype, bucket_bytes] = HfExport(
+        """The one of the first call, where the settings are the same. coded: the same mapping, or
+        nothing."""
+        settings = (dtype, bucket_bytes, bool(coded))
+        if settings not in self._exports:
+            self._exports[settings] = HfExport(
                 self.chunks,
                 hf=hf,
                 gpt=self.gpt,
@@ -147,9 +157,10 @@ class Network:
                 dtype=dtype,
                 value_head=self.value_head,
                 own_head=own_head,
+                coded=coded,
                 bucket_bytes=bucket_bytes,
             )
-        return self._exports[dtype, bucket_bytes]
+        return self._exports[settings]
 
     @in_own_layout
     def forward(

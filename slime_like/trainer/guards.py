@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arguments.hf.quantization import folder_quantization
+from arguments.run_config import RunConfig
 from slime_like.distributed.collectives import any_rank, gather
 from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
@@ -301,13 +303,22 @@ def _difference(
     )
 
 
-def train_rollout_limit(limit: float | None, dtype: torch.dtype) -> float:
-    """Largest mean log-prob difference between trainer and sampler that is not a breach. limit:
-    --max-train-rollout-diff. dtype: of the weights."""
-    if limit is not None:
-        return limit
-    exact = dtype == torch.float32 and not torch.cuda.is_available()
+def train_rollout_limit(run: RunConfig) -> float:
+    """Largest mean log-prob difference between trainer and sampler that is not a breach."""
+    if run.gates.max_train_rollout_diff is not None:
+        return run.gates.max_train_rollout_diff
+    exact = (
+        run.megatron.transformer.params_dtype == torch.float32
+        and not torch.cuda.is_available()
+        and not serves_quantized(run)
+    )
     return 1e-3 if exact else 0.1
+
+
+def serves_quantized(run: RunConfig) -> bool:
+    """Whether servers have the weights quantised, as --hf-checkpoint has them."""
+    folder = run.model.hf_checkpoint
+    return run.rollout.rollout_engine == "sglang" and bool(folder and folder_quantization(folder))
 
 
 def require_rollout_log_probs(sample: TrainSample) -> Tensor:

@@ -102,8 +102,7 @@ def make_weight_sync(
     if run.rollout.rollout_engine == "sglang":
         from slime_like.trainer.weight_check import WeightCheck
 
-        dtype = run.megatron.transformer.params_dtype
-        limit = train_rollout_limit(run.gates.max_train_rollout_diff, dtype)
+        limit = train_rollout_limit(run)
         check = WeightCheck(backend, rollouter.engine, limit=limit, seed=run.data.rollout_seed)
     always = run.sglang.check_weight_update_equal
     return WeightSync(backend, rollouter.engine, progress, check=check, check_always=always)

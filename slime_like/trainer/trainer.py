@@ -337,9 +337,8 @@ def steps_per_rollout(run: RunConfig) -> int:
 
 
 def sampler_gates(run: RunConfig) -> SamplerGates:
-    dtype = run.megatron.transformer.params_dtype
     return SamplerGates(
-        train_rollout_limit(run.gates.max_train_rollout_diff, dtype),
+        train_rollout_limit(run),
         run.gates.train_rollout_diff_patience,
         recorded=run.debug.load_debug_rollout_data is not None,
     )

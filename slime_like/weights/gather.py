@@ -26,8 +26,8 @@ ALIGNMENT = 16  # of a rank's part of a bucket, for any dtype
 class Parameter:
     """One that some ranks hold, or hold shards of. stage: the pipeline stage that has it. expert:
     its number; None: not an expert's. shape: of a shard. sharded: over the tensor-parallel ranks
-    (an expert's: the expert-tensor-parallel ones), else each has the whole. outputs: the tensors
-    that are made of it, which have its dtype."""
+    (an expert's: the expert-tensor-parallel ones), else each has the whole. dtype: of the shards.
+    outputs: the tensors that are made of it."""
 
     name: str
     stage: int

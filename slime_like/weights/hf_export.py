@@ -25,6 +25,7 @@ from slime_like.weights.parameter_map import (
     model_sizes,
     unwrap,
 )
+from slime_like.weights.quantized import CodedWeight, encode_tensors, stored_plans
 
 
 class HfExport:
@@ -33,8 +34,9 @@ class HfExport:
 
     Making one is a collective over all ranks, and so is what comes of `stream`. value_head: the
     network is a critic. own_head: of a tied model, the output layer is a weight of its own in what
-    comes out, for there is a delta to it alone. Raises RuntimeError when no stage has a parameter
-    that the family needs.
+    comes out, for there is a delta to it alone. coded: the weights, by Hugging Face name, that come
+    out quantised, as the tensors that they are stored as. Raises RuntimeError when no stage has a
+    parameter that the family needs.
     """
 
     def __init__(
@@ -47,11 +49,12 @@ class HfExport:
         dtype: torch.dtype | None = None,
         value_head: bool = False,
         own_head: bool = False,
+        coded: MappingOf[str, CodedWeight] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         config = unwrap(model_chunks[0]).config
         self._chunks, self._layout, self._own_head = model_chunks, layout, own_head
-        self._sizes = model_sizes(config, gpt)
+        self._sizes, self._coded = model_sizes(config, gpt), coded or {}
         self._family = family_map(
             hf.architecture,
             config,
@@ -61,7 +64,9 @@ class HfExport:
         if own_head:
             self._family = {**self._family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}
         self._plan = plan_buckets(
-            _parameters(self._family, self._sizes, _owners(self._local(), layout), dtype),
+            _parameters(
+                self._family, self._sizes, _owners(self._local(), layout), dtype, self._coded
+            ),
             find_senders(layout),
             self._sizes.experts // layout.ep_size,
             bucket_bytes,
@@ -89,7 +94,13 @@ class HfExport:
     def _assemble(
         self, parameter: Parameter, shards: Sequence[Tensor], outputs: MappingOf[str, Tensor]
     ) -> None:
-        put_together(self._family[parameter.name], shards, self._sizes, outputs)
+        mapping = self._family[parameter.name]
+        if self._coded.keys().isdisjoint(mapping.hf_shapes(self._sizes)):
+            put_together(mapping, shards, self._sizes, outputs)
+            return
+        full = gather_full_tensors(mapping, shards, self._sizes)
+        for name, tensor in encode_tensors(full, self._coded).items():
+            outputs[name].copy_(tensor)
 
     def _local(self) -> dict[str, Tensor]:
         """This rank's parameters, by canonical name."""
@@ -133,8 +144,10 @@ def _parameters(
     sizes: Sizes,
     owners: MappingOf[str, Owner],
     dtype: torch.dtype | None,
+    coded: MappingOf[str, CodedWeight],
 ) -> list[Parameter]:
-    """Those that hold tensors of their own, in the order of the network."""
+    """Those that hold tensors of their own, in the order of the network. The tensors that become of
+    one are in the order of their dtypes' widths: each begins where its dtype may."""
     done: set[str] = set()
     found = []
     for name, mapping in family.items():
@@ -145,10 +158,14 @@ def _parameters(
             raise RuntimeError(f"no pipeline stage has the parameter {name}")
         stage, shape, own_dtype = owners[any_expert(name)]
         kept = dtype or own_dtype
-        outputs = tuple(TensorPlan(hf_name, whole, kept) for hf_name, whole in shapes.items())
-        found.append(
-            Parameter(name, stage, expert_number(name), shape, kept, mapping.sharded, outputs)
-        )
+        outputs = [
+            stored
+            for hf_name, whole in shapes.items()
+            for stored in stored_plans(TensorPlan(hf_name, whole, kept), coded)
+        ]
+        outputs.sort(key=lambda plan: -plan.dtype.itemsize)
+        expert = expert_number(name)
+        found.append(Parameter(name, stage, expert, shape, kept, mapping.sharded, tuple(outputs)))
         done |= shapes.keys()
     return found
 

@@ -122,7 +122,7 @@ def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) ->
         if part.hf is None:
             rows.zero_()
         else:
-            rows.copy_(files.read(part.hf, dim, part.start, part.stop))
+            files.read_into(rows, part.hf, dim, part.start, part.stop)
         position += len(part)
 
 

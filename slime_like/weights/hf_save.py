@@ -21,7 +21,12 @@ from slime_like.weights.buckets import TensorPlan
 from slime_like.weights.families import LM_HEAD
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.safetensors_reader import file_names
-from slime_like.weights.safetensors_writer import ShardPlan, main_dtype, write_index
+from slime_like.weights.safetensors_writer import (
+    ShardPlan,
+    is_quantized,
+    main_dtype,
+    write_index,
+)
 
 # What a folder needs besides weights and config.json: tokenizer, chat template, generation
 # settings.
@@ -132,7 +137,8 @@ def _finish(temporary: Path, folder: Path, source: Path, parts: Sequence[Part]) 
         (temporary / part.file_name).rename(temporary / shard.file_name)
     write_index(temporary, shards)
     names = {tensor.name for shard in shards for tensor in shard.tensors}
-    finish_folder(temporary, folder, source, dtype=main_dtype(shards), own_head=LM_HEAD in names)
+    dtype = None if is_quantized(shards) else main_dtype(shards)
+    finish_folder(temporary, folder, source, dtype=dtype, own_head=LM_HEAD in names)
 
 
 def finish_folder(
@@ -140,12 +146,12 @@ def finish_folder(
     folder: Path,
     source: Path,
     *,
-    dtype: str,
+    dtype: str | None,
     value_head: bool = False,
     own_head: bool = False,
 ) -> None:
     """Give a folder that has the weights all the rest, config.json last, and then its name. dtype:
-    of most weights. value_head: they are a critic's, which transformers loads as a model that
+    of most weights; None: they are stored as the source's config.json says, quantised. value_head: they are a critic's, which transformers loads as a model that
     classifies tokens. own_head: the output layer's weight is among them, and so is not the
     embedding, whatever the source says."""
     for pattern in COPIED:
@@ -153,8 +159,10 @@ def finish_folder(
             if path.is_file():
                 shutil.copyfile(path, temporary / path.name)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    # transformers 4, transformers 5
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if dtype is not None:
+        # transformers 4, transformers 5
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        config.pop("quantization_config", None)
     if own_head and config.get("tie_word_embeddings"):
         config["tie_word_embeddings"] = False
     if value_head:

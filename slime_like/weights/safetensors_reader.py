@@ -1,5 +1,5 @@
-"""The safetensors files of a Hugging Face folder: what they are called, and tensors or parts of
-them, read when they are wanted."""
+"""The safetensors files of a Hugging Face folder: what they are called, and weights or parts of
+them, read when they are wanted. Quantised weights are dequantised while they are read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from arguments.hf.quantization import folder_quantization
 from slime_like.checkpoints.files import open_regular, read_json
+from slime_like.weights.buckets import TensorPlan
+from slime_like.weights.quantized import OTHER_SCALES, CodedWeight, coded_weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,7 +29,16 @@ TORCH_DTYPES = {
     "F64": torch.float64,
 }  # by safetensors' names
 DTYPES = tuple(TORCH_DTYPES)
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# of what quantised weights are stored as
+_STORED_DTYPES = {
+    **TORCH_DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in _STORED_DTYPES.items()}
 END_BYTES = 4096  # of a tensor, for `weights_digest`
 READ_BYTES = 16 * 2**20  # at a time
 MAX_NAMED = 8  # names in one error message
@@ -54,15 +66,16 @@ class StoredTensor:
 
 
 class WeightFiles:
-    """The tensors of a Hugging Face folder, opened lazily. A context manager; raises ValueError
+    """The weights of a Hugging Face folder, opened lazily. A context manager; raises ValueError
     naming what is wrong.
 
-    Files are read, not mapped: pages of a mapped file count as this process's memory for as long as
+    stored: the tensors of its files. A weight is one of them, or, where config.json has a
+    `quantization_config`, what some of them stand for: `coded`, by name. Files are read, not mapped: pages of a mapped file count as this process's memory for as long as
     it is open, which for the whole of a model are as many bytes as it has."""
 
     def __init__(self, folder: str) -> None:
         self._files: list[int] = []
-        self._where: dict[str, StoredTensor] = {}
+        self.stored: dict[str, StoredTensor] = {}
         for path in weight_files(Path(folder)):
             try:
                 with open_regular(path) as file:
@@ -77,7 +90,15 @@ class WeightFiles:
                 raise ValueError(
                     f"{path} cannot be read, it may be truncated or no safetensors file: {error}"
                 ) from error
-            self._where |= stored
+            self.stored |= stored
+        try:
+            self.coded: Mapping[str, CodedWeight] = _coded(self.stored, folder)
+        except ValueError:
+            self.close()
+            raise
+        taken = {plan.name for coded in self.coded.values() for plan in coded.stored}
+        taken |= {name for name in self.stored if self.coded and name.endswith(OTHER_SCALES)}
+        self.names: frozenset[str] = frozenset((self.stored.keys() - taken) | self.coded.keys())
 
     def __enter__(self) -> WeightFiles:
         return self
@@ -89,29 +110,35 @@ class WeightFiles:
         while self._files:
             os.close(self._files.pop())
 
-    @property
-    def names(self) -> set[str]:
-        return set(self._where)
-
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._where[name].shape
+        return self.coded[name].shape if name in self.coded else self.stored[name].shape
 
     def dtype(self, name: str) -> str:
-        return self._where[name].dtype
+        """safetensors' name of what `read` gives."""
+        return "F32" if name in self.coded else self.stored[name].dtype
 
     def ends(self, name: str) -> bytes:
-        """The first and the last bytes of a tensor, `END_BYTES` of each."""
-        stored = self._where[name]
+        """The first and the last bytes of a stored tensor, `END_BYTES` of each."""
+        stored = self.stored[name]
         count = min(stored.size, END_BYTES)
         return os.pread(stored.file, count, stored.start) + os.pread(
             stored.file, count, stored.start + stored.size - count
         )
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) along `dim` (0 or 1), in the file's dtype. Along dimension 1 whole
-        rows are read, some at a time."""
-        stored = self._where[name]
-        dtype = TORCH_DTYPES[stored.dtype]
+        """Rows [start, stop) along `dim` (0 or 1), in the file's dtype; of a quantised weight
+        float32. Along dimension 1 whole rows are read, some at a time."""
+        if name not in self.coded:
+            return self._read_stored(name, dim, start, stop)
+        shape = list(self.shape(name))
+        shape[dim] = stop - start
+        out = torch.empty(shape)
+        self.read_into(out, name, dim, start, stop)
+        return out
+
+    def _read_stored(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        stored = self.stored[name]
+        dtype = _STORED_DTYPES[stored.dtype]
         row = math.prod(stored.shape[1:]) * dtype.itemsize
         if dim == 0:
             out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
@@ -125,6 +152,18 @@ class WeightFiles:
             out[first : first + len(rows)] = rows[:, start:stop]
         return out
 
+    def read_into(self, out: Tensor, name: str, dim: int, start: int, stop: int) -> None:
+        """`read`, cast to the dtype of `out`. Of a quantised weight a few million elements are in
+        memory besides."""
+        if name not in self.coded:
+            out.copy_(self.read(name, dim, start, stop))
+            return
+        coded, at = self.coded[name], 0
+        for first, last in coded.chunks(*((start, stop) if dim == 0 else (0, coded.shape[0]))):
+            rows = coded.decode(lambda n, a, b: self._read_stored(n, 0, a, b), first, last)
+            out[at : at + len(rows)] = rows if dim == 0 else rows.narrow(dim, start, stop - start)
+            at += len(rows)
+
 
 def weights_digest(folder: str) -> str:
     """Tells a Hugging Face folder's weights from others' without reading them whole: of every
@@ -132,10 +171,28 @@ def weights_digest(folder: str) -> str:
     be read."""
     digest = hashlib.sha256()
     with WeightFiles(folder) as files:
-        for name in sorted(files.names):
-            digest.update(f"{name} {files.dtype(name)} {files.shape(name)}".encode())
+        for name, stored in sorted(files.stored.items()):
+            digest.update(f"{name} {stored.dtype} {stored.shape}".encode())
             digest.update(files.ends(name))
     return digest.hexdigest()[:24]
+
+
+def stored_format(folder: str) -> Mapping[str, CodedWeight]:
+    """How the folder stores its quantised weights, by name. Raises as `WeightFiles`."""
+    with WeightFiles(folder) as files:
+        return files.coded
+
+
+def _coded(stored: Mapping[str, StoredTensor], folder: str) -> Mapping[str, CodedWeight]:
+    how = folder_quantization(folder)
+    if how is None:
+        return {}
+    plans = {
+        name: TensorPlan(name, tensor.shape, _STORED_DTYPES[tensor.dtype])
+        for name, tensor in stored.items()
+        if tensor.dtype in _STORED_DTYPES
+    }
+    return coded_weights(plans, how, folder)
 
 
 def _stored_tensors(file: int) -> dict[str, StoredTensor]:

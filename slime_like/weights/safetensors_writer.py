@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slime_like.checkpoints.files import FileRecord, hash_file, hashed_file, replace_file
 from slime_like.weights.buckets import TensorPlan
-from slime_like.weights.safetensors_reader import DTYPE_NAMES, INDEX, file_names
+from slime_like.weights.safetensors_reader import DTYPE_NAMES, INDEX, TORCH_DTYPES, file_names
 
 NOTE = ".done.json"
 
@@ -46,6 +46,12 @@ def plan_shards(tensors: Iterable[TensorPlan], max_shard_bytes: int) -> list[Sha
         ShardPlan(name, tuple(group))
         for name, group in zip(file_names(len(groups)), groups, strict=True)
     ]
+
+
+def is_quantized(shards: Sequence[ShardPlan]) -> bool:
+    """Whether some tensors are no weights, but what quantised ones are stored as."""
+    plain = TORCH_DTYPES.values()
+    return any(tensor.dtype not in plain for shard in shards for tensor in shard.tensors)
 
 
 def main_dtype(shards: Sequence[ShardPlan]) -> str:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from collections.abc import Mapping as MappingOf
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +34,11 @@ from slime_like.weights.hf_save import check_folders, finish_folder
 from slime_like.weights.mappings import Mapping
 from slime_like.weights.meta_model import Blueprint
 from slime_like.weights.parameter_map import family_map, model_sizes
+from slime_like.weights.quantized import CodedWeight, encode_tensors, stored_plans
 from slime_like.weights.safetensors_writer import (
     NOTE,
     ShardPlan,
+    is_quantized,
     kept_shard,
     main_dtype,
     plan_shards,
@@ -62,13 +65,18 @@ class NetworkSource:
     layout of one rank."""
 
     def __init__(
-        self, blueprint: Blueprint, folder: Path, template: str, dtype: torch.dtype | None
+        self,
+        blueprint: Blueprint,
+        folder: Path,
+        template: str,
+        dtype: torch.dtype | None,
+        coded: MappingOf[str, CodedWeight] | None = None,
     ) -> None:
-        """dtype: None: as stored. Raises ConfigError when the template is of another model,
+        """dtype: None: as stored. coded: the weights that are quantised, by name. Raises ConfigError when the template is of another model,
         ValueError when the checkpoint is damaged."""
         self.blueprint = blueprint
         self.stored = CheckpointTensors(folder)
-        self._dtype = dtype
+        self._dtype, self._coded = dtype, coded or {}
         config = blueprint.chunks[0].config
         self.sizes = model_sizes(config, blueprint.gpt)
         tied = not blueprint.gpt.untie_embeddings_and_output_weights
@@ -85,9 +93,10 @@ class NetworkSource:
             words = f"is not the model of checkpoint {folder}: {'; '.join(problems[:3])}{more}; give the folder that the run was started from"
             raise ConfigError([Problem("--hf-checkpoint", template, words)])
         self.tensors = {
-            hf_name: (name, TensorPlan(hf_name, shape, self.dtype_of(name)))
+            stored.name: (name, stored)
             for name, mapping in self._own().items()
             for hf_name, shape in mapping.hf_shapes(self.sizes).items()
+            for stored in stored_plans(TensorPlan(hf_name, shape, self.dtype_of(name)), self._coded)
         }
 
     def _own(self) -> dict[str, Mapping]:
@@ -147,10 +156,9 @@ class NetworkSource:
             name, _ = self.tensors[planned.name]
             if name != at:
                 made = {}  # before the next one is read
-                at, made = (
-                    name,
-                    gather_full_tensors(self.family[name], [self.parameter(name)], self.sizes),
-                )
+                full = gather_full_tensors(self.family[name], [self.parameter(name)], self.sizes)
+                at, made = name, encode_tensors(full, self._coded)
+                del full
             yield planned.name, made.pop(planned.name)
 
 
@@ -192,7 +200,11 @@ def convert_to_hf(
         for shard in shards:
             (partial / (shard.file_name + NOTE)).unlink()
         finish_folder(
-            partial, folder, Path(template), dtype=main_dtype(shards), value_head=value_head
+            partial,
+            folder,
+            Path(template),
+            dtype=None if is_quantized(shards) else main_dtype(shards),
+            value_head=value_head,
         )
 
     from_rank_zero(complete)

@@ -8,6 +8,7 @@ in a layout of one rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -131,10 +132,23 @@ def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Ten
         if value_head
         else transformers.AutoModelForCausalLM
     )
-    more = {"num_labels": 1} if value_head else {}
-    model = kind.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, **more
-    ).eval()
+    more: dict[str, Any] = {"num_labels": 1} if value_head else {}
+    settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+    with WeightFiles(folder) as files:
+        if files.coded:  # transformers dequantises on some GPUs, and its own way
+            config = transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, **more
+            )
+            del config.quantization_config
+            with torch.device("meta"):
+                architecture = type(kind.from_config(config))
+            weights = {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names}
+            model = architecture.from_pretrained(
+                None, config=config, state_dict=weights, **settings
+            )
+        else:
+            model = kind.from_pretrained(folder, trust_remote_code=False, **settings, **more)
+    model.eval()
     if value_head:
         with WeightFiles(folder) as files:
             for name, parameter in model.score.named_parameters():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from slime_like.megatron.lora.targets import HEAD, Target, targets_of
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.weights.buckets import DEFAULT_BUCKET_BYTES
 from slime_like.weights.gather import WeightStream
+from slime_like.weights.quantized import CodedWeight
 
 
 class LoraNetwork(TrainedNetwork):
@@ -87,6 +88,7 @@ class LoraNetwork(TrainedNetwork):
         hf: HfModel,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        coded: Mapping[str, CodedWeight] | None = None,
     ) -> WeightStream:
         """The merged weights: what the model would be with the adapter in it. With one on the
         output layer of a tied model they are not tied."""
@@ -95,7 +97,7 @@ class LoraNetwork(TrainedNetwork):
             name: layer for adapter in self.adapters for name, layer in adapter.layers.items()
         }
         own_head = self.base.tied and any(target.parameter == HEAD for target in self.targets)
-        export = self.hf_export(hf, dtype, bucket_bytes, own_head=own_head)
+        export = self.hf_export(hf, dtype, bucket_bytes, coded, own_head=own_head)
         return export.stream({name: layer.delta for name, layer in layers.items()})
 
     def finalize_gradients(

@@ -115,6 +115,8 @@ class RolloutEngine(Protocol):
     # True: servers that all ranks share, rank 0 asks for all; False: each rank has an engine of its
     # own, and asks it
     serves_all_ranks: bool = False
+    # of a quantised --hf-checkpoint it takes weights in its format; False: unquantised ones
+    takes_quantized: bool = False
 
     def generate(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams

@@ -167,6 +167,8 @@ class LocalEngine(RolloutEngine):
         config = AutoConfig.from_pretrained(hf_checkpoint, trust_remote_code=trust_remote_code)
         if tied is not None:
             config.tie_word_embeddings = tied
+        if hasattr(config, "quantization_config"):  # of the files; weights come as they are
+            del config.quantization_config
         with (
             no_init_weights(),
             torch.device(device),

@@ -62,7 +62,7 @@ class SglangEngine(RolloutEngine):
         self, fleet: Fleet | None, updater: WeightUpdater | None, requests: RequestSettings, hf_checkpoint: str, *,
         check_updates: bool, colocated: bool = False, routes: RoutesFormat | None = None,
     ) -> None:  # fmt: skip
-        self.serves_all_ranks = True
+        self.serves_all_ranks = self.takes_quantized = True
         self.fleet = fleet
         self._updater = updater
         self._bucket_bytes = DEFAULT_BUCKET_BYTES

@@ -1,0 +1,142 @@
+"""config.json's `quantization_config`: in which of the formats below the weights are stored.
+
+Formats: fp8 as DeepSeek publishes it (`quant_method` "fp8"); compressed-tensors' float-quantized
+and pack-quantized; MXFP4 (OCP Microscaling Formats v1.0) as gpt-oss has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slime_like.checkpoints.files import read_json
+
+SUPPORTED = (
+    "supported are: quant_method fp8 (fmt e4m3, with weight_block_size or one scale a tensor); "
+    "compressed-tensors (format float-quantized or naive-quantized with 8-bit floats, or "
+    "pack-quantized with symmetric 4- or 8-bit integers); mxfp4"
+)
+FLOAT_FORMATS = ("float-quantized", "naive-quantized")
+PACKED_FORMAT = "pack-quantized"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How quantised weights [rows, columns] are stored.
+
+    kind: of the stored numbers: e4m3 bytes, integers of `bits` bits packed into int32, or MXFP4.
+    block: rows and columns that share a scale; 0: all of them. scales: what may follow a weight's
+    name, without its ".weight", in the name of its scales. power_of_two: scales are.
+    """
+
+    kind: Literal["fp8", "packed", "mxfp4"]
+    block: tuple[int, int]
+    scales: tuple[str, ...]
+    bits: int = 8
+    power_of_two: bool = False
+
+
+def folder_quantization(folder: str) -> Quantization | None:
+    """What the folder's config.json says; None where it has none, as an adapter's. Raises as
+    `read_quantization`, naming the file."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        return read_quantization(read_json(path).get("quantization_config"))
+    except (ValueError, OSError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_quantization(given: Mapping[str, Any] | None) -> Quantization | None:
+    """None where weights are stored as they are. Raises ValueError naming what is not supported,
+    and what is."""
+    if not given:
+        return None
+    readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "mxfp4": _mxfp4}
+    method = given.get("quant_method")
+    if not isinstance(method, str) or method not in readers:
+        raise _unsupported("quant_method", method)
+    return readers[method](given)
+
+
+def _unsupported(key: str, value: object) -> ValueError:
+    return ValueError(
+        f"quantization_config: {key} {value!r:.200} is not supported; {SUPPORTED}; or use the "
+        "unquantised model"
+    )
+
+
+def _fp8(given: Mapping[str, Any]) -> Quantization:
+    if given.get("fmt", "e4m3") not in ("e4m3", None):
+        raise _unsupported("fmt", given["fmt"])
+    block, scale_format = given.get("weight_block_size"), given.get("scale_fmt")
+    if scale_format not in (None, "float", "ue8m0"):
+        raise _unsupported("scale_fmt", scale_format)
+    return Quantization(
+        "fp8",
+        (0, 0) if block is None else _block("weight_block_size", block),
+        ("weight_scale_inv", "weight_scale"),
+        power_of_two=scale_format == "ue8m0",
+    )
+
+
+def _mxfp4(given: Mapping[str, Any]) -> Quantization:
+    return Quantization("mxfp4", (1, 32), ("_scales",), bits=4)
+
+
+def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
+    scheme = _only_scheme(given)
+    kind, bits = scheme.get("type"), scheme.get("num_bits")
+    packed = given.get("format") == PACKED_FORMAT
+    if not packed and given.get("format") not in FLOAT_FORMATS:
+        raise _unsupported("format", given.get("format"))
+    if (kind, bits) not in ([("int", 4), ("int", 8)] if packed else [("float", 8)]):
+        raise _unsupported("weights", f"{bits}-bit {kind}")
+    if scheme.get("symmetric") is not True:
+        raise _unsupported("symmetric", scheme.get("symmetric"))
+    if scheme.get("actorder") in ("group", True):
+        raise _unsupported("actorder", scheme["actorder"])
+    block = _strategy(scheme)
+    return Quantization(
+        "packed" if packed else "fp8", block, ("weight_scale",), bits=4 if bits == 4 else 8
+    )
+
+
+def _only_scheme(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """That of the weights, where all groups of modules have the same one."""
+    groups = given.get("config_groups")
+    schemes: list[Any] = []
+    if isinstance(groups, Mapping):
+        schemes = [g.get("weights") if isinstance(g, Mapping) else None for g in groups.values()]
+    if not schemes or not all(isinstance(s, Mapping) and s == schemes[0] for s in schemes):
+        raise _unsupported("config_groups", groups)
+    sparsity = given.get("sparsity_config")
+    if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format") != "dense"):
+        raise _unsupported("sparsity_config", sparsity)
+    first: Mapping[str, Any] = schemes[0]
+    return first
+
+
+def _strategy(scheme: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of a scale."""
+    strategy, group = scheme.get("strategy"), scheme.get("group_size")
+    if strategy == "group" and type(group) is int and group > 0:
+        return 1, group
+    if strategy == "block":
+        return _block("block_structure", scheme.get("block_structure"))
+    if strategy in ("tensor", "channel"):
+        return (0, 0) if strategy == "tensor" else (1, 0)
+    raise _unsupported("strategy", f"{strategy} (group_size {group!r:.50})")
+
+
+def _block(key: str, value: object) -> tuple[int, int]:
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(n) is int and n > 0 for n in value)
+    ):
+        raise _unsupported(key, value)
+    return value[0], value[1]

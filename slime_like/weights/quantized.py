@@ -1,0 +1,341 @@
+"""Weights that are stored in fewer bits: what they are as float32, some rows at a time, and how a
+new value of one is stored.
+
+Which format a folder has, its config.json says (arguments/hf/quantization.py); which of its weights
+are quantised, its files: those that the publisher left out (`modules_to_not_convert`, `ignore`) are
+plain tensors there.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from arguments.hf.quantization import SUPPORTED, Quantization
+from slime_like.weights.buckets import TensorPlan
+
+ReadRows = Callable[[str, int, int], Tensor]  # a stored tensor's rows [first, last), as stored
+FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+CHUNK_ELEMENTS = 2**22  # of a weight that are in float32 at a time
+MX_COLUMNS = 32  # of one scale
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MX_BIAS, MX_NAN = 127, 255  # of a scale's exponent; no number
+# Of activations and of the cache of keys and values: nothing that is trained.
+OTHER_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight(ABC):
+    """A weight that is stored as several tensors. shape: of the weight. stored: the tensors, those
+    of the widest dtype first."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored: tuple[TensorPlan, ...]
+
+    @abstractmethod
+    def decode(self, read: ReadRows, first: int, last: int) -> Tensor:
+        """Rows [first, last) along the first dimension, float32. Raises ValueError when what is
+        stored is no number."""
+
+    @abstractmethod
+    def encode(self, weight: Tensor) -> dict[str, Tensor]:
+        """The tensors of `stored` for a new value of the weight, on its device. Raises ValueError
+        where the format is only read."""
+
+    def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """[start, stop) in parts of whole blocks and about `CHUNK_ELEMENTS` elements."""
+        many = max(1, CHUNK_ELEMENTS // max(1, math.prod(self.shape[1:])))
+        while start < stop:
+            last = min(stop, start + many)
+            yield start, last
+            start = last
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMatrix(CodedWeight):
+    """[rows, columns]: codes times scales [rows / block rows, columns / block columns], both rounded
+    up. codes, scales: names of the stored tensors. block: 0 for all rows or columns."""
+
+    codes: str
+    scales: str
+    scale_dtype: torch.dtype
+    block: tuple[int, int]
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of one scale."""
+        return self.block[0] or max(1, self.shape[0]), self.block[1] or max(1, self.shape[1])
+
+    def decode(self, read: ReadRows, first: int, last: int) -> Tensor:
+        values = self._values(read, first, last)
+        rows, columns = self.tile
+        low, high = first // rows, -(-last // rows)
+        scales = read(self.scales, low, high).float().view(high - low, -1)
+        scales = scales[torch.arange(first, last) // rows - low]
+        whole = self.shape[1] // columns * columns
+        values[:, :whole].unflatten(1, (-1, columns)).mul_(
+            scales[:, : whole // columns].unsqueeze(-1)
+        )
+        values[:, whole:].mul_(scales[:, -1:])
+        return values
+
+    def encode(self, weight: Tensor) -> dict[str, Tensor]:
+        plans = {plan.name: plan for plan in self.stored}
+        rows = self.tile[0]
+        many = max(1, CHUNK_ELEMENTS // max(1, rows * self.shape[1])) * rows
+        codes, scales = [], []
+        for start in range(0, self.shape[0], many):
+            part_codes, part_scales = self._encode_rows(weight[start : start + many].float())
+            codes.append(part_codes)
+            scales.append(part_scales)
+        found = {self.codes: torch.cat(codes), self.scales: torch.cat(scales)}
+        return {name: tensor.view(plans[name].shape) for name, tensor in found.items()}
+
+    def _tiles(self, weight: Tensor) -> Tensor:
+        """[scale rows, rows, scale columns, columns], zeros at the lower and right edge."""
+        rows, columns = self.tile
+        padding = (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows)
+        padded = F.pad(weight, padding)
+        return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+    def _untiled(self, tiles: Tensor, rows: int) -> Tensor:
+        return tiles.flatten(2).flatten(0, 1)[:rows, : self.shape[1]]
+
+    @abstractmethod
+    def _values(self, read: ReadRows, first: int, last: int) -> Tensor:
+        """What the codes stand for, float32 [last - first, columns]."""
+
+    @abstractmethod
+    def _encode_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of whole blocks of rows [n, columns] float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix(ScaledMatrix):
+    """Codes are e4m3 numbers. power_of_two: new scales are rounded up to one."""
+
+    power_of_two: bool
+
+    def _values(self, read: ReadRows, first: int, last: int) -> Tensor:
+        return read(self.codes, first, last).float()
+
+    def _encode_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        tiles = self._tiles(weight)
+        scales = tiles.abs().amax(dim=(1, 3)) / FP8_MAX
+        if self.power_of_two or self.scale_dtype == torch.float8_e8m0fnu:
+            mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
+            scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+        scales = _never_zero(scales.to(self.scale_dtype))
+        scaled = tiles / scales.float()[:, None, :, None]
+        codes = self._untiled(scaled.clamp_(-FP8_MAX, FP8_MAX), len(weight)).to(FP8)
+        return codes, scales
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix(ScaledMatrix):
+    """Codes are integers of `bits` bits, offset by half their range, in int32 words; the first is in
+    the lowest bits. size: the stored tensor with the weight's shape."""
+
+    size: str
+    bits: int
+
+    @property
+    def _shifts(self) -> Tensor:
+        return torch.arange(0, 32, self.bits, dtype=torch.int32)
+
+    def _values(self, read: ReadRows, first: int, last: int) -> Tensor:
+        given = tuple(read(self.size, 0, 2).tolist())
+        if given != self.shape:
+            raise ValueError(
+                f"{self.size} is {list(given)}, but {self.codes} and {self.scales} are those of a "
+                f"weight {list(self.shape)}; copy the file again"
+            )
+        words = read(self.codes, first, last)
+        codes = (words.unsqueeze(-1) >> self._shifts) & (2**self.bits - 1)
+        return codes.flatten(1)[:, : self.shape[1]].float().sub_(2 ** (self.bits - 1))
+
+    def encode(self, weight: Tensor) -> dict[str, Tensor]:
+        dtype = next(plan.dtype for plan in self.stored if plan.name == self.size)
+        size = torch.tensor(self.shape, dtype=dtype, device=weight.device)
+        # not super(): a dataclass with slots is another class than the one that is being defined
+        return {**ScaledMatrix.encode(self, weight), self.size: size}
+
+    def _encode_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Round to nearest, with the scale, of two that clip nothing, that errs less: with it a
+        weight that was stored so is stored as before."""
+        tiles, half = self._tiles(weight), 2 ** (self.bits - 1)
+        largest, least = tiles.amax(dim=(1, 3)), tiles.amin(dim=(1, 3))
+        codes, scales, error = None, None, None
+        for candidate in (
+            torch.maximum(largest / (half - 1), -least / half),
+            torch.maximum(largest, -least) / (half - 1),
+        ):
+            new = _never_zero(candidate.to(self.scale_dtype))
+            step = new.float()[:, None, :, None]
+            rounded = (tiles / step).round_().clamp_(-half, half - 1)
+            lost = (rounded * step - tiles).square_().sum(dim=(1, 3))
+            if codes is None or scales is None or error is None:
+                codes, scales, error = rounded, new, lost
+            else:
+                better = lost < error
+                codes = torch.where(better[:, None, :, None], rounded, codes)
+                scales = torch.where(better, new, scales)
+        assert codes is not None and scales is not None
+        return self._packed(self._untiled(codes, len(weight)).long() + half), scales
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        """[n, words] int32 of unsigned codes [n, columns]; what is left of the last word is 0."""
+        shifts = self._shifts.long().to(codes.device)
+        padded = F.pad(codes, (0, -codes.shape[1] % len(shifts))).unflatten(1, (-1, len(shifts)))
+        words = (padded << shifts).sum(-1)
+        return torch.where(words < 2**31, words, words - 2**32).int()
+
+
+@dataclass(frozen=True, slots=True)
+class MxExperts(CodedWeight):
+    """The experts of a layer [experts, columns, rows] in MXFP4, stored transposed: bytes of two e2m1
+    numbers [experts, rows, groups, 16], the first in the lower half, and a power of two for each
+    group of 32 [experts, rows, groups]."""
+
+    blocks: str
+    scales: str
+
+    def decode(self, read: ReadRows, first: int, last: int) -> Tensor:
+        codes, scales = read(self.blocks, first, last), read(self.scales, first, last)
+        if (scales == MX_NAN).any():
+            raise ValueError(f"{self.scales} has scales {MX_NAN}, which are no numbers")
+        numbers = torch.tensor([*E2M1, *(-value for value in E2M1)])
+        powers = torch.tensor([2.0 ** (exponent - MX_BIAS) for exponent in range(MX_NAN)])
+        pairs = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)  # [experts, rows, G, 32]
+        values = numbers[pairs.int()] * powers[scales.int()].unsqueeze(-1)
+        return values.flatten(2).transpose(1, 2)
+
+    def encode(self, weight: Tensor) -> dict[str, Tensor]:
+        raise ValueError(
+            f"{self.name}: weights are not written in MXFP4; start the servers from the "
+            "unquantised model"
+        )
+
+
+def _never_zero(scales: Tensor) -> Tensor:
+    """1 in place of 0, which is that of zeros."""
+    return torch.where(scales.float() == 0, torch.ones_like(scales), scales)
+
+
+class _Finder:
+    """The quantised weights among a folder's tensors."""
+
+    def __init__(self, tensors: Mapping[str, TensorPlan], how: Quantization, folder: str) -> None:
+        self._tensors = tensors
+        self._how = how
+        self._folder = folder
+
+    def all(self) -> Iterator[CodedWeight]:
+        for name, plan in self._tensors.items():
+            if self._how.kind == "fp8" and plan.dtype == FP8:
+                yield self._fp8(plan)
+            elif self._how.kind == "packed" and name.endswith(".weight_packed"):
+                yield self._packed(plan)
+            elif self._how.kind == "mxfp4" and name.endswith("_blocks"):
+                yield self._mxfp4(plan)
+
+    def _fp8(self, plan: TensorPlan) -> CodedWeight:
+        if not plan.name.endswith(".weight") or len(plan.shape) != 2:
+            raise self._wrong(plan, "is fp8 and no .weight of two dimensions")
+        stem = plan.name.removesuffix("weight")
+        scales = self._stored(plan, [stem + suffix for suffix in self._how.scales])
+        self._check_scales(plan, scales, plan.shape)
+        return Fp8Matrix(
+            plan.name, plan.shape, (scales, plan), plan.name, scales.name, scales.dtype,
+            self._how.block, self._how.power_of_two,
+        )  # fmt: skip
+
+    def _packed(self, plan: TensorPlan) -> CodedWeight:
+        stem = plan.name.removesuffix("weight_packed")
+        scales = self._stored(plan, [stem + suffix for suffix in self._how.scales])
+        size = self._stored(plan, [f"{stem}weight_shape"])
+        for unsupported in ("weight_zero_point", "weight_g_idx"):
+            if stem + unsupported in self._tensors:
+                raise self._wrong(plan, f"has a {unsupported}")
+        if len(plan.shape) != 2 or plan.dtype != torch.int32:
+            raise self._wrong(plan, "is not of two dimensions and int32")
+        if size.shape != (2,) or size.dtype not in (torch.int32, torch.int64):
+            raise self._wrong(size, "is not two integers")
+        in_word = 32 // self._how.bits
+        columns = plan.shape[1] * in_word
+        if self._how.block[1] and len(scales.shape) == 2:
+            columns = scales.shape[1] * self._how.block[1]
+        shape = (plan.shape[0], columns)
+        if -(-columns // in_word) != plan.shape[1]:
+            raise self._wrong(scales, f"has other columns than {plan.name} {list(plan.shape)}")
+        self._check_scales(plan, scales, shape)
+        widest_first = tuple(sorted((size, plan, scales), key=lambda p: -p.dtype.itemsize))
+        return PackedMatrix(
+            f"{stem}weight", shape, widest_first, plan.name, scales.name, scales.dtype,
+            self._how.block, size.name, self._how.bits,
+        )  # fmt: skip
+
+    def _mxfp4(self, plan: TensorPlan) -> CodedWeight:
+        stem = plan.name.removesuffix("_blocks")
+        scales = self._stored(plan, [stem + suffix for suffix in self._how.scales])
+        if len(plan.shape) != 4 or plan.shape[3] * 2 != MX_COLUMNS or plan.dtype != torch.uint8:
+            raise self._wrong(plan, "is not [experts, rows, groups, 16] of bytes")
+        if scales.shape != plan.shape[:3] or scales.dtype != torch.uint8:
+            raise self._wrong(scales, f"is not {list(plan.shape[:3])} of bytes")
+        experts, rows, groups, _ = plan.shape
+        shape = (experts, groups * MX_COLUMNS, rows)
+        return MxExperts(stem, shape, (plan, scales), plan.name, scales.name)
+
+    def _stored(self, plan: TensorPlan, names: list[str]) -> TensorPlan:
+        for name in names:
+            if name in self._tensors:
+                return self._tensors[name]
+        raise self._wrong(plan, f"has no {' or '.join(names)}")
+
+    def _check_scales(self, plan: TensorPlan, scales: TensorPlan, shape: tuple[int, ...]) -> None:
+        if not scales.dtype.is_floating_point or scales.dtype == FP8:
+            raise self._wrong(scales, "has no scales")
+        tile = [size or whole for size, whole in zip(self._how.block, shape, strict=True)]
+        grid = tuple(-(-n // max(1, size)) for n, size in zip(shape, tile, strict=True))
+        legal = {grid} | ({grid[:1]} if grid[1] == 1 else set())
+        legal |= {()} if grid == (1, 1) else set()
+        if scales.shape not in legal:
+            raise self._wrong(
+                scales, f"must be {list(grid)} for {plan.name}, a weight {list(shape)}"
+            )
+
+    def _wrong(self, plan: TensorPlan, what: str) -> ValueError:
+        return ValueError(
+            f"weights in {self._folder}: {plan.name} ({plan.dtype}, {list(plan.shape)}) {what}; "
+            f"{SUPPORTED}"
+        )
+
+
+def coded_weights(
+    tensors: Mapping[str, TensorPlan], how: Quantization, folder: str
+) -> dict[str, CodedWeight]:
+    """The quantised weights of a folder, by name. tensors: all that it stores. Raises ValueError
+    naming a tensor that is missing or not as `how` says."""
+    return {coded.name: coded for coded in _Finder(tensors, how, folder).all()}
+
+
+def stored_plans(plan: TensorPlan, coded: Mapping[str, CodedWeight]) -> tuple[TensorPlan, ...]:
+    """The tensors that a weight becomes."""
+    return coded[plan.name].stored if plan.name in coded else (plan,)
+
+
+def encode_tensors(
+    tensors: Mapping[str, Tensor], coded: Mapping[str, CodedWeight]
+) -> dict[str, Tensor]:
+    """Weights by name -> the tensors that they become."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        found |= coded[name].encode(tensor) if name in coded else {name: tensor}
+    return found

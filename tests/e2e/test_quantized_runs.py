@@ -1,0 +1,113 @@
+"""A model in fp8, as a user has it: converted both ways, and trained with servers that have it in
+fp8."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slime_like.weights.safetensors_reader import WeightFiles
+from tests.e2e.helpers import Workspace, rows_of
+from tests.e2e.programs import TrainServer
+from tests.fake_sglang import FakeServer
+from tests.quantized_models import fp8_config, fp8_weight, write_model
+
+BLOCK = (8, 8)
+
+
+@pytest.fixture(scope="module")
+def models(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The workspace's model with projections in fp8, and what they stand for."""
+
+    def fp8(shape: tuple[int, int], draw: Any) -> tuple[dict[str, Tensor], Tensor]:
+        stored, value = fp8_weight(shape, BLOCK, draw)
+        small = stored["scale"] / 16
+        return {"weight": stored["weight"], "weight_scale_inv": small}, value / 16
+
+    folder = tmp_path_factory.mktemp("fp8") / "models"
+    return write_model(str(work.model), folder, fp8_config(BLOCK), fp8, lambda n: "_proj" in n)
+
+
+def weights_of(folder: Path | str) -> dict[str, Tensor]:
+    with WeightFiles(str(folder)) as files:
+        return {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names}
+
+
+@pytest.mark.extended
+def test_converted_there_and_back(
+    server: TrainServer, models: tuple[str, str], tmp_path: Path
+) -> None:
+    """What transformers computes with the weights that the stored ones stand for is what
+    megatron-core does; back in fp8, or not."""
+    quantized, plain = models
+    words = ("--hf-checkpoint", quantized, "--save", tmp_path / "ck", "--no-progress", "--verify", "checksums", "logits")  # fmt: skip
+    done = server.run("scripts.convert_hf_to_megatron", words, tmp_path / "log1").ok()
+    assert done.out.count("verified: ") == 2
+    common = ("--load", tmp_path / "ck", "--hf-checkpoint", quantized, "--no-progress")
+    server.run(
+        "scripts.convert_megatron_to_hf",
+        (*common, "--output", tmp_path / "out", "--verify", "checksums", "logits"),
+        tmp_path / "log2",
+    ).ok()
+    expected, found = load_file(f"{plain}/model.safetensors"), weights_of(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[n], t) for n, t in expected.items())
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    server.run(
+        "scripts.convert_megatron_to_hf",
+        (*common, "--output", tmp_path / "fp8", "--quantized"),
+        tmp_path / "log3",
+    ).ok()
+    stored = load_file(tmp_path / "fp8/model.safetensors")
+    source = load_file(f"{quantized}/model.safetensors")
+    assert {n: (t.shape, t.dtype) for n, t in stored.items()} == {
+        n: (t.shape, t.dtype) for n, t in source.items()
+    }
+    for name, weight in weights_of(tmp_path / "fp8").items():
+        largest = float(expected[name].abs().max())
+        assert (weight - expected[name]).abs().max() <= largest * 2**-4
+    refused = server.run(
+        "scripts.convert_megatron_to_hf",
+        (*common, "--output", tmp_path / "no", "--quantized", "--verify", "logits"),
+        tmp_path / "log4",
+    )
+    assert refused.status == 2 and "--verify" in refused.err and "--quantized" in refused.err
+
+
+def test_trained_with_servers_in_fp8(
+    server: TrainServer, work: Workspace, models: tuple[str, str], tmp_path: Path
+) -> None:
+    """They get the weights in their format after every step; what is saved is not quantised."""
+    folder = tmp_path / "model"  # with the tokenizer
+    shutil.copytree(models[0], folder)
+    received: list[dict[str, Tensor]] = []
+    with FakeServer(str(folder)) as sglang:
+        sglang.spoil = lambda weights: received.append(dict(weights))
+        done = server.train(
+            work.flags(
+                tmp_path / "out", hf_checkpoint=folder, rollout_engine="sglang", no_sglang_router="",
+                rollout_external_engine_addrs=sglang.address, update_weight_transport="disk", save_hf=tmp_path / "hf",
+            ),
+            tmp_path / "log", timeout_s=90,
+        ).ok()  # fmt: skip
+    source = load_file(folder / "model.safetensors")
+    assert len(received) == 2
+    for weights in received:
+        tied = {"lm_head.weight"}
+        assert weights.keys() - tied == source.keys() - tied
+        assert all(t.dtype == source[n].dtype for n, t in weights.items())
+    name = next(n for n in source if n.endswith("down_proj.weight"))
+    assert not torch.equal(received[0][name].float(), received[1][name].float())
+    assert 0 < rows_of(tmp_path / "out")[0]["rollout/train_rollout_log_prob_diff_mean"] < 0.1
+    saved = json.loads((tmp_path / "hf/config.json").read_text())
+    assert "quantization_config" not in saved, done.out
+    assert {str(t.dtype) for t in load_file(tmp_path / "hf/model.safetensors").values()} == {
+        "torch.float32"
+    }
