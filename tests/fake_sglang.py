@@ -311,7 +311,8 @@ class FakeServer:
         stored = {plan.name for coded in self._coded.values() for plan in coded.stored}
         yield from ((name, tensor) for name, tensor in weights.items() if name not in stored)
         for name, coded in self._coded.items():
-            yield name, coded.decode(lambda n, a, b: weights[n][a:b], 0, coded.shape[0])
+            if not {plan.name for plan in coded.stored}.isdisjoint(weights):
+                yield name, coded.decode(lambda n, a, b: weights[n][a:b], 0, coded.shape[0])
 
     def join(self, body: Any) -> None:
         """A process group, as torch makes the one of SGLang's side out of the same words; without

@@ -121,6 +121,20 @@ def compressed_config(format: str, **weights: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def add_untrained_layer(plain: str, layers: int) -> None:
+    """To the model in `plain`, which has so many layers: one that predicts a token more."""
+    path, config = Path(plain) / "model.safetensors", Path(plain) / "config.json"
+    prefix = f"model.layers.{layers}"
+    more = {
+        f"{prefix}.eh_proj.weight": torch.randn(32, 64),
+        f"{prefix}.enorm.weight": torch.randn(32),
+        f"{prefix}.mlp.experts.0.up_proj.weight": torch.randn(24, 32),
+    }
+    save_file({**load_file(path), **more}, path, metadata={"format": "pt"})
+    given = {**json.loads(config.read_text()), "num_nextn_predict_layers": 1}
+    config.write_text(json.dumps(given))
+
+
 def write_model(
     plain: str,
     folder: Path,

@@ -54,6 +54,7 @@ from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_save import save_hf
 from slime_like.weights.quantized import CodedWeight
 from slime_like.weights.safetensors_reader import stored_format, weights_digest
+from slime_like.weights.untrained import untrained_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,9 @@ class PendingStep:
 
 
 class WeightReceiver(Protocol):
-    """A rollout engine, as weights see it. takes_quantized: of a quantised --hf-checkpoint it takes
-    weights in its format."""
+    """A rollout engine, as weights see it."""
 
-    takes_quantized: bool
+    takes_quantized: bool  # see `RolloutEngine`
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None: ...
 
@@ -239,8 +239,7 @@ class MegatronBackend:
 
     def export_weights(self, *, quantized: bool = False) -> WeightStream:
         """(Hugging Face name, full tensor) pairs of the policy, on every rank or on those that send
-        them, in buckets of --update-weight-buffer-size. quantized: those that --hf-checkpoint has
-        quantised come in its format. Collective."""
+        them, in buckets of --update-weight-buffer-size; quantized: in --hf-checkpoint's format."""
         assert self.hf is not None, "weights have Hugging Face names only with --hf-checkpoint"
         self.policy.finish_updates()
         coded = self._coded if quantized else None
@@ -275,10 +274,10 @@ class MegatronBackend:
         return folder
 
     def save_hf(self, folder: str) -> str:
-        """Write the policy as a Hugging Face checkpoint that transformers loads, beside the
-        tokenizer of --hf-checkpoint."""
-        assert self._hf_checkpoint is not None
-        save_hf(folder, self.export_weights(), self._hf_checkpoint)
+        """Write the policy, with tokenizer and untrained weights of --hf-checkpoint, for transformers."""
+        source, hf = self._hf_checkpoint, self.hf
+        assert source is not None and hf is not None
+        save_hf(folder, self.export_weights(), source, more=untrained_weights(hf, source))
         return folder
 
     def save_state(

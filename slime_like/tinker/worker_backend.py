@@ -36,6 +36,7 @@ from slime_like.tinker.model_pool import HostedModel, ModelPool
 from slime_like.tinker.sampler import SnapshotSampler
 from slime_like.types import TrainSample
 from slime_like.weights.hf_save import save_hf
+from slime_like.weights.untrained import untrained_weights
 
 if TYPE_CHECKING:
     from slime_like.tinker.sglang_sampler import SglangSampler
@@ -268,7 +269,8 @@ class ModelHost:
         """A Hugging Face model, of all its weights; an adapter is merged into them."""
         network = self._network_to_keep(model)
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
-        save_hf(folder, network.export_hf(self.hf), self.base)
+        more = untrained_weights(self.hf, self.base)
+        save_hf(folder, network.export_hf(self.hf), self.base, more=more)
 
     def _network_to_keep(self, model: str) -> TrainedNetwork:
         """Of a model that is about to be written. Raises Refused where it has NaN or infinity."""

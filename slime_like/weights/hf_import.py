@@ -22,6 +22,7 @@ from slime_like.weights.parameter_map import (
     unwrap,
 )
 from slime_like.weights.safetensors_reader import DTYPES, MAX_NAMED, WeightFiles, listed
+from slime_like.weights.untrained import untrained_prefixes
 
 
 def load_hf_weights(
@@ -109,8 +110,7 @@ def plan_loading(
         if value_head and not mapping.hf_shapes(sizes).keys() <= files.names
     ]
     there = {name: mapping for name, mapping in family.items() if name not in absent}
-    untrained = range(config.num_layers, config.num_layers + hf.untrained_layers)
-    _check_names(files, there, folder, sizes, untrained)
+    _check_names(files, there, folder, sizes, untrained_prefixes(hf))
     _check_tensors(files, there, folder, sizes)
     return LoadPlan(there, parts, frozenset(absent))
 
@@ -181,7 +181,7 @@ def _check_names(
     family: dict[str, Mapping],
     folder: str,
     sizes: Sizes,
-    untrained: range = range(0),
+    untrained: tuple[str, ...] = (),
 ) -> None:
     wanted = {name for mapping in family.values() for name in mapping.hf_shapes(sizes)}
     problems = []
@@ -194,7 +194,7 @@ def _check_names(
         for name in files.names - wanted
         if name != "lm_head.weight"
         and not name.endswith(".rotary_emb.inv_freq")
-        and not name.startswith(tuple(f"model.layers.{layer}." for layer in untrained))
+        and not name.startswith(untrained)
     }
     if surplus:
         problems.append(f"tensors that the model has no place for: {listed(surplus)}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
@@ -49,9 +50,11 @@ def save_hf(
     stream: Iterator[tuple[str, Tensor]],
     config_source_folder: str,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    more: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
     """Write `stream` as safetensors (in shards, with an index, when over `max_shard_bytes`), with
-    config.json and the tokenizer files of `config_source_folder`. Collective.
+    config.json and the tokenizer files of `config_source_folder`. Collective. more: what rank 0
+    writes besides.
 
     Of a `WeightStream` that is more than one file every sender writes what it has, where all ranks
     see the folder; else rank 0 writes all. The writers of a host hold at most `max_shard_bytes` of tensors (or one tensor each)
@@ -71,7 +74,8 @@ def save_hf(
     def write() -> list[Part]:
         try:
             with _as_saving_errors():
-                return _write_parts(temporary, mine, max_shard_bytes) if writes else []
+                whole = chain(mine, more) if rank_zero else mine
+                return _write_parts(temporary, whole, max_shard_bytes) if writes else []
         finally:
             for _ in mine:  # after an error, and where nothing is written: a collective
                 pass

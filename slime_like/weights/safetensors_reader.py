@@ -117,6 +117,15 @@ class WeightFiles:
         """safetensors' name of what `read` gives."""
         return "F32" if name in self.coded else self.stored[name].dtype
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Of a stored tensor. Raises ValueError for one that we cannot read."""
+        dtype = _STORED_DTYPES.get(self.stored[name].dtype)
+        if dtype is None:
+            raise ValueError(
+                f"{name} has dtype {self.stored[name].dtype}; legal values: {', '.join(_STORED_DTYPES)}"
+            )
+        return dtype
+
     def ends(self, name: str) -> bytes:
         """The first and the last bytes of a stored tensor, `END_BYTES` of each."""
         stored = self.stored[name]
@@ -135,6 +144,11 @@ class WeightFiles:
         out = torch.empty(shape)
         self.read_into(out, name, dim, start, stop)
         return out
+
+    def read_stored(self, name: str) -> Tensor:
+        """A stored tensor, whole."""
+        shape = self.stored[name].shape
+        return self._read_stored(name, 0, 0, shape[0] if shape else 1).view(shape)
 
     def _read_stored(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         stored = self.stored[name]

@@ -35,6 +35,7 @@ from slime_like.weights.mappings import Mapping
 from slime_like.weights.meta_model import Blueprint
 from slime_like.weights.parameter_map import family_map, model_sizes
 from slime_like.weights.quantized import CodedWeight, encode_tensors, stored_plans
+from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.safetensors_writer import (
     NOTE,
     ShardPlan,
@@ -45,8 +46,10 @@ from slime_like.weights.safetensors_writer import (
     write_index,
     write_shard,
 )
+from slime_like.weights.untrained import read_untrained, untrained_plans
 
 PARTIAL = ".partial"
+UNTRAINED = ""  # in place of a parameter's name
 NOT_WEIGHTS = ("optimizer.", "chained_", "_extra_state")
 Advance = Callable[[int], None]
 
@@ -74,7 +77,7 @@ class NetworkSource:
     ) -> None:
         """dtype: None: as stored. coded: the weights that are quantised, by name. Raises ConfigError when the template is of another model,
         ValueError when the checkpoint is damaged."""
-        self.blueprint = blueprint
+        self.blueprint, self._template = blueprint, template
         self.stored = CheckpointTensors(folder)
         self._dtype, self._coded = dtype, coded or {}
         config = blueprint.chunks[0].config
@@ -98,6 +101,10 @@ class NetworkSource:
             for hf_name, shape in mapping.hf_shapes(self.sizes).items()
             for stored in stored_plans(TensorPlan(hf_name, shape, self.dtype_of(name)), self._coded)
         }
+        if blueprint.hf.untrained_layers and not blueprint.value_head:
+            with WeightFiles(template) as files:
+                plans = untrained_plans(files, blueprint.hf, quantized=bool(self._coded))
+            self.tensors |= {plan.name: (UNTRAINED, plan) for plan in plans}
 
     def _own(self) -> dict[str, Mapping]:
         """Parameters that hold tensors of their own: a tied output layer has none."""
@@ -154,12 +161,22 @@ class NetworkSource:
         made: dict[str, Tensor] = {}
         for planned in shard.tensors:
             name, _ = self.tensors[planned.name]
+            if name == UNTRAINED:  # the last ones
+                made = {}
+                yield from self._untrained(shard)
+                return
             if name != at:
                 made = {}  # before the next one is read
                 full = gather_full_tensors(self.family[name], [self.parameter(name)], self.sizes)
                 at, made = name, encode_tensors(full, self._coded)
                 del full
             yield planned.name, made.pop(planned.name)
+
+    def _untrained(self, shard: ShardPlan) -> Iterator[tuple[str, Tensor]]:
+        with WeightFiles(self._template) as files:
+            for planned in shard.tensors:
+                if self.tensors[planned.name][0] == UNTRAINED:
+                    yield planned.name, read_untrained(files, planned)
 
 
 def convert_to_hf(

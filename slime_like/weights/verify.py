@@ -20,6 +20,7 @@ from slime_like.megatron.model.gpt import build_chunks
 from slime_like.megatron.model.policy import head_weight
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.weights.hf_import import plan_loading
+from slime_like.weights.parameter_map import named_weights
 from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.to_hf import NetworkSource
 
@@ -111,7 +112,7 @@ def megatron_logits(source: NetworkSource, tokens: Tensor) -> Tensor:
         value_head=blueprint.value_head,
     )
     chunk = chunk.to(torch.float32).eval()
-    for (_, parameter), name in zip(chunk.named_parameters(), blueprint.parameters, strict=True):
+    for (_, parameter), name in zip(named_weights(chunk), blueprint.parameters, strict=True):
         parameter.copy_(source.parameter(name))
     rows = packed_rows(torch.tensor([0, tokens.numel()], dtype=torch.int32))
     out: Tensor = chunk(

@@ -11,6 +11,7 @@ from slime_like.weights.hf_export import export_hf_weights
 from slime_like.weights.hf_import import load_hf_weights
 from slime_like.weights.hf_save import save_hf
 from slime_like.weights.safetensors_reader import stored_format
+from slime_like.weights.untrained import untrained_weights
 from tests.dist.convert_worker import build
 from tests.dist.weight_update_worker import engine_on
 
@@ -42,6 +43,13 @@ def load_and_export(rank: int, world_size: int, arguments: dict[str, Any]) -> li
                 save_hf(f"{arguments['out']}/{name}-{number}", stream, quantized)
                 if name != arguments["served"]:
                     continue
+                del export["coded"]
+                stream, more = (
+                    export_hf_weights(loaded[0], **export),
+                    untrained_weights(hf, quantized),
+                )
+                save_hf(f"{arguments['out']}/plain-{number}", stream, quantized, more=more)
+                export["coded"] = stored_format(quantized)
                 for version, transport in enumerate(arguments["transports"], 1):
                     served = {"folder": quantized, "urls": arguments["urls"]}
                     with engine_on(rank, transport, served) as engine:

@@ -16,9 +16,10 @@ from arguments.hf.model import read_hf_model
 from benchmarks.parity.ranks import run_ranks
 from slime_like.rollout.engines.sglang.weight_spec import compare_with_checkpoint
 from slime_like.weights.safetensors_reader import WeightFiles, stored_format
-from tests.dist.test_convert_moe import make_models
+from tests.dist.test_convert_moe import SIZES, make_models
 from tests.fake_sglang import FakeServer
 from tests.quantized_models import (
+    add_untrained_layer,
     compressed_config,
     fp8_config,
     fp8_weight,
@@ -29,6 +30,7 @@ from tests.quantized_models import (
 # tensor, pipeline, virtual, expert, expert-tensor
 LAYOUTS = [(2, 1, 1, 1, 2), (1, 1, 1, 2, 1), (2, 1, 1, 2, 1)]
 BLOCK, GROUP = (16, 16), 4  # shards begin and end within them
+UNTRAINED = f"model.layers.{SIZES['num_hidden_layers']}."
 TRANSPORTS = ["disk", "broadcast", "tensor"]
 Models = dict[str, tuple[str, str]]
 
@@ -39,6 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     these alone quantised, as Kimi-K2-Thinking has it."""
     folder = tmp_path_factory.mktemp("models")
     plain = make_models(folder, ["deepseek-v3", "qwen3-moe"])
+    add_untrained_layer(plain["deepseek-v3"], SIZES["num_hidden_layers"])
 
     def fp8(shape: tuple[int, int], draw: Any) -> tuple[dict[str, Tensor], Tensor]:
         stored, value = fp8_weight(shape, BLOCK, draw)
@@ -86,7 +89,7 @@ def test_in_every_layout(models: Models, tmp_path: Path) -> None:
         )  # fmt: skip
     assert results == [[], []]
     for name, (quantized, _) in models.items():
-        before, source = values(quantized), stored(quantized)
+        before, source = trained(values(quantized)), trained(stored(quantized))
         folders = [out / f"{name}-{number}" for number in range(len(LAYOUTS))]
         written = [stored(folder) for folder in folders]
         compare_with_checkpoint({n: tuple(t.shape) for n, t in written[0].items()}, quantized)
@@ -113,6 +116,15 @@ def test_in_every_layout(models: Models, tmp_path: Path) -> None:
                 assert weights.keys() == source.keys()
                 assert all(same_bits(weights[n], t) for n, t in written[0].items())
     assert len(received) == len(LAYOUTS) * len(TRANSPORTS)
+    for number in range(len(LAYOUTS)):  # unquantised, with the layer that is not trained
+        assert "quantization" not in (out / f"plain-{number}/config.json").read_text()
+        found, expected = stored(out / f"plain-{number}"), stored(models["fp8"][1])
+        assert found.keys() == expected.keys() != trained(expected).keys()
+        assert all(torch.equal(found[n], t) for n, t in expected.items())
+
+
+def trained(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t for n, t in tensors.items() if not n.startswith(UNTRAINED)}
 
 
 def largest_error(name: str, weight: Tensor) -> float:

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slime_like.weights.safetensors_reader import WeightFiles
+from tests.dist.test_convert_moe import SIZES, make_models
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
 from tests.fake_sglang import FakeServer
-from tests.quantized_models import fp8_config, fp8_weight, write_model
+from tests.quantized_models import add_untrained_layer, fp8_config, fp8_weight, write_model
 
 BLOCK = (8, 8)
 
@@ -26,13 +27,17 @@ BLOCK = (8, 8)
 def models(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The workspace's model with projections in fp8, and what they stand for."""
 
-    def fp8(shape: tuple[int, int], draw: Any) -> tuple[dict[str, Tensor], Tensor]:
-        stored, value = fp8_weight(shape, BLOCK, draw)
-        small = stored["scale"] / 16
-        return {"weight": stored["weight"], "weight_scale_inv": small}, value / 16
-
     folder = tmp_path_factory.mktemp("fp8") / "models"
-    return write_model(str(work.model), folder, fp8_config(BLOCK), fp8, lambda n: "_proj" in n)
+    return write_model(str(work.model), folder, fp8_config(BLOCK), fp8, is_projection)
+
+
+def fp8(shape: tuple[int, int], draw: Any) -> tuple[dict[str, Tensor], Tensor]:
+    stored, value = fp8_weight(shape, BLOCK, draw)
+    return {"weight": stored["weight"], "weight_scale_inv": stored["scale"] / 16}, value / 16
+
+
+def is_projection(name: str) -> bool:
+    return "_proj" in name
 
 
 def weights_of(folder: Path | str) -> dict[str, Tensor]:
@@ -41,12 +46,12 @@ def weights_of(folder: Path | str) -> dict[str, Tensor]:
 
 
 @pytest.mark.extended
-def test_converted_there_and_back(
-    server: TrainServer, models: tuple[str, str], tmp_path: Path
-) -> None:
-    """What transformers computes with the weights that the stored ones stand for is what
-    megatron-core does; back in fp8, or not."""
-    quantized, plain = models
+def test_converted_there_and_back(server: TrainServer, tmp_path: Path) -> None:
+    """DeepSeek-V3. What transformers computes with the weights that the stored ones stand for is what
+    megatron-core does; back in fp8, or not. A layer that is not trained comes through."""
+    made = make_models(tmp_path, ["deepseek-v3"])["deepseek-v3"]
+    add_untrained_layer(made, SIZES["num_hidden_layers"])
+    quantized, plain = write_model(made, tmp_path / "fp8", fp8_config(BLOCK), fp8, is_projection)
     words = ("--hf-checkpoint", quantized, "--save", tmp_path / "ck", "--no-progress", "--verify", "checksums", "logits")  # fmt: skip
     done = server.run("scripts.convert_hf_to_megatron", words, tmp_path / "log1").ok()
     assert done.out.count("verified: ") == 2
@@ -62,15 +67,17 @@ def test_converted_there_and_back(
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     server.run(
         "scripts.convert_megatron_to_hf",
-        (*common, "--output", tmp_path / "fp8", "--quantized"),
+        (*common, "--output", tmp_path / "again", "--quantized"),
         tmp_path / "log3",
     ).ok()
-    stored = load_file(tmp_path / "fp8/model.safetensors")
+    stored = load_file(tmp_path / "again/model.safetensors")
     source = load_file(f"{quantized}/model.safetensors")
+    untrained = [n for n in source if n.startswith(f"model.layers.{SIZES['num_hidden_layers']}.")]
+    assert len(untrained) == 5 and all(same_bits(stored[n], source[n]) for n in untrained)
     assert {n: (t.shape, t.dtype) for n, t in stored.items()} == {
         n: (t.shape, t.dtype) for n, t in source.items()
     }
-    for name, weight in weights_of(tmp_path / "fp8").items():
+    for name, weight in weights_of(tmp_path / "again").items():
         largest = float(expected[name].abs().max())
         assert (weight - expected[name]).abs().max() <= largest * 2**-4
     refused = server.run(
@@ -79,6 +86,10 @@ def test_converted_there_and_back(
         tmp_path / "log4",
     )
     assert refused.status == 2 and "--verify" in refused.err and "--quantized" in refused.err
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
 
 
 def test_trained_with_servers_in_fp8(

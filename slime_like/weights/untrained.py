@@ -1,0 +1,61 @@
+"""Weights of a Hugging Face folder that a run neither reads nor trains, the layers behind the
+network's own that predict several tokens: what is written of the model has them as they were."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from arguments.hf.model import HfModel
+from slime_like.logs import warn_rank_0
+from slime_like.weights.buckets import TensorPlan
+from slime_like.weights.safetensors_reader import TORCH_DTYPES, WeightFiles
+
+logger = logging.getLogger(__name__)
+
+
+def untrained_prefixes(hf: HfModel) -> tuple[str, ...]:
+    """With which the names of these weights begin."""
+    first = hf.transformer["num_layers"]
+    return tuple(f"model.layers.{first + n}." for n in range(hf.untrained_layers))
+
+
+def untrained_plans(files: WeightFiles, hf: HfModel, *, quantized: bool) -> list[TensorPlan]:
+    """What is written of them. quantized: the tensors that a quantised folder stores; else its
+    weights, in the dtype that config.json names."""
+    names = files.stored if quantized else files.names
+    dtype = getattr(torch, hf.dtype or "float32")
+    return [
+        TensorPlan(name, files.stored[name].shape, files.stored_dtype(name))
+        if quantized or name not in files.coded
+        else TensorPlan(name, files.shape(name), dtype)
+        for name in sorted(names)
+        if name.startswith(untrained_prefixes(hf))
+    ]
+
+
+def read_untrained(files: WeightFiles, plan: TensorPlan) -> Tensor:
+    if plan.name in files.coded and plan.dtype in TORCH_DTYPES.values():
+        out = torch.empty(plan.shape, dtype=plan.dtype)
+        files.read_into(out, plan.name, 0, 0, plan.shape[0])
+        return out
+    return files.read_stored(plan.name)
+
+
+def untrained_weights(hf: HfModel, folder: str) -> Iterator[tuple[str, Tensor]]:
+    """Those of `folder`, one at a time, dequantised. None, with a warning, where the folder's
+    weights cannot be read, as where it has but config.json and tokenizer."""
+    if not hf.untrained_layers:
+        return
+    try:
+        files = WeightFiles(folder)
+    except ValueError as error:
+        words = f"the layers for predicting several tokens are not saved with the model: {error}"
+        warn_rank_0(logger, words)
+        return
+    with files:
+        for plan in untrained_plans(files, hf, quantized=False):
+            yield plan.name, read_untrained(files, plan)
