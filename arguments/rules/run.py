@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from arguments.critic_layout import critic_layout_is_possible
 from arguments.flags import Flag
 from arguments.resolve_loss import loss_fields
-from arguments.rules.algorithm import (
+from arguments.rules.advantages import (
     ADVANTAGE_RULES,
+    gdpo_of_one_reward,
+    idle_advantage_settings,
+)
+from arguments.rules.algorithm import (
     CORRECTION_RULES,
     CRITIC_RULES,
     LOSS_RULES,
     SUPERVISED_RULES,
-    gdpo_of_one_reward,
     gmpo_needs_one_advantage,
-    idle_advantage_settings,
     sapo_needs_a_group,
     wide_gspo_range,
 )

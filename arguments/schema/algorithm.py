@@ -75,7 +75,7 @@ class AlgorithmConfig:
     )
     gamma: float = arg(
         1.0,
-        "Discount of the rewards of later tokens (reinforce_plus_plus, remax, ppo).",
+        "Discount of the rewards of later tokens (reinforce_plus_plus, remax, otb, ppo).",
         legal=UNIT,
         excludes="loss_type=sft_loss",
     )

@@ -10,6 +10,7 @@ from slime_like.advantages import (  # noqa: F401  (each registers its estimator
     grpo,
     maxrl,
     opo,
+    otb,
     pass_at_k,
     ppo,
     reinforce_plus_plus,
@@ -24,6 +25,7 @@ from slime_like.advantages.estimate import (
     estimate_advantages,
 )
 from slime_like.advantages.kl_reward import KLController, token_kl
+from slime_like.advantages.otb import token_energies
 from slime_like.advantages.outcome import AdvantageOutput, compute_advantages
 from slime_like.advantages.registry import (
     AdvantageEstimator,
@@ -35,6 +37,7 @@ from slime_like.advantages.registry import (
     advantage_estimators,
     compares_samples,
     needs_critic,
+    needs_energies,
     takes_token_rewards,
 )
 from slime_like.advantages.returns import discounted_returns, gae, token_rewards
@@ -59,8 +62,10 @@ __all__ = [
     "estimate_advantages",
     "gae",
     "needs_critic",
+    "needs_energies",
     "takes_token_rewards",
     "teacher_gaps",
+    "token_energies",
     "token_kl",
     "token_rewards",
     "whiten",

@@ -4,7 +4,8 @@ either kind."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from slime_like.advantages.distillation import prefix_weights
 from slime_like.advantages.kl_reward import sample_kl
@@ -17,14 +18,16 @@ from slime_like.advantages.outcome import (
 )
 from slime_like.advantages.registry import (
     AdvantageEstimator,
+    GroupRewards,
     OutcomeEstimator,
+    Peers,
     RewardParts,
     TokenEstimator,
     TokenRewards,
     advantage_estimators,
     takes_token_rewards,
 )
-from slime_like.advantages.whitening import whiten
+from slime_like.advantages.whitening import sum_over, whiten
 from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.checks import require_ids, require_samples, require_shape
@@ -105,6 +108,7 @@ def estimate_advantages(
     kl: Sequence[Tensor] | None = None,
     teacher_gap: Sequence[Tensor] | None = None,
     critic_values: Sequence[Tensor] | None = None,
+    energies: Sequence[Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TokenAdvantages:
     """Advantages of this rank's samples. The KL comes off the reward: of a whole sample before
@@ -120,6 +124,7 @@ def estimate_advantages(
         teacher_gap: [R] by sample of this rank (`distillation.teacher_gaps`), or None; its share
             comes off each token's advantage before whitening.
         critic_values: [R] by sample of this rank, before the update, or None.
+        energies: [R] by sample of this rank (`otb.token_energies`), or None.
         group: data-parallel ranks, which call this together; None: this process alone.
 
     Returns:
@@ -130,6 +135,7 @@ def estimate_advantages(
             rewards of tokens with an estimator that takes none, and when no reward is finite.
     """
     require_samples(masks, mine=mine, kl=kl, teacher_gap=teacher_gap, critic_values=critic_values)
+    require_samples(masks, energies=energies)
     entry = advantage_estimators.get(settings.estimator)
     _require_token_rewards_taken(entry, outcomes)
     rewards, penalised, metrics = _penalised(settings, outcomes, kl, mine, group)
@@ -143,6 +149,9 @@ def estimate_advantages(
         batch, found = _token_rewards(
             entry, settings, outcomes, usable, mine, masks, kl, critic_values
         )
+        if entry.needs_energies:
+            peers = _peers(usable, outcomes, mine, group)
+            batch = replace(batch, energies=energies, peers=peers)
         values = entry.fn(batch)
         targets = None if entry.returns is None else entry.returns(batch)
     metrics |= found
@@ -260,6 +269,29 @@ def _sound(
     return sound
 
 
+def _itself(group: GroupRewards) -> Tensor:
+    return group.rewards
+
+
+def _peers(
+    rewards: Tensor, outcomes: Outcomes, mine: Sequence[int], group: dist.ProcessGroup | None
+) -> Peers:
+    """rewards: [B], NaN where a sample cannot be used."""
+    ids, place = outcomes.group_ids.unique(return_inverse=True)
+    usable = torch.isfinite(rewards)
+    references = [0.0] * ids.numel()
+    for i in usable.nonzero().flatten().tolist():
+        references[place[i]] = float(rewards[i])
+    return Peers(
+        groups=[int(place[i]) for i in mine],
+        count=ids.numel(),
+        longest=int(outcomes.lengths.max()),
+        references=[references[place[i]] for i in mine],
+        usable=[bool(usable[i]) for i in mine],
+        total=partial(sum_over, group=group),
+    )
+
+
 def _token_rewards(
     entry: TokenEstimator,
     settings: AdvantageSettings,
@@ -285,6 +317,8 @@ def _token_rewards(
             singleton=settings.singleton,
         )
         numbers, metrics = output.values, dict(output.metrics)
+    if entry.needs_energies:  # of the groups that it compares by itself
+        metrics = dict(over_groups(_itself, rewards, outcomes.group_ids, outcomes.lengths).metrics)
     if entry.needs_greedy and outcomes.greedy_rewards is not None:
         broken = ~torch.isfinite(outcomes.greedy_rewards)
         metrics["reward/greedy_nonfinite"] = float(broken.sum())

@@ -53,6 +53,24 @@ class OutcomeEstimator:
 
 
 @dataclass(frozen=True, slots=True)
+class Peers:
+    """How samples of one group find each other where they are on several ranks.
+
+    groups: by sample, its group's place among all of the rollout, of which there are `count`.
+    longest: active tokens of the rollout's longest sample. references: by sample, one reward of its
+    group, equal for all of it. usable: by sample, whether it has a finite reward. total: sums a
+    tensor over the ranks, which call it together.
+    """
+
+    groups: Sequence[int]
+    count: int
+    longest: int
+    references: Sequence[float]
+    usable: Sequence[bool]
+    total: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenRewards:
     """Some samples of a rollout, which may be any part of it.
 
@@ -63,7 +81,9 @@ class TokenRewards:
     read at active tokens only; None without a critic. gamma: discount. lambd: of generalised
     advantage estimation; value_lambd: that of the critic's returns, None: lambd;
     lambd_length_alpha: of the policy's as its sample's length has it, None: lambd. token_rewards: [R] by sample, which stand in for its outcome, or None
-    where it has none; None altogether where no sample has any.
+    where it has none; None altogether where no sample has any. energies: [R] by sample, the squared
+    norm of the gradient of each token's log-prob by the logits, and peers; None where nobody asked
+    for them.
     """
 
     outcomes: Sequence[float]
@@ -76,6 +96,8 @@ class TokenRewards:
     value_lambd: float | None = None
     lambd_length_alpha: float | None = None
     token_rewards: Sequence[Tensor | None] | None = None
+    energies: Sequence[Tensor] | None = None
+    peers: Peers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +109,8 @@ class TokenEstimator:
     --normalize-advantages is part of the estimator. needs_greedy: whether `greedy_rewards` must be
     there. needs_values: whether `values`
     must be, and with them a critic. returns: what it learns, [R] float64 by sample, where that is
-    not the advantage plus the value; None: it always is. takes_token_rewards: whether `fn` uses
+    not the advantage plus the value; None: it always is. needs_energies: whether `energies` and
+    `peers` must be there, as it compares the tokens of a group. takes_token_rewards: whether `fn` uses
     rewards of tokens.
     """
 
@@ -98,6 +121,7 @@ class TokenEstimator:
     needs_greedy: bool = False
     needs_values: bool = False
     returns: Callable[[TokenRewards], list[Tensor] | None] | None = None
+    needs_energies: bool = False
     takes_token_rewards: bool = False
 
 
@@ -148,4 +172,11 @@ def takes_token_rewards(estimator: AdvantageEstimator) -> bool:
 
 def compares_samples(estimator: AdvantageEstimator) -> bool:
     """Whether a sample is measured against the others of its prompt."""
-    return isinstance(estimator, OutcomeEstimator) or estimator.outcome is not None
+    if isinstance(estimator, OutcomeEstimator):
+        return True
+    return estimator.outcome is not None or estimator.needs_energies
+
+
+def needs_energies(estimator: AdvantageEstimator) -> bool:
+    """Whether it uses the energy of each token, `otb.token_energies`."""
+    return isinstance(estimator, TokenEstimator) and estimator.needs_energies

@@ -26,7 +26,7 @@ def whiten(
         [sum(float(v.sum()) for v in mine), float(sum(int(m.sum()) for m in masks))],
         dtype=torch.float64,
     )
-    total, count = _sum(first, group).tolist()
+    total, count = sum_over(first, group).tolist()
     if count == 0:
         raise ValueError(
             "--normalize-advantages: no token of this rollout is trained on, so there is nothing to normalise"
@@ -35,12 +35,13 @@ def whiten(
     squares = sum(
         float(torch.where(mask, v - mean, 0.0).square().sum()) for v, mask in zip(mine, masks)
     )
-    square = float(_sum(torch.tensor([squares], dtype=torch.float64), group))
+    square = float(sum_over(torch.tensor([squares], dtype=torch.float64), group))
     scale = (square / (count - 1) + EPS) ** -0.5 if count > 1 else 1.0
     return [torch.where(mask, (v - mean) * scale, 0.0) for v, mask in zip(mine, masks)]
 
 
-def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def sum_over(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """In place, over the ranks of `group`."""
     if group is not None and group.size() > 1:
         dist.all_reduce(values, group=group)
     return values

@@ -67,6 +67,7 @@ class LogProbOutput:
     # [L, expert layers of this pipeline stage, topk] int16: where its tokens went, if it was
     # recorded
     routes: Tensor | None = None
+    squared_probs: Tensor | None = None  # [R] float32, sum over the vocabulary, if it was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +140,33 @@ class MegatronBackend:
         self.objective = dataclasses.replace(self.objective, terms=terms)
 
     def forward(
-        self, samples: Sequence[TrainSample], network: FrozenModel | None = None
+        self,
+        samples: Sequence[TrainSample],
+        network: FrozenModel | None = None,
+        *,
+        squared_probs: bool = False,
     ) -> list[LogProbOutput]:
         """Log-probs of the response tokens and entropies, at the sampling temperature, for this
         data-parallel rank's samples.
 
         network: whose; None: the policy's, whose tokens go to the experts of the samples' routes,
-        where they have them. All pipeline stages get the result.
+        where they have them. squared_probs: of the policy, beside them. All pipeline stages get the
+        result.
         """
         size = self._micro_batch_size(self.layout, forward_only=True)
+        head = dataclasses.replace(self.head, squared_probs=squared_probs)
         if network is None or network is self.policy:
             record = self.algorithm.use_routing_replay and not self._replays_rollout
-            found = self.policy.forward(samples, self.head, size, record_routes=record)
+            found = self.policy.forward(samples, head, size, record_routes=record)
         else:  # another network's routers choose themselves
             head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
             unrouted = [dataclasses.replace(sample, routes=None) for sample in samples]
             found = network.forward(unrouted, head, size)
-        log_probs, entropy = found.columns
-        routes: Sequence[Tensor | None] = found.routes or [None] * len(samples)
-        return [LogProbOutput(*row) for row in zip(log_probs, entropy, routes, strict=True)]
+        log_probs, entropy, *squares = found.columns
+        nothing: list[Tensor | None] = [None] * len(samples)
+        squared: Sequence[Tensor | None] = squares[0] if squares else nothing
+        rows = zip(log_probs, entropy, found.routes or nothing, squared, strict=True)
+        return [LogProbOutput(*row) for row in rows]
 
     def with_routes_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Samples whose routes are those of the sampler, over all expert layers, with those of this

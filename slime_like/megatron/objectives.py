@@ -42,15 +42,24 @@ class LogProbHead:
     layout: ParallelLayout
     sequence_parallel: bool = False
     chunk_size: int = DEFAULT_CHUNK_SIZE
+    squared_probs: bool = False  # a third column of forward-only passes: the sum of their squares
 
     def log_probs_and_entropy(
         self, hidden: Tensor, weight: Tensor, batch: MicroBatch
     ) -> tuple[Tensor, Tensor]:
         """[T] each, zero at inactive rows, which never reach the projection. hidden, weight: of the
         last stage, see `PolicyModel`."""
+        log_probs, entropy, *_ = self._columns(hidden, weight, batch, squared=False)
+        return log_probs, entropy
+
+    def _columns(
+        self, hidden: Tensor, weight: Tensor, batch: MicroBatch, *, squared: bool
+    ) -> tuple[Tensor, ...]:
         rows = (
             batch.loss_mask.nonzero().squeeze(1) if batch.active_rows is None else batch.active_rows
         )
+        wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
+        squares = [torch.zeros(rows.numel(), dtype=wide, device=hidden.device)] * squared
         log_probs, entropy = lean_log_probs(
             hidden[0],
             weight,
@@ -62,15 +71,17 @@ class LogProbHead:
             sequence_parallel=self.sequence_parallel,
             chunk_size=self.chunk_size,
             token_sets=batch.token_sets,
+            squared_out=squares[0] if squared else None,
         )
         # without an active token too, both depend on hidden states and weight: every rank runs
         # backward
         empty = torch.zeros(batch.loss_mask.numel(), dtype=log_probs.dtype, device=hidden.device)
-        return empty.index_copy(0, rows, log_probs), empty.index_copy(0, rows, entropy)
+        return tuple(empty.index_copy(0, rows, column) for column in (log_probs, entropy, *squares))
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
-        """Columns: log-probs and entropies."""
-        return TokenOutput(self.log_probs_and_entropy(hidden, head_weight(model), batch))
+        """Columns: log-probs, entropies and perhaps sums of squared probabilities."""
+        squared = self.squared_probs
+        return TokenOutput(self._columns(hidden, head_weight(model), batch, squared=squared))
 
 
 @dataclass(frozen=True, slots=True)

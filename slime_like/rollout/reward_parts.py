@@ -1,4 +1,4 @@
-"""What the estimator reads of a rollout's rewards besides one number for each: what a function of
+"""The estimator's settings, and what it reads of a rollout's rewards besides one number for each: what a function of
 the user's makes of them, and the parts that they are made of, on all ranks."""
 
 from __future__ import annotations
@@ -8,12 +8,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from arguments.run_config import RunConfig
-from slime_like.advantages.registry import RewardParts
+from slime_like.advantages import AdvantageSettings, RewardParts
 from slime_like.distributed.collectives import gather
 from slime_like.lazy import torch
 from slime_like.rollout.hooks import processed_rewards
 from slime_like.sample_index import AnySample
 from slime_like.types import REWARD_DETAILS, Sample
+
+
+def advantage_settings(config: RunConfig) -> AdvantageSettings:
+    """The coefficient of the KL as it is at the start of the run."""
+    algorithm, distillation = config.algorithm, config.distillation
+    return AdvantageSettings(
+        algorithm.advantage_estimator,
+        normalize_std=not algorithm.disable_grpo_std_normalization,
+        singleton="reward" if algorithm.singleton_advantage == "reward" else "zero",
+        normalize=algorithm.normalize_advantages,
+        gamma=algorithm.gamma,
+        lambd=algorithm.lambd,
+        value_lambd=algorithm.value_lambd,
+        lambd_length_alpha=algorithm.lambd_length_alpha,
+        kl_coef=algorithm.kl_coef,
+        distillation_coef=distillation.opd_kl_coef,
+        prefix_gamma=distillation.opd_prefix_gamma,
+    )
 
 
 def outcome_fields(config: RunConfig, samples: Sequence[AnySample]) -> dict[str, Any]:

@@ -19,8 +19,11 @@ from slime_like.advantages import (
     AdvantageSettings,
     KLController,
     TokenAdvantages,
+    advantage_estimators,
     estimate_advantages,
+    needs_energies,
     teacher_gaps,
+    token_energies,
     token_kl,
 )
 from slime_like.advantages.values import value_metrics
@@ -72,8 +75,7 @@ class BatchSettings:
     vocab_size: int
     replays_rollout: bool
     served_teacher: bool
-    distillation_coef: float
-    prefix_gamma: float
+    advantages: AdvantageSettings
     sample_buffer_size: int
     outcome_fields: Callable[[Sequence[AnySample]], Mapping[str, Any]]
 
@@ -148,6 +150,8 @@ class BatchMaker:
         adaptive = (kl.kl_target, kl.kl_horizon) if kl.kl_ctrl_type == "adaptive" else ()
         self.kl_controller = KLController(kl.kl_coef, *adaptive)
         self._warned_of_long_sequences = False
+        estimator = advantage_estimators.get(settings.algorithm.advantage_estimator)
+        self._needs_energies = needs_energies(estimator)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, as plain JSON."""
@@ -285,7 +289,7 @@ class BatchMaker:
             of_engine = [require_rollout_log_probs(s) for s in local]
             rollout.check_finite({"log-prob of the rollout engine": of_engine}, when)
             return [LogProbOutput(o, s.loss_weights * 0) for o, s in zip(of_engine, local)]
-        old = self.backend.forward(local)
+        old = self.backend.forward(local, squared_probs=self._needs_energies)
         log_probs = [o.log_probs for o in old]
         rollout.check_finite({"old log-prob": log_probs, "entropy": [o.entropy for o in old]}, when)
         if self.settings.replays_rollout:
@@ -349,17 +353,22 @@ class BatchMaker:
         gap = None
         if scores.teacher is not None:
             gap = teacher_gaps(scores.old_log_probs, scores.teacher, masks)
+        energies = None
+        if self._needs_energies:
+            squared = [o.squared_probs for o in scores.old if o.squared_probs is not None]
+            energies = token_energies(scores.old_log_probs, squared, masks)
         outcomes = dataclasses.replace(
             outcomes_of(rollout.samples), **self.settings.outcome_fields(rollout.sampled)
         )
         output = estimate_advantages(
-            self._advantage_settings(),
+            dataclasses.replace(self.settings.advantages, kl_coef=self.kl_controller.value),
             outcomes,
             mine=rollout.shares.local_indices,
             masks=masks,
             kl=kl,
             teacher_gap=gap,
             critic_values=scores.values,
+            energies=energies,
             group=self.layout.dp_group,
         )
         if kl is None:
@@ -367,22 +376,6 @@ class BatchMaker:
         metrics = {**output.metrics, "rollout/kl_coef": self.kl_controller.value}
         self.kl_controller.update(metrics["rollout/kl_in_reward"], len(rollout.samples))
         return dataclasses.replace(output, metrics=metrics)
-
-    def _advantage_settings(self) -> AdvantageSettings:
-        algorithm = self.algorithm
-        return AdvantageSettings(
-            algorithm.advantage_estimator,
-            normalize_std=not algorithm.disable_grpo_std_normalization,
-            singleton="reward" if algorithm.singleton_advantage == "reward" else "zero",
-            normalize=algorithm.normalize_advantages,
-            gamma=algorithm.gamma,
-            lambd=algorithm.lambd,
-            value_lambd=algorithm.value_lambd,
-            lambd_length_alpha=algorithm.lambd_length_alpha,
-            kl_coef=self.kl_controller.value,
-            distillation_coef=self.settings.distillation_coef,
-            prefix_gamma=self.settings.prefix_gamma,
-        )
 
 
 def step_plan(

@@ -25,7 +25,7 @@ from slime_like.rollout.evaluate import load_prompts
 from slime_like.rollout.metrics import UNKNOWN_VERSIONS
 from slime_like.rollout.rank_zero import whole_groups
 from slime_like.rollout.recording import save_rollout
-from slime_like.rollout.reward_parts import outcome_fields
+from slime_like.rollout.reward_parts import advantage_settings, outcome_fields
 from slime_like.rollout.sample_plane import bring_to_rank_zero
 from slime_like.rollout.step_plan import check_token_sets, flatten, mask_failed
 from slime_like.trainer.batch_builder import BatchMaker, BatchSettings
@@ -358,8 +358,7 @@ def make_batch_maker(
         run.gpt.vocab_size or 0,
         run.rollout.use_rollout_routing_replay,
         run.distillation.served,
-        run.distillation.opd_kl_coef,
-        run.distillation.opd_prefix_gamma,
+        advantage_settings(run),
         run.rollout.sample_buffer_size,
         outcome_fields=partial(outcome_fields, run),
     )

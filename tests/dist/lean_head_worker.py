@@ -40,6 +40,7 @@ def differences(
 
     def everything(h: Tensor, w: Tensor, b: Tensor, **settings: Any) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (h, w, b)]
+        squared = torch.empty(T if rows is None else len(rows))
         log_probs, entropy = lean_log_probs(
             leaves[0],
             leaves[1],
@@ -50,12 +51,13 @@ def differences(
             temperature=0.7,
             chunk_size=5,
             token_sets=token_sets,
+            squared_out=squared,
             **settings,
         )
         (weights[0] * log_probs + weights[1] * entropy).sum().backward()
         gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
         assert len(gradients) == 3
-        return [log_probs.detach(), entropy.detach(), *gradients]
+        return [log_probs.detach(), entropy.detach(), *gradients, squared]
 
     width, part = COLUMNS // layout.tp_size, T // layout.tp_size
     columns = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
@@ -72,7 +74,7 @@ def differences(
         sequence_parallel=sequence_parallel,
     )
     want = everything(hidden, weight, bias)
-    want = [*want[:2], want[2][own_rows], want[3][columns], want[4][columns]]
+    want = [*want[:2], want[2][own_rows], want[3][columns], want[4][columns], want[5]]
     return [
         float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(got, want, strict=True)
     ]

@@ -25,6 +25,7 @@ SETTINGS = {
     ),
     "grpo": AdvantageSettings("grpo", normalize=True, kl_coef=0.2),
     "rloo": AdvantageSettings("rloo", kl_coef=0.2),
+    "otb": AdvantageSettings("otb", gamma=0.9, kl_coef=0.2),
 }
 
 
@@ -37,9 +38,10 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
         torch.where(m, torch.randn(m.numel(), generator=generator, dtype=torch.float64), 0.0)
         for m in masks
     ]
+    energies = [torch.rand(n, generator=generator, dtype=torch.float64) for n in LENGTHS]
     mine = [i for i, owner in enumerate(arguments["shares"]) if owner == rank]
-    if arguments["empty_rank"] == rank:
-        for i in mine:
+    for i, owner in enumerate(arguments["shares"]):
+        if owner == arguments["empty_rank"]:
             masks[i][:] = False
     told = Outcomes(
         torch.arange(8.0) % 3,
@@ -54,6 +56,7 @@ def advantages(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[st
             mine=mine,
             masks=[masks[i] for i in mine],
             kl=[kl[i] for i in mine],
+            energies=[torch.where(masks[i], energies[i], 0.0) for i in mine],
             group=dist.group.WORLD,
         )
         result[name] = [value.tolist() for value in output.values]

@@ -100,6 +100,37 @@ def test_parts_of_rewards_reach_all_ranks(
 
 
 @pytest.mark.extended
+def test_the_optimal_token_baseline_in_any_layout(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """Its energies come from the head, its groups are on all ranks: split vocabulary, pipeline,
+    context and data give the run of one rank."""
+    flags: dict[str, Any] = dict(advantage_estimator="otb", num_rollout=2, kl_coef=0.1, kl_loss_type="k2", ref_load=work.model)  # fmt: skip
+    layouts: dict[str, dict[str, Any]] = {
+        "one": {},
+        "data": {"micro_batch_size": 2},
+        "tensor": {"tensor_model_parallel_size": 2},
+        "pipeline": {"pipeline_model_parallel_size": 2},
+        "context": {"context_parallel_size": 2},
+    }
+    rows = {}
+    for name, more in layouts.items():
+        argv = work.flags(tmp_path / name, **flags | more)
+        server.train(argv, tmp_path / f"log_{name}", ranks=1 if name == "one" else 2).ok()
+        rows[name] = rows_of(tmp_path / name)
+    for name, found in rows.items():
+        for row, one in zip(found, rows["one"], strict=True):
+            assert abs(row["train/loss"] - one["train/loss"]) < 1e-5, name
+            assert (
+                abs(row["train/grad_norm"] - one["train/grad_norm"]) < 1e-4 * one["train/grad_norm"]
+            )
+    plain = work.flags(tmp_path / "plain", **flags | {"advantage_estimator": "rloo"})
+    server.train(plain, tmp_path / "log_plain").ok()
+    other, one = rows_of(tmp_path / "plain")[0], rows["one"][0]
+    assert abs(other["train/grad_norm"] - one["train/grad_norm"]) > 1e-2 * one["train/grad_norm"]
+
+
+@pytest.mark.extended
 def test_an_adaptive_kl_coefficient_is_resumed(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments.rules.algorithm import ADVANTAGE_RULES
+from arguments.rules.advantages import ADVANTAGE_RULES
 from arguments.run_config import RunConfig
 from slime_like.advantages import advantage_estimators
 from slime_like.config import Problem
@@ -32,7 +32,7 @@ def test_every_estimator_by_flag(tmp_path: Path, name: str) -> None:
 
 def test_the_table_is_complete() -> None:
     assert set(advantage_estimators.names()) == {
-        "grpo", "gdpo", "pass_at_k", "rloo", "maxrl", "opo", "gpg", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
+        "grpo", "gdpo", "otb", "pass_at_k", "rloo", "maxrl", "opo", "gpg", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo",
     }  # fmt: skip
 
 
@@ -123,6 +123,12 @@ REFUSED = [
     ),
     ("", PARTS + "--kl-coef 0.1 --ref-load {folder}/hf", "--gdpo-reward-keys", "--kl-coef"),
     ("", "--gdpo-reward-weights 1 2", "--gdpo-reward-weights", "--gdpo-reward-keys"),
+    (
+        "energies_need_a_forward_pass",
+        "--advantage-estimator otb --use-rollout-logprobs",
+        "--use-rollout-logprobs",
+        "needs the trainer's own probabilities",
+    ),
     ("", "--kl-ctrl-type adaptive", "--kl-ctrl-type", "without --kl-coef"),
     ("", "--use-kl-in-reward", "--use-kl-in-reward", "--kl-coef"),
     ("", "--kl-ctrl-type adaptiv", "--kl-ctrl-type", "legal values: fixed, adaptive"),
@@ -150,6 +156,10 @@ def test_every_rule_is_broken_somewhere() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (
+            "--advantage-estimator otb --singleton-advantage reward",
+            "--singleton-advantage reward has no effect with --advantage-estimator otb",
+        ),
         ("--advantage-estimator gdpo", "gdpo without --gdpo-reward-keys has one reward"),
         (
             "--advantage-estimator ppo --lambd 0.9 --value-lambd 1 --lambd-length-alpha 0.05",

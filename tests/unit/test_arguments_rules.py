@@ -11,7 +11,8 @@ from arguments.flag_registry import flag_table
 from arguments.flags import Flag
 from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
-from arguments.rules.algorithm import ADVANTAGE_RULES, CORRECTION_RULES, CRITIC_RULES, LOSS_RULES
+from arguments.rules.advantages import ADVANTAGE_RULES
+from arguments.rules.algorithm import CORRECTION_RULES, CRITIC_RULES, LOSS_RULES
 from arguments.rules.data import DISTILLATION_RULES
 from arguments.rules.declared import FACTS, parts_of, unknown_names
 from arguments.rules.layout import latent_attention_with_context_parallel as LATENT

@@ -95,6 +95,27 @@ def test_values_and_gradients_in_float64(
     assert (got[3][vocab_size:] == 0).all()
 
 
+@pytest.mark.parametrize("chunk_size", [1, 5, -1])
+@pytest.mark.parametrize("vocab_size", [COLUMNS, 33, 1])
+def test_the_sum_of_squared_probabilities(vocab_size: int, chunk_size: int) -> None:
+    """Beside the others, which it does not change; with banned tokens, and over given rows."""
+    arguments = problem(vocab_size, bias=True)
+    arguments["bias"] = arguments["bias"].detach().clone()
+    arguments["bias"][2:4] = float("-inf") if vocab_size > 4 else 0.0
+    arguments["labels"] = arguments["labels"].clamp(min=min(4, vocab_size - 1))
+    rows = torch.tensor([12, 0, 3, 7])
+    squared = torch.empty(4, dtype=torch.float64)
+    plain = lean_log_probs(**arguments, rows=rows, temperature=0.7, chunk_size=chunk_size)
+    found = lean_log_probs(
+        **arguments, rows=rows, temperature=0.7, chunk_size=chunk_size, squared_out=squared
+    )
+    assert torch.equal(plain[0], found[0]) and torch.equal(plain[1], found[1])
+    logits = arguments["hidden"][rows] @ arguments["weight"].T + arguments["bias"]
+    expected = (logits[:, :vocab_size] / 0.7).softmax(-1).square().sum(-1)
+    torch.testing.assert_close(squared, expected.detach(), rtol=1e-13, atol=0)
+    assert not squared.requires_grad
+
+
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 12, 13, 1000, -1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_chunk_size_gives_the_same(dtype: torch.dtype, chunk_size: int) -> None:

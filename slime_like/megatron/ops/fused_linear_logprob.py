@@ -141,13 +141,17 @@ def _in_block(local_labels: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 
 
 def _softmax_statistics(
-    head: Projection, local_labels: Tensor, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(logit of the label, log normaliser, entropy), [N] each, over the whole vocabulary. No host
-    waits for the device."""
+    head: Projection,
+    local_labels: Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    squares: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(logit of the label, log normaliser, entropy, sum of squared probabilities), [N] each, over the
+    whole vocabulary; the last is 0 unless asked for. No host waits for the device."""
     size = head.hidden.size(0)
     top = head.hidden.new_full((size,), LOWEST, dtype=head.dtype)
-    label_logit, total, weighted = top.new_zeros((3, size))
+    label_logit, total, weighted, squared = top.new_zeros((4, size))
     workspace = head.workspace()
     for columns in head.column_blocks():
         for rows in head.row_blocks():
@@ -156,29 +160,32 @@ def _softmax_statistics(
             head.restrict(z, rows, columns, column, here)
             label_logit[rows] += torch.where(here, z.gather(1, column), 0.0).squeeze(1)
             new_top = torch.maximum(top[rows], z.amax(dim=1))
-            _rescale(total[rows], weighted[rows], top[rows] - new_top)
+            _rescale(total[rows], weighted[rows], squared[rows], top[rows] - new_top)
             top[rows] = new_top
             z = head.shifted(z, new_top)
             torch.exp(z, out=p)
             total[rows] += p.sum(dim=1)
+            if squares:
+                squared[rows] += torch.linalg.vector_norm(p, dim=1).square()
             weighted[rows] += p.mul_(z).sum(dim=1)
     if group is not None and group.size() > 1:
         local_top = top.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        _rescale(total, weighted, local_top - top)
-        sums = torch.stack([total, weighted, label_logit])
+        _rescale(total, weighted, squared, local_top - top)
+        sums = torch.stack([total, weighted, label_logit, squared])
         dist.all_reduce(sums, group=group)
-        total, weighted, label_logit = sums
+        total, weighted, label_logit, squared = sums
     log_total = total.log()
-    return label_logit, top + log_total, log_total - weighted / total
+    return label_logit, top + log_total, log_total - weighted / total, squared / total.square()
 
 
-def _rescale(total: Tensor, weighted: Tensor, change: Tensor) -> None:
-    """Sums of e^(z - a) and of e^(z - a) (z - a), in place, to those with a maximum b >= a. change:
-    a - b."""
+def _rescale(total: Tensor, weighted: Tensor, squared: Tensor, change: Tensor) -> None:
+    """Sums of e^(z - a), of e^(z - a) (z - a) and of e^(2 (z - a)), in place, to those with a maximum
+    b >= a. change: a - b."""
     factor = change.exp()
     weighted.add_(total * change).mul_(factor)
     total.mul_(factor)
+    squared.mul_(factor * factor)
 
 
 class _LeanLogProbs(torch.autograd.Function):
@@ -194,22 +201,26 @@ class _LeanLogProbs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         chunk_size: int,
         token_sets: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        squares: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         vocab_start, num_columns = columns_of_rank(weight, vocab_size, group)
         token_sets = None if token_sets is None else token_sets.long() - vocab_start
         head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, token_sets)
         local_labels = labels - vocab_start
-        label_logit, log_normaliser, entropy = _softmax_statistics(head, local_labels, group)
+        label_logit, log_normaliser, entropy, squared = _softmax_statistics(
+            head, local_labels, group, squares=squares
+        )
         ctx.save_for_backward(
             hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets
         )
         ctx.settings = temperature, num_columns, chunk_size
         ctx.set_materialize_grads(False)
-        return label_logit - log_normaliser, entropy
+        ctx.mark_non_differentiable(squared)
+        return label_logit - log_normaliser, entropy, squared
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, local_labels, log_normaliser, entropy, token_sets = ctx.saved_tensors
         temperature, num_columns, chunk_size = ctx.settings
@@ -239,7 +250,7 @@ class _LeanLogProbs(torch.autograd.Function):
                 )
                 p.scatter_add_(1, column, torch.where(here, of_label[rows].unsqueeze(1), 0.0))
                 grads.add(p, rows, columns)
-        return (*grads.results(), None, None, None, None, None, None)
+        return (*grads.results(), None, None, None, None, None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +343,7 @@ def lean_log_probs(
     sequence_parallel: bool = False,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     token_sets: Tensor | None = None,
+    squared_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of labels [N], entropy [N]) of softmax((hidden weight^T + bias) / temperature),
     float32 for narrower inputs.
@@ -342,7 +354,8 @@ def lean_log_probs(
     computed, in this order; None: all. vocab_size: tokens without padding; padded columns get no
     probability and no gradient. chunk_size: rows of a block; -1: all. token_sets: [T, K] tokens
     over the whole vocabulary, filled up with -1: only they, what top-k and top-p left to the
-    sampler, share the probability; the label is never banned.
+    sampler, share the probability; the label is never banned. squared_out: [N], filled with the sum
+    of the squared probabilities of all tokens, without gradient.
 
     Matrix products are in the weight's dtype, all else in float32. Results are equal on all ranks
     of `tp_group`. Each rank gets the gradient of its own columns, and that of its hidden states,
@@ -359,6 +372,8 @@ def lean_log_probs(
         token_sets = None if token_sets is None else token_sets.index_select(0, rows)
     if parallel and not sequence_parallel:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=tp_group)
-    settings = (vocab_size, temperature, tp_group, chunk_size, token_sets)
-    log_probs, entropy = _LeanLogProbs.apply(hidden, weight, bias, labels, *settings)
+    settings = (vocab_size, temperature, tp_group, chunk_size, token_sets, squared_out is not None)
+    log_probs, entropy, squared = _LeanLogProbs.apply(hidden, weight, bias, labels, *settings)
+    if squared_out is not None:
+        squared_out.copy_(squared)
     return log_probs, entropy
