@@ -13,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from arguments.hf.model import read_hf_model
 from arguments.schema import ModelConfig
 from slime_like.distributed.collectives import gather, together
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.engines.local.engine import LocalEngine
+from slime_like.weights.safetensors_reader import WeightFiles
+from slime_like.weights.untrained import untrained_prefixes
 
 MISSING_LOG_PROB = -99999.0  # of the SDK (tinker.types.topk_logprobs)
 
@@ -185,14 +187,15 @@ def is_tied(folder: str) -> bool:
 
 
 def weights_in(folder: str) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a Hugging Face folder. Raises ValueError when it has none."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
+    """(name, tensor) of what a Hugging Face folder's network has, dequantised. Raises ValueError
+    when there is none."""
+    if not any(Path(folder).glob("*.safetensors")):
         raise ValueError(f"the snapshot {folder} is gone")
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (not a dict)
-                yield name, opened.get_tensor(name)
+    untrained = untrained_prefixes(read_hf_model(folder))
+    with WeightFiles(folder) as files:
+        for name in sorted(files.names):
+            if not name.startswith(untrained):
+                yield name, files.read(name, 0, 0, files.shape(name)[0])
 
 
 def plain(output: GenerateOutput) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from arguments.hf.model import read_hf_model
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.folders import checkpoint_folder
-from slime_like.distributed.collectives import gather
+from slime_like.distributed.collectives import from_rank_zero, gather
 from slime_like.losses import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.losses.value_loss import ValueLossConfig
@@ -36,6 +37,8 @@ from slime_like.tinker.model_pool import HostedModel, ModelPool
 from slime_like.tinker.sampler import SnapshotSampler
 from slime_like.types import TrainSample
 from slime_like.weights.hf_save import save_hf
+from slime_like.weights.quantized import CodedWeight
+from slime_like.weights.safetensors_reader import stored_format
 from slime_like.weights.untrained import untrained_weights
 
 if TYPE_CHECKING:
@@ -269,8 +272,15 @@ class ModelHost:
         """A Hugging Face model, of all its weights; an adapter is merged into them."""
         network = self._network_to_keep(model)
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
-        more = untrained_weights(self.hf, self.base)
-        save_hf(folder, network.export_hf(self.hf), self.base, more=more)
+        more = untrained_weights(self.hf, self.base, quantized=bool(self._coded))
+        save_hf(folder, network.export_hf(self.hf, coded=self._coded), self.base, more=more)
+
+    @cached_property
+    def _coded(self) -> Mapping[str, CodedWeight]:
+        """The weights that SGLang servers have quantised, as the base model's folder has them."""
+        if self.run.rollout.rollout_engine == "local":
+            return {}
+        return from_rank_zero(lambda: stored_format(self.base))
 
     def _network_to_keep(self, model: str) -> TrainedNetwork:
         """Of a model that is about to be written. Raises Refused where it has NaN or infinity."""

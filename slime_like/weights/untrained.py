@@ -45,8 +45,10 @@ def read_untrained(files: WeightFiles, plan: TensorPlan) -> Tensor:
     return files.read_stored(plan.name)
 
 
-def untrained_weights(hf: HfModel, folder: str) -> Iterator[tuple[str, Tensor]]:
-    """Those of `folder`, one at a time, dequantised. None, with a warning, where the folder's
+def untrained_weights(
+    hf: HfModel, folder: str, *, quantized: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Those of `folder`, one at a time; quantized: see `untrained_plans`. None, with a warning, where the folder's
     weights cannot be read, as where it has but config.json and tokenizer."""
     if not hf.untrained_layers:
         return
@@ -57,5 +59,5 @@ def untrained_weights(hf: HfModel, folder: str) -> Iterator[tuple[str, Tensor]]:
         warn_rank_0(logger, words)
         return
     with files:
-        for plan in untrained_plans(files, hf, quantized=False):
+        for plan in untrained_plans(files, hf, quantized=quantized):
             yield plan.name, read_untrained(files, plan)

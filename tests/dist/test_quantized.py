@@ -15,6 +15,7 @@ from torch import Tensor
 from arguments.hf.model import read_hf_model
 from benchmarks.parity.ranks import run_ranks
 from slime_like.rollout.engines.sglang.weight_spec import compare_with_checkpoint
+from slime_like.tinker.sampler import weights_in
 from slime_like.weights.safetensors_reader import WeightFiles, stored_format
 from tests.dist.test_convert_moe import SIZES, make_models
 from tests.fake_sglang import FakeServer
@@ -120,6 +121,15 @@ def test_in_every_layout(models: Models, tmp_path: Path) -> None:
         assert "quantization" not in (out / f"plain-{number}/config.json").read_text()
         found, expected = stored(out / f"plain-{number}"), stored(models["fp8"][1])
         assert found.keys() == expected.keys() != trained(expected).keys()
+        assert all(torch.equal(found[n], t) for n, t in expected.items())
+
+
+def test_the_weights_that_a_sampler_gets(models: Models) -> None:
+    """Of the Tinker API's server, from a base model that nobody trained."""
+    for quantized, plain in models.values():
+        found = dict(weights_in(quantized))
+        expected = trained(stored(plain))
+        assert found.keys() == expected.keys()
         assert all(torch.equal(found[n], t) for n, t in expected.items())
 
 
