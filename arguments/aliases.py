@@ -82,6 +82,12 @@ IGNORED: Mapping[str, str] = {
 }
 _ENGINES = "this setting of rollout engines"
 _HOOKS = "custom functions at this place"
+_TRAIN_DATA = (
+    "a rollout is typed tensors that ranks exchange, not a dict; --rollout-data-postprocess-path, --custom-advantage-function-path and "
+    "--rollout-sample-hook-path change what is trained on"
+)
+_SOURCE = "the position in the data is a part of every checkpoint; --rollout-function-path draws groups from data_source as it likes"
+_PROVIDER = "models end at hidden states here, and a provider's compute logits; register a model family (--import-modules)"
 _WANDB = "metrics go to metrics.jsonl and TensorBoard"
 _OPD = "a teacher in Megatron's format"
 _CRITIC = "the critic is on the processes of the policy; its layout there is chosen with --critic-tensor-model-parallel-size and its siblings"
@@ -92,11 +98,10 @@ _DEBUG = "this debugging aid"
 NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     _ENGINES: """rollout-skip-special-tokens use-distributed-post http-proxy
         rollout-data-transport release-train""",
-    _HOOKS: """custom-pg-loss-reducer-function-path custom-advantage-function-path
-        custom-convert-samples-to-train-data-path custom-rollout-log-function-path custom-eval-rollout-log-function-path
-        custom-megatron-init-path custom-megatron-before-log-prob-hook-path custom-megatron-before-train-step-hook-path
-        custom-model-provider-path custom-update-weight-post-write-path data-source-path rollout-sample-hook-path rollout-all-samples-process-path
-        rollout-data-postprocess-path megatron-config-path""",
+    _HOOKS: "custom-update-weight-post-write-path megatron-config-path",
+    _SOURCE: "data-source-path rollout-all-samples-process-path",
+    _TRAIN_DATA: "custom-convert-samples-to-train-data-path",
+    _PROVIDER: "custom-model-provider-path",
     _WANDB: "log-multi-turn log-passrate log-reward-category log-correct-samples",
     "multi-token prediction": "enable-mtp-training",
     _OPD: "opd-teacher-ckpt-step",

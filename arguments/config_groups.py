@@ -17,6 +17,7 @@ from arguments.schema import (
     EvalConfig,
     GateConfig,
     GPTModelConfig,
+    HooksConfig,
     LoggingConfig,
     LoraConfig,
     ModelConfig,
@@ -48,6 +49,7 @@ class ConfigGroups:
     eval_sets: tuple[EvalSet, ...]
     rollout: RolloutConfig
     scheduling: SchedulingConfig
+    hooks: HooksConfig
     sglang: SglangConfig
     reward: RewardConfig
     algorithm: AlgorithmConfig

@@ -36,6 +36,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "eval": ("eval", schema.EvalConfig),
     "rollout": ("rollout", schema.RolloutConfig),
     "scheduling": ("scheduling of rollouts", schema.SchedulingConfig),
+    "hooks": ("functions of your own", schema.HooksConfig),
     "sglang": ("sglang", schema.SglangConfig),
     "reward": ("reward", schema.RewardConfig),
     "algorithm": ("algorithm", schema.AlgorithmConfig),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 from arguments.rules.base import Rule, Settings, problem
@@ -207,6 +208,24 @@ def time_limit(s: Settings) -> list[Problem]:
     return [p for name, given in others.items() if given for p in problem(name, None, words)]
 
 
+def hook_functions(s: Settings) -> list[Problem]:
+    """Functions of training and logging: they can be imported, and this run trains."""
+    found = []
+    for field in dataclasses.fields(s.hooks):
+        name, value = field.name, getattr(s.hooks, field.name)
+        for path in [value] if isinstance(value, str) else value or ():
+            flag = flag_name(name)
+            try:
+                load_function(path, flag)
+            except ValueError as error:
+                found += problem(name, None, str(error).removeprefix(flag + " "))
+    if s.hooks.custom_pg_loss_reducer_function_path is not None and not s.loss.homogeneous:
+        name = "custom_pg_loss_reducer_function_path"
+        words = f"does not go with the policy loss {s.loss.name}, which is not linear in its advantages; leave it out"
+        found += problem(name, None, words)
+    return found
+
+
 def reward_post_process(s: Settings) -> list[Problem]:
     path, name = s.algorithm.custom_reward_post_process_path, "custom_reward_post_process_path"
     if path is None:
@@ -248,6 +267,7 @@ SCHEDULING_RULES: tuple[Rule, ...] = (
     custom_generate_is_async,
     rollout_functions,
     time_limit,
+    hook_functions,
     reward_post_process,
     reward_server,
 )

@@ -6,6 +6,7 @@ from arguments.schema.checkpoint import CheckpointConfig
 from arguments.schema.critic import CriticConfig
 from arguments.schema.data import DataConfig, EvalConfig
 from arguments.schema.distillation import DistillationConfig
+from arguments.schema.hooks import HooksConfig
 from arguments.schema.logging import DebugConfig, LoggingConfig
 from arguments.schema.lora import LoraConfig
 from arguments.schema.model import GPTModelConfig, ModelConfig
@@ -28,6 +29,7 @@ __all__ = [
     "EvalConfig",
     "GPTModelConfig",
     "GateConfig",
+    "HooksConfig",
     "LoggingConfig",
     "LoraConfig",
     "ModelConfig",

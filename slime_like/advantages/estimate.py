@@ -109,6 +109,7 @@ def estimate_advantages(
     teacher_gap: Sequence[Tensor] | None = None,
     critic_values: Sequence[Tensor] | None = None,
     energies: Sequence[Tensor] | None = None,
+    given: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> TokenAdvantages:
     """Advantages of this rank's samples. The KL comes off the reward: of a whole sample before
@@ -125,6 +126,7 @@ def estimate_advantages(
             comes off each token's advantage before whitening.
         critic_values: [R] by sample of this rank, before the update, or None.
         energies: [R] by sample of this rank (`otb.token_energies`), or None.
+        given: advantages and returns, [R] by sample of this rank, in place of the estimator's.
         group: data-parallel ranks, which call this together; None: this process alone.
 
     Returns:
@@ -137,10 +139,14 @@ def estimate_advantages(
     require_samples(masks, mine=mine, kl=kl, teacher_gap=teacher_gap, critic_values=critic_values)
     require_samples(masks, energies=energies)
     entry = advantage_estimators.get(settings.estimator)
-    _require_token_rewards_taken(entry, outcomes)
+    if given is None:
+        _require_token_rewards_taken(entry, outcomes)
     rewards, penalised, metrics = _penalised(settings, outcomes, kl, mine, group)
-    targets = None
-    if isinstance(entry, OutcomeEstimator):
+    targets: Sequence[Tensor] | None = None
+    found: Mapping[str, float]
+    if given is not None:
+        values, found, targets = [value.double() for value in given[0]], {}, given[1]
+    elif isinstance(entry, OutcomeEstimator):
         values, found = _by_sample(settings, outcomes, penalised, mine, masks)
     else:
         if outcomes.parts is not None:

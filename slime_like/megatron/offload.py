@@ -12,6 +12,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,11 @@ class OffloadedWeights:
         load(host)
         self._exchange()
         host.weights_changed()
+
+    @property
+    def chunks(self) -> Sequence[Any]:
+        """The host's, which have these weights within `forward` alone."""
+        return self._host.chunks
 
     def forward(
         self, samples: Sequence[TrainSample], compute: TokenComputation, size: MicroBatchSize

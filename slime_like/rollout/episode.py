@@ -162,6 +162,8 @@ class Aborted(Exception):
 
 # (empty sample, model, whether this is an evaluation) -> the sample with its response
 Respond = Callable[[Sample, Model, bool], Awaitable[Sample]]
+# (sample that ended, tokenizer, rollout, whether this is an evaluation) -> the sample to grade
+SampleHook = Callable[[Sample, Any, int | None, bool], Awaitable[Sample]]
 
 
 class CustomGenerate:

@@ -46,6 +46,7 @@ class Evaluator:
         self.prompts = prompts
         self._rollouter = rollouter
         self._rollout = rollout
+        self.last: dict[str, list[SampleGroup]] = {}  # of the last evaluation, by set
         self._graders = {
             each.name: Grader(**asdict(own_reward(each, reward)))
             for each in sets
@@ -62,6 +63,7 @@ class Evaluator:
     def evaluate(self, rollout_id: int) -> dict[str, float]:
         """Scores of every set under the engine's current weights, by metric name."""
         metrics: dict[str, float] = {}
+        self._rollouter.rollout_id = rollout_id
         for each in self.sets:
             groups = self._rollouter.generate(
                 self.prompts[each.name],
@@ -71,6 +73,7 @@ class Evaluator:
                 grader=self.grader(each.name),
             )
             metrics |= score(each.name, groups)
+            self.last[each.name] = groups
         return metrics
 
     def close(self) -> None:

@@ -21,7 +21,13 @@ from arguments.run_config import RunConfig
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.import_utils import load_function
 from slime_like.rollout.collector import Collected
-from slime_like.rollout.episode import CUSTOM_GENERATE, CustomGenerate, Respond, play_episode
+from slime_like.rollout.episode import (
+    CUSTOM_GENERATE,
+    CustomGenerate,
+    Respond,
+    SampleHook,
+    play_episode,
+)
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFilters, KeepGroup
 from slime_like.rollout.group_buffer import ChooseWaiting, GroupBuffer, oldest_first
@@ -32,6 +38,7 @@ from slime_like.types import Sample, SampleGroup
 
 ADAPTER = "slime_like.compat.slime.adapter"
 BUFFER_FILTER, SAMPLE_FILTER = "--buffer-filter-path", "--rollout-sample-filter-path"
+SAMPLE_HOOK = "--rollout-sample-hook-path"
 POST_PROCESS = "--custom-reward-post-process-path"
 
 
@@ -63,6 +70,8 @@ class FunctionAdapter(Protocol):
     ) -> Callable[[Sequence[SampleGroup]], Collection[int]]: ...
 
     def custom_generate(self, function: Callable[..., Any]) -> Respond: ...
+
+    def sample_hook(self, functions: Sequence[tuple[str, Callable[..., Any]]]) -> SampleHook: ...
 
     def reward_post_process(
         self, function: Callable[..., Any], name: str
@@ -118,6 +127,15 @@ def custom_generate(config: RunConfig) -> CustomGenerate | None:
         respond = play_episode(function)
     timeout_s = config.scheduling.custom_generate_timeout_s
     return CustomGenerate(f"{CUSTOM_GENERATE} {path}", respond, timeout_s=timeout_s)
+
+
+def sample_hook(config: RunConfig) -> SampleHook | None:
+    """--rollout-sample-hook-path; None where the flag is not given."""
+    paths = config.hooks.rollout_sample_hook_path
+    if not paths:
+        return None
+    functions = [(f"{SAMPLE_HOOK} {path}", load_function(path, SAMPLE_HOOK)) for path in paths]
+    return function_adapter(config).sample_hook(functions)
 
 
 def processed_rewards(config: RunConfig, path: str, samples: Sequence[AnySample]) -> Tensor:

@@ -9,6 +9,7 @@ nor the layout changes what is sampled.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from slime_like.rollout.engines.base import (
     SamplingParams,
     asking_ranks,
 )
-from slime_like.rollout.episode import CustomGenerate, Model
+from slime_like.rollout.episode import CustomGenerate, Model, SampleHook
 from slime_like.rollout.sample_plane import (
     BUFFER_SIZE,
     bring_to_rank_zero,
@@ -40,6 +41,8 @@ from slime_like.rollout.sample_plane import (
 )
 from slime_like.sample_index import AnySample, complete, holder_of
 from slime_like.types import GREEDY_REWARD, Prompt, Sample, SampleGroup, SampleStatus
+
+FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
 def training_sampling(config: RolloutConfig) -> SamplingParams:
@@ -92,6 +95,7 @@ class Rollouter:
         *,
         seed: int,
         custom_generate: CustomGenerate | None = None,
+        sample_hook: SampleHook | None = None,
         sample_buffer_size: int = BUFFER_SIZE,
     ) -> None:
         self.engine = engine
@@ -99,6 +103,8 @@ class Rollouter:
         self.tokenizer = tokenizer
         self.seed = seed
         self.custom_generate = custom_generate
+        self.sample_hook = sample_hook
+        self.rollout_id: int | None = None  # that is being sampled or evaluated, for functions
         self.sample_buffer_size = sample_buffer_size
         # of its collectives; None: the default, which the training thread uses
         self.group: dist.ProcessGroup | None = None
@@ -168,6 +174,9 @@ class Rollouter:
         holders = holders_of(samples, rank, asking, by_group=grader.args.group_rm)
         local = complete(s for s, holder in zip(samples, holders) if holder == rank)
         local = self._generate_local(local, sampling, purpose, limit)
+        if self.sample_hook is not None:
+            evaluation = purpose != "train"
+            local = asyncio.run(self._with_hooks(local, evaluation=evaluation))
         if not grader.args.group_rm:
             local = grader.grade(local)
         shared = share_index(local, holders, self.group)
@@ -188,6 +197,15 @@ class Rollouter:
         ]
         every = iter(share_index_again([s for group in changed for s in group], self.group))
         return [[next(every) for _ in group] for group in groups]
+
+    async def _with_hooks(self, samples: Sequence[Sample], *, evaluation: bool) -> list[Sample]:
+        return [await self.with_hook(sample, evaluation=evaluation) for sample in samples]
+
+    async def with_hook(self, sample: Sample, *, evaluation: bool) -> Sample:
+        """A sample that ended as --rollout-sample-hook-path makes it, before its reward."""
+        if self.sample_hook is None or sample.status not in FINISHED:
+            return sample
+        return await self.sample_hook(sample, self.tokenizer, self.rollout_id, evaluation)
 
     def whole(self, samples: Sequence[AnySample]) -> list[AnySample]:
         """The samples, on rank 0 complete with text and metadata; a collective."""

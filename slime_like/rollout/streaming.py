@@ -22,12 +22,11 @@ from slime_like.rollout.engines.base import (
 )
 from slime_like.rollout.episode import Model
 from slime_like.rollout.group_buffer import PendingGroup
-from slime_like.rollout.rollouter import Rollouter
+from slime_like.rollout.rollouter import FINISHED, Rollouter
 from slime_like.sample_index import complete
 from slime_like.types import Sample, SampleStatus
 
 ABORT_S = 15.0  # for aborted requests to end
-FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +125,7 @@ class Responder:
             sample = await custom.respond(sample, model, evaluation=evaluation)
         if self.out_of_time is not None and sample.status not in FINISHED:
             sample = self._cut_short(sample)
+        sample = await self.rollouter.with_hook(sample, evaluation=evaluation)
         finished = sample.status in FINISHED and sample.reward is None
         if finished and not self.grader.args.group_rm:
             (sample,) = await self.grade([sample])

@@ -47,6 +47,7 @@ from slime_like.rollout.step_plan import (
 from slime_like.sample_index import AnySample, complete
 from slime_like.trainer.guards import SamplerGates, check_finite, require_rollout_log_probs
 from slime_like.trainer.sample_delivery import SampleDelivery
+from slime_like.trainer.user_hooks import RankData, UserHooks, group_rewards, own_samples
 from slime_like.trainer.value_exchange import ValueExchange, plan_of_critic
 from slime_like.types import TrainBatch, TrainSample
 
@@ -78,6 +79,7 @@ class BatchSettings:
     advantages: AdvantageSettings
     sample_buffer_size: int
     outcome_fields: Callable[[Sequence[AnySample]], Mapping[str, Any]]
+    hooks: UserHooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +208,42 @@ class BatchMaker:
                 importance_weights=corrections[i].importance_weights,
             )
 
-        return Batches(map_steps(rollout.steps, complete), of_critic), metrics
+        of_policy = map_steps(rollout.steps, complete)
+        of_policy = self.settings.hooks.finish(
+            of_policy, lambda: self._rank_data(rollout, scores, advantages)
+        )
+        return Batches(of_policy, of_critic), metrics
+
+    def _rank_data(
+        self, rollout: Rollout, scores: Scores, advantages: TokenAdvantages | None = None
+    ) -> RankData:
+        """What functions of the user's get of this rank's samples."""
+        local, places = rollout.local, rollout.shares.local_indices
+        has_engines = all(sample.rollout_log_probs is not None for sample in local)
+        outcomes = outcomes_of(rollout.samples)
+        return RankData(
+            own_samples(rollout.samples, places),
+            local,
+            group_rewards(self._advantage_settings(), outcomes, places),
+            {
+                "log_probs": scores.old_log_probs,
+                "ref_log_probs": scores.ref,
+                "teacher_log_probs": scores.teacher,
+                "values": scores.values,
+                "rollout_log_probs": [s.rollout_log_probs for s in local] if has_engines else None,  # type: ignore[misc]
+                "kl": self._kl(scores, rollout.masks)
+                or [torch.zeros_like(value) for value in scores.old_log_probs],
+                "advantages": None if advantages is None else advantages.values,
+                "returns": None if advantages is None else advantages.returns,
+            },
+        )
+
+    def _kl(self, scores: Scores, masks: Sequence[Tensor]) -> list[Tensor] | None:
+        """Of the KL in the reward, where there is one."""
+        algorithm = self.algorithm
+        if not algorithm.kl_coef or scores.ref is None:
+            return None
+        return token_kl(algorithm.kl_loss_type or "k1", scores.old_log_probs, scores.ref, masks)
 
     def _share(self, samples: Sequence[AnySample]) -> Rollout:
         """Who trains on what; each rank gets its samples."""
@@ -261,6 +298,7 @@ class BatchMaker:
             network = self.backend.reference
             ref = None
             if network is not None:
+                self.settings.hooks.before_log_prob(network.chunks, "ref_")
                 ref = [r.log_probs for r in self.backend.forward(local, network)]
             teacher = self._teacher_log_probs(rollout, local)
         values = None
@@ -289,6 +327,7 @@ class BatchMaker:
             of_engine = [require_rollout_log_probs(s) for s in local]
             rollout.check_finite({"log-prob of the rollout engine": of_engine}, when)
             return [LogProbOutput(o, s.loss_weights * 0) for o, s in zip(of_engine, local)]
+        self.settings.hooks.before_log_prob(self.backend.policy.chunks)
         old = self.backend.forward(local, squared_probs=self._needs_energies)
         log_probs = [o.log_probs for o in old]
         rollout.check_finite({"old log-prob": log_probs, "entropy": [o.entropy for o in old]}, when)
@@ -310,6 +349,7 @@ class BatchMaker:
         """[R] by sample of this rank, from the teacher on Megatron or from the served one; None
         without a teacher."""
         if self.backend.teacher is not None:
+            self.settings.hooks.before_log_prob(self.backend.teacher.chunks, "teacher_")
             return [t.log_probs for t in self.backend.forward(local, self.backend.teacher)]
         if not self.settings.served_teacher:
             return None
@@ -345,11 +385,8 @@ class BatchMaker:
     def _advantages(self, rollout: Rollout, scores: Scores) -> TokenAdvantages:
         """Per-token advantages of this rank's samples. Groups are over all samples; the KL in the
         reward comes off first, the teacher's part last."""
-        algorithm, masks = self.algorithm, rollout.masks
-        kl = None
-        if algorithm.kl_coef and scores.ref is not None:
-            kind = algorithm.kl_loss_type or "k1"
-            kl = token_kl(kind, scores.old_log_probs, scores.ref, masks)
+        masks = rollout.masks
+        kl = self._kl(scores, masks)
         gap = None
         if scores.teacher is not None:
             gap = teacher_gaps(scores.old_log_probs, scores.teacher, masks)
@@ -369,6 +406,7 @@ class BatchMaker:
             teacher_gap=gap,
             critic_values=scores.values,
             energies=energies,
+            given=self.settings.hooks.advantages(lambda: self._rank_data(rollout, scores)),
             group=self.layout.dp_group,
         )
         if kl is None:

@@ -34,6 +34,7 @@ from slime_like.rollout.hooks import (
     custom_generate,
     function_adapter,
     group_filters,
+    sample_hook,
 )
 from slime_like.rollout.metrics import TRUNCATED_FRACTION, truncated_fraction
 from slime_like.rollout.rank_zero import RankZeroJson, SamplingPosition, from_one_rank
@@ -159,6 +160,7 @@ class RolloutManager:
     def _sampled_groups(self, step: int) -> tuple[list[SampleGroup], dict[str, float]]:
         """In the thread that samples."""
         assert self._rollouter is not None and self._collector is not None
+        self._rollouter.rollout_id = step
         collected = self._collector.collect(step)
         estimator = advantage_estimators.get(self.run_config.algorithm.advantage_estimator)
         if isinstance(estimator, TokenEstimator) and estimator.needs_greedy:
@@ -367,6 +369,7 @@ def make_rollouter(
         tokenizer,
         seed=run.data.rollout_seed,
         custom_generate=custom_generate(run),
+        sample_hook=sample_hook(run),
         sample_buffer_size=run.rollout.sample_buffer_size,
     )
 

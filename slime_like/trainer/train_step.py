@@ -24,6 +24,7 @@ from slime_like.trainer.guards import (
     check_old_values,
     non_finite_losses,
 )
+from slime_like.trainer.user_hooks import UserHooks
 from slime_like.types import StepResult, TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class TrainStep:
         backend: MegatronBackend,
         progress: Progress,
         gates: SamplerGates,
+        hooks: UserHooks,
         *,
         patience: int,
         kl_vanishes_at: int | None,
@@ -59,6 +61,7 @@ class TrainStep:
         self.backend = backend
         self.progress = progress
         self.gates = gates
+        self.hooks = hooks
         self.kl_vanishes_at = kl_vanishes_at
         self.entropy = entropy_controller(algorithm)
         self.skip_gates = {
@@ -92,6 +95,7 @@ class TrainStep:
             for index, batch in enumerate(batches):
                 if self.entropy.adaptive:
                     self.backend.set_entropy_coef(self.entropy.coef)
+                self.hooks.before_train_step(index, self.backend.trained)
                 pending = self.backend.forward_backward(batch)
                 self._check_loss(batch, pending, index)
                 if self.entropy.adaptive:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.progress import Progress
 from slime_like.metrics.timers import speed_and_memory
-from slime_like.rollout.evaluate import load_prompts
+from slime_like.rollout.evaluate import Evaluator, load_prompts
 from slime_like.rollout.metrics import UNKNOWN_VERSIONS
 from slime_like.rollout.rank_zero import whole_groups
 from slime_like.rollout.recording import save_rollout
@@ -35,6 +36,7 @@ from slime_like.trainer.rollout_manager import make_source
 from slime_like.trainer.sampling import Sampling
 from slime_like.trainer.strategy import make_strategy
 from slime_like.trainer.train_step import TrainStep
+from slime_like.trainer.user_hooks import UserHooks
 from slime_like.types import SampleGroup
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class Trainer:
             on_phase=on_phase,
         )
         total_steps = self.num_rollouts * steps_per_rollout(run)
+        self.hooks = UserHooks(run)
+        self.hooks.megatron_init()
         self.backend = MegatronBackend(run, layout, total_steps=total_steps)
         if self.backend.critic is not None and self.backend.critic.layout is not layout:
             logger.info(f"critic: {self.backend.critic.layout.describe()}")
@@ -84,11 +88,13 @@ class Trainer:
         # of the policy; the engine has its own, which lags until the next sync
         self.weight_version = 1
         self.start = 0
+        # prefixes of metrics that a function of the user's has logged
+        self._unlogged: set[str] = set()
         self._evaluation_due = False  # of rollout `start`, which another run trained
         for note in [*([] if source is None else source.notes), *eval_notes]:
             warn_rank_0(logger, note)
         gates = sampler_gates(run)
-        self.batches = make_batch_maker(run, layout, self.backend, gates, self.progress)
+        self.batches = make_batch_maker(run, layout, self.backend, gates, self.progress, self.hooks)
         self.stop = StopConditions(
             every=run.checkpoint.exit_interval,
             minutes=run.checkpoint.exit_duration_in_mins,
@@ -97,7 +103,7 @@ class Trainer:
         self.checkpoints = RunCheckpoints(run, layout, self.backend, tokenizer)
         start = self.checkpoints.load()
         self.updates = make_train_step(
-            run, self.backend, gates, self.progress, start.initial_policy
+            run, self.backend, gates, self.progress, start.initial_policy, self.hooks
         )
         if start.state is not None:
             self._restore(start.state)
@@ -226,10 +232,14 @@ class Trainer:
         run = self.run_config
         if self.strategy.samples_responses:
             self.sampling.sync_weights(self.weight_version)
+        self.hooks.begin_rollout(step)
+        begun = time.monotonic()
         groups, collected = self.sampling.groups_of(step)
         samples = [mask_failed(sample) for sample in flatten(groups)]
         check_token_sets(samples, wanted=run.rollout.renormalize_sampled_log_probs)
         metrics = self.strategy.check_samples(step, samples, collected, self.weight_version)
+        if self.hooks.log_rollout(samples, metrics, time.monotonic() - begun):
+            self._unlogged.add("rollout/")
         if self.strategy.samples_responses:
             metrics |= self.sampling.release_engine()
         if target := run.debug.save_debug_rollout_data:
@@ -271,7 +281,11 @@ class Trainer:
         return counted
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        return self.sampling.evaluate(step, self.weight_version)
+        scores = self.sampling.evaluate(step, self.weight_version)
+        evaluator = self.sampling.evaluator
+        if isinstance(evaluator, Evaluator) and self.hooks.log_eval(step, evaluator.last, scores):
+            self._unlogged.add("eval/")
+        return scores
 
     def _state(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """What a checkpoint holds beside the networks; plain JSON. metrics: of the last rollout,
@@ -304,8 +318,11 @@ class Trainer:
             ) from error
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        hidden = tuple(self._unlogged)
+        self._unlogged.clear()
         if self.logger is not None:
-            self.logger.log(step + 1, metrics)
+            shown = {n: v for n, v in metrics.items() if not n.startswith(hidden)}
+            self.logger.log(step + 1, shown if hidden else metrics)
 
 
 def run_tokenizer(run: RunConfig) -> Any:
@@ -350,6 +367,7 @@ def make_batch_maker(
     backend: MegatronBackend,
     gates: SamplerGates,
     progress: Progress,
+    hooks: UserHooks,
 ) -> BatchMaker:
     settings = BatchSettings(
         run.algorithm,
@@ -361,6 +379,7 @@ def make_batch_maker(
         advantage_settings(run),
         run.rollout.sample_buffer_size,
         outcome_fields=partial(outcome_fields, run),
+        hooks=hooks,
     )
     return BatchMaker(settings, layout, backend, gates, progress)
 
@@ -371,6 +390,7 @@ def make_train_step(
     gates: SamplerGates,
     progress: Progress,
     initial_policy: str | None,
+    hooks: UserHooks,
 ) -> TrainStep:
     """initial_policy: the Hugging Face model that the run starts from; None for another."""
     reference = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
@@ -383,6 +403,7 @@ def make_train_step(
         backend,
         progress,
         gates,
+        hooks,
         patience=run.gates.max_consecutive_skipped_steps,
         kl_vanishes_at=run.critic.num_critic_only_steps if from_reference else None,
     )

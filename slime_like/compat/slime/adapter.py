@@ -11,8 +11,14 @@ from typing import Any
 from arguments.run_config import RunConfig
 from slime_like.compat.slime.requests import call_slime_function
 from slime_like.compat.slime.rollout_function import RolloutFunction
-from slime_like.compat.slime.samples import slime_args, to_slime, to_slime_groups
-from slime_like.rollout.episode import Model, Respond
+from slime_like.compat.slime.samples import (
+    as_output,
+    from_slime,
+    slime_args,
+    to_slime,
+    to_slime_groups,
+)
+from slime_like.rollout.episode import Model, Respond, SampleHook
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import DynamicFilterOutput, KeepGroup
 from slime_like.rollout.group_buffer import ChooseWaiting, GroupBuffer, PendingGroup
@@ -99,6 +105,38 @@ class SlimeAdapter:
 
         return respond
 
+    def sample_hook(self, functions: Sequence[tuple[str, Function]]) -> SampleHook:
+        """``function(args, sample, *, rollout_id, evaluation)``, async or not, of which it may take
+        either, both or none; each gets what the one before it made."""
+
+        async def changed(
+            sample: Sample, tokenizer: Any, rollout_id: int | None, evaluation: bool
+        ) -> Sample:
+            for name, function in functions:
+                more = _taken(function, {"rollout_id": rollout_id, "evaluation": evaluation})
+                given = to_slime(sample)
+                try:
+                    result = function(self._args, given, **more)
+                    result = await result if inspect.isawaitable(result) else result
+                except Exception as error:
+                    raise ValueError(
+                        f"{name}: the function raised {type(error).__name__}: {error}"
+                    ) from error
+                result = given if result is None else result
+                written = [as_output(sample)]
+                read = from_slime(result, sample, written, self._args, tokenizer, flag=name)
+                if read.response_length != sample.response_length and (
+                    sample.token_sets is not None or sample.routes is not None
+                ):
+                    raise ValueError(
+                        f"{name}: sample {sample.sample_id} has other tokens than the engine wrote, "
+                        "and the run replays the engine's routes or sampling masks of each token"
+                    )
+                sample = read
+            return sample
+
+        return changed
+
     def reward_post_process(
         self, function: Function, name: str
     ) -> Callable[[Sequence[Sample]], list[float]]:
@@ -126,6 +164,14 @@ class SlimeAdapter:
     ) -> RolloutFunction:
         """``function(args, rollout_id, data_source, evaluation=False)``."""
         return RolloutFunction(function, name, self._config, rollouter, buffer, evaluator)
+
+
+def _taken(function: Function, values: dict[str, Any]) -> dict[str, Any]:
+    """The values that the function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return values
+    return {name: value for name, value in values.items() if name in parameters}
 
 
 def _second_list(result: Any, name: str, count: int) -> list[float]:

@@ -84,6 +84,7 @@ def slime_args(run: RunConfig) -> SlimeArgs:
         run.eval,
         run.rollout,
         run.scheduling,
+        run.hooks,
         run.reward,
         run.algorithm,
         run.checkpoint,

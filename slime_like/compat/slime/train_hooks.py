@@ -1,0 +1,168 @@
+"""slime's functions of training and logging, as `trainer.user_hooks.HookAdapter` expects them: each
+is called as slime calls it, and what it returns is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arguments.run_config import RunConfig
+from slime_like.compat.slime.samples import slime_args, to_slime
+from slime_like.config import flag_name
+from slime_like.import_utils import load_function
+from slime_like.types import Sample, TrainSample
+
+
+class SlimeHooks:
+    """See `HookAdapter`. Functions are imported at once."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._args = slime_args(config)
+        self._per_token = config.algorithm.loss_reduction == "token_mean"
+        self._functions: dict[str, tuple[str, Callable[..., Any]]] = {}
+        for field in dataclasses.fields(config.hooks):
+            path, flag = getattr(config.hooks, field.name), flag_name(field.name)
+            if isinstance(path, str):
+                self._functions[field.name] = f"{flag} {path}", load_function(path, flag)
+
+    def has(self, name: str) -> bool:
+        return name in self._functions
+
+    def _call(self, field: str, *arguments: Any) -> tuple[str, Any]:
+        """The flag with its value, for messages, and what the function returned."""
+        name, function = self._functions[field]
+        try:
+            return name, function(*arguments)
+        except Exception as error:
+            raise ValueError(
+                f"{name}: the function raised {type(error).__name__}: {error}"
+            ) from error
+
+    def megatron_init(self) -> None:
+        """``function(args)``."""
+        self._call("custom_megatron_init_path", self._args)
+
+    def before_log_prob(self, chunks: Sequence[Any], prefix: str) -> None:
+        """``function(args, model, store_prefix)``, with the list of model chunks."""
+        field = "custom_megatron_before_log_prob_hook_path"
+        self._call(field, self._args, list(chunks), prefix)
+
+    def before_train_step(self, rollout_id: int, step_id: int, network: Any) -> None:
+        """``function(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)``."""
+        model, optimizer, scheduler = list(network.chunks), network.optimizer, network.scheduler
+        field = "custom_megatron_before_train_step_hook_path"
+        self._call(field, self._args, rollout_id, step_id, model, optimizer, scheduler)
+
+    def advantages(self, data: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """``function(args, rollout_data)``, which sets advantages and returns in the dict."""
+        rollout = rollout_data(data)
+        name, _ = self._call("custom_advantage_function_path", self._args, rollout)
+        return (
+            _columns(rollout, "advantages", data.train, name),
+            _columns(rollout, "returns", data.train, name),
+        )
+
+    def postprocess(self, rollout_id: int, data: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """``function(args, rollout_id, rollout_data)``: loss masks and advantages, [R] by sample."""
+        rollout = rollout_data(data)
+        field = "rollout_data_postprocess_path"
+        name, _ = self._call(field, self._args, rollout_id, rollout)
+        masks = _columns(rollout, "loss_masks", data.train, name)
+        for place, (mask, sample) in enumerate(zip(masks, data.train)):
+            if bool(((mask != 0) & ~sample.loss_mask.cpu()).any()):
+                raise ValueError(
+                    f"{name}: loss_masks[{place}] has tokens that it did not have before; the "
+                    "function may only take tokens out"
+                )
+        advantages = _columns(rollout, "advantages", data.train, name)
+        return [mask != 0 for mask in masks], advantages
+
+    def policy_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        """``function(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)``
+        returns a function of the losses of all tokens [T]: the weights of its sum, [R] by sample."""
+        lengths = [sample.response_length for sample in samples]
+        name, reduce = self._call(
+            "custom_pg_loss_reducer_function_path",
+            [int(sample.tokens.numel()) for sample in samples],
+            lengths,
+            [sample.loss_mask.float() for sample in samples],
+            self._per_token,
+        )
+        if not callable(reduce):
+            raise ValueError(f"{name}: returned {type(reduce).__name__}; return a function")
+        losses = torch.linspace(-1, 1, sum(lengths), requires_grad=True)
+        total = reduce(losses)
+        if not isinstance(total, Tensor) or total.numel() != 1 or total.grad_fn is None:
+            raise ValueError(f"{name}: the reducer must return a sum of the losses it is given")
+        (weights,) = torch.autograd.grad(total.sum(), losses)
+        if not torch.allclose(weights @ losses.detach(), total.detach().sum(), atol=1e-5):
+            raise ValueError(f"{name}: the reducer is not linear in the losses of the tokens")
+        return list(weights.split(lengths))
+
+    def log_rollout(
+        self, rollout_id: int, samples: Sequence[Sample], metrics: dict[str, float], seconds: float
+    ) -> bool:
+        """``function(rollout_id, args, samples, rollout_extra_metrics, rollout_time)``."""
+        field, found = "custom_rollout_log_function_path", [to_slime(sample) for sample in samples]
+        return bool(self._call(field, rollout_id, self._args, found, metrics, seconds)[1])
+
+    def log_eval(
+        self, rollout_id: int, sets: Mapping[str, Sequence[Sample]], metrics: dict[str, float]
+    ) -> bool:
+        """``function(rollout_id, args, data, extra_metrics)``."""
+        data = {
+            name: {
+                "rewards": [0.0 if s.reward is None else s.reward for s in samples],
+                "truncated": [s.status == "truncated" for s in samples],
+                "samples": [to_slime(sample) for sample in samples],
+            }
+            for name, samples in sets.items()
+        }
+        field = "custom_eval_rollout_log_function_path"
+        return bool(self._call(field, rollout_id, self._args, data, metrics)[1])
+
+
+def rollout_data(data: Any) -> dict[str, Any]:
+    """What slime has of a rank's samples, by its names: lists with an entry for each sample.
+    Tensors are copies, over whole responses on every rank, whatever the layout is."""
+    train = data.train
+    columns = {
+        name: None if found is None else [value.clone() for value in found]
+        for name, found in data.columns.items()
+    }
+    return {
+        "tokens": [sample.tokens.clone() for sample in train],
+        "response_lengths": [sample.response_length for sample in train],
+        "total_lengths": [int(sample.tokens.numel()) for sample in train],
+        "loss_masks": [sample.loss_mask.int() for sample in train],
+        "sample_indices": [sample.sample_id for sample in data.samples],
+        "rewards": list(data.rewards),
+        "raw_reward": [0.0 if s.reward is None else s.reward for s in data.samples],
+        "truncated": [int(s.status == "truncated") for s in data.samples],
+        **{name: found for name, found in columns.items() if found is not None},
+    }
+
+
+def _columns(
+    rollout: Mapping[str, Any], key: str, train: Sequence[TrainSample], name: str
+) -> list[Tensor]:
+    """A list of tensors [R], which a function left in the dict."""
+    found = rollout.get(key)
+    wanted = [sample.response_length for sample in train]
+    if found is None or len(found) != len(wanted):
+        count = "no" if found is None else str(len(found))
+        raise ValueError(
+            f"{name}: {count} rollout_data[{key!r}] for {len(wanted)} samples; set a list of tensors"
+        )
+    values = [torch.as_tensor(value).detach().cpu() for value in found]
+    for place, (value, length) in enumerate(zip(values, wanted)):
+        if value.shape != (length,):
+            raise ValueError(
+                f"{name}: rollout_data[{key!r}][{place}] has the shape {tuple(value.shape)}, and "
+                f"the response {length} tokens"
+            )
+    return values

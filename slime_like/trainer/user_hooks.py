@@ -1,0 +1,200 @@
+"""Functions of the user's that take part in training and logging (arguments/schema/hooks.py).
+
+What they are called with is the matter of `slime_like.compat.slime.train_hooks`, which is looked up
+by its import path when a flag names a function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from arguments.run_config import RunConfig
+from slime_like.advantages import AdvantageSettings
+from slime_like.advantages.estimate import Outcomes
+from slime_like.advantages.outcome import compute_advantages
+from slime_like.advantages.registry import OutcomeEstimator, advantage_estimators
+from slime_like.distributed.collectives import from_rank_zero
+from slime_like.megatron.trained_network import TrainedNetwork
+from slime_like.rollout.sample_plane import bring_to_rank_zero
+from slime_like.sample_index import AnySample, complete
+from slime_like.types import Sample, SampleGroup, TrainBatch, TrainSample
+
+ADAPTER = "slime_like.compat.slime.train_hooks"
+Columns = Mapping[str, Sequence[Tensor] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RankData:
+    """A rollout's samples of this rank. samples: with their tokens. train: the same, for the loss.
+    rewards: as the group makes them. columns: further numbers of tokens by name, [R] by sample."""
+
+    samples: Sequence[Sample]
+    train: Sequence[TrainSample]
+    rewards: Sequence[float]
+    columns: Columns
+
+
+class HookAdapter(Protocol):
+    """Calls the functions; each raises ValueError naming the flag for what a function gets wrong.
+    has: whether a flag names one."""
+
+    def __init__(self, config: RunConfig) -> None: ...
+
+    def has(self, name: str) -> bool: ...
+
+    def megatron_init(self) -> None: ...
+
+    def before_log_prob(self, chunks: Sequence[Any], prefix: str) -> None: ...
+
+    def before_train_step(self, rollout_id: int, step_id: int, network: TrainedNetwork) -> None: ...
+
+    def advantages(self, data: RankData) -> tuple[list[Tensor], list[Tensor]]: ...
+
+    def postprocess(self, rollout_id: int, data: RankData) -> tuple[list[Tensor], list[Tensor]]: ...
+
+    def policy_weights(self, samples: Sequence[TrainSample]) -> list[Tensor]: ...
+
+    def log_rollout(
+        self, rollout_id: int, samples: Sequence[Sample], metrics: dict[str, float], seconds: float
+    ) -> bool: ...
+
+    def log_eval(
+        self, rollout_id: int, sets: Mapping[str, Sequence[Sample]], metrics: dict[str, float]
+    ) -> bool: ...
+
+
+class UserHooks:
+    """The functions of a run; without any of them every method changes nothing."""
+
+    def __init__(self, config: RunConfig) -> None:
+        hooks = config.hooks
+        given = any(getattr(hooks, f.name) for f in dataclasses.fields(hooks))
+        self._adapter: HookAdapter | None = None
+        if given:
+            self._adapter = importlib.import_module(ADAPTER).SlimeHooks(config)
+        self._buffer_size = config.rollout.sample_buffer_size
+        self._batch_size = config.algorithm.global_batch_size or 1
+        self._per_token = config.algorithm.loss_reduction == "token_mean"
+        self._rollout_id = 0
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        self._rollout_id = rollout_id
+
+    def _named(self, name: str) -> HookAdapter | None:
+        adapter = self._adapter
+        return adapter if adapter is not None and adapter.has(name) else None
+
+    def megatron_init(self) -> None:
+        """Before the model is built; on every rank."""
+        if (adapter := self._named("custom_megatron_init_path")) is not None:
+            adapter.megatron_init()
+
+    def before_log_prob(self, chunks: Sequence[Any], prefix: str = "") -> None:
+        adapter = self._named("custom_megatron_before_log_prob_hook_path")
+        if adapter is not None:
+            adapter.before_log_prob(chunks, prefix)
+
+    def before_train_step(self, step_id: int, network: TrainedNetwork) -> None:
+        adapter = self._named("custom_megatron_before_train_step_hook_path")
+        if adapter is not None:
+            adapter.before_train_step(self._rollout_id, step_id, network)
+
+    def advantages(self, data: Callable[[], RankData]) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Advantages and returns, [R] by sample, in place of the estimator's; None: ask that."""
+        adapter = self._named("custom_advantage_function_path")
+        return None if adapter is None else adapter.advantages(data())
+
+    def finish(
+        self, batches: Sequence[TrainBatch], data: Callable[[], RankData]
+    ) -> list[TrainBatch]:
+        """The optimizer steps of a rollout with other weights of the policy term, advantages and
+        masks. data: of the same samples in the same order."""
+        if (adapter := self._named("custom_pg_loss_reducer_function_path")) is not None:
+            batches = [self._weighed(adapter, batch) for batch in batches]
+        adapter = self._named("rollout_data_postprocess_path")
+        if adapter is None:
+            return list(batches)
+        train = [sample for batch in batches for sample in batch.samples]
+        found = dataclasses.replace(data(), train=train)
+        masks, advantages = adapter.postprocess(self._rollout_id, found)
+        changed = iter(
+            dataclasses.replace(sample, loss_mask=mask, advantages=values)
+            for sample, mask, values in zip(train, masks, advantages, strict=True)
+        )
+        return [TrainBatch(tuple(next(changed) for _ in batch.samples)) for batch in batches]
+
+    def _weighed(self, adapter: HookAdapter, batch: TrainBatch) -> TrainBatch:
+        """An optimizer step with the user's weights, over its samples or, with token_mean, over its
+        tokens: the run's own weight of a token is then one over their number."""
+        weights = adapter.policy_weights(batch.samples)
+        scales = [1 / self._batch_size] * len(weights)
+        if self._per_token:
+            scales = [float(sample.loss_weights.max()) for sample in batch.samples]
+        return TrainBatch(
+            tuple(
+                dataclasses.replace(sample, policy_weights=weight * scale)
+                for sample, weight, scale in zip(batch.samples, weights, scales)
+            )
+        )
+
+    def log_rollout(
+        self, samples: Sequence[AnySample], metrics: Mapping[str, float], seconds: float
+    ) -> bool:
+        """Whether ``rollout/`` is left out of the metrics; a collective."""
+        adapter = self._named("custom_rollout_log_function_path")
+        if adapter is None:
+            return False
+        logs, rollout_id = adapter, self._rollout_id
+        whole = bring_to_rank_zero(samples, buffer_size=self._buffer_size)
+        return from_rank_zero(
+            lambda: logs.log_rollout(rollout_id, complete(whole), dict(metrics), seconds)
+        )
+
+    def log_eval(
+        self, step: int, sets: Mapping[str, Sequence[SampleGroup]], metrics: Mapping[str, float]
+    ) -> bool:
+        """Whether ``eval/`` is left out of the metrics; a collective."""
+        adapter = self._named("custom_eval_rollout_log_function_path")
+        if adapter is None:
+            return False
+        logs = adapter
+        samples = {name: [s for g in groups for s in g.samples] for name, groups in sets.items()}
+        whole = {
+            name: bring_to_rank_zero(some, buffer_size=self._buffer_size)
+            for name, some in samples.items()
+        }
+        return from_rank_zero(
+            lambda: logs.log_eval(
+                step, {name: complete(some) for name, some in whole.items()}, dict(metrics)
+            )
+        )
+
+
+def own_samples(samples: Sequence[AnySample], places: Sequence[int]) -> list[Sample]:
+    return complete(samples[place] for place in places)
+
+
+def group_rewards(
+    settings: AdvantageSettings, outcomes: Outcomes, places: Sequence[int]
+) -> list[float]:
+    """Rewards of this rank's samples as slime hands them on: compared within groups where the
+    estimator does that to whole responses. 0 where there is no finite number."""
+    values = outcomes.rewards if outcomes.processed is None else outcomes.processed
+    grouped = isinstance(advantage_estimators.get(settings.estimator), OutcomeEstimator)
+    if outcomes.processed is None and grouped:
+        values = compute_advantages(
+            settings.estimator,
+            rewards=outcomes.rewards.double(),
+            group_ids=outcomes.group_ids,
+            lengths=outcomes.lengths,
+            normalize_std=settings.normalize_std,
+            singleton=settings.singleton,
+        ).values
+    return [float(v) for v in torch.nan_to_num(values, 0.0, 0.0, 0.0)[list(places)]]
