@@ -125,8 +125,7 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     "tools of evaluation sets under a key of their own": "eval-tool-key",
     "this setting of rewards": "eval-reward-key disable-rewards-normalization",
     "this setting of evaluation": """eval-max-prompt-len eval-min-new-tokens eval-max-context-len""",
-    "training a part of the parameters": """only-train-params-name-list freeze-params-name-list freeze-indexer""",
-    "a reference model that follows the policy": "ref-update-interval",
+    "a sparse attention's indexer; --freeze-params-name-list freezes by name": "freeze-indexer",
     "this model setting": """padded-vocab-size seq-length decoder-seq-length no-rope-freq""",
     "this optimizer setting": "reset-optimizer-states use-stateless-adam use-rollout-entropy",
     "Megatron-LM's own training loop": """train-iters train-samples lr-decay-samples lr-warmup-samples eval-iters data-path split tokenizer-type

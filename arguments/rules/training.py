@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -186,7 +187,19 @@ def warmup(s: Settings) -> list[Problem]:
     return []
 
 
-STEP_RULES: tuple[Rule, ...] = (learning_rate, optimizer_numbers)
+def parameter_patterns(s: Settings) -> list[Problem]:
+    """They are regular expressions."""
+    found = []
+    for name in ("only_train_params_name_list", "freeze_params_name_list"):
+        for pattern in getattr(s.model, name):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                found += problem(name, pattern, f"is no regular expression: {error}")
+    return found
+
+
+STEP_RULES: tuple[Rule, ...] = (learning_rate, optimizer_numbers, parameter_patterns)
 LEARNING_RATE_RULES: tuple[Rule, ...] = (warmup,)
 
 

@@ -30,6 +30,26 @@ class ModelConfig:
         "forward pass, so that no second model is resident.",
         needs="ref_load",
     )
+    ref_update_interval: int | None = arg(
+        None,
+        "Rollouts after which the reference model becomes the current policy, again and again; it is then a part of every checkpoint.",
+        legal=AT_LEAST_ONE,
+        needs="ref_load",
+        excludes=("ref_offload", "lora_rank"),
+    )
+    only_train_params_name_list: list[str] = arg(
+        [],
+        "Regular expressions: of the policy's parameters only those are trained of which one is found in the name, as in mlp.experts or "
+        "layers\\.0\\.; layers and experts are numbered over the whole model.",
+        nargs="+",
+        excludes=("freeze_params_name_list", "lora_rank"),
+    )  # fmt: skip
+    freeze_params_name_list: list[str] = arg(
+        [],
+        "Regular expressions: of the policy's parameters those are not trained of which one is found in the name, as in embedding output_layer.",
+        nargs="+",
+        excludes="lora_rank",
+    )  # fmt: skip
     transformer_impl: str = arg(
         "auto",
         "Layer implementation. auto: Transformer Engine where it is installed and CUDA is available, else local.",

@@ -44,10 +44,11 @@ from slime_like.megatron.moe import (
     routes_of_stage,
     routing_metrics,
 )
-from slime_like.megatron.network import PassOutput, SelectionSeed
+from slime_like.megatron.network import Network, PassOutput, SelectionSeed
 from slime_like.megatron.objectives import PolicyObjective, ValueObjective, critic_values
 from slime_like.megatron.optimizer import limits_kept, resume_schedule
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.megatron.reshard import copy_same_layout
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.types import StepResult, TrainBatch, TrainSample
 from slime_like.weights.gather import WeightStream
@@ -125,6 +126,7 @@ class MegatronBackend:
         self._value_loss = run.value_loss
         self._critic_rank = run.critic.critic_lora_rank
         self._replays_rollout = run.rollout.use_rollout_routing_replay
+        self._reference_moves = run.model.ref_update_interval is not None
 
     @property
     def trained(self) -> TrainedNetwork:
@@ -133,6 +135,19 @@ class MegatronBackend:
             "nothing is trained with --debug-rollout-only"
         )
         return self.policy
+
+    def update_reference(self) -> None:
+        """Make the current policy the reference model, where a KL term uses one."""
+        if self.reference is not None:
+            assert isinstance(self.reference, Network), "checked on the command line"
+            self.policy.finish_updates()
+            copy_same_layout(self.policy, self.reference)
+
+    def _saved_reference(self) -> dict[str, SavedNetwork]:
+        """A reference model that is no longer --ref-load's."""
+        if not self._reference_moves or self.reference is None:
+            return {}
+        return {"reference": SavedNetwork(self.reference.chunks, None, None, self.layout)}
 
     def set_entropy_coef(self, value: float) -> None:
         """The weight of the entropy bonus from the next optimizer step on. All ranks set the same."""
@@ -306,6 +321,7 @@ class MegatronBackend:
             name: network.saved(with_optimizer=with_optimizer)
             for name, network in self.trained_networks.items()
         }
+        networks |= self._saved_reference()
         return saver.save(
             step,
             networks,
@@ -321,11 +337,12 @@ class MegatronBackend:
         with_rng: bool,
         verify: bool,
         with_critic: bool = True,
+        with_reference: bool = False,
     ) -> tuple[dict[str, Any], list[str]]:
         """Restore a checkpoint; returns the trainer's state and words about each setting of a
         schedule that the checkpoint has otherwise. Without the optimizer its fp32 copies start from
         the loaded weights and the schedule at its first step. with_critic: False leaves the critic
-        as it is."""
+        as it is. with_reference: takes the reference model of a checkpoint that has one."""
         trained = {
             name: network
             for name, network in self.trained_networks.items()
@@ -336,6 +353,8 @@ class MegatronBackend:
         }
         if not trained:  # --debug-rollout-only
             networks = {"policy": SavedNetwork(self.policy.chunks, None, None, self.layout)}
+        if with_reference and from_rank_zero((folder / "reference").is_dir):
+            networks |= self._saved_reference()
         with ExitStack() as limits:
             for saved in networks.values():
                 if saved.optimizer is not None:

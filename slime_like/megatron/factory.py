@@ -25,6 +25,7 @@ from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.megatron.checkpoint import SavedNetwork, load_weights
+from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.init import make_further_layout
 from slime_like.megatron.lora import LoraBase, LoraNetwork, critic_lora_spec, lora_spec
 from slime_like.megatron.network import Network
@@ -111,7 +112,9 @@ def make_policy(
             LoraBase(*shape, hf=hf), lora_spec(run.lora, run.model.seed), **training
         )
     else:
-        policy = TrainedNetwork(*shape, **training)
+        tied = not run.gpt.untie_embeddings_and_output_weights
+        frozen_ones = FrozenParameters.of(run.model, tied=tied)
+        policy = TrainedNetwork(*shape, **training, frozen=frozen_ones)
     if run.model.hf_checkpoint:
         policy.load_hf(run.model.hf_checkpoint)
     return policy

@@ -54,6 +54,19 @@ def copy_weights(source: Network, target: Network, wanted: Callable[[str], bool]
                 _paste(piece, region, tensor)
 
 
+@torch.no_grad()
+def copy_same_layout(source: Network, target: Network) -> None:
+    """Every weight and buffer of a network into another of the same shape and layout; local."""
+    for theirs, ours in zip(source.chunks, target.chunks, strict=True):
+        pairs = zip(
+            (*theirs.parameters(), *theirs.buffers()),
+            (*ours.parameters(), *ours.buffers()),
+            strict=True,
+        )
+        for a, b in pairs:
+            b.copy_(a)
+
+
 def region_of(tensor: ShardedTensor) -> Region:
     sizes = (1,) * (len(tensor.global_offset) - len(tensor.local_shape)) + tuple(
         tensor.local_shape

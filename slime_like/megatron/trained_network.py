@@ -19,6 +19,7 @@ from arguments.schema import GPTModelConfig, ScheduleConfig
 from slime_like.distributed.collectives import gather
 from slime_like.megatron.checkpoint.networks import SavedNetwork
 from slime_like.megatron.forward_step import TokenComputation, run_schedule
+from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.micro_batching import (
     MicroBatchSize,
     packing_metrics,
@@ -79,9 +80,12 @@ class TrainedNetwork(Network):
         schedule: ScheduleConfig,
         total_steps: int,
         value_head: bool = False,
+        frozen: FrozenParameters | None = None,
     ) -> None:
-        """total_steps: optimizer steps of the whole run."""
+        """total_steps: optimizer steps of the whole run. frozen: what is not trained."""
         super().__init__(transformer, gpt, transformer_impl, layout, value_head=value_head)
+        if frozen is not None:
+            frozen.apply(self.chunks, self.config, layout)
         self.modules = self._train(
             self.modules, ddp=ddp, optimizer=optimizer, schedule=schedule, total_steps=total_steps
         )

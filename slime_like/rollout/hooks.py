@@ -37,6 +37,7 @@ from slime_like.sample_index import AnySample, complete
 from slime_like.types import Sample, SampleGroup
 
 ADAPTER = "slime_like.compat.slime.adapter"
+TRAIN_ADAPTER = "slime_like.compat.slime.train_hooks"
 BUFFER_FILTER, SAMPLE_FILTER = "--buffer-filter-path", "--rollout-sample-filter-path"
 SAMPLE_HOOK = "--rollout-sample-hook-path"
 POST_PROCESS = "--custom-reward-post-process-path"
@@ -91,6 +92,11 @@ def function_adapter(config: RunConfig) -> FunctionAdapter:
     """The adapter of a run with functions of the user's."""
     adapter: FunctionAdapter = importlib.import_module(ADAPTER).SlimeAdapter(config)
     return adapter
+
+
+def hook_adapter(config: RunConfig) -> Any:
+    """The adapter of functions of training and logging: `trainer.user_hooks.HookAdapter`."""
+    return importlib.import_module(TRAIN_ADAPTER).SlimeHooks(config)
 
 
 def group_filters(config: RunConfig) -> GroupFilters:

@@ -224,7 +224,7 @@ class BatchMaker:
         return RankData(
             own_samples(rollout.samples, places),
             local,
-            group_rewards(self._advantage_settings(), outcomes, places),
+            group_rewards(self.settings.advantages, outcomes, places),
             {
                 "log_probs": scores.old_log_probs,
                 "ref_log_probs": scores.ref,

@@ -137,6 +137,7 @@ class RunCheckpoints:
             with_optimizer=not (config.no_load_optim or weights_only),
             with_rng=not (config.no_load_rng or weights_only),
             verify=not config.no_verify_checkpoint,
+            with_reference=not weights_only,
         )
         if changed:
             warn_rank_0(

@@ -263,6 +263,9 @@ class Trainer:
                 step, batches.policy, weight_version=self.weight_version, on_policy=on_policy
             )
             self.weight_version += 1
+            interval = run.model.ref_update_interval
+            if interval is not None and (step + 1) % interval == 0:
+                self.backend.update_reference()
         return metrics
 
     def _record(self, target: str, step: int, groups: Sequence[SampleGroup]) -> None:

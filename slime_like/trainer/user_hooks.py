@@ -1,13 +1,12 @@
 """Functions of the user's that take part in training and logging (arguments/schema/hooks.py).
 
-What they are called with is the matter of `slime_like.compat.slime.train_hooks`, which is looked up
-by its import path when a flag names a function.
+What they are called with is the matter of an adapter, which `rollout/hooks.py` looks up when a flag
+names a function.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,11 +21,11 @@ from slime_like.advantages.outcome import compute_advantages
 from slime_like.advantages.registry import OutcomeEstimator, advantage_estimators
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.megatron.trained_network import TrainedNetwork
+from slime_like.rollout.hooks import hook_adapter
 from slime_like.rollout.sample_plane import bring_to_rank_zero
 from slime_like.sample_index import AnySample, complete
 from slime_like.types import Sample, SampleGroup, TrainBatch, TrainSample
 
-ADAPTER = "slime_like.compat.slime.train_hooks"
 Columns = Mapping[str, Sequence[Tensor] | None]
 
 
@@ -78,7 +77,7 @@ class UserHooks:
         given = any(getattr(hooks, f.name) for f in dataclasses.fields(hooks))
         self._adapter: HookAdapter | None = None
         if given:
-            self._adapter = importlib.import_module(ADAPTER).SlimeHooks(config)
+            self._adapter = hook_adapter(config)
         self._buffer_size = config.rollout.sample_buffer_size
         self._batch_size = config.algorithm.global_batch_size or 1
         self._per_token = config.algorithm.loss_reduction == "token_mean"

@@ -37,6 +37,7 @@ IDLE = (
 # name of the rule, flags that are added, flags that are left out, processes, the flag that is
 # named, words of the message
 CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
+    ("parameter_patterns", "--freeze-params-name-list ok (", (), 1, "--freeze-params-name-list", "is no regular expression"),
     ("world_is_slimes", "--actor-num-nodes 1 --actor-num-gpus-per-node 2 --optimizer adam", (), 1, "--actor-num-gpus-per-node", "1 x 2 processes, and 1 run"),
     ("world_is_slimes", "--actor-num-gpus-per-node 2 --num-gpus-per-node 1", (), 2, "--num-gpus-per-node", "is fewer than"),
     ("pipeline_divides_the_layers", "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1", (), 3, "--decoder-first-pipeline-num-layers", "leaves 3 of the 4 layers"),

@@ -150,10 +150,10 @@ def test_all_problems_are_collected() -> None:
 
 SLIME_FLAGS_NOT_HERE = """
 --critic-num-nodes
---custom-megatron-init-path --lora-dropout
---moe-shared-expert-overlap --fp8-format --multimodal-keys --ref-update-interval
+--custom-model-provider-path --lora-dropout
+--moe-shared-expert-overlap --fp8-format --multimodal-keys --freeze-indexer
 --mtp-num-layers --enable-mtp-training
---critic-train-only --only-train-params-name-list
+--critic-train-only --custom-convert-samples-to-train-data-path
 """.split()  # noqa: SIM905
 
 

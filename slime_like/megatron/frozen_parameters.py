@@ -1,0 +1,88 @@
+"""Training a part of the parameters (--freeze-params-name-list, --only-train-params-name-list).
+
+What is frozen has neither a gradient buffer nor optimizer state. Names are those of Megatron's
+modules with the layer and expert numbers of the whole model, so that a pattern means the same
+parameters in every layout; a weight that is embedding and output layer has the embedding's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from arguments.schema import ModelConfig
+from slime_like.config import flag_name
+from slime_like.distributed.collectives import gather
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER
+from slime_like.weights.parameter_map import global_parameters, unwrap
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenParameters:
+    """Regular expressions, found anywhere in a name. only: what alone is trained, and others:
+    what is not, where `only` is empty. tied: embedding and output layer are one weight."""
+
+    only: tuple[str, ...]
+    others: tuple[str, ...]
+    tied: bool
+
+    @classmethod
+    def of(cls, model: ModelConfig, *, tied: bool) -> FrozenParameters | None:
+        """None where everything is trained."""
+        only = tuple(model.only_train_params_name_list)
+        others = tuple(model.freeze_params_name_list)
+        return cls(only, others, tied) if only or others else None
+
+    def apply(
+        self, chunks: Sequence[Any], config: TransformerConfig, layout: ParallelLayout
+    ) -> None:
+        """Freeze parameters of these chunks; a collective. Raises ValueError naming the flag for a
+        pattern that no parameter of the model has, and where a pipeline stage has nothing left."""
+        local = list(self._named(chunks))
+        found = [any(re.search(pattern, name) for name, _ in local) for pattern in self.patterns]
+        everywhere = gather((found, sorted({name for name, _ in local})))
+        for place, pattern in enumerate(self.patterns):
+            if not any(there[place] for there, _ in everywhere):
+                some = ", ".join(sorted({name for _, names in everywhere for name in names})[:5])
+                raise ValueError(
+                    f"{self.flag}: {pattern!r} matches no parameter; their names are as {some}"
+                )
+        for name, parameter in local:
+            parameter.requires_grad_(self.trains(name))
+        if not all(gather(any(parameter.requires_grad for _, parameter in local))):
+            raise ValueError(
+                f"{self.flag}: leaves a pipeline stage without a trained parameter; give other "
+                "patterns, or fewer stages"
+            )
+        carries = config.recompute_granularity is not None or layout.pp_size > 1
+        if carries and layout.is_first_stage:
+            unwrap(chunks[0]).embedding.register_forward_hook(_begin_graph)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return self.only or self.others
+
+    @property
+    def flag(self) -> str:
+        return flag_name(f"{'only_train' if self.only else 'freeze'}_params_name_list")
+
+    def trains(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.patterns) == bool(self.only)
+
+    def _named(self, chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in global_parameters(chunks):
+            yield (EMBEDDING if self.tied and name == OUTPUT_LAYER else name), parameter
+
+
+def _begin_graph(module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
+    """Recomputation, and the schedule of several stages, run backward only through an input that
+    has a gradient."""
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
