@@ -54,13 +54,19 @@ class FrozenParameters:
                 raise ValueError(
                     f"{self.flag}: {pattern!r} matches no parameter; their names are as {some}"
                 )
-        for name, parameter in local:
-            parameter.requires_grad_(self.trains(name))
+        self.freeze(chunks, config, layout)
         if not all(gather(any(parameter.requires_grad for _, parameter in local))):
             raise ValueError(
                 f"{self.flag}: leaves a pipeline stage without a trained parameter; give other "
                 "patterns, or fewer stages"
             )
+
+    def freeze(
+        self, chunks: Sequence[Any], config: TransformerConfig, layout: ParallelLayout
+    ) -> None:
+        """`apply` without the checks."""
+        for name, parameter in self._named(chunks):
+            parameter.requires_grad_(self.trains(name))
         carries = config.recompute_granularity is not None or layout.pp_size > 1
         if carries and layout.is_first_stage:
             unwrap(chunks[0]).embedding.register_forward_hook(_begin_graph)

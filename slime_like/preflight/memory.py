@@ -8,6 +8,7 @@ from typing import Any
 
 from arguments.run_config import RunConfig
 from slime_like.megatron.factory import needs_reference
+from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.model.gpt import padded_vocab_size
 from slime_like.megatron.ops.fused_linear_logprob import (
     BLOCK_ELEMENTS_CPU,
@@ -82,7 +83,15 @@ def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
         rank=rank,
         world_size=run.world_size,
     ) as layout:
-        built = build_rank(run.megatron, run.gpt, layout, gpu=gpu, trained=not frozen_base)
+        tied = not run.gpt.untie_embeddings_and_output_weights
+        built = build_rank(
+            run.megatron,
+            run.gpt,
+            layout,
+            gpu=gpu,
+            trained=not frozen_base,
+            frozen=FrozenParameters.of(run.model, tied=tied),
+        )
         passes = run_stage(built, batches.tokens, gpu=gpu)
         weights, gradients = weight_bytes(built), gradient_bytes(built)
         optimizer = optimizer_bytes(built, gpu=gpu)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from arguments.megatron_configs import MegatronConfigs
 from arguments.schema import GPTModelConfig
+from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.model.gpt import build_chunks, to_model_precision, wrap_for_training
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.meta_model import OnMeta
@@ -65,12 +66,16 @@ def build_rank(
     gpu: bool,
     trained: bool = True,
     value_head: bool = False,
+    frozen: FrozenParameters | None = None,
 ) -> OneRank:
-    """gpu: whether the run has Transformer Engine's kernels. trained: with buffers of gradients."""
+    """gpu: whether the run has Transformer Engine's kernels. trained: with buffers of gradients.
+    frozen: what has none."""
     config = planned_config(megatron.transformer, gpu=gpu)
     with OnMeta():
         chunks = build_chunks(config, gpt, "local", layout, value_head=value_head)
         modules: list[Any] = to_model_precision(chunks, config)
+        if frozen is not None:
+            frozen.freeze(chunks, config, layout)
         if trained:
             modules = list(wrap_for_training(modules, config, megatron.ddp))
         else:
@@ -82,7 +87,9 @@ def build_rank(
 def weight_bytes(rank: OneRank) -> int:
     """Of parameters as forward passes read them, and of buffers that belong to modules."""
     if rank.trained and rank.megatron.ddp.use_distributed_optimizer:
-        return sum(buffer.param_data.nbytes for buffer in rank.buffers)  # with its padding
+        frozen = {id(p): p for p in rank.parameters if not p.requires_grad}
+        trained = sum(buffer.param_data.nbytes for buffer in rank.buffers)  # with its padding
+        return trained + sum(p.nbytes for p in frozen.values())
     return sum(p.nbytes for p in {id(p): p for p in rank.parameters}.values())
 
 

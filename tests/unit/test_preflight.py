@@ -243,3 +243,23 @@ def test_search_ranks_by_its_model(tmp_path: Path) -> None:
 
 def test_preflight_settings_need_it(tmp_path: Path) -> None:
     assert any("--preflight" in p.message for p in problems_of(complete(tmp_path, "--nodes", "2")))
+
+
+def test_frozen_parameters_have_neither_gradients_nor_moments(tmp_path: Path) -> None:
+    """--only-train-params-name-list of one of four layers, on a job of one rank."""
+    code = (
+        "import json, sys, megatron_patches\nmegatron_patches.apply()\n"
+        "from arguments.parse import parse_args\nfrom slime_like.preflight.check import check\n"
+        "print(json.dumps([dict(rank.state) for rank in check(parse_args(sys.argv[1:], 1)).ranks]))"
+    )
+    argv = [*complete(tmp_path), "--preflight", "--world-size", "1"]
+    states = []
+    for more in ([], ["--only-train-params-name-list", r"layers\.2\."]):
+        command = [sys.executable, "-c", code, *argv, *more]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+        (state,) = json.loads(done.stdout.splitlines()[-1])
+        states.append(state)
+    whole, part = states
+    assert part["weights"] == whole["weights"]
+    for name in ("gradients", "optimizer: moments"):
+        assert 0.1 * whole[name] < part[name] < 0.25 * whole[name]
