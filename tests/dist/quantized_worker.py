@@ -50,7 +50,8 @@ def load_and_export(rank: int, world_size: int, arguments: dict[str, Any]) -> li
                 )
                 save_hf(f"{arguments['out']}/plain-{number}", stream, quantized, more=more)
                 export["coded"] = stored_format(quantized)
-                for version, transport in enumerate(arguments["transports"], 1):
+                serves = number < arguments["served_layouts"]
+                for version, transport in enumerate(arguments["transports"] if serves else (), 1):
                     served = {"folder": quantized, "urls": arguments["urls"]}
                     with engine_on(rank, transport, served) as engine:
                         engine.update_weights(export_hf_weights(loaded[0], **export), version)
