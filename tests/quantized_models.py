@@ -49,6 +49,14 @@ def fp8_weight(
     return stored, torch.tensor(values, dtype=torch.float64)
 
 
+def fp8_matrix(
+    shape: tuple[int, int], draw: random.Random, block: tuple[int, int] = (8, 8)
+) -> tuple[Stored, Tensor]:
+    """As DeepSeek's files have it, with numbers of the size of weights."""
+    stored, value = fp8_weight(shape, block, draw)
+    return {"weight": stored["weight"], "weight_scale_inv": stored["scale"] / 16}, value / 16
+
+
 LEGAL_BYTES = [byte for byte in range(256) if byte & 127 != 127]
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from arguments.parse import SERVER, parse_args
 from slime_like.errors import RunError
 from slime_like.rollout.engines.base import GenerateRequest, SamplingParams
 from slime_like.rollout.engines.local.engine import LocalEngine
@@ -26,7 +27,9 @@ from slime_like.rollout.engines.sglang.server_pool import Fleet, HealthSettings
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.sampler import seed_of
 from slime_like.tinker.sglang_sampler import SglangSampler, snapshot_updater, snapshots_of
+from slime_like.tinker.worker_backend import ModelHost
 from tests.fake_sglang import FakeServer, changed, fake_servers, make_served_model, status
+from tests.quantized_models import fp8_config, fp8_matrix, write_model
 
 pytestmark = pytest.mark.extended
 
@@ -207,3 +210,33 @@ def test_a_server_that_dies_is_an_error_in_bounded_time(snapshots: list[str], al
             ask(sampler, snapshots[1])
         assert time.monotonic() - started < 30
         sampler.close()
+
+
+def test_a_model_in_fp8_and_its_servers(tmp_path: Path, alone: Any) -> None:
+    """A snapshot is written as the base model is stored, since the servers need it so, and sampled
+    from."""
+    plain = make_served_model(tmp_path / "source", seed=0)
+    base, _ = write_model(plain, tmp_path, fp8_config((8, 8)), fp8_matrix, lambda n: "_proj" in n)
+    with fake_servers(base, 1) as (server,):
+        words = f"--hf-checkpoint {base} --server-dir {tmp_path / 'server'} --rollout-engine sglang --no-sglang-router "
+        words += f"--rollout-external-engine-addrs {server.address}"
+        host = ModelHost(parse_args(words.split(), 1, SERVER), alone)
+        host.do_create(model="m", role="policy", policy=None, lora=None)
+        host.do_export(model="m", folder=str(tmp_path / "snapshot"))
+        written, source = (
+            load_file(Path(folder) / "model.safetensors")
+            for folder in (tmp_path / "snapshot", base)
+        )
+        tied = {"lm_head.weight"}
+        assert written.keys() - tied == source.keys() - tied
+        assert all(tensor.dtype == source[name].dtype for name, tensor in written.items())
+        request = {
+            "sampling": SAMPLING,
+            "counts": [2, 1],
+            "seeds": [5, 6],
+            "prompt_log_probs": True,
+        }
+        prompts = [np.array(prompt, dtype="<i4").tobytes() for prompt in PROMPTS]
+        answers = host.do_sample(folder=str(tmp_path / "snapshot"), prompts=prompts, **request)
+        assert [len(answer["sequences"]) for answer in answers] == [2, 1]
+        host.close()

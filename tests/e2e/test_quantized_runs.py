@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from tests.dist.test_convert_moe import SIZES, make_models
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
 from tests.fake_sglang import FakeServer
-from tests.quantized_models import add_untrained_layer, fp8_config, fp8_weight, write_model
+from tests.quantized_models import add_untrained_layer, fp8_config, fp8_matrix, write_model
 
 BLOCK = (8, 8)
 
@@ -28,12 +27,7 @@ def models(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> tuple[s
     """The workspace's model with projections in fp8, and what they stand for."""
 
     folder = tmp_path_factory.mktemp("fp8") / "models"
-    return write_model(str(work.model), folder, fp8_config(BLOCK), fp8, is_projection)
-
-
-def fp8(shape: tuple[int, int], draw: Any) -> tuple[dict[str, Tensor], Tensor]:
-    stored, value = fp8_weight(shape, BLOCK, draw)
-    return {"weight": stored["weight"], "weight_scale_inv": stored["scale"] / 16}, value / 16
+    return write_model(str(work.model), folder, fp8_config(BLOCK), fp8_matrix, is_projection)
 
 
 def is_projection(name: str) -> bool:
@@ -51,7 +45,9 @@ def test_converted_there_and_back(server: TrainServer, tmp_path: Path) -> None:
     megatron-core does; back in fp8, or not. A layer that is not trained comes through."""
     made = make_models(tmp_path, ["deepseek-v3"])["deepseek-v3"]
     add_untrained_layer(made, SIZES["num_hidden_layers"])
-    quantized, plain = write_model(made, tmp_path / "fp8", fp8_config(BLOCK), fp8, is_projection)
+    quantized, plain = write_model(
+        made, tmp_path / "fp8", fp8_config(BLOCK), fp8_matrix, is_projection
+    )
     words = ("--hf-checkpoint", quantized, "--save", tmp_path / "ck", "--no-progress", "--verify", "checksums", "logits")  # fmt: skip
     done = server.run("scripts.convert_hf_to_megatron", words, tmp_path / "log1").ok()
     assert done.out.count("verified: ") == 2
