@@ -55,11 +55,12 @@ class LogProbHead:
     def _columns(
         self, hidden: Tensor, weight: Tensor, batch: MicroBatch, *, squared: bool
     ) -> tuple[Tensor, ...]:
+        """As `log_probs_and_entropy`; squared: and the sum of squared probabilities."""
         rows = (
             batch.loss_mask.nonzero().squeeze(1) if batch.active_rows is None else batch.active_rows
         )
         wide = weight.dtype if weight.dtype == torch.float64 else torch.float32
-        squares = [torch.zeros(rows.numel(), dtype=wide, device=hidden.device)] * squared
+        squares = torch.zeros(rows.numel(), dtype=wide, device=hidden.device) if squared else None
         log_probs, entropy = lean_log_probs(
             hidden[0],
             weight,
@@ -71,12 +72,13 @@ class LogProbHead:
             sequence_parallel=self.sequence_parallel,
             chunk_size=self.chunk_size,
             token_sets=batch.token_sets,
-            squared_out=squares[0] if squared else None,
+            squared_out=squares,
         )
         # without an active token too, both depend on hidden states and weight: every rank runs
         # backward
         empty = torch.zeros(batch.loss_mask.numel(), dtype=log_probs.dtype, device=hidden.device)
-        return tuple(empty.index_copy(0, rows, column) for column in (log_probs, entropy, *squares))
+        columns = [log_probs, entropy] if squares is None else [log_probs, entropy, squares]
+        return tuple(empty.index_copy(0, rows, column) for column in columns)
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
         """Columns: log-probs, entropies and perhaps sums of squared probabilities."""

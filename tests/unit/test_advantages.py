@@ -223,6 +223,12 @@ def test_pass_at_k_is_the_gradient_of_the_best_of_a_group() -> None:
     )
 
 
+def test_pass_at_k_has_verls_numbers() -> None:
+    """grpo_passk of verl (January 2026) for these rewards."""
+    values = compute("pass_at_k", [1.0, -0.5, 2.0, 0.25], [0, 0, 0, 0]).values
+    assert values.tolist() == pytest.approx([0, 0, 0.93632830, 0], rel=1e-6)
+
+
 def test_pass_at_k_gives_nothing_where_two_are_best() -> None:
     assert compute("pass_at_k", [1.0, 0.0, 1.0, 0.5], [0, 0, 0, 0]).values.tolist() == [0, 0, 0, 0]
 

@@ -92,6 +92,21 @@ def test_mixtures_that_grpo_takes_for_one_stay_apart() -> None:
     assert gdpo.values.tolist() == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_numbers_of_trl() -> None:
+    """Those of its normalize_then_sum (July 2026), which adds 1e-4 to standard deviations."""
+    parts = [[1, 310, 0], [0, 250, 1], [0, 900, 0], [1, 20, 0.5], [0, 700, 1], [1, 5, 1]]
+    values = torch.tensor(parts, dtype=torch.float64)
+    found = compute_advantages(
+        "gdpo",
+        rewards=values[:, 0],
+        group_ids=torch.tensor([0, 0, 0, 1, 1, 1]),
+        lengths=torch.ones(6, dtype=torch.int64),
+        parts=RewardParts(values, WEIGHTS),
+    ).values
+    expected = [1.01784659, 0.16954573, -1.18739232, 0.14378792, -1.18842884, 1.04464093]
+    assert found.tolist() == pytest.approx(expected, abs=3e-4)
+
+
 def test_the_scale_of_a_part_does_not_matter() -> None:
     rewards = [part[0] for part in PARTS]
     larger = [[a, 1e4 * b + 3, c] for a, b, c in PARTS]

@@ -21,7 +21,6 @@ from slime_like.advantages import (
     discounted_returns,
     estimate_advantages,
     gae,
-    token_energies,
     token_kl,
     token_rewards,
     whiten,
@@ -298,69 +297,6 @@ def test_equal_lambdas_are_one_estimate_to_the_last_bit() -> None:
         assert torch.equal(a, b)
 
 
-def otb_by_loop(
-    masks: Sequence[Tensor],
-    rewards: Sequence[list[float]],
-    energies: Sequence[Tensor],
-    gamma: float,
-) -> list[list[float]]:
-    """The t-th active tokens of a group against each other, each weighed by what its response has
-    gathered up to it."""
-    returns = [returns_by_loop(r, m.tolist(), gamma) for r, m in zip(rewards, masks)]
-    active = [mask.nonzero().flatten().tolist() for mask in masks]
-    advantages = [[0.0] * mask.numel() for mask in masks]
-    for i in range(len(masks)):
-        peers = [j for j in range(len(masks)) if GROUPS[j] == GROUPS[i]]
-        for place, t in enumerate(active[i]):
-            weights, weighted = 0.0, 0.0
-            for j in peers:
-                if place < len(active[j]):
-                    gathered = sum(float(energies[j][s]) for s in active[j][: place + 1])
-                    weights += gathered
-                    weighted += gathered * returns[j][active[j][place]]
-            advantages[i][t] = returns[i][t] - weighted / weights
-    return advantages
-
-
-@pytest.mark.parametrize("name", ["otb", "optimal_token_baseline"])
-@pytest.mark.parametrize(("gamma", "coef"), [(1.0, 0.0), (0.9, 0.3)])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_optimal_token_baseline(name: str, gamma: float, coef: float, seed: int) -> None:
-    masks, kl = samples(seed)
-    got = estimate(AdvantageSettings(name, gamma=gamma, kl_coef=coef), masks, kl)
-    rewards = [penalised(r, m, k, coef) for r, m, k in zip(REWARDS, masks, kl)]
-    expected = otb_by_loop(masks, rewards, energies_of(masks), gamma)
-    assert flat(got.values) == pytest.approx(flat(expected), rel=1e-5, abs=1e-6)
-    assert any(flat(got.values))
-
-
-def test_an_energy_is_the_squared_gradient_by_the_logits() -> None:
-    logits = torch.tensor([[0.3, -2.0, 1.0, 0.1], [9.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    logits.requires_grad_()
-    log_p, expected = logits.log_softmax(-1), []
-    for row, token in enumerate((2, 0)):
-        (gradient,) = torch.autograd.grad(log_p[row, token], logits, retain_graph=True)
-        expected.append(float(gradient.square().sum()))
-    sampled, squares = log_p[[0, 1], [2, 0]], log_p.exp().square().sum(-1)
-    (energies,) = token_energies([sampled], [squares], [torch.ones(2, dtype=torch.bool)])
-    assert energies.tolist() == pytest.approx(expected, rel=1e-12)
-    certain = token_energies(
-        [torch.zeros(1)], [torch.full((1,), 0.9999999)], [torch.ones(1).bool()]
-    )
-    assert certain[0].tolist() == [0], "not below"
-
-
-def test_otb_gives_exactly_nothing_where_rewards_are_equal_and_needs_energies() -> None:
-    masks, _ = samples(2)
-    got = estimate(
-        AdvantageSettings("otb"), masks, rewards=[0.1, 0.1, 1 / 3, 1 / 3, 1 / 3, 2.0, 2.0]
-    )
-    assert not any(flat(got.values))
-    assert got.metrics["reward/zero_spread_group_frac"] == 1
-    with pytest.raises(ValueError, match="needs the energy of every token"):
-        estimate_advantages(AdvantageSettings("otb"), outcomes(masks), mine=range(7), masks=masks)
-
-
 def test_ppo_without_values_is_an_error_and_a_bad_reward_is_no_target() -> None:
     masks, _ = samples(7)
     with pytest.raises(ValueError, match="a critic's value"):
@@ -421,7 +357,7 @@ def test_a_bad_reward_or_kl_leaves_the_others_alone(name: str, normalize: bool, 
 @pytest.mark.parametrize("name", advantage_estimators.names())
 def test_parts_of_a_rollout_give_what_the_whole_gives(name: str) -> None:
     """Ranks hold different samples of the same rollout; without whitening they need nothing of each
-    other but the KL's sums. otb compares tokens across ranks: tests/dist/test_whitening.py."""
+    other but the KL's sums. otb compares tokens across ranks: test_advantages_otb.py."""
     if name == "otb":
         return
     masks, _ = samples(2)
