@@ -78,6 +78,8 @@ def flags_of_case(variant: str, reduction: str, correction: str) -> str:
     ]
     if reduction == "seq_mean_token_sum_norm":
         words.append("--loss-norm-length 30")
+    if variant.startswith("luspo"):
+        words.append("--lr 0.1")  # its gradient is that of others times the length
     return " ".join(words)
 
 
