@@ -41,6 +41,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
     "--use-tensorboard": {"no_tensorboard": False},
 }
+# Fields of which slime gives one value with each flag.
+APPENDED = ("rollout_sample_hook_path",)
 # Accepted, because what they ask for is so anyway.
 NO_EFFECT: Mapping[str, str] = {
     "--get-mismatch-metrics": "mismatch metrics are always computed",

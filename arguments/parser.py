@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import slime_like
 from arguments.aliases import (
     ALIASES,
+    APPENDED,
     DEPRECATED,
     IGNORED,
     NEGATED_ALIASES,
@@ -355,6 +356,8 @@ class LauncherParser(argparse.ArgumentParser):
         except ValueError as error:
             given.refuse(typed, value, str(error), flag.dest)
         else:
+            if flag.dest in APPENDED:
+                result = [*given.values.get(flag.dest, []), *result]
             given.put(flag.dest, (not result) if on is False else result, typed)
 
     def take_other(self, typed: str, value: Any, given: ParsedArgs) -> None:

@@ -132,14 +132,16 @@ class UserHooks:
     def _weighed(self, adapter: HookAdapter, batch: TrainBatch) -> TrainBatch:
         """An optimizer step with the user's weights, over its samples or, with token_mean, over its
         tokens: the run's own weight of a token is then one over their number."""
-        weights = adapter.policy_weights(batch.samples)
-        scales = [1 / self._batch_size] * len(weights)
+        if not any(sample.response_length for sample in batch.samples):
+            return batch
+        scale = 1 / self._batch_size
         if self._per_token:
-            scales = [float(sample.loss_weights.max()) for sample in batch.samples]
+            scale = float(torch.cat([sample.loss_weights for sample in batch.samples]).max())
+        weights = adapter.policy_weights(batch.samples)
         return TrainBatch(
             tuple(
                 dataclasses.replace(sample, policy_weights=weight * scale)
-                for sample, weight, scale in zip(batch.samples, weights, scales)
+                for sample, weight in zip(batch.samples, weights)
             )
         )
 

@@ -11,7 +11,7 @@ from arguments.eval_sets import EvalSet
 from arguments.parse import parse_args
 from arguments.rules.scheduling import SCHEDULING_RULES
 from slime_like.config import ConfigError
-from tests.unit.command_lines import complete, problems_of
+from tests.unit.command_lines import complete, parse_flags, problems_of
 
 NONZERO = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 # name of the rule, flags that are added, the flag that is named, words of the message
@@ -50,6 +50,14 @@ CASES = [
     ("scheduling_functions", "--custom-generate-function-path json.nothing", "--custom-generate-function-path", "has no 'nothing'"),
     ("scheduling_functions", "--rollout-sample-filter-path nowhere.f", "--rollout-sample-filter-path", "cannot import"),
 ]  # fmt: skip
+
+
+def test_hooks_of_samples_add_up(tmp_path: Path) -> None:
+    """As slime gives them, one with each flag, or several with one."""
+    flag = "--rollout-sample-hook-path"
+    for words in (f"{flag} json.dumps {flag} json.loads", f"{flag} json.dumps json.loads"):
+        found = parse_flags(tmp_path, words).hooks.rollout_sample_hook_path
+        assert found == ["json.dumps", "json.loads"]
 
 
 @pytest.mark.parametrize(
