@@ -238,6 +238,7 @@ def test_settings_and_evaluation_reach_a_slime_function(tmp_path: Path) -> None:
     assert sample.metadata == {
         "n": 4,
         "evaluation": False,
+        "reward_details": {"form": 0.0},
         "told": "args.lr: the settings of a run do not change",
     }
     assert sample.reward == 3 and sample.response == "A" and sample.rollout_log_probs is None
