@@ -10,7 +10,9 @@ import pytest
 
 from arguments.rules.algorithm import CRITIC_RULES
 from arguments.schema import CriticConfig
+from slime_like.advantages import AdvantageSettings
 from slime_like.losses.value_loss import ValueLossConfig
+from slime_like.rollout.reward_parts import advantage_settings
 from tests.unit.command_lines import HF_CONFIG
 from tests.unit.command_lines import parse_flags as parse
 from tests.unit.command_lines import problems_of_flags as problems_of
@@ -52,6 +54,29 @@ def test_what_follows(tmp_path: Path) -> None:
     assert run.critic.critic_min_lr == pytest.approx(2e-5), "the policy's share"
     said = parse(tmp_path, PPO + "--min-lr 1e-6 --critic-min-lr 3e-6").critic
     assert (said.critic_lr, said.critic_min_lr) == (1e-5, 3e-6)
+
+
+def test_the_lambdas_reach_the_estimator(tmp_path: Path) -> None:
+    """With the other settings of advantages, each by its own flag."""
+    words = (
+        "--lambd 0.9 --value-lambd 0.8 --gamma 0.7 --normalize-advantages --singleton-advantage reward "
+        "--disable-grpo-std-normalization --kl-coef 0.1 --ref-load {folder}/hf --use-opd --opd-type megatron "
+        "--opd-teacher-load {folder}/hf --opd-kl-coef 0.6 --opd-prefix-gamma 0.4"
+    )
+    assert advantage_settings(parse(tmp_path, PPO + words)) == AdvantageSettings(
+        "ppo",
+        normalize_std=False,
+        singleton="reward",
+        normalize=True,
+        gamma=0.7,
+        lambd=0.9,
+        value_lambd=0.8,
+        kl_coef=0.1,
+        distillation_coef=0.6,
+        prefix_gamma=0.4,
+    )
+    by_length = advantage_settings(parse(tmp_path, PPO + "--lambd-length-alpha 0.05"))
+    assert by_length == AdvantageSettings("ppo", distillation_coef=1.0, lambd_length_alpha=0.05)
 
 
 def test_slimes_words(tmp_path: Path) -> None:
