@@ -112,7 +112,7 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(
     )
     monkeypatch.setattr(megatron_patches, "_installed", {})
     report = megatron_patches.apply()
-    always = ["mla_tp_grads", "mla_no_q_norm", "offload_ckpt", "safe_checkpoints"]
+    always = ["mla_tp_grads", "mla_no_q_norm", "rope_thd", "offload_ckpt", "safe_checkpoints"]
     always = [name for name in always if name not in NOT_NEEDED]
     assert [entry.name for entry in report.applied] == always
     assert [entry.name for entry in report.skipped] == [
@@ -137,6 +137,7 @@ def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(
             "mla_no_te",
             "mla_tp_grads",
             "mla_no_q_norm",
+            "rope_thd",
             "precision_adam",
             "torch_adam_ckpt",
             "offload_ckpt",
@@ -200,6 +201,7 @@ TARGETS = [
         if "mla_no_q_norm" not in NOT_NEEDED
         else []
     ),
+    ("rope_thd", "models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_thd"),
     ("moe_split_sizes", "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
     ("gloo_uneven", "tensor_parallel.mappings", "_gather_along_first_dim"),
     ("gloo_uneven", "tensor_parallel.mappings", "_reduce_scatter_along_first_dim"),
@@ -438,6 +440,24 @@ def test_router_without_transformer_engine() -> None:
     torch.testing.assert_close(out, x @ weight.t())
     out.sum().backward()
     torch.testing.assert_close(weight.grad, x.detach().sum(0).expand(2, 4))
+
+
+@pytest.mark.parametrize(("cp_size", "cp_rank"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+def test_packed_rows_are_rotated_as_their_sequences_are(cp_size: int, cp_rank: int) -> None:
+    """Against megatron-core's own loop, to the last bit; queries after keys, and another row after
+    the first."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    rotate = rope_utils._apply_rotary_pos_emb_thd
+    unit = 1 if cp_size == 1 else 2 * cp_size
+    group = SimpleNamespace(size=lambda: cp_size, rank=lambda: cp_rank)
+    angles = torch.randn(4 * unit, 1, 1, 6)
+    for lengths in ([3, 1, 4, 2], [2, 2], [4], [1, 1, 1, 1]):  # in units; the last fill the table
+        bounds = torch.tensor([0, *(n * unit for n in lengths)]).cumsum(0).int()
+        for heads in (1, 2):
+            rows = torch.randn(int(bounds[-1]) // cp_size, heads, 8)
+            found = rotate(rows, bounds, angles, cp_group=group)
+            assert torch.equal(found, rotate.__wrapped__(rows, bounds, angles, cp_group=group))
 
 
 def test_split_sizes_of_a_cpu_tensor() -> None:
