@@ -48,7 +48,7 @@ def load_function(path: str, flag: str = "--custom-rm-path") -> Callable[..., An
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calls give an awaitable: an ``async def``, or an object whose ``__call__`` is one."""
+    """Whether calls give an awaitable: an ``async def``, or an object with such a ``__call__``."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004
     )

@@ -35,6 +35,10 @@ GRACE_S = 1.0
 MOST_PRINTED = 2**16  # bytes of what rewards print, that a round shows
 _MAX_ANSWER = 2**20  # bytes
 _MOMENT_S = 1.0
+_QUICK_S = (
+    0.005  # jobs below this are sent ahead, so that the worker need not wait for the next one
+)
+_AHEAD = 16
 _END_S = 10.0  # for a keeper to end what a reward has started
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from slime_like.rewards.worker import main; main()"
 _KEPT_ENVIRONMENT = (
@@ -69,6 +73,10 @@ class Worker:
         for file in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(file, False)
         self.slots = 0
+        # sent behind the job that runs, oldest first: their deadlines start when their turn comes
+        self.queued: deque[int] = deque()
+        self.quick = False  # whether the last job took less than _QUICK_S
+        self.started = time.monotonic()  # of the last job
         self.deadlines: dict[int, float] = {
             -1: time.monotonic() + START_LIMIT_S
         }  # by job; -1 is the start
@@ -208,7 +216,7 @@ class _Round:
 
     def run(self) -> list[Answer]:
         while len(self.answers) < len(self.jobs):
-            held = sum(len(w.deadlines) for w in self.pool.workers if w.ready)
+            held = sum(len(w.deadlines) + len(w.queued) for w in self.pool.workers if w.ready)
             self.pool.staff(len(self.waiting) + held)
             self._assign()
             self._exchange()
@@ -224,11 +232,19 @@ class _Round:
                 if alone and worker.deadlines:
                     break
                 number = self.waiting.popleft()
-                grace = GRACE_S if worker.slots > 1 else 0.0
-                worker.deadlines[number] = (
-                    time.monotonic() + self.pool.setup.args.rm_timeout_s + grace
-                )
+                self._start(worker, number)
                 worker.send(self.jobs[number])
+            if worker.slots == 1 and worker.quick and not self.alone:
+                share = len(self.waiting) // len(self.pool.workers)
+                while len(worker.queued) < min(share, _AHEAD):
+                    worker.queued.append(self.waiting.popleft())
+                    worker.send(self.jobs[worker.queued[-1]])
+
+    def _start(self, worker: Worker, number: int) -> None:
+        """Its time runs from now on."""
+        grace = GRACE_S if worker.slots > 1 else 0.0
+        worker.started = time.monotonic()
+        worker.deadlines[number] = worker.started + self.pool.setup.args.rm_timeout_s + grace
 
     def _exchange(self) -> None:
         """Wait for the first answer or the nearest deadline, and move bytes both ways."""
@@ -275,9 +291,18 @@ class _Round:
                 raise RunError(f"a reward worker cannot start: {answer['failed']}")
             elif worker.deadlines.pop(answer["job"], None) is not None:
                 self.answers[answer["job"]] = answer
+                worker.quick = time.monotonic() - worker.started < _QUICK_S
                 if answer.get("last"):
+                    self._take_back(worker)
                     self.pool.discard(worker)
                     return
+                if worker.queued:
+                    self._start(worker, worker.queued.popleft())
+
+    def _take_back(self, worker: Worker) -> None:
+        """What was sent ahead to a worker that ends before it came to it."""
+        self.waiting.extendleft(reversed(worker.queued))
+        worker.queued.clear()
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -290,6 +315,7 @@ class _Round:
         each alone."""
         words = worker.printed()
         self._show(words)
+        self._take_back(worker)
         how = self.pool.discard(worker)
         if not worker.ready:
             reason = f"not ready after {START_LIMIT_S:g} s" if answer else how

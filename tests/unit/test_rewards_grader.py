@@ -237,6 +237,31 @@ def test_order_is_kept_over_workers(custom):
     assert [s.reward for s in grader.grade([make(i) for i in range(30)])] == list(range(30))
 
 
+def test_jobs_that_were_sent_ahead_are_graded_once(custom, tmp_path):
+    """Of many quick ones a worker has some in its pipe: they are no victims of the one that hangs
+    or kills it, and their own time starts with their turn."""
+    seen = tmp_path / "seen"
+    grader = custom(
+        f"""
+        import os, time
+        def score(args, sample):
+            with open({str(seen)!r}, "a") as file:
+                file.write(f"{{sample.index}} ")
+            if sample.index == 70: time.sleep(1000)
+            if sample.index == 140: os._exit(3)
+            if sample.index > 180: time.sleep(0.2)
+            return sample.index
+        """,
+        rm_timeout_s=2,
+        rm_num_workers=1,
+        max_abs_reward=1e3,
+    )
+    graded = grader.grade([make(i) for i in range(200)])
+    assert [s.reward for s in graded] == [None if i in (70, 140) else i for i in range(200)]
+    assert grader.last_counts["timeout"] == grader.last_counts["died"] == 1
+    assert sorted(pids(seen)) == list(range(200))
+
+
 def test_a_large_sample(custom):
     grader = custom(
         "def score(args, sample):\n    return len(sample.response)\n", max_abs_reward=1e9
