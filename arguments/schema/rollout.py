@@ -55,8 +55,10 @@ class RolloutConfig:
     rollout_stop_token_ids: list[int] | None = arg(
         None, "Token ids that end a response, besides the model's own.", nargs="+"
     )
-    rollout_local_batch_size: int = arg(
-        64, "Samples that the local engine decodes together.", legal=AT_LEAST_ONE
+    rollout_local_batch_size: int | None = arg(
+        None,
+        "Samples that the local engine decodes together. Default: as many as 256 MiB of keys and values hold, from 64 to 512.",
+        legal=AT_LEAST_ONE,
     )
     sample_buffer_size: int = arg(
         64 * 2**20,

@@ -44,6 +44,7 @@ LOG_FILE = "server.log"
 LOG_BYTES, LOG_FILES = 50_000_000, 5
 HOUSEKEEPING_S = 5.0
 OLD_API_S = 30.0  # for the API process of another command line to end
+LOCAL_BATCH = 64  # sampling requests that go to a local engine in one command
 CONTEXT_WITHOUT_POSITIONS = 2**17  # of a model whose config tells none
 
 
@@ -101,7 +102,7 @@ def make_service(
         operations,
         most_waiting=run.server.max_queued_requests,
         gap_s=run.server.seq_gap_s,
-        batch=run.rollout.rollout_local_batch_size
+        batch=run.rollout.rollout_local_batch_size or LOCAL_BATCH
         if run.rollout.rollout_engine == "local"
         else run.sglang.sglang_server_concurrency,
         has_workers=has_workers,

@@ -72,7 +72,7 @@ class SnapshotSampler:
         layout: ParallelLayout,
         *,
         max_engines: int,
-        local_batch_size: int,
+        local_batch_size: int | None,
         dtype: torch.dtype,
     ) -> None:
         """model: the base; dtype: of the engines' weights. local_batch_size: of an engine."""

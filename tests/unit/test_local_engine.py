@@ -18,6 +18,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DynamicCache,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -36,7 +38,13 @@ from slime_like.rollout.engines.base import (
     SamplingParams,
 )
 from slime_like.rollout.engines.local.decoder import draw_uniforms, sample_tokens
-from slime_like.rollout.engines.local.engine import LocalEngine
+from slime_like.rollout.engines.local.engine import (
+    CACHE_BYTES,
+    FEWEST,
+    MOST,
+    LocalEngine,
+    cache_bytes_per_token,
+)
 
 VOCAB = 64
 SHAPE = dict(
@@ -240,6 +248,33 @@ def test_tokens_depend_on_the_seed_alone(built: Built) -> None:
     assert len({expected[i].tokens for i in range(3)}) == 3  # three samples of one prompt
     other = built.engine.generate([replace(requests[0], seed=77)], sampling)[0]
     assert other.tokens != expected[0].tokens
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
+def test_bytes_of_a_token_in_the_cache(family: str) -> None:
+    """Against transformers' own cache."""
+    latent = DeepseekV3Config(
+        **{**SHAPE, "num_key_value_heads": 4, "num_hidden_layers": 1, "head_dim": 4},
+        **dict(kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4),
+        v_head_dim=6,
+        first_k_dense_replace=1,
+    )
+    config = FAMILIES.get(family, latent)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(input_ids=torch.ones(2, 5, dtype=torch.long), past_key_values=cache)
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert cache_bytes_per_token(config.get_text_config(), torch.float32) == kept / 10
+
+
+def test_more_responses_at_once_where_they_are_short(built: Built) -> None:
+    token = cache_bytes_per_token(built.reference.config, torch.float32)
+    requests = _requests(3)
+    longest = max(len(r.prompt_tokens) for r in requests)
+    for wanted, size in ((1, FEWEST), (100, 100), (10_000, MOST)):
+        new = CACHE_BYTES // (token * wanted) - longest
+        assert built.engine._batch_size(requests, SamplingParams(max_new_tokens=new)) == size
 
 
 def test_a_shorter_limit_gives_a_prefix(built: Built) -> None:

@@ -39,6 +39,10 @@ from slime_like.rollout.engines.local.decoder import Decoder
 from slime_like.rollout.engines.local.weight_loader import WeightSlots
 
 PAUSED_POLL_S = 0.002
+# Without --rollout-local-batch-size: more responses at once cost a small model little more time
+# than fewer, until their keys and values fill the caches of a processor.
+CACHE_BYTES = 256 * 2**20
+FEWEST, MOST = 64, 512
 
 # (requests, sampling, aborted sample ids) -> after every token, the outputs that ended with it, by
 # index
@@ -46,6 +50,10 @@ Decode = Callable[
     [Sequence[GenerateRequest], SamplingParams, Collection[int]],
     Iterator[dict[int, GenerateOutput]],
 ]
+
+
+# (requests, sampling) -> how many of them are decoded together
+BatchSize = Callable[[Sequence[GenerateRequest], SamplingParams], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ class Batcher:
     """Batches of at most `batch_size` requests with equal sampling parameters, one batch at a time.
     Requests that arrive while a batch is decoded wait for its end."""
 
-    def __init__(self, decode: Decode, batch_size: int) -> None:
+    def __init__(self, decode: Decode, batch_size: BatchSize) -> None:
         self.paused = False
         self._decode = decode
         self._batch_size = batch_size
@@ -128,7 +136,8 @@ class Batcher:
         """The oldest request and others with its sampling parameters; equal prompts are neighbours,
         so that each is computed once."""
         sampling = self._waiting[0].sampling
-        batch = [item for item in self._waiting if item.sampling == sampling][: self._batch_size]
+        alike = [item for item in self._waiting if item.sampling == sampling]
+        batch = alike[: self._batch_size([item.request for item in alike], sampling)]
         for item in batch:
             self._waiting.remove(item)
         return sorted(
@@ -147,7 +156,8 @@ class LocalEngine(RolloutEngine):
 
     tokenizer: needed for its end-of-sequence id and for stop strings; None where prompts and stops
     are token ids. tied: whether the output layer is the embedding, where it is not as the config
-    says (adapters on the output layer untie them). local_batch_size: responses decoded together.
+    says (adapters on the output layer untie them). local_batch_size: responses decoded together;
+    None: as many as `CACHE_BYTES` of keys and values hold, from `FEWEST` to `MOST`.
     dtype: of weights and KV cache; sampling is in float32 logits whatever it is.
     """
 
@@ -156,13 +166,13 @@ class LocalEngine(RolloutEngine):
         hf_checkpoint: str,
         tokenizer: PreTrainedTokenizerBase | None,
         *,
-        local_batch_size: int = 64,
+        local_batch_size: int | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         trust_remote_code: bool = False,
         tied: bool | None = None,
     ) -> None:
-        if local_batch_size < 1:
+        if local_batch_size is not None and local_batch_size < 1:
             raise ValueError(f"--rollout-local-batch-size is {local_batch_size}, must be >= 1")
         config = AutoConfig.from_pretrained(hf_checkpoint, trust_remote_code=trust_remote_code)
         if tied is not None:
@@ -188,8 +198,9 @@ class LocalEngine(RolloutEngine):
         self._decoder = Decoder(
             self._model, tokenizer, self._device, self._end_ids, lambda: self.weight_version
         )
-        self._batcher = Batcher(self._decoder.decode, local_batch_size)
+        self._batcher = Batcher(self._decoder.decode, self._batch_size)
         text_config = config.get_text_config()
+        self._cache_bytes_per_token = cache_bytes_per_token(text_config, dtype)
         self._vocab_size: int = text_config.vocab_size
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
 
@@ -214,8 +225,9 @@ class LocalEngine(RolloutEngine):
             key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens),
         )
         outputs: list[GenerateOutput | None] = [None] * len(requests)
-        for start in range(0, len(order), self._local_batch_size):
-            chunk = order[start : start + self._local_batch_size]
+        size = self._batch_size(requests, sampling)
+        for start in range(0, len(order), size):
+            chunk = order[start : start + size]
             tokens = self._decoder.decode([requests[i] for i in chunk], sampling, frozenset())
             while True:
                 with self._batcher.between_tokens():
@@ -248,6 +260,13 @@ class LocalEngine(RolloutEngine):
         self._weights_complete = False
         self._decoder.free()
         del self._model, self._slots
+
+    def _batch_size(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> int:
+        if self._local_batch_size is not None:
+            return self._local_batch_size
+        longest = max((len(r.prompt_tokens) for r in requests), default=0)
+        row = self._cache_bytes_per_token * (longest + sampling.max_new_tokens)
+        return min(max(FEWEST, CACHE_BYTES // row), MOST)
 
     def _check(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> None:
         if not self._weights_complete:
@@ -321,6 +340,17 @@ class LocalEngine(RolloutEngine):
         logits = self._model(input_ids=ids).logits[0, first - 1 : -1].float()
         top = (logits / (temperature or 1.0)).log_softmax(-1).topk(k, dim=-1)
         return top.indices.cpu(), top.values.cpu()
+
+
+def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Of keys and values in all layers of transformers' cache. config: of the text model."""
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # the latents, from which all heads are computed
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        width = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
+    return int(config.num_hidden_layers * width * dtype.itemsize)
 
 
 def _end_token_ids(
