@@ -14,7 +14,7 @@ TRAIN_USAGE = """usage: python train.py --hf-checkpoint FOLDER --prompt-data FIL
 SERVER_USAGE = """usage: python -m slime_like.tinker --hf-checkpoint FOLDER [flags]
        torchrun --nproc-per-node N -m slime_like.tinker ...         on several processes"""
 _NOTES = """Dashes and underscores in flags are interchangeable. --config RUN.YAML reads flags from a file.
---help WORD shows the groups and flags whose names hold WORD."""
+--help WORD shows the groups and flags with WORD in their names."""
 
 
 def default_words(flag: Flag) -> str:

@@ -13,7 +13,7 @@ from arguments.megatron_configs import MegatronConfigs
 from arguments.schema import GPTModelConfig, ParallelConfig
 from arguments.schema.data import learns_conversations
 from arguments.schema.lora import TARGETS, UNEMBEDDING
-from slime_like.advantages.registry import advantage_estimators, needs_critic
+from slime_like.advantages.registry import advantage_estimators, needs_critic, needs_energies
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,31 @@ class RunConfig(ConfigGroups):
         answers."""
         supervised = self.algorithm.loss_type == "sft_loss"
         return 1.0 if supervised else self.rollout.rollout_temperature
+
+    @property
+    def old_is_current(self) -> bool:
+        """Whether the old log-probs of a rollout are those of the forward pass of its only
+        optimizer step, and nothing needs them before."""
+        algorithm, transformer = self.algorithm, self.megatron.transformer
+        estimator = advantage_estimators.get(algorithm.advantage_estimator)
+        needed_before = (
+            algorithm.kl_coef  # in the reward
+            or self.distillation.use_opd
+            or needs_energies(estimator)
+            or self.off_policy.enabled
+            or algorithm.use_routing_replay
+            or self.rollout.use_rollout_routing_replay
+            or self.critic.num_critic_only_steps
+            or self.hooks.custom_advantage_function_path
+            or self.hooks.rollout_data_postprocess_path
+            or self.hooks.custom_megatron_before_log_prob_hook_path
+        )
+        dropout = transformer.hidden_dropout or transformer.attention_dropout
+        return (
+            algorithm.num_steps_per_rollout == 1
+            and algorithm.loss_type == "policy_loss"
+            and not (algorithm.use_rollout_logprobs or needed_before or dropout)
+        )
 
     @property
     def reference_is_base(self) -> bool:

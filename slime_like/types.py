@@ -195,9 +195,12 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """What one data-parallel rank contributes to one optimizer step."""
+    """What one data-parallel rank contributes to one optimizer step. old_is_current: the policy is
+    still the old one of its ratios, whose log-probs are those of the training pass itself; the
+    samples have none."""
 
     samples: tuple[TrainSample, ...]
+    old_is_current: bool = False
 
 
 @dataclass(frozen=True, slots=True)

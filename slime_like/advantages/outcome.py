@@ -96,7 +96,7 @@ def _check_samples(rewards: Tensor, group_ids: Tensor, lengths: Tensor, singleto
 
 @dataclass(frozen=True, slots=True)
 class GroupOutput:
-    """values: [B] float64. differing: [B] bool, finite rewards of groups whose rewards differ."""
+    """values: [B] float64. differing: [B] bool, finite rewards of groups with different rewards."""
 
     values: Tensor
     differing: Tensor

@@ -1,4 +1,4 @@
-"""Clip-Cov, arXiv 2505.22617: PPO, whose gradient is cut at a few random tokens of high covariance.
+"""Clip-Cov, arXiv 2505.22617: PPO with the gradient cut at a few random tokens of high covariance.
 
 Candidates are active tokens that PPO does not clip, with clip_cov_lb < cov < clip_cov_ub; of them
 max(1, floor(clip_cov_ratio N)) are chosen at random, and l = 0 there. Tokens that an off-policy

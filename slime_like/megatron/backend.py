@@ -74,10 +74,11 @@ class LogProbOutput:
 @dataclass(frozen=True, slots=True)
 class PendingStep:
     """Metrics of the forward pass that gave the network's gradients; the weights are still the old
-    ones."""
+    ones. log_probs: of the samples, where `TrainBatch.old_is_current`."""
 
     metrics: dict[str, float]
     network: TrainedNetwork
+    log_probs: Sequence[LogProbOutput] = ()
 
 
 class WeightReceiver(Protocol):
@@ -203,13 +204,16 @@ class MegatronBackend:
         The metrics are those of the whole step, reduced over the data-parallel ranks and equal on
         all ranks.
         """
-        objective = PolicyObjective(self.head, self.objective)
+        objective = PolicyObjective(self.head, self.objective, batch.old_is_current)
         selection = SelectionSeed(self._seed, self.trained.scheduler.num_steps)
-        found = self._training_pass(self.trained, batch.samples, objective, selection)
+        found = self._training_pass(
+            self.trained, batch.samples, objective, selection, per_token=batch.old_is_current
+        )
         metrics = reduced_metrics(found, self.layout) | routing_metrics(
             self.policy.chunks, self.transformer, self.layout, found.num_micro_batches
         )
-        return PendingStep(metrics, self.trained)
+        log_probs = [LogProbOutput(*row) for row in zip(*found.columns, strict=True)]
+        return PendingStep(metrics, self.trained, log_probs)
 
     def optim_step(self, pending: PendingStep) -> StepResult:
         """The optimizer step of `forward_backward` or `forward_backward_critic`; skipped on all
@@ -254,9 +258,13 @@ class MegatronBackend:
         samples: Sequence[TrainSample],
         compute: TokenComputation,
         selection: SelectionSeed | None = None,
+        *,
+        per_token: bool = False,
     ) -> PassOutput:
         size = self._micro_batch_size(network.layout, forward_only=False)
-        return network.forward_backward(samples, compute, size, selection=selection)
+        return network.forward_backward(
+            samples, compute, size, selection=selection, per_token=per_token
+        )
 
     def _micro_batch_size(self, layout: ParallelLayout, *, forward_only: bool) -> MicroBatchSize:
         return micro_batch_size(self.algorithm, layout.cp_size, forward_only=forward_only)

@@ -99,15 +99,22 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """An `Objective` over the head's log-probs: the loss of a run's policy."""
+    """An `Objective` over the head's log-probs: the loss of a run's policy. old_is_current: see
+    `TrainBatch`. Columns: then, log-probs and entropies."""
 
     head: LogProbHead
     objective: Objective
+    old_is_current: bool = False
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
         """Metrics are those of unscaled sums."""
         log_probs, entropy = self.head.log_probs_and_entropy(hidden, head_weight(model), batch)
         objective = self.objective
+        columns: tuple[Tensor, ...] = ()
+        if self.old_is_current:
+            # every ratio is 1, and its gradient that of the log-prob
+            batch = replace(batch, old_log_probs=log_probs.detach())
+            columns = (log_probs.detach(), entropy.detach())
         if objective.terms.entropy_coef == 0:
             entropy = entropy.detach()  # only reported: no gradient is computed for it
         inputs = loss_inputs(
@@ -126,7 +133,7 @@ class PolicyObjective:
         if batch.keep_mask is not None and batch.old_log_probs is not None:
             # slime's name, beside those of the correction
             metrics["ois"] = masked_mean(inputs.log_ratio().exp(), batch.loss_mask)
-        return TokenOutput(loss=output.loss, metrics=metrics)
+        return TokenOutput(columns, output.loss, metrics)
 
 
 def loss_inputs(

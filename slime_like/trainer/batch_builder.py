@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from arguments.schema import AlgorithmConfig
 from slime_like.advantages import (
-    AdvantageSettings,
     KLController,
     TokenAdvantages,
     advantage_estimators,
@@ -28,7 +27,6 @@ from slime_like.advantages import (
 )
 from slime_like.advantages.values import value_metrics
 from slime_like.logs import warn_rank_0
-from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.megatron.backend import LogProbOutput, MegatronBackend
 from slime_like.megatron.micro_batching import work_per_token
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -37,86 +35,47 @@ from slime_like.rollout.step_plan import (
     DataParallelAssignment,
     SampleCorrection,
     StepPlan,
-    check_rollout_log_probs,
-    correct_steps,
-    has_rollout_log_probs,
     map_steps,
     outcomes_of,
     train_samples,
 )
 from slime_like.sample_index import AnySample, complete
-from slime_like.trainer.guards import SamplerGates, check_finite, require_rollout_log_probs
+from slime_like.trainer.guards import SamplerGates
+from slime_like.trainer.old_log_probs import OldLogProbs
+from slime_like.trainer.rollout_batch import BatchSettings, Columns, Rollout
 from slime_like.trainer.sample_delivery import SampleDelivery
-from slime_like.trainer.user_hooks import RankData, UserHooks, group_rewards, own_samples
+from slime_like.trainer.user_hooks import RankData, group_rewards, own_samples
 from slime_like.trainer.value_exchange import ValueExchange, plan_of_critic
 from slime_like.types import TrainBatch, TrainSample
 
 logger = logging.getLogger(__name__)
-Columns = Mapping[str, Sequence[Tensor | None] | None]  # what it is -> [R] by sample
+LogProbCheck = Callable[[Sequence[LogProbOutput]], dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
     """The optimizer steps of a rollout: this rank's samples of each. critic: empty without one; it
-    may share the samples otherwise."""
+    may share the samples otherwise. check: of the log-probs that the policy's training pass gives,
+    where `TrainBatch.old_is_current`, before its optimizer step; returns metrics."""
 
     policy: list[TrainBatch]
     critic: list[TrainBatch]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSettings:
-    """transformer: megatron-core's TransformerConfig of the policy. replays_rollout: the sampler's
-    experts are replayed. served_teacher: the samples have a teacher's log-probs. outcome_fields: what
-    `Outcomes` has of a rollout's samples that is not in their rows; a collective."""
-
-    algorithm: AlgorithmConfig
-    off_policy: OffPolicyConfig
-    transformer: Any
-    vocab_size: int
-    replays_rollout: bool
-    served_teacher: bool
-    advantages: AdvantageSettings
-    sample_buffer_size: int
-    outcome_fields: Callable[[Sequence[AnySample]], Mapping[str, Any]]
-    hooks: UserHooks
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """A rollout that is about to become batches. sampled: all samples, each whole where it was
-    made. samples: the same, each where it is trained on. local: this rank's, over all steps."""
-
-    sampled: Sequence[AnySample]
-    samples: Sequence[AnySample]
-    shares: DataParallelAssignment
-    steps: list[list[TrainSample]]
-
-    @property
-    def local(self) -> list[TrainSample]:
-        return [sample for step in self.steps for sample in step]
-
-    @property
-    def masks(self) -> list[Tensor]:
-        return [sample.loss_mask for sample in self.local]
-
-    def check_finite(self, columns: Columns, when: str) -> None:
-        """See `guards.check_finite`."""
-        names = [str(self.samples[i].sample_id) for i in self.shares.local_indices]
-        check_finite(columns, self.masks, names, when=when)
+    check: LogProbCheck | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What forward passes gave for this rank's samples, [R] by sample; None without the network."""
+    """What forward passes gave for this rank's samples, [R] by sample; None without the network, and
+    for old log-probs that the training pass will give."""
 
-    old: list[LogProbOutput]
+    old: list[LogProbOutput] | None
     ref: list[Tensor] | None
     teacher: list[Tensor] | None
     values: list[Tensor] | None
 
     @property
     def old_log_probs(self) -> list[Tensor]:
+        assert self.old is not None, "see RunConfig.old_is_current"
         return [o.log_probs for o in self.old]
 
 
@@ -137,6 +96,7 @@ class BatchMaker:
         self.layout = layout
         self.backend = backend
         self.gates = gates
+        self.old = OldLogProbs(settings, layout, backend, gates)
         self.progress = progress
         self.plan = step_plan(settings.algorithm, settings.transformer, settings.vocab_size, layout)
         critic = backend.critic
@@ -181,8 +141,10 @@ class BatchMaker:
         metrics = dict(rollout.shares.metrics)
         critic = self._critic_part(rollout)
         scores = self._scores(rollout, weight_version, critic, metrics)
-        corrections, more = self._corrections(rollout, scores)
-        metrics |= more
+        corrections = [SampleCorrection()] * len(rollout.local)
+        if scores.old is not None:
+            corrections, more = self.old.correct(rollout, scores.old)
+            metrics |= more
         advantages = self._advantages(rollout, scores)
         metrics |= advantages.metrics
         weights = [c.importance_weights for c in corrections]
@@ -197,12 +159,12 @@ class BatchMaker:
             of_critic = critic.batches(advantages.returns)
 
         def complete(i: int, sample: TrainSample) -> TrainSample:
-            routes = scores.old[i].routes
+            old = None if scores.old is None else scores.old[i]
             return dataclasses.replace(
                 sample,
                 advantages=advantages.values[i],
-                old_log_probs=scores.old[i].log_probs,
-                routes=sample.routes if routes is None else routes,
+                old_log_probs=None if old is None else old.log_probs,
+                routes=sample.routes if old is None or old.routes is None else old.routes,
                 ref_log_probs=None if scores.ref is None else scores.ref[i],
                 keep_mask=corrections[i].keep_mask,
                 importance_weights=corrections[i].importance_weights,
@@ -212,7 +174,14 @@ class BatchMaker:
         of_policy = self.settings.hooks.finish(
             of_policy, lambda: self._rank_data(rollout, scores, advantages)
         )
-        return Batches(of_policy, of_critic), metrics
+        if scores.old is not None:
+            return Batches(of_policy, of_critic), metrics
+        of_policy = [dataclasses.replace(batch, old_is_current=True) for batch in of_policy]
+
+        def check(log_probs: Sequence[LogProbOutput]) -> dict[str, float]:
+            return self.old.check_update(rollout, log_probs, weight_version)
+
+        return Batches(of_policy, of_critic, check), metrics
 
     def _rank_data(
         self, rollout: Rollout, scores: Scores, advantages: TokenAdvantages | None = None
@@ -293,8 +262,11 @@ class BatchMaker:
     ) -> Scores:
         """The forward passes before the update, and their checks. metrics: added to."""
         local = rollout.local
+        old = None
         with self.progress.phase("log_probs"):
-            old = self._old_log_probs(rollout, local, weight_version, metrics)
+            if not self.settings.old_is_current:
+                old = self.old.compute(rollout)
+                metrics |= self.old.check(rollout, old, weight_version)
             network = self.backend.reference
             ref = None
             if network is not None:
@@ -312,36 +284,6 @@ class BatchMaker:
         }
         rollout.check_finite(columns, "before the advantages of a rollout")
         return Scores(old, ref, teacher, values)
-
-    def _old_log_probs(
-        self,
-        rollout: Rollout,
-        local: Sequence[TrainSample],
-        weight_version: int,
-        metrics: dict[str, float],
-    ) -> list[LogProbOutput]:
-        """Old log-probs of this rank's samples, compared with the sampler's where it reported them.
-        metrics: added to."""
-        when = "before the update"
-        if self.algorithm.use_rollout_logprobs:
-            of_engine = [require_rollout_log_probs(s) for s in local]
-            rollout.check_finite({"log-prob of the rollout engine": of_engine}, when)
-            return [LogProbOutput(o, s.loss_weights * 0) for o, s in zip(of_engine, local)]
-        self.settings.hooks.before_log_prob(self.backend.policy.chunks)
-        old = self.backend.forward(local, squared_probs=self._needs_energies)
-        log_probs = [o.log_probs for o in old]
-        rollout.check_finite({"old log-prob": log_probs, "entropy": [o.entropy for o in old]}, when)
-        if self.settings.replays_rollout:
-            metrics["rollout/moe_routing_disagreement"] = self.backend.replay_disagreement()
-        metrics |= self.gates.check_rollout(
-            log_probs,
-            local,
-            rollout.samples,
-            rollout.shares.local_indices,
-            weight_version,
-            self.layout.dp_group,
-        )
-        return old
 
     def _teacher_log_probs(
         self, rollout: Rollout, local: Sequence[TrainSample]
@@ -368,20 +310,6 @@ class BatchMaker:
         steps = self._steps(plan, rollout.samples, own)
         return ValueExchange(self.backend, rollout.samples, steps, own, rollout.shares)
 
-    def _corrections(
-        self, rollout: Rollout, scores: Scores
-    ) -> tuple[list[SampleCorrection], dict[str, float]]:
-        """The off-policy correction of this rank's samples, and how far trainer and sampler are
-        apart where the sampler told."""
-        config = self.settings.off_policy
-        check_rollout_log_probs(config, rollout.samples)
-        if self.algorithm.use_rollout_logprobs or not has_rollout_log_probs(rollout.samples):
-            return [SampleCorrection()] * len(scores.old), {}
-        corrections, metrics = correct_steps(
-            config, rollout.steps, scores.old_log_probs, self.layout.dp_group
-        )
-        return corrections, {f"train/{name}": value for name, value in metrics.items()}
-
     def _advantages(self, rollout: Rollout, scores: Scores) -> TokenAdvantages:
         """Per-token advantages of this rank's samples. Groups are over all samples; the KL in the
         reward comes off first, the teacher's part last."""
@@ -391,7 +319,7 @@ class BatchMaker:
         if scores.teacher is not None:
             gap = teacher_gaps(scores.old_log_probs, scores.teacher, masks)
         energies = None
-        if self._needs_energies:
+        if self._needs_energies and scores.old is not None:
             squared = [o.squared_probs for o in scores.old if o.squared_probs is not None]
             energies = token_energies(scores.old_log_probs, squared, masks)
         outcomes = dataclasses.replace(

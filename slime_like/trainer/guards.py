@@ -75,13 +75,25 @@ def first_non_finite(
         None where all are finite.
     """
     for what, values in columns.items():
-        for sample, mask, value in zip(samples, masks, values or ()):
-            if value is None or bool(torch.isfinite(value[mask]).all()):
-                continue
-            token = int((mask & ~torch.isfinite(value)).nonzero()[0])
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            return NonFinite(what, sample, token, float(value[token]), rank)
+        rows = [
+            (sample, mask, value)
+            for sample, mask, value in zip(samples, masks, values or ())
+            if value is not None
+        ]
+        if not rows or _all_finite([(mask, value) for _, mask, value in rows]):
+            continue
+        for sample, mask, value in rows:
+            if not _all_finite([(mask, value)]):
+                token = int((mask & ~torch.isfinite(value)).nonzero()[0])
+                rank = dist.get_rank() if dist.is_initialized() else 0
+                return NonFinite(what, sample, token, float(value[token]), rank)
     return None
+
+
+def _all_finite(rows: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """rows: (mask [R], values [R]) by sample; only where the mask is True does a value count."""
+    masks, values = (torch.cat(column) for column in zip(*rows))
+    return bool((torch.isfinite(values) | ~masks).all())
 
 
 def check_finite(

@@ -14,6 +14,7 @@ from slime_like.losses.total import EntropyController
 from slime_like.megatron.backend import MegatronBackend, PendingStep
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
+from slime_like.trainer.batch_builder import Batches
 from slime_like.trainer.guards import (
     GateError,
     SamplerGates,
@@ -85,18 +86,21 @@ class TrainStep:
             self.skip_gates[network].in_a_row = int(state[f"{prefix}skipped_in_a_row"])
 
     def train_policy(
-        self, step: int, batches: Sequence[TrainBatch], *, weight_version: int, on_policy: bool
+        self, step: int, batches: Batches, *, weight_version: int, on_policy: bool
     ) -> dict[str, float]:
         """Metrics are averaged over the optimizer steps. on_policy: all tokens are of the current
         weights, of this version."""
         gate = self.skip_gates["policy"]
         results = []
+        checked: dict[str, float] = {}
         with self.progress.phase("train"):
-            for index, batch in enumerate(batches):
+            for index, batch in enumerate(batches.policy):
                 if self.entropy.adaptive:
                     self.backend.set_entropy_coef(self.entropy.coef)
                 self.hooks.before_train_step(index, self.backend.trained)
                 pending = self.backend.forward_backward(batch)
+                if batches.check is not None:
+                    checked = batches.check(pending.log_probs)
                 self._check_loss(batch, pending, index)
                 if self.entropy.adaptive:
                     pending.metrics["entropy_coef"] = self.entropy.coef
@@ -108,7 +112,7 @@ class TrainStep:
                 result = self.backend.optim_step(pending)
                 warn_rank_0(logger, gate.check(result.skipped, result.grad_norm))
                 results.append(result)
-        return averages(results, gate)
+        return averages(results, gate) | checked
 
     def train_critic(self, batches: Sequence[TrainBatch], *, values_abs: float) -> dict[str, float]:
         """As `train_policy`, for the critic. values_abs: mean absolute value of the rollout's

@@ -260,7 +260,7 @@ class Trainer:
                 UNKNOWN_VERSIONS
             )
             metrics |= self.updates.train_policy(
-                step, batches.policy, weight_version=self.weight_version, on_policy=on_policy
+                step, batches, weight_version=self.weight_version, on_policy=on_policy
             )
             self.weight_version += 1
             interval = run.model.ref_update_interval
@@ -381,6 +381,7 @@ def make_batch_maker(
         run.distillation.served,
         advantage_settings(run),
         run.rollout.sample_buffer_size,
+        run.old_is_current,
         outcome_fields=partial(outcome_fields, run),
         hooks=hooks,
     )

@@ -124,7 +124,8 @@ def make_trainer(folder: str, layout: ParallelLayout, out: str, flags: str) -> I
 
 def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
     """A log-prob pass that computes another model than the update: the run stops before any step."""
-    with make_trainer(folder, layout, out, "--micro-batch-size 1") as trainer:
+    flags = "--micro-batch-size 1 --num-steps-per-rollout 2"
+    with make_trainer(folder, layout, out, flags) as trainer:
         before = optimizer_state(trainer.backend)
         real = trainer.backend.forward
 
@@ -181,7 +182,10 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
 
         for name, attempt in {
             "loss": lambda: trainer.updates.train_policy(
-                0, policy, weight_version=1, on_policy=True
+                0,
+                dataclasses.replace(batches, policy=policy),
+                weight_version=1,
+                on_policy=True,
             ),
             "reference": lambda: trainer.batches.make(samples, weight_version=1),
         }.items():
@@ -203,8 +207,8 @@ def check_adaptive_entropy(folder: str, layout: ParallelLayout, out: str) -> dic
         groups, _ = trainer.sampling.supply.groups_of(0)
         samples = [sample for group in groups for sample in group.samples]
         batches, _ = trainer.batches.make(samples, weight_version=1)
-        steps = [batches.policy[0], batches.policy[0]]
-        metrics = trainer.updates.train_policy(0, steps, weight_version=1, on_policy=True)
+        twice = dataclasses.replace(batches, policy=[batches.policy[0], batches.policy[0]])
+        metrics = trainer.updates.train_policy(0, twice, weight_version=1, on_policy=True)
         applied = trainer.backend.objective.terms.entropy_coef
         state = json.loads(json.dumps(trainer._state({})))
     with make_trainer(folder, layout, out, flags) as trainer:
@@ -241,6 +245,32 @@ def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) 
         )
 
 
+ONE_PASS = {
+    "DP2": "--policy-loss-type gspo",
+    "TP2": "--tensor-model-parallel-size 2 --sequence-parallel --entropy-coef 0.1",
+    "PP2": "--pipeline-model-parallel-size 2 --policy-loss-type sapo",
+    "CP2": "--context-parallel-size 2",
+}
+
+
+def check_one_pass(folder: str, layout: ParallelLayout, out: str, flags: str) -> dict[str, Any]:
+    """A rollout whose old log-probs are those of its training pass, and of a pass of their own:
+    (metrics, weights and optimizer state) of each."""
+    found = []
+    for old_is_current in (True, False):
+        with make_trainer(folder, layout, out, flags + " --micro-batch-size 1") as trainer:
+            batches = trainer.batches
+            settings = dataclasses.replace(batches.settings, old_is_current=old_is_current)
+            default = batches.settings.old_is_current
+            batches.settings = settings
+            metrics = trainer.step(0)
+            kept = {name: v for name, v in metrics.items() if not name.startswith("perf/")}
+            found.append((kept, optimizer_state(trainer.backend), default))
+    (own, weights, default), (apart, others, _) = found
+    same = all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    return dict(default=default, own=own, apart=apart, same=same)
+
+
 def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """One launch for everything that needs two processes."""
     folder, ref, out = arguments["model"], arguments["ref"], arguments["out"]
@@ -267,6 +297,9 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     ):
         with parallel(tp, pp) as layout:
             result[f"poison {name}"] = check_poison(folder, layout, flags, value)
+    for name, flags in ONE_PASS.items():
+        with parallel(**{name[:2].lower(): 2} if name != "DP2" else {}) as layout:
+            result[f"one pass {name}"] = check_one_pass(folder, layout, out, flags)
     with parallel() as layout:
         result["bf16"] = check_bf16(folder, layout)
         result["gate"] = check_gate(folder, layout, out)

@@ -77,6 +77,18 @@ def test_old_log_probs_of_another_model_stop_the_run(two: list[dict[str, Any]]) 
         assert rank["gate"]["same"], "before any optimizer step"
 
 
+@pytest.mark.parametrize("layout", worker.ONE_PASS)
+def test_one_forward_pass_does_where_the_policy_is_still_the_old_one(
+    two: list[dict[str, Any]], layout: str
+) -> None:
+    """The same as with a pass before the update, to the last bit: both pack samples alike."""
+    for rank in two:
+        seen = rank[f"one pass {layout}"]
+        assert seen["default"], "without anything that needs old log-probs before the update"
+        assert seen["own"] == seen["apart"]
+        assert seen["own"]["train/ratio_max"] == 1 and seen["same"]
+
+
 def test_a_number_that_is_not_finite_on_one_rank_stops_all(two: list[dict[str, Any]]) -> None:
     """k3's clamp keeps the NaN out of the gradient, so that no step would be skipped."""
     for rank in two:
