@@ -123,6 +123,7 @@ def test_a_run_starts_from_an_adapter(work: Workspace, server: TrainServer, tmp_
     assert rows_of(second)[0]["train/kl_k3"] > 1e-6, "it is not the base that it starts from"
 
 
+@pytest.mark.extended
 def test_checkpoints_of_another_adapter_or_base_are_refused(
     work: Workspace, server: TrainServer, tmp_path: Path
 ) -> None:

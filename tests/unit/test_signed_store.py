@@ -122,6 +122,7 @@ def test_watchdogs_ignore_what_others_write() -> None:
     assert output.count("another program writes into the store of this run") == 2, output
 
 
+@pytest.mark.extended
 def test_a_job_that_is_suspended_as_a_whole_blames_nobody() -> None:
     """Longer than twice the limit: a timer of faulthandler ended the process then, or crashed it
     while it read running threads."""
