@@ -13,7 +13,7 @@ TEST_THREADS ?= 1
 TESTS ?= tests
 PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: install demo test test-extended test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest trl-env bench-trl lint format typecheck flags parity parity-full clean
 
 install: $(STAMP)
 
@@ -102,6 +102,17 @@ newest-env:
 test-newest: install newest-env
 	$(MAKE) test VENV=$(NEWEST_ENV) PYTHON=$(NEWEST_PYTHON) TESTS="$(NEWEST_TESTS)"
 	OTHER_PYTHON=$(CURDIR)/$(NEWEST_ENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/dist/test_releases.py
+
+# TRL in an environment of its own, to compare a step with.
+TRL_ENV ?= .venv-trl
+
+trl-env:
+	test -x $(TRL_ENV)/bin/python || $(PYTHON) -m venv $(TRL_ENV)
+	$(TRL_ENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(TRL_ENV)/bin/python -m pip install --quiet --constraint constraints.txt "trl>=1.16,<2" datasets accelerate
+
+bench-trl: install trl-env
+	$(BIN)/python benchmarks/bench_against_trl.py --trl-python $(TRL_ENV)/bin/python
 
 lint: install
 	$(BIN)/ruff check .
