@@ -129,8 +129,8 @@ def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
         before = optimizer_state(trainer.backend)
         real = trainer.backend.forward
 
-        def wrong(*call: Any) -> Any:
-            return [dataclasses.replace(s, log_probs=s.log_probs + 1e-6) for s in real(*call)]
+        def wrong(*call: Any, **named: Any) -> Any:
+            return [dataclasses.replace(s, log_probs=s.log_probs + 1e-6) for s in real(*call, **named)]
 
         trainer.backend.forward = wrong  # type: ignore[method-assign]
         try:
