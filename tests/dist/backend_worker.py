@@ -130,7 +130,9 @@ def check_gate(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
         real = trainer.backend.forward
 
         def wrong(*call: Any, **named: Any) -> Any:
-            return [dataclasses.replace(s, log_probs=s.log_probs + 1e-6) for s in real(*call, **named)]
+            return [
+                dataclasses.replace(s, log_probs=s.log_probs + 1e-6) for s in real(*call, **named)
+            ]
 
         trainer.backend.forward = wrong  # type: ignore[method-assign]
         try:
