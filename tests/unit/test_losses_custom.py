@@ -174,5 +174,6 @@ def test_the_losses_that_are_not_homogeneous_say_so() -> None:
         "clip_cov",
         "kl_cov",
         "dro",
+        "ipo",
         "kimi",
     }
