@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime_like.rewards.gsm8k import last_boxed
+from slime_like.rewards.label import missing_label
 
 LOOKED_AT = 300  # last characters of a response
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -23,8 +24,8 @@ _WORDS = re.compile(
 
 def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
     """Why no response to this row can be scored, or None."""
-    if label is None:
-        return "the label is missing or null; name its field with --label-key"
+    if words := missing_label(label, metadata):
+        return words
     return None if _whole(str(label)) is not None else f"the label is no number: {str(label)!r:.80}"
 
 

@@ -13,15 +13,8 @@ from slime_like.rewards import math
 from slime_like.rewards.gsm8k import last_boxed
 
 
-def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
-    """Why no response to this row can be scored, or None; an empty label makes every one wrong."""
-    if label is None:
-        return "the label is missing or null; name its field with --label-key"
-    return None
-
-
 def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
-    """Label: text or a number, perhaps in ``\\boxed{}``."""
+    """Label: text or a number, perhaps in ``\\boxed{}``; an empty one makes every response wrong."""
     answer, truth = _answer(response), str(label)
     if "\\boxed" in truth:
         truth = last_boxed(truth) or ""

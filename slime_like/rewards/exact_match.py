@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-
-def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
-    """Why no response to this row can be scored, or None."""
-    return (
-        "the label is missing or null; name its field with --label-key" if label is None else None
-    )
+from slime_like.rewards.label import missing_label
 
 
 def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     """Compares the two without surrounding white space. Raises ValueError when there is no label."""
-    if words := problem(label, metadata):
+    if words := missing_label(label, metadata):
         raise ValueError(words)
     return float(response.strip() == str(label).strip())

@@ -13,13 +13,6 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
-    """Why no response to this row can be scored, or None."""
-    if label is None:
-        return "the label is missing or null; name its field with --label-key"
-    return None
-
-
 def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
     """2 precision recall / (precision + recall) of the words, without case, punctuation and
     articles."""

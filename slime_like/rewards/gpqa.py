@@ -12,6 +12,8 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slime_like.rewards.label import missing_label
+
 LETTERS = tuple(string.ascii_uppercase[:10])  # where neither letters nor choices are given
 _CHOSEN = tuple(
     re.compile(pattern, re.IGNORECASE)
@@ -27,9 +29,7 @@ _NO_WORD = re.compile(r"[^a-z0-9]+")
 def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
     """Why no response to this row can be scored, or None."""
     known = ("correct_letter", "correct_answer", "answer_text")
-    if label is None and not any(metadata.get(key) for key in known):
-        return "the label is missing or null; name its field with --label-key"
-    return None
+    return None if any(metadata.get(key) for key in known) else missing_label(label, metadata)
 
 
 def score(response: str, label: Any, metadata: Mapping[str, Any]) -> float:

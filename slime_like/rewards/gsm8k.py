@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from slime_like.rewards.label import missing_label
+
 # A sign belongs to a number only where no operand stands before it ("7-4" holds 7 and 4).
 # Thousands: groups of three.
 _NUMBER = re.compile(
@@ -23,8 +25,8 @@ _BRACE = re.compile(r"\\boxed\{|\\[{}]|[{}]")
 
 def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
     """Why no response to this row can be scored, or None."""
-    if label is None:
-        return "the label is missing or null; name its field with --label-key"
+    if words := missing_label(label, metadata):
+        return words
     return _no_number(label) if label_number(str(label)) is None else None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slime_like.rewards.gsm8k import last_boxed
+from slime_like.rewards.label import missing_label
 
 
 def prepare() -> None:
@@ -25,8 +26,8 @@ def prepare() -> None:
 def problem(label: Any, metadata: Mapping[str, Any]) -> str | None:
     """Why no response to this row can be scored, or None. Whether the label can be read is seen
     when it is graded: parsing takes long."""
-    if label is None:
-        return "the label is missing or null; name its field with --label-key"
+    if words := missing_label(label, metadata):
+        return words
     return None if str(label).strip() else "the label (--label-key) is empty"
 
 

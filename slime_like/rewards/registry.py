@@ -22,6 +22,7 @@ from slime_like.rewards import (
     remote,
     task,
 )
+from slime_like.rewards.label import missing_label
 
 Score = Callable[[str, Any, Mapping[str, Any]], float]  # (response, label, metadata)
 ScoreFunction = TypeVar("ScoreFunction", bound=Score)
@@ -87,9 +88,9 @@ def register_reward(
 register_reward("zero", inline=True, help="0 for everything (distillation).")(
     lambda response, label, metadata: 0.0
 )
-register_reward(
-    "exact_match", exact_match.problem, bounded=True, help="the response is the label."
-)(exact_match.score)
+register_reward("exact_match", missing_label, bounded=True, help="the response is the label.")(
+    exact_match.score
+)
 register_reward(
     "gsm8k", gsm8k.problem, bounded=True, help="the last number of the response is the label's."
 )(gsm8k.score)
@@ -102,7 +103,7 @@ register_reward(
 )(math.score)
 register_reward(
     "deepscaler",
-    deepscaler.problem,
+    missing_label,
     prepare=math.prepare,
     library=("math_verify", "math-verify"),
     help="math-verify finds the label in the box after </think>.",
@@ -110,7 +111,7 @@ register_reward(
 register_reward(
     "dapo", dapo.problem, bounded=True, help="1 or -1: the last 'Answer:' is the label, an integer."
 )(dapo.score)
-register_reward("f1", f1.problem, bounded=True, help="F1 of the words of response and label.")(
+register_reward("f1", missing_label, bounded=True, help="F1 of the words of response and label.")(
     f1.score
 )
 register_reward("gpqa", gpqa.problem, help="the letter, or the text, of the right choice.")(
