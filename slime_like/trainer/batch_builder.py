@@ -39,12 +39,12 @@ from slime_like.rollout.step_plan import (
     outcomes_of,
     train_samples,
 )
-from slime_like.sample_index import AnySample, complete
+from slime_like.sample_index import AnySample
 from slime_like.trainer.guards import SamplerGates
 from slime_like.trainer.old_log_probs import OldLogProbs
 from slime_like.trainer.rollout_batch import BatchSettings, Columns, Rollout
 from slime_like.trainer.sample_delivery import SampleDelivery
-from slime_like.trainer.user_hooks import RankData, group_rewards, own_samples
+from slime_like.trainer.user_hooks import RankData, group_rewards
 from slime_like.trainer.value_exchange import ValueExchange, plan_of_critic
 from slime_like.types import TrainBatch, TrainSample
 
@@ -191,7 +191,7 @@ class BatchMaker:
         has_engines = all(sample.rollout_log_probs is not None for sample in local)
         outcomes = outcomes_of(rollout.samples)
         return RankData(
-            own_samples(rollout.samples, places),
+            rollout.drawn,
             local,
             group_rewards(self.settings.advantages, outcomes, places),
             {
@@ -265,7 +265,7 @@ class BatchMaker:
         old = None
         with self.progress.phase("log_probs"):
             if not self.settings.old_is_current:
-                old = self.old.compute(rollout)
+                old = self.old.compute(rollout, squared_probs=self._needs_energies)
                 metrics |= self.old.check(rollout, old, weight_version)
             network = self.backend.reference
             ref = None
@@ -296,10 +296,9 @@ class BatchMaker:
         if not self.settings.served_teacher:
             return None
         # one that has none is not trained on
-        drawn = complete(rollout.samples[i] for i in rollout.shares.local_indices)
         return [
             torch.zeros(s.response_length) if s.teacher_log_probs is None else s.teacher_log_probs
-            for s in drawn
+            for s in rollout.drawn
         ]
 
     def _critic_part(self, rollout: Rollout) -> ValueExchange | None:
@@ -319,7 +318,8 @@ class BatchMaker:
         if scores.teacher is not None:
             gap = teacher_gaps(scores.old_log_probs, scores.teacher, masks)
         energies = None
-        if self._needs_energies and scores.old is not None:
+        if self._needs_energies:
+            assert scores.old is not None, "see RunConfig.old_is_current"
             squared = [o.squared_probs for o in scores.old if o.squared_probs is not None]
             energies = token_energies(scores.old_log_probs, squared, masks)
         outcomes = dataclasses.replace(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slime_like.advantages.registry import advantage_estimators, needs_energies
 from slime_like.megatron.backend import LogProbOutput, MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.rollout.step_plan import (
@@ -32,13 +31,13 @@ class OldLogProbs:
     backend: MegatronBackend
     gates: SamplerGates
 
-    def compute(self, rollout: Rollout) -> list[LogProbOutput]:
-        """By a forward pass of their own, or as the engine reported them."""
+    def compute(self, rollout: Rollout, *, squared_probs: bool) -> list[LogProbOutput]:
+        """By a forward pass of their own, or as the engine reported them. squared_probs: see
+        `MegatronBackend.forward`."""
         local = rollout.local
         if not self.settings.algorithm.use_rollout_logprobs:
             self.settings.hooks.before_log_prob(self.backend.policy.chunks)
-            estimator = advantage_estimators.get(self.settings.algorithm.advantage_estimator)
-            return self.backend.forward(local, squared_probs=needs_energies(estimator))
+            return self.backend.forward(local, squared_probs=squared_probs)
         of_engine = [require_rollout_log_probs(s) for s in local]
         rollout.check_finite({"log-prob of the rollout engine": of_engine}, _WHEN)
         return [LogProbOutput(o, s.loss_weights * 0) for o, s in zip(of_engine, local)]

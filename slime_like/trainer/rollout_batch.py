@@ -12,10 +12,10 @@ from arguments.schema import AlgorithmConfig
 from slime_like.advantages import AdvantageSettings
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.rollout.step_plan import DataParallelAssignment
-from slime_like.sample_index import AnySample
+from slime_like.sample_index import AnySample, complete
 from slime_like.trainer.guards import check_finite
 from slime_like.trainer.user_hooks import UserHooks
-from slime_like.types import TrainSample
+from slime_like.types import Sample, TrainSample
 
 Columns = Mapping[str, Sequence[Tensor | None] | None]  # what it is -> [R] by sample
 
@@ -55,10 +55,15 @@ class Rollout:
         return [sample for step in self.steps for sample in step]
 
     @property
+    def drawn(self) -> list[Sample]:
+        """This rank's, as they were sampled."""
+        return complete(self.samples[i] for i in self.shares.local_indices)
+
+    @property
     def masks(self) -> list[Tensor]:
         return [sample.loss_mask for sample in self.local]
 
     def check_finite(self, columns: Columns, when: str) -> None:
         """See `guards.check_finite`."""
-        names = [str(self.samples[i].sample_id) for i in self.shares.local_indices]
+        names = [str(sample.sample_id) for sample in self.drawn]
         check_finite(columns, self.masks, names, when=when)

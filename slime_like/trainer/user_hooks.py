@@ -23,6 +23,7 @@ from slime_like.distributed.collectives import from_rank_zero
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.rollout.hooks import hook_adapter
 from slime_like.rollout.sample_plane import bring_to_rank_zero
+from slime_like.rollout.step_plan import map_steps
 from slime_like.sample_index import AnySample, complete
 from slime_like.types import Sample, SampleGroup, TrainBatch, TrainSample
 
@@ -123,11 +124,11 @@ class UserHooks:
         train = [sample for batch in batches for sample in batch.samples]
         found = dataclasses.replace(data(), train=train)
         masks, advantages = adapter.postprocess(self._rollout_id, found)
-        changed = iter(
+        changed = [
             dataclasses.replace(sample, loss_mask=mask, advantages=values)
             for sample, mask, values in zip(train, masks, advantages, strict=True)
-        )
-        return [TrainBatch(tuple(next(changed) for _ in batch.samples)) for batch in batches]
+        ]
+        return map_steps([batch.samples for batch in batches], lambda i, sample: changed[i])
 
     def _weighed(self, adapter: HookAdapter, batch: TrainBatch) -> TrainBatch:
         """An optimizer step with the user's weights, over its samples or, with token_mean, over its
@@ -138,12 +139,11 @@ class UserHooks:
         if self._per_token:
             scale = float(torch.cat([sample.loss_weights for sample in batch.samples]).max())
         weights = adapter.policy_weights(batch.samples)
-        return TrainBatch(
-            tuple(
-                dataclasses.replace(sample, policy_weights=weight * scale)
-                for sample, weight in zip(batch.samples, weights)
-            )
+        samples = tuple(
+            dataclasses.replace(sample, policy_weights=weight * scale)
+            for sample, weight in zip(batch.samples, weights)
         )
+        return dataclasses.replace(batch, samples=samples)
 
     def log_rollout(
         self, samples: Sequence[AnySample], metrics: Mapping[str, float], seconds: float
@@ -176,10 +176,6 @@ class UserHooks:
                 step, {name: complete(some) for name, some in whole.items()}, dict(metrics)
             )
         )
-
-
-def own_samples(samples: Sequence[AnySample], places: Sequence[int]) -> list[Sample]:
-    return complete(samples[place] for place in places)
 
 
 def group_rewards(
