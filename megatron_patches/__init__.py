@@ -17,6 +17,7 @@ import importlib
 from megatron_patches.patch import Entry, Patch, Report
 
 ORDER = (
+    "jit_on_cpu",  # first: it is in time only where it imports megatron.core
     "torch_on_cpu",
     "type_strings",
     "tensor_cuda",

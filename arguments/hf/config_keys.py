@@ -29,7 +29,7 @@ MAPPED = frozenset(REQUIRED) | {
     "torch_dtype",
     "dtype",
     "quantization_config",
-    # read by _check_windows
+    # windows.py
     "use_sliding_window",
     "sliding_window",
     "max_window_layers",
@@ -57,19 +57,11 @@ REFUSED_WHEN_SET = {
     "pruned_heads": "pruned heads are not supported",
     "tie_encoder_decoder": "encoder-decoder models are not supported",
 }
-_GDN = "gated delta net layers (linear attention)"
 _DSA = "sparse attention with an indexer (DSA)"
 # Architectures that people train and that are not here -> the feature of their networks that is not.
 UNSUPPORTED: Mapping[str, str] = {
-    "Qwen3NextForCausalLM": _GDN,
-    "Qwen3_5ForConditionalGeneration": _GDN,
-    "Qwen3_5MoeForConditionalGeneration": _GDN,
     "DeepseekV32ForCausalLM": _DSA,
     "GlmMoeDsaForCausalLM": _DSA,
-    "Glm4ForCausalLM": "four norms in a layer, with interleaved partial rotary embeddings",
-    "Glm4MoeForCausalLM": "partial rotary embeddings",
-    "MiniMaxM2ForCausalLM": "query and key norms over all heads at once",
-    "MiMoForCausalLM": "multi-token prediction",
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 DTYPES = ("float32", "bfloat16", "float16")
@@ -107,6 +99,7 @@ ROPE_NUMBERS = frozenset(
 )
 TEXT = ("a text", lambda value: isinstance(value, str))
 NUMBER = ("a finite number", is_number)
+SWITCH = ("true or false", lambda value: isinstance(value, bool))
 COUNT = (
     f"an integer from 0 to {MOST_LAYERS}",
     lambda value: type(value) is int and 0 <= value <= MOST_LAYERS,
@@ -119,10 +112,14 @@ KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "layer_types": ("a list of names", _list_of(str)),
     "mlp_layer_types": ("a list of names", _list_of(str)),
     "mlp_only_layers": ("a list of layers", _list_of(int)),
+    "attn_type_list": ("a list of numbers", _list_of(int)),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE),
-    "quantization_config": ("an object", lambda value: isinstance(value, dict)),
+    **dict.fromkeys(
+        ("quantization_config", "text_config"), ("an object", lambda value: isinstance(value, dict))
+    ),
     **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), TEXT),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "attention_dropout"), NUMBER),
+    **dict.fromkeys(("use_mtp", "use_routing_bias", "use_qk_norm"), SWITCH),
     **dict.fromkeys(
         (
             "num_hidden_layers",
@@ -130,6 +127,7 @@ KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
             "first_k_dense_replace",
             "n_shared_experts",
             "num_nextn_predict_layers",
+            "num_mtp_modules",
         ),
         COUNT,
     ),

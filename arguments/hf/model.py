@@ -6,9 +6,8 @@ name: a key that is overlooked would train another network than the one in the c
 of transformers 4 (`rope_theta`,
 `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`) are both read.
 
-Not supported here, hence refused: projection biases other than Qwen2's, sliding windows, partial
-rotation, formats of quantised weights other than those of quantization.py, and the rotary types
-dynamic, yarn and longrope.
+Not supported here, hence refused: projection biases other than the families', formats of
+quantised weights other than those of quantization.py, and the rotary types dynamic and longrope.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from arguments.hf.config_keys import (
 )
 from arguments.hf.quantization import read_quantization
 from arguments.hf.rope import read_rope
+from arguments.hf.windows import read_windows
 from slime_like.checkpoints.files import read_json
 from slime_like.config import ConfigError, Problem
 from slime_like.weights.families import ModelFamily, model_families
@@ -45,6 +45,8 @@ class HfModel:
     weights' dtype, e.g. "bfloat16", or None where the file does not say. transformer:
     TransformerConfig field -> value; `activation_func` is a name ("silu"), not a callable. gpt:
     GPTModelConfig field -> value. untrained_layers: that the files have after the model's own.
+    untrained_prefixes: how names of other weights begin that are not read. prediction_layers: of
+    multi-token prediction, which a run can train: these are then read.
     """
 
     architecture: str
@@ -53,6 +55,8 @@ class HfModel:
     gpt: dict[str, Any]
     dtype: str | None
     untrained_layers: int = 0
+    untrained_prefixes: tuple[str, ...] = ()
+    prediction_layers: int = 0
 
 
 class UnsupportedNetwork(ConfigError):
@@ -96,19 +100,19 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
     reader = _Reader(folder, _read_config(folder))
     architecture, family = _family(reader, value_head)
     _check_keys(reader, family)
-    _check_windows(reader, family)
     try:
         read_quantization(reader.config.get("quantization_config"))
     except ValueError as error:
         reader.refuse(str(error))
     transformer = _transformer(reader, family)
-    gpt = _gpt(
-        reader,
-        head_dim=transformer["kv_channels"],
-        rope=_latent_rope(transformer)
-        if transformer.get("multi_latent_attention")
-        else read_rope(reader),
+    latent = transformer.get("multi_latent_attention")
+    rope = (
+        _latent_rope(transformer)
+        if latent
+        else read_rope(reader, family.rotary_percent, family.rope_theta)
     )
+    transformer |= rope["yarn"]
+    gpt = _gpt(reader, head_dim=transformer["kv_channels"], rope=rope)
     dtype = reader.config.get("dtype") or reader.config.get("torch_dtype")
     if dtype is not None and dtype not in DTYPES:
         reader.refuse(f"dtype {dtype!r} is not supported; legal values: {', '.join(DTYPES)}")
@@ -116,7 +120,16 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
         raise ConfigError(reader.problems)
     model_type = str(reader.config.get("model_type", family.model_type))
     untrained = family.untrained_layers(reader)
-    return HfModel(architecture, model_type, transformer, gpt, dtype, untrained)
+    return HfModel(
+        architecture,
+        model_type,
+        transformer,
+        gpt,
+        dtype,
+        untrained,
+        family.untrained_prefixes,
+        0 if family.prediction is None else family.prediction.count(reader),
+    )
 
 
 def _read_config(folder: str) -> dict[str, Any]:
@@ -171,6 +184,11 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
         reader.refuse(f"architectures {names!r} is not supported; legal values: one of {legal}")
         raise ConfigError(reader.problems)
     family = model_families.get(names[0])
+    if family.text_config:
+        reader.config = _flat(reader)
+    for key, other in family.stand_ins.items():
+        if reader.config.get(key) is None:
+            reader.config[key] = reader.config.get(other)
     model_type = reader.config.get("model_type", family.model_type)
     if model_type not in (family.model_type, *family.other_model_types):
         reader.refuse(
@@ -182,6 +200,22 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
     if reader.problems:
         raise ConfigError(reader.problems)
     return names[0], family
+
+
+def _flat(reader: _Reader) -> dict[str, Any]:
+    """The language model's keys and those of the whole file, which count where both have one.
+    Raises at once."""
+    whole = dict(reader.config)
+    text = whole.pop("text_config", None)
+    if text is None:
+        reader.refuse("text_config is missing")
+    text = text or {}
+    reader.problems += [
+        p for key, value in text.items() for p in _type_problem(reader.folder, key, value)
+    ]
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return {**text, **{key: value for key, value in whole.items() if value is not None}}
 
 
 def _check_keys(reader: _Reader, family: ModelFamily) -> None:
@@ -199,24 +233,6 @@ def _check_keys(reader: _Reader, family: ModelFamily) -> None:
             reader.refuse(
                 f"{key} {value!r} is unknown and might change the network; if it does not, remove the key from the file"
             )
-
-
-def _check_windows(reader: _Reader, family: ModelFamily) -> None:
-    """Sliding windows are refused where some layer would use one; the keys alone, as in Qwen's
-    files, are harmless."""
-    config = reader.config
-    used = (family.windows_by_size or config.get("use_sliding_window")) and config.get(
-        "sliding_window"
-    ) is not None
-    if used and config.get("max_window_layers", 0) < config["num_hidden_layers"]:
-        reader.refuse(
-            f"sliding_window {config['sliding_window']!r}: sliding windows are not supported"
-        )
-    kinds = set(config.get("layer_types") or []) - {"full_attention"}
-    if kinds:
-        reader.refuse(
-            f"layer_types {', '.join(map(repr, sorted(kinds)))}: only 'full_attention' is supported"
-        )
 
 
 def _transformer(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
@@ -254,24 +270,33 @@ def _transformer(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
         "add_qkv_bias": family.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": float(dropout),
+        **read_windows(reader, family),
         **family.settings(reader),
     }
 
 
 def _latent_rope(transformer: Mapping[str, Any]) -> dict[str, Any]:
     """Latent attention has its rotary embedding to itself; the model's is not used."""
-    return {"rope_theta": transformer["rotary_base"], "rope_type": "default", "factor": 1.0}
+    return {
+        "rope_theta": transformer["rotary_base"],
+        "rope_type": "default",
+        "factor": 1.0,
+        "percent": 1.0,
+        "yarn": {},
+    }
 
 
 def _gpt(reader: _Reader, head_dim: int, rope: Mapping[str, Any]) -> dict[str, Any]:
-    if head_dim % 2:
-        reader.refuse(f"head_dim {head_dim} is odd; rotary embeddings turn pairs of dimensions")
+    if head_dim * rope["percent"] % 2:
+        reader.refuse(
+            f"{rope['percent']:g} of head_dim {head_dim} is odd; rotary embeddings turn pairs of dimensions"
+        )
     return {
         "vocab_size": reader.number("vocab_size"),
         "max_position_embeddings": reader.number("max_position_embeddings", default=2048),
-        "position_embedding_type": "rope",
+        "position_embedding_type": "yarn" if rope["yarn"] else "rope",
         "rotary_base": float(rope["rope_theta"]),
-        "rotary_percent": 1.0,
+        "rotary_percent": float(rope["percent"]),
         "use_rope_scaling": rope["rope_type"] == "llama3",
         "rope_scaling_factor": float(rope["factor"]) if rope["rope_type"] == "llama3" else None,
         "rotary_seq_len_interpolation_factor": float(rope["factor"])

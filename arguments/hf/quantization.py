@@ -45,7 +45,10 @@ def folder_quantization(folder: str) -> Quantization | None:
     if not path.is_file():
         return None
     try:
-        return read_quantization(read_json(path).get("quantization_config"))
+        config = read_json(path)
+        text = config.get("text_config") or {}
+        key = "quantization_config"
+        return read_quantization(config.get(key) or text.get(key))
     except (ValueError, OSError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -70,7 +73,7 @@ def _unsupported(key: str, value: object) -> ValueError:
 
 
 def _fp8(given: Mapping[str, Any]) -> Quantization:
-    if given.get("fmt", "e4m3") not in ("e4m3", None):
+    if given.get("fmt") not in ("e4m3", "float8_e4m3fn", None):
         raise _unsupported("fmt", given["fmt"])
     block, scale_format = given.get("weight_block_size"), given.get("scale_fmt")
     if scale_format not in (None, "float", "ue8m0"):

@@ -16,7 +16,6 @@ IDLE_WITH_LATENT_ATTENTION = ("kv_channels", "add_qkv_bias")
 YARN = ("mscale", "mscale_all_dim")
 FEATURES = (
     "attention_output_gate",
-    "use_gated_attention",
     "post_self_attn_layernorm",
     "post_mlp_layernorm",
 )
@@ -68,6 +67,7 @@ def restated_problems(
         "multi_latent_attention": False,
         **checkpoint.transformer,
         "model_name": checkpoint.model_type,
+        "use_gated_attention": checkpoint.transformer.get("attention_output_gate", False),
     }
     if there.get("rotary_scaling_factor", 1.0) == 1.0:
         restated = {

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from slime_like.weights.families import ConfigReader
@@ -18,28 +20,51 @@ ROPE_KEYS = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", *LLAMA3_FIXED}),
+    "yarn": frozenset(
+        """factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
+        attention_factor truncate""".split()  # noqa: SIM905
+    ),
 }
-DEFAULT_ROPE_THETA = 10000.0  # transformers' default_theta
+# which axes of an image's place turn which dimensions: a text's are all the same
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
-def read_rope(reader: ConfigReader) -> dict[str, Any]:
-    """rope_theta, rope_type ("default", "linear" or "llama3") and factor, from either generation's
-    keys."""
+def read_rope(
+    reader: ConfigReader,
+    rotary_percent: Callable[[ConfigReader], float] | None,
+    default_theta: float,
+) -> dict[str, Any]:
+    """rope_theta, rope_type (of `ROPE_KEYS`), factor, percent, and `yarn`, the settings of
+    megatron-core's YaRN, from either generation's keys. rotary_percent, default_theta:
+    `ModelFamily`'s."""
     config = reader.config
     old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if isinstance(of_full := new.get("full_attention"), dict):  # Gemma 3, for each kind of layer
+        new = of_full
     if old and new and old != new:
         reader.refuse("rope_scaling and rope_parameters differ; keep one of them")
-    given = dict(new or old)
-    theta = given.pop("rope_theta", None) or config.get("rope_theta") or DEFAULT_ROPE_THETA
+    given = {key: value for key, value in (new or old).items() if key not in OF_IMAGES}
+    theta = given.pop("rope_theta", None) or config.get("rope_theta") or default_theta
     partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
     legacy_type = given.pop("type", "default")  # the key's name before transformers 4.43
     rope_type = given.pop("rope_type", legacy_type)
-    result = {"rope_theta": theta, "rope_type": rope_type, "factor": given.get("factor", 1.0)}
-    if partial not in (None, 1, 1.0):
-        reader.refuse(f"partial_rotary_factor {partial!r}: partial rotation is not supported")
+    result: dict[str, Any] = {
+        **{"rope_theta": theta, "rope_type": rope_type, "factor": given.get("factor", 1.0)},
+        "yarn": {},
+    }
+    result["percent"] = (
+        1.0 if rotary_percent is None else rotary_percent(reader) if partial is None else partial
+    )
+    if rotary_percent is None and partial not in (None, 1, 1.0):
+        reader.refuse(
+            f"partial_rotary_factor {partial!r}: partial rotation is not supported with this architecture"
+        )
+    elif not 0 < result["percent"] <= 1:
+        reader.refuse(f"partial_rotary_factor must be in 0 < x <= 1, not {partial!r}")
+        result["percent"] = 1.0
     if not isinstance(theta, int | float) or theta <= 0:
         reader.refuse(f"rope_theta must be a positive number, not {theta!r}")
-        result["rope_theta"] = DEFAULT_ROPE_THETA
+        result["rope_theta"] = default_theta
     if rope_type not in ROPE_KEYS:
         reader.refuse(
             f"rope_type {rope_type!r} is not supported; legal values: {', '.join(ROPE_KEYS)}"
@@ -52,6 +77,10 @@ def read_rope(reader: ConfigReader) -> dict[str, Any]:
     ):
         reader.refuse(f"rope_type {rope_type!r} needs a factor >= 1, not {given.get('factor')!r}")
         result["factor"] = 1.0
+    if rope_type == "yarn":
+        result["yarn"] = _yarn(reader, given, result["factor"])
+        if result["percent"] != 1:
+            reader.refuse("rope_type 'yarn' with partial_rotary_factor is not supported")
     if rope_type == "llama3":
         for key, only in LLAMA3_FIXED.items():
             if given.get(key) != only:
@@ -59,3 +88,32 @@ def read_rope(reader: ConfigReader) -> dict[str, Any]:
                     f"rope_type 'llama3' with {key} {given.get(key)!r} is not supported: megatron-core fixes it at {only}"
                 )
     return result
+
+
+def _yarn(reader: ConfigReader, given: dict[str, Any], factor: float) -> dict[str, Any]:
+    """megatron-core's settings, with transformers' defaults (2309.00071). The angles' cosines and
+    sines are scaled by attention_factor; megatron-core takes it as 1 + 0.1 mscale ln(factor)."""
+    length = given.get("original_max_position_embeddings")
+    if not isinstance(length, int) or length <= 0:
+        reader.refuse(
+            f"rope_type 'yarn' needs original_max_position_embeddings, a positive integer, not {length!r}"
+        )
+    mscale, of_all = given.get("mscale"), given.get("mscale_all_dim")
+    if not mscale or not of_all:
+        mscale, of_all = 1.0, 0.0
+    if (scale := given.get("attention_factor")) is not None:
+        if factor > 1:
+            mscale, of_all = (scale - 1) / (0.1 * math.log(factor)), 0.0
+        elif scale != 1:
+            reader.refuse(
+                f"rope_type 'yarn' with attention_factor {scale!r} needs a factor above 1"
+            )
+    return {
+        "yarn_rotary_scaling_factor": float(factor),
+        "yarn_original_max_position_embeddings": length,
+        "yarn_beta_fast": float(given.get("beta_fast") or 32),
+        "yarn_beta_slow": float(given.get("beta_slow") or 1),
+        "yarn_mscale": float(mscale),
+        "yarn_mscale_all_dim": float(of_all),
+        "yarn_correction_range_round_to_int": given.get("truncate") is not False,
+    }

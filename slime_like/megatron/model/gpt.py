@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -43,6 +44,9 @@ MODEL_SHAPE = (
 MODEL_FUNCTION = {
     "normalization": "", "layernorm_epsilon": "rms_norm_eps", "qk_layernorm": "", "gated_linear_unit": "",
     "add_bias_linear": "", "add_qkv_bias": "attention_bias",
+    "rotary_interleaved": "", "post_self_attn_layernorm": "", "post_mlp_layernorm": "", "qk_norm_of_all_heads": "",
+    "yarn_rotary_scaling_factor": "", "yarn_original_max_position_embeddings": "", "yarn_beta_fast": "", "yarn_beta_slow": "",
+    "yarn_mscale": "", "yarn_mscale_all_dim": "", "yarn_correction_range_round_to_int": "",
     "moe_ffn_hidden_size": "moe_intermediate_size", "moe_layer_freq": "", "moe_router_topk": "num_experts_per_tok",
     "moe_router_pre_softmax": "not norm_topk_prob", "moe_router_score_function": "scoring_func",
     "moe_router_topk_scaling_factor": "routed_scaling_factor", "moe_router_num_groups": "n_group",
@@ -51,6 +55,10 @@ MODEL_FUNCTION = {
     "multi_latent_attention": "", "q_lora_rank": "", "kv_lora_rank": "", "qk_head_dim": "qk_nope_head_dim",
     "qk_pos_emb_head_dim": "qk_rope_head_dim", "v_head_dim": "", "rope_type": "", "rotary_scaling_factor": "",
     "original_max_position_embeddings": "", "beta_fast": "", "beta_slow": "", "mscale": "", "mscale_all_dim": "",
+    "linear_attention_freq": "layer_types", "linear_num_key_heads": "", "linear_num_value_heads": "",
+    "linear_key_head_dim": "", "linear_value_head_dim": "", "linear_conv_kernel_dim": "", "attention_output_gate": "",
+    "layernorm_zero_centered_gamma": "", "window_size": "sliding_window", "window_attn_skip_freq": "layer_types",
+    "softmax_type": "", "softmax_scale": "query_pre_attn_scalar", "window_rotary_base": "", "embedding_scale": "", "activation_func_clamp_value": "swiglu_limit", "glu_linear_offset": "",
 }  # fmt: skip
 EMBEDDING_FUNCTION = {
     "position_embedding_type": "", "rotary_base": "rope_theta", "rotary_percent": "partial_rotary_factor",
@@ -87,6 +95,7 @@ def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, Any
         **json.loads(json.dumps({**function, "activation_func": activation}, default=str)),
         "vocab_size": gpt.vocab_size,
         "untied_embeddings": gpt.untie_embeddings_and_output_weights,
+        **({"mtp_num_layers": gpt.mtp_num_layers} if gpt.mtp_num_layers else {}),
     }
 
 
@@ -107,19 +116,42 @@ def layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
     """Which modules make up a layer: "transformer_engine", or "local" with our core attention,
     which knows packed rows."""
     if transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return _with_own_norms(spec, config)
     spec = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
-    return spec
+    spec.submodules.self_attention.submodules.core_attention = _core_attention(config)
+    return _with_own_norms(spec, config)
+
+
+def _core_attention(config: TransformerConfig) -> type[PackedAttention]:
+    if config.window_size is not None or config.softmax_type != "vanilla":
+        from slime_like.megatron.ops.window_attention import WindowAttention
+
+        return WindowAttention
+    if not torch.cuda.is_available():
+        return PackedAttention
+    from slime_like.megatron.ops.varlen_attention import packed_attention
+
+    return packed_attention(config)
+
+
+def _with_own_norms(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    if hasattr(config, "qk_norm_of_all_heads"):  # a LayerConfig
+        from slime_like.megatron.model.norms import add_norms
+
+        add_norms(layer, config)
+    return layer
 
 
 def decoder_spec(
     config: TransformerConfig, transformer_impl: str, vp_stage: int | None
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """The layers of one model chunk: all alike, or, with experts, each as `moe_layer_freq` has it."""
-    if config.num_moe_experts is None:
+    """The layers of one model chunk: all alike, or each as `moe_layer_freq` and
+    `linear_attention_freq` have it."""
+    around_zero = config.layernorm_zero_centered_gamma and transformer_impl == "local"
+    if config.num_moe_experts is None and not config.linear_attention_freq and not around_zero:
         return layer_spec(config, transformer_impl)
     block = get_gpt_decoder_block_spec(
         config,
@@ -129,11 +161,20 @@ def decoder_spec(
     )
     for layer in block.layer_specs:
         if transformer_impl != "transformer_engine":
-            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+            layer.submodules.self_attention.submodules.core_attention = _core_attention(config)
+        _with_own_norms(layer, config)
         mlp = layer.submodules.mlp  # a ModuleSpec, or since 0.18 a functools.partial
         parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
         if isinstance(parts, MoESubmodules):
             parts.router = PackedRouter
+    if around_zero:
+        from slime_like.megatron.model.norms import ZeroCenteredRMSNorm
+
+        block.layer_norm = ZeroCenteredRMSNorm
+    if config.linear_attention_freq:
+        from slime_like.megatron.model.delta_net import put_delta_nets
+
+        put_delta_nets(block, config, transformer_impl, vp_stage)
     return block
 
 
@@ -170,7 +211,12 @@ def build_chunks(
             vp_stage=vp_stage,
             **position,
         )
+        if gpt.mtp_num_layers and chunk.post_process and not value_head:
+            add_prediction_layers(chunk, config, gpt.mtp_num_layers, transformer_impl, vp_stage)
         set_latent_epsilon(chunk)
+        mark_parameters(chunk)
+        if chunk.pre_process and getattr(config, "embedding_scale", 1.0) != 1.0:
+            chunk.embedding.register_forward_hook(_scaled)
         on_meta = next(chunk.parameters()).is_meta
         chunks.append(
             chunk.to(torch.cuda.current_device())
@@ -178,6 +224,21 @@ def build_chunks(
             else chunk
         )
     return chunks
+
+
+def add_prediction_layers(
+    chunk: GPTModel,
+    config: TransformerConfig,
+    count: int,
+    transformer_impl: str,
+    vp_stage: int | None,
+) -> None:
+    """Of multi-token prediction, to the last chunk of a policy."""
+    from slime_like.megatron.model.prediction import PredictionLayers, one_layer, prediction_block
+
+    single = one_layer(config)
+    block = prediction_block(single, decoder_spec(single, transformer_impl, None))
+    chunk.mtp = PredictionLayers(config, block, count, vp_stage)
 
 
 def set_latent_epsilon(chunk: GPTModel) -> None:
@@ -188,6 +249,30 @@ def set_latent_epsilon(chunk: GPTModel) -> None:
     for name, module in chunk.named_modules():
         if name.endswith(LATENT_NORMS) and hasattr(module, "eps"):
             module.eps = LATENT_EPSILON
+
+
+def _scaled(module: torch.nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+    """In the embedding's dtype, to which transformers rounds the scale too."""
+    scale = module.config.embedding_scale  # type: ignore[union-attr]
+    return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
+
+
+def mark_parameters(chunk: GPTModel) -> None:
+    """What megatron-core does not say of two kinds of parameters that ranks have parts of. Unmarked,
+    those of the first tensor-parallel rank alone are in the norm of the gradients.
+
+    Sinks, of this rank's heads. Biases behind an expert, which is whole on its rank: under sequence
+    parallelism the gradients of different experts would be summed, too. (And nothing is left to
+    reduce of such an expert's output, to which megatron-core adds the bias in place.)
+    """
+    for name, parameter in chunk.named_parameters():
+        if name.endswith(".softmax_offset"):
+            parameter.tensor_model_parallel = True
+        elif ".experts." in name and ".linear_fc2.bias" in name:
+            parameter.tensor_model_parallel, parameter.sequence_parallel = True, False
+    for module in chunk.modules():
+        if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
+            module.explicit_expert_comm = True
 
 
 def to_model_precision(

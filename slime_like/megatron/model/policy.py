@@ -57,15 +57,23 @@ class HeadWeight(ColumnParallelLinear):
 
 class PolicyModel(GPTModel):
     """A chunk of the policy. The last pipeline stage gives hidden states [1, T, H]; under sequence
-    parallelism this rank's [1, T / tp, H]."""
+    parallelism this rank's [1, T / tp, H]. mtp: layers of multi-token prediction (prediction.py), on a last
+    chunk that has some."""
 
     output_layer: Any
+    mtp: Any
 
     def __init__(self, config: TransformerConfig, **settings: Any) -> None:
         super().__init__(config=config, **settings)
         self.head_slot = Slot()
         if self.post_process:
             self.output_layer = HeadWeight(self.output_layer)
+
+    def rotary_embedding(self, hidden: Tensor, packed: Any) -> Tensor | None:
+        """Of the positions of packed rows, for layers beyond the model's own."""
+        found = self._preprocess(None, None, decoder_input=hidden, packed_seq_params=packed)
+        rotary: Tensor | None = found[1]
+        return rotary
 
     def own_head_weight(self) -> Tensor:
         """[V_padded / tp, H], on the last stage; with tied embeddings the embedding's, or its twin

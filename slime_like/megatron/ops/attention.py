@@ -14,7 +14,7 @@ import itertools
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,9 @@ from slime_like.megatron.ops.context_parallel import (
     context_parallel_attention,
     context_rows,
 )
+
+if TYPE_CHECKING:
+    from slime_like.megatron.ops.delta_rule import DeltaRows
 
 # Padding costs S * max(L)^2 in place of sum(L^2); above this factor the sequences are computed one
 # by one.
@@ -49,6 +52,7 @@ class PackedRows(PackedSeqParams):
     scatter_index: Tensor | None = None
     equal: bool = False  # all sequences have one length: the rows are a batch as they are
     context: ContextRows | None = None  # under context parallelism, in place of the two indices
+    delta: DeltaRows | None = None  # derived by the first delta net
 
 
 def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> PackedRows:
@@ -97,7 +101,7 @@ class PackedAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
-        k_channels: int | None = None,  # of latent attention, whose keys are longer than its values
+        k_channels: int | None = None,  # of latent attention, with keys longer than its values
         v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)

@@ -2,12 +2,21 @@
 
 from slime_like.weights.families import (  # noqa: F401  (each registers its family)
     deepseek_v3,
+    gemma3,
+    glm4,
+    glm4_moe,
+    gpt_oss,
     llama,
+    mimo,
+    minimax_m2,
+    mistral,
     mixtral,
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
 )
 from slime_like.weights.families.base import (
     EMBEDDING,

@@ -32,12 +32,51 @@ class ConfigReader(Protocol):
         """A positive number; `default` where the key is absent or null."""
 
 
+def _none(reader: ConfigReader) -> int:
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionNames:
+    """Layers of multi-token prediction in a file.
+
+    layer: how the names of one begin, with "{layer}" for its number. layers: the same of
+    the model's own layers. after_the_last: whether they are numbered after these, or
+    from 0. parameters: what a layer has beyond a transformer layer, by our name within it, under
+    names of the file that are made as those of its layers. copies: what a file may repeat, by the
+    name of the model's own tensor. count: of a file.
+    """
+
+    layer: str
+    parameters: Mapping[str, mappings.Mapping]
+    layers: str = "model.layers.{layer}"
+    after_the_last: bool = False
+    copies: Mapping[str, str] = field(default_factory=dict)
+    count: Callable[[ConfigReader], int] = _none
+
+
 def _no_settings(reader: ConfigReader) -> dict[str, Any]:
     return {}
 
 
-def _none(reader: ConfigReader) -> int:
-    return 0
+def half_rotary(reader: ConfigReader) -> float:
+    """Of GLM's files that do not say it."""
+    return 0.5
+
+
+def every_layer(reader: ConfigReader) -> list[bool]:
+    """Windows wherever `sliding_window` is set."""
+    return [True] * int(reader.number("num_hidden_layers"))
+
+
+def after_max_window_layers(reader: ConfigReader) -> list[bool]:
+    """Windows as Qwen's files switch them on; 28 is transformers' default."""
+    first = 28 if (given := reader.config.get("max_window_layers")) is None else given
+    used = bool(reader.config.get("use_sliding_window"))
+    return [used and layer >= first for layer in range(reader.number("num_hidden_layers"))]
+
+
+WINDOWS = frozenset({"full_attention", "sliding_attention"})  # what `layer_types` may then have
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +87,23 @@ class ModelFamily:
     parameter -> how it is made of Hugging Face tensors, in the network's order; "{layer}" in a name
     is the layer's number, "{expert}" the expert's. required: keys of config.json, beyond those of
     every architecture, that must be there. keys: further ones that are read, or have no effect; any
-    other key is an error. qkv_bias, qk_norm: of the attention. windows_by_size: `sliding_window`
-    alone switches sliding windows on. settings: further fields of megatron-core's TransformerConfig
-    (experts, latent attention), from the keys. other_model_types: of files of other publishers, the
+    other key is an error. qkv_bias, qk_norm: of the attention; `settings` may say otherwise of
+    one file, which then lacks these parameters. rotary_percent: the share of a head's dimensions that
+    is rotated in files without `partial_rotary_factor`; None: all, and another one is refused.
+    windows: which layers have a sliding window in files without `layer_types`; None: windows are
+    refused. settings: further fields of
+    megatron-core's TransformerConfig (experts, latent attention), from the keys. other_model_types: of files of other publishers, the
     same otherwise. untrained_layers: how many layers the files have after the model's own, which are
-    not read.
+    not read. untrained_prefixes: how names of other weights begin that are not read, where the files
+    have some. layer_types: what the file's key of this name may have; beyond "full_attention" the
+    family's settings say which layer is which. text_config: whether the language model's keys are in
+    that object of the file. stand_ins: a required key -> the key that is read where it is absent.
+    rope_theta: where the file has none, transformers' default_theta.
+    published: how the names of published models begin.
+    same_as: the model_type of transformers' class of this function, where it has none of this name.
+    prediction: how the files have layers of multi-token prediction, where they can be trained.
+    tiny: keys of a tiny model's config.json beyond those of every family
+    (scripts/make_tiny_model.py).
     """
 
     architecture: str
@@ -62,10 +113,20 @@ class ModelFamily:
     keys: frozenset[str] = field(default_factory=frozenset)
     qkv_bias: bool = False
     qk_norm: bool = False
-    windows_by_size: bool = False
+    rotary_percent: Callable[[ConfigReader], float] | None = None
+    windows: Callable[[ConfigReader], list[bool]] | None = None
     settings: Callable[[ConfigReader], dict[str, Any]] = _no_settings
     other_model_types: tuple[str, ...] = ()
     untrained_layers: Callable[[ConfigReader], int] = _none
+    text_config: bool = False
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    published: tuple[str, ...] = ()
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    untrained_prefixes: tuple[str, ...] = ()
+    layer_types: frozenset[str] = frozenset({"full_attention"})
+    same_as: str | None = None
+    rope_theta: float = 10000.0
+    prediction: PredictionNames | None = None
 
 
 model_families: Registry[ModelFamily] = Registry("architecture")

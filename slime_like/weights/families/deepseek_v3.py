@@ -15,63 +15,30 @@ from slime_like.weights.families import llama
 from slime_like.weights.families.base import (
     ATTENTION,
     HF_ATTENTION,
-    HF_MLP,
-    MLP,
     ConfigReader,
     ModelFamily,
     register_model_family,
 )
-from slime_like.weights.families.experts import WITHOUT_EFFECT, expert_parameters
-from slime_like.weights.mappings import ColumnParallel, GatedMLP, Mapping, Replicated, RowParallel
+from slime_like.weights.families.prediction import DEEPSEEK_PREDICTION
+from slime_like.weights.families.sigmoid_experts import (
+    EXPERT_KEYS,
+    EXPERT_PARAMETERS,
+    EXPERTS_REQUIRED,
+    TINY,
+    sigmoid_experts,
+    untrained_layers,
+)
+from slime_like.weights.mappings import ColumnParallel, Mapping, Replicated, RowParallel
 
 MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-ROUTER_KEYS = (
-    "n_group",
-    "topk_group",
-    "norm_topk_prob",
-    "routed_scaling_factor",
-    "scoring_func",
-    "topk_method",
-    "moe_layer_freq",
-)
-KEYS = frozenset(
-    {
-        *(*MLA_KEYS, *ROUTER_KEYS, *WITHOUT_EFFECT),
-        *(
-            "n_routed_experts",
-            "num_local_experts",
-            "n_shared_experts",
-            "moe_intermediate_size",
-            "num_experts_per_tok",
-            "first_k_dense_replace",
-            "mlp_layer_types",
-        ),
-        *(
-            "num_nextn_predict_layers",
-            "num_mtp_layers",
-            "rope_interleave",
-            "qk_head_dim",
-            "ep_size",
-            "seq_aux",
-            "aux_loss_alpha",
-        ),
-    }
-)
+KEYS = EXPERT_KEYS | {*MLA_KEYS, "rope_interleave", "qk_head_dim", "ep_size", "seq_aux"}
 REQUIRED = (
     "kv_lora_rank",
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
-    "n_routed_experts",
-    "num_experts_per_tok",
+    *EXPERTS_REQUIRED,
 )
-FIXED = {
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "moe_layer_freq": 1,
-    "norm_topk_prob": True,
-    "rope_interleave": True,
-}
 YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -82,10 +49,8 @@ YARN = {
 
 def deepseek_settings(reader: ConfigReader) -> dict[str, Any]:
     """MLATransformerConfig's fields. What is unsupported is told to the reader."""
-    for key, legal in FIXED.items():
-        value = reader.config.get(key)
-        if value is not None and value != legal:
-            reader.refuse(f"{key} {value!r} is not supported; the only legal value is {legal!r}")
+    if reader.config.get("rope_interleave") not in (None, True):
+        reader.refuse("rope_interleave False is not supported; the only legal value is True")
     heads, groups = (
         reader.number("num_attention_heads"),
         reader.number("num_key_value_heads", default=reader.number("num_attention_heads")),
@@ -107,7 +72,7 @@ def deepseek_settings(reader: ConfigReader) -> dict[str, Any]:
         "kv_channels": rope_dim,  # what the file calls head_dim
         "qk_layernorm": True,  # of the latents
         **_rotary(reader),
-        **_experts(reader),
+        **sigmoid_experts(reader),
     }
 
 
@@ -145,63 +110,6 @@ def _rotary(reader: ConfigReader) -> dict[str, Any]:
     return settings | {key: float(value) for key, value in yarn.items()}
 
 
-def _experts(reader: ConfigReader) -> dict[str, Any]:
-    experts, topk = reader.number("n_routed_experts"), reader.number("num_experts_per_tok")
-    groups, chosen = reader.number("n_group", default=1), reader.number("topk_group", default=1)
-    limited = chosen < groups
-    if limited and (experts % groups or topk % chosen or topk // chosen != 2):
-        reader.refuse(
-            f"n_group {groups} and topk_group {chosen} with num_experts_per_tok {topk}: megatron-core scores a group by its best "
-            "num_experts_per_tok / topk_group experts, the file's architecture by its best two"
-        )
-    if topk == 1:
-        reader.refuse(
-            "num_experts_per_tok 1 is not supported: megatron-core does not renormalise a single weight"
-        )
-    layers, dense = reader.number("num_hidden_layers"), _dense_layers(reader)
-    if dense >= layers:
-        reader.refuse(f"first_k_dense_replace {dense} leaves no layer with experts")
-    ffn, shared = (
-        reader.number("moe_intermediate_size"),
-        int(reader.config.get("n_shared_experts") or 0),
-    )
-    if not shared:
-        reader.refuse("n_shared_experts 0 is not supported with this architecture")
-    return {
-        "num_moe_experts": experts,
-        "moe_router_topk": topk,
-        "moe_ffn_hidden_size": ffn,
-        "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
-        # megatron-core's condition on group-limited routing; a sigmoid has no softmax
-        "moe_router_pre_softmax": True,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_num_groups": groups if limited else None,
-        "moe_router_group_topk": chosen if limited else None,
-        "moe_router_topk_scaling_factor": float(
-            reader.number("routed_scaling_factor", default=1.0, whole=False)
-        ),
-        "moe_shared_expert_intermediate_size": shared * ffn,
-        "moe_router_load_balancing_type": "none",
-    }
-
-
-def _dense_layers(reader: ConfigReader) -> int:
-    """The first layers, which have no experts, by either of the keys."""
-    kinds = reader.config.get("mlp_layer_types")
-    if kinds is None:
-        return int(reader.config.get("first_k_dense_replace") or 0)
-    dense = [kind == "dense" for kind in kinds]
-    if dense != sorted(dense, reverse=True) or len(dense) != reader.number("num_hidden_layers"):
-        reader.refuse(f"mlp_layer_types {kinds!r:.200}: dense layers must be the first ones")
-    return sum(dense)
-
-
-def _untrained_layers(reader: ConfigReader) -> int:
-    """Of multi-token prediction: they stand after the model's own."""
-    return int(reader.config.get("num_nextn_predict_layers") or 0)
-
-
 # megatron-core turns the rotated part of queries and keys from pairs into halves itself, as the
 # file's architecture does
 PARAMETERS: dict[str, Mapping] = {
@@ -232,16 +140,7 @@ PARAMETERS: dict[str, Mapping] = {
         f"{HF_ATTENTION}.kv_b_proj.weight", "latent_key_value", "kv_latent"
     ),
     f"{ATTENTION}.linear_proj.weight": RowParallel(f"{HF_ATTENTION}.o_proj.weight", "latent_value"),
-    **expert_parameters(HF_MLP, "gate_proj", "up_proj", "down_proj"),
-    f"{MLP}.router.expert_bias": Replicated(f"{HF_MLP}.gate.e_score_correction_bias", "experts"),
-    f"{MLP}.shared_experts.linear_fc1.weight": GatedMLP(
-        f"{HF_MLP}.shared_experts.gate_proj.weight",
-        f"{HF_MLP}.shared_experts.up_proj.weight",
-        "shared_ffn",
-    ),
-    f"{MLP}.shared_experts.linear_fc2.weight": RowParallel(
-        f"{HF_MLP}.shared_experts.down_proj.weight", "shared_ffn"
-    ),
+    **EXPERT_PARAMETERS,
 }
 
 DEEPSEEK_V3 = ModelFamily(
@@ -252,7 +151,15 @@ DEEPSEEK_V3 = ModelFamily(
     keys=KEYS,
     settings=deepseek_settings,
     other_model_types=("kimi_k2",),
-    untrained_layers=_untrained_layers,
+    untrained_layers=untrained_layers,
+    prediction=DEEPSEEK_PREDICTION,
+    published=("DeepSeek-V3", "DeepSeek-R1", "Kimi-K2", "Moonlight"),
+    tiny={
+        **TINY,
+        **{"num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 16},
+        **{"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+        **{"n_group": 4, "topk_group": 2},
+    },
 )
 register_model_family(DEEPSEEK_V3)
 register_model_family(
@@ -261,5 +168,7 @@ register_model_family(
         architecture="Glm4MoeLiteForCausalLM",
         model_type="glm4_moe_lite",
         other_model_types=(),
+        published=("GLM-4.7-Flash",),
+        tiny={**DEEPSEEK_V3.tiny, "n_group": 1, "topk_group": 1},
     )
 )

@@ -42,4 +42,11 @@ PARAMETERS: dict[str, Mapping] = {
     OUTPUT_LAYER: VocabParallel(LM_HEAD),
 }
 
-register_model_family(ModelFamily("LlamaForCausalLM", "llama", PARAMETERS))
+register_model_family(
+    ModelFamily(
+        "LlamaForCausalLM",
+        "llama",
+        PARAMETERS,
+        published=("Llama-2", "Llama-3", "Meta-Llama-3", "DeepSeek-R1-Distill-Llama"),
+    )
+)

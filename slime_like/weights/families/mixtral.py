@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime_like.weights.families import llama
-from slime_like.weights.families.base import ModelFamily, register_model_family
+from slime_like.weights.families.base import ModelFamily, every_layer, register_model_family
 from slime_like.weights.families.experts import (
     REQUIRED,
     ExpertKeys,
@@ -25,7 +25,9 @@ register_model_family(
         PARAMETERS,
         required=(*REQUIRED, "num_local_experts"),
         keys=EXPERTS.keys,
-        windows_by_size=True,
+        windows=every_layer,
         settings=lambda reader: expert_settings(reader, EXPERTS),
+        published=("Mixtral",),
+        tiny={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     )
 )

@@ -6,7 +6,9 @@ from slime_like.weights.families import llama
 from slime_like.weights.families.base import (
     ATTENTION,
     HF_ATTENTION,
+    WINDOWS,
     ModelFamily,
+    after_max_window_layers,
     register_model_family,
 )
 from slime_like.weights.mappings import QKV, Mapping
@@ -21,8 +23,14 @@ PARAMETERS: dict[str, Mapping] = {
     ),
 }
 
-register_model_family(
-    ModelFamily(
-        "Qwen2ForCausalLM", "qwen2", PARAMETERS, required=("num_key_value_heads",), qkv_bias=True
-    )
+QWEN2 = ModelFamily(
+    "Qwen2ForCausalLM",
+    "qwen2",
+    PARAMETERS,
+    required=("num_key_value_heads",),
+    qkv_bias=True,
+    windows=after_max_window_layers,
+    layer_types=WINDOWS,
+    published=("Qwen2-", "Qwen2.5", "DeepSeek-R1-Distill-Qwen"),
 )
+register_model_family(QWEN2)

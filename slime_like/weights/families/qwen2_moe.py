@@ -36,5 +36,10 @@ register_model_family(
         keys=EXPERTS.keys,
         qkv_bias=True,
         settings=lambda reader: expert_settings(reader, EXPERTS),
+        published=("Qwen1.5-MoE", "Qwen2-57B-A14B"),
+        tiny={
+            **{"moe_intermediate_size": 24, SHARED_FFN: 40, "num_experts": 4},
+            **{"num_experts_per_tok": 2, "decoder_sparse_step": 2},
+        },
     )
 )

@@ -6,7 +6,9 @@ from slime_like.weights.families import llama
 from slime_like.weights.families.base import (
     ATTENTION,
     HF_ATTENTION,
+    WINDOWS,
     ModelFamily,
+    after_max_window_layers,
     register_model_family,
 )
 from slime_like.weights.mappings import Mapping, Replicated
@@ -24,5 +26,9 @@ register_model_family(
         PARAMETERS,
         required=("num_key_value_heads", "head_dim"),
         qk_norm=True,
+        windows=after_max_window_layers,
+        layer_types=WINDOWS,
+        published=("Qwen3-", "DeepSeek-R1-0528-Qwen3"),
+        tiny={"head_dim": 16},
     )
 )

@@ -32,5 +32,10 @@ register_model_family(
         keys=EXPERTS.keys,
         qk_norm=True,
         settings=lambda reader: expert_settings(reader, EXPERTS),
+        published=("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder"),
+        tiny={
+            **{"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4},
+            **{"num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": [1]},
+        },
     )
 )

@@ -1,0 +1,42 @@
+"""The sliding windows of a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime_like.weights.families import ConfigReader, ModelFamily
+
+SLIDING = "sliding_attention"
+
+
+def read_windows(reader: ConfigReader, family: ModelFamily) -> dict[str, Any]:
+    """megatron-core's settings of the windows: its `window_size` counts the tokens before the query,
+    config.json's `sliding_window` the query too. Windows that the architecture does not have here
+    are refused where some layer would use one; the keys alone are harmless."""
+    config, kinds = reader.config, reader.config.get("layer_types") or []
+    if strange := set(kinds) - family.layer_types:
+        legal = " and ".join(map(repr, sorted(family.layer_types))) or "no such key"
+        found = ", ".join(map(repr, sorted(strange)))
+        reader.refuse(f"layer_types {found}: only {legal} is supported")
+        return {}
+    size, switch = config.get("sliding_window"), config.get("use_sliding_window")
+    if family.windows is None:
+        layers = reader.number("num_hidden_layers")
+        if switch and size is not None and config.get("max_window_layers", 0) < layers:
+            reader.refuse(
+                f"sliding_window {size!r}: sliding windows are not supported with this architecture"
+            )
+        return {}
+    given = SLIDING in family.layer_types and kinds
+    windowed = [kind == SLIDING for kind in kinds] if given else family.windows(reader)
+    off = size is None or switch is False
+    if off or not any(windowed):
+        if given and any(windowed):
+            reader.refuse(f"layer_types has {SLIDING!r}, but sliding_window {size!r} is not in use")
+        return {}
+    if len(windowed) != reader.number("num_hidden_layers"):
+        reader.refuse(f"layer_types has {len(windowed)} layers; it must have num_hidden_layers")
+    return {
+        "window_size": (reader.number("sliding_window") - 1, 0),
+        "window_attn_skip_freq": None if all(windowed) else [int(used) for used in windowed],
+    }

@@ -1,0 +1,157 @@
+#!/usr/bin/env python
+"""Make a tiny model of an architecture: config.json, a character tokenizer, and random weights.
+
+    python scripts/make_tiny_model.py --like GLM-4.5-Air --output-dir outputs/tiny
+
+--like: a published model, an architecture (Glm4MoeForCausalLM) or a model_type (glm4_moe). Nothing is
+downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from arguments.hf.model import read_hf_model  # noqa: E402
+from slime_like.cli.tiny_model import make_tokenizer  # noqa: E402
+from slime_like.weights.families import ModelFamily, model_families  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    **{"initializer_range": 0.1, "tie_word_embeddings": False, "attention_dropout": 0.0},
+    **{"bos_token_id": None, "pad_token_id": None},
+}
+
+
+def family_of(name: str) -> ModelFamily:
+    """By architecture, model_type, or the name of a published model, with its organisation or not.
+    Raises ValueError naming what there is."""
+    families = [model_families.get(known) for known in model_families.names()]
+    for family in families:
+        if name in (family.architecture, family.model_type, *family.other_model_types):
+            return family
+    model = name.rpartition("/")[2].lower()
+    found = [
+        (len(start), family)
+        for family in families
+        for start in family.published
+        if model.startswith(start.lower())
+    ]
+    if not found:
+        legal = [word for f in families for word in (f.architecture, *f.published)]
+        raise ValueError(f"--like {name!r} is no known model; legal values: {', '.join(legal)}")
+    return max(found, key=lambda each: each[0])[1]
+
+
+def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -> Any:
+    """The model, of transformers' class, saved in `folder` with its tokenizer. changes: keys of
+    config.json. Raises ValueError for an unknown `like`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    family, tokenizer = family_of(like), make_tokenizer()
+    keys = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    settings = {**SIZES, **keys, **family.tiny, **changes}
+    if family.text_config:
+        vision = settings.pop("vision_config")
+        settings = {"text_config": settings, "vision_config": vision, "tie_word_embeddings": False}
+    model_type = family.same_as or family.model_type
+    config = AutoConfig.for_model(model_type, **settings, dtype=torch.float32)
+    torch.manual_seed(seed)
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    auto = AutoModelForImageTextToText if family.text_config else AutoModelForCausalLM
+    model = auto.from_config(config, **plain).eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if family.same_as is not None:
+        path = folder / "config.json"
+        own = {"architectures": [family.architecture], "model_type": family.model_type}
+        path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    if count := read_hf_model(str(folder)).prediction_layers:
+        add_prediction_layers(folder, family, count)
+    return model
+
+
+def add_prediction_layers(folder: Path, family: ModelFamily, count: int) -> None:
+    """To a saved model: layers of multi-token prediction like its last one with attention, which
+    transformers does not have."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from slime_like.weights.mappings import Sizes
+
+    names, path = family.prediction, folder / "model.safetensors"
+    assert names is not None
+    tensors, hf = load_file(path), read_hf_model(str(folder))
+    layers = hf.transformer["num_layers"]
+    starts = [f"{names.layers}.".format(layer=n) for n in range(layers)]
+    like = [s for s in starts if any(name.startswith(f"{s}self_attn") for name in tensors)][-1]
+    own = {name.removeprefix(like): x for name, x in tensors.items() if name.startswith(like)}
+    own_sizes = Sizes(hf.transformer["hidden_size"], *[0] * 5)
+    for number in range(count):
+        layer = number + layers * names.after_the_last
+        start = f"{names.layer}.".format(layer=layer)
+        shapes = {start + name: (*x.shape,) for name, x in own.items()}
+        for mapping in names.parameters.values():
+            shapes |= mapping.at(layer).hf_shapes(own_sizes)
+        tensors |= {
+            name: (0.9 if len(s) == 1 else 0.0) + 0.1 * torch.randn(s) for name, s in shapes.items()
+        }
+        tensors |= {
+            copy.format(layer=layer): tensors[name].clone() for name, copy in names.copies.items()
+        }
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def randomize(model: Any) -> None:
+    """What is born as ones and zeros, so that it could be swapped unseen: norms, biases, routers'
+    corrections. Routers are no sharper than a trained one's."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # of faster decays little is left but rounding
+                parameter.copy_(0.3 * torch.randn_like(parameter) - 2.0)
+            elif parameter.dim() == 1 or name.endswith("_bias"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("gate.weight"):
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--like", required=True, metavar="NAME")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=JSON", help="keys of config.json"
+    )
+    parser.add_argument("--import-modules", nargs="*", default=[], help="families of your own")
+    args = parser.parse_args()
+    for module in args.import_modules:
+        importlib.import_module(module)
+    try:
+        changes = {key: json.loads(value) for key, _, value in (s.partition("=") for s in args.set)}
+        model = make_tiny_model(args.like, args.output_dir, seed=args.seed, **changes)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{args.output_dir}: {type(model).__name__}, {model.num_parameters():,} parameters")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Gated delta nets (Qwen3-Next, Qwen3.5) in attention's place in a layer, and the norm with weights
+around 0 that such models have.
+
+The input projection gives, for each group (the heads of values that share one head of keys), its
+query, key, values, gates, rates and decays. Tensor-parallel ranks share the groups. Context-parallel
+ranks, which have parts of every sequence, exchange them for whole sequences of a part of the groups,
+and back before the output projection: the recurrence and its convolution run over whole sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor
+
+from slime_like.megatron.model.norms import ZeroCenteredRMSNorm
+from slime_like.megatron.ops.attention import PackedRows
+from slime_like.megatron.ops.delta_rule import (
+    DeltaRows,
+    causal_conv,
+    delta_rows,
+    delta_rule,
+    fla_rule,
+)
+
+IN_CHECKPOINTS = "self_attention.in_proj.layer_norm_"  # of the norm before it
+SHARDED = ("conv_weight", "A_log", "dt_bias")  # by groups
+
+
+class GatedAttention(SelfAttention):
+    """megatron-core's, of layers without Transformer Engine: its gate is compiled when it is first
+    used, which takes seconds, and is rounded to float32."""
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (x * gate.reshape(x.shape).to(wide).sigmoid()).to(x.dtype)
+
+
+class GatedDeltaNet(MegatronModule):
+    """[T, 1, hidden] -> the same; under sequence parallelism this rank's part of the rows, under
+    context parallelism its chunks of every sequence. submodules: of the attention in that
+    place, of which the two projections are used."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        pg_collection: Any = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert pg_collection is not None, "a layer hands its process groups to its attention"
+        self.layer_number = layer_number
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.heads = config.linear_num_value_heads // config.linear_num_key_heads  # of a group
+        self.groups = config.linear_num_key_heads // self.tp_group.size()
+        values = self.heads * self.value_dim
+        self.channels = 2 * self.key_dim + values  # of a group, that the convolution mixes
+        self.widths = (self.channels, values, self.heads, self.heads)
+        linear: dict[str, Any] = dict(
+            config=config, bias=False, is_expert=False, tp_group=self.tp_group
+        )
+        self.in_proj = submodules.linear_qkv(
+            config.hidden_size,
+            config.linear_num_key_heads * sum(self.widths),
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="qkv",
+            **linear,
+        )
+        self.out_proj = submodules.linear_proj(
+            config.linear_num_key_heads * values,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="proj",
+            **linear,
+        )
+        for name, parameter in self._own_parameters():
+            self.register_parameter(name, parameter)
+            if name in SHARDED:
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+
+    def _own_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """As such layers are born: decays between exp(-1) and exp(-16) a token at rate softplus(1),
+        as in Mamba."""
+        heads, taps = self.groups * self.heads, self.config.linear_conv_kernel_dim
+        dtype = self.config.params_dtype
+        conv = torch.empty(self.groups * self.channels, 1, taps, dtype=dtype)
+        decay = torch.empty(heads, dtype=dtype)
+        if self.config.perform_initialization:
+            with get_cuda_rng_tracker().fork():
+                conv.uniform_(-(taps**-0.5), taps**-0.5)
+                decay.uniform_(1, 16).log_()
+        yield "conv_weight", torch.nn.Parameter(conv)
+        yield "A_log", torch.nn.Parameter(decay)
+        yield "dt_bias", torch.nn.Parameter(torch.ones(heads, dtype=dtype))
+        yield "norm_weight", torch.nn.Parameter(torch.ones(self.value_dim, dtype=dtype))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        assert isinstance(packed_seq_params, PackedRows) and attention_mask is None, (
+            "rows are packed by slime_like.megatron.ops.attention.packed_rows, without a mask"
+        )
+        rows = _delta_rows_of(packed_seq_params)
+        mixed, _bias = self.in_proj(hidden_states)
+        x = mixed.squeeze(1).unflatten(1, (self.groups, -1))  # [T, groups, width]
+        if packed_seq_params.context is None:
+            out = self._delta(x, rows, first=0)
+        else:
+            natural = packed_seq_params.context.natural
+            first = self.groups // self.cp_group.size() * self.cp_group.rank()
+            out = self._delta(self._whole_sequences(x)[natural], rows, first)
+            out = self._own_rows(torch.zeros_like(out).index_copy(0, natural, out))
+        output, bias = self.out_proj(out.flatten(1).unsqueeze(1))
+        return output, bias
+
+    def _whole_sequences(self, x: Tensor) -> Tensor:
+        """[T / cp, groups, n] of this rank's rows -> [T, groups / cp, n], the rows of one rank after
+        those of another."""
+        ranks = self.cp_group.size()
+        sent = x.unflatten(1, (ranks, -1)).transpose(0, 1)  # by the rank that gets them
+        received: Tensor = all_to_all(self.cp_group, sent)
+        return received.flatten(0, 1)
+
+    def _own_rows(self, x: Tensor) -> Tensor:
+        """The inverse of `_whole_sequences`."""
+        ranks = self.cp_group.size()
+        received: Tensor = all_to_all(self.cp_group, x.unflatten(0, (ranks, -1)))
+        return received.transpose(0, 1).flatten(1, 2)
+
+    def _delta(self, x: Tensor, rows: DeltaRows, first: int) -> Tensor:
+        """x: [T, G, width] of whole sequences, for the G groups from `first` of this rank's. Returns
+        [T, G, heads of a group * value_dim]."""
+        size = x.size(1)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        heads = slice(first * self.heads, (first + size) * self.heads)
+        mixed, gate, rate, decay = x.split(self.widths, -1)
+        own = slice(first * self.channels, (first + size) * self.channels)
+        weight = self.conv_weight[own].squeeze(1).to(wide)
+        mixed = F.silu(causal_conv(mixed.flatten(1).to(wide), weight, rows)).to(x.dtype)
+        parts = mixed.unflatten(1, (size, -1)).split([self.key_dim] * 2 + [self.widths[1]], -1)
+        query, key, value = parts
+        value = value.reshape(value.size(0), -1, self.value_dim)
+        a_log, bias = self.A_log[heads].to(wide), self.dt_bias[heads].to(wide)
+        log_decay = -a_log.exp() * F.softplus(decay.flatten(1).to(wide) + bias)
+        fla = fla_rule() if x.is_cuda and not self.config.deterministic_mode else None
+        rule = delta_rule if fla is None or x.dtype != torch.bfloat16 else fla
+        out = rule(query, key, value, log_decay, rate.flatten(1).to(wide).sigmoid(), rows)
+        return self._gated_norm(out, gate.reshape(value.shape)).view(x.size(0), size, -1)
+
+    def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
+        """[T, heads, value_dim]: the norm of each head, times silu of its gate."""
+        wide = torch.promote_types(out.dtype, torch.float32)
+        # whole on every rank, each of which sees its heads alone
+        weight = copy_to_tensor_model_parallel_region(self.norm_weight, group=self.tp_group)
+        normed = F.rms_norm(out.to(wide), out.shape[-1:], eps=self.config.layernorm_epsilon)
+        return (weight * normed.to(out.dtype) * F.silu(gate.to(wide))).to(out.dtype)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[tuple[int, int, int]] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """As megatron-core's modules give it."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own: dict[str, Any] = {}
+        self._save_to_state_dict(own, "", keep_vars=True)
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            dict.fromkeys(SHARDED, 0),
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in self.named_children():
+            state |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+            )
+        return state
+
+
+def put_delta_nets(
+    block: TransformerBlockSubmodules,
+    config: TransformerConfig,
+    transformer_impl: str,
+    vp_stage: int | None,
+) -> None:
+    """Give the layers of a model chunk, all of which have attention, the delta nets and norms of
+    `config`. Transformer Engine's norms know weights around 0 themselves."""
+    local = transformer_impl != "transformer_engine"
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    for number, layer in enumerate(block.layer_specs):
+        parts, attention = layer.submodules, layer.submodules.self_attention
+        if local and config.layernorm_zero_centered_gamma:
+            parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCenteredRMSNorm
+            attention.module = GatedAttention
+            attention.submodules.q_layernorm = ZeroCenteredRMSNorm
+            attention.submodules.k_layernorm = ZeroCenteredRMSNorm
+        if config.linear_attention_freq[first + number]:
+            names = parts.sharded_state_dict_keys_map
+            own = replace(
+                parts,
+                self_attention=ModuleSpec(GatedDeltaNet, submodules=attention.submodules),
+                sharded_state_dict_keys_map={
+                    name: IN_CHECKPOINTS if name == "input_layernorm." else stored
+                    for name, stored in names.items()
+                },
+            )
+            block.layer_specs[number] = replace(layer, submodules=own)
+    if local and config.layernorm_zero_centered_gamma:
+        block.layer_norm = ZeroCenteredRMSNorm
+
+
+def _delta_rows_of(packed: PackedRows) -> DeltaRows:
+    if packed.delta is None:  # all layers ask for it
+        packed.delta = delta_rows(packed.cu_seqlens_q, packed.lengths)
+    rows: DeltaRows = packed.delta
+    return rows

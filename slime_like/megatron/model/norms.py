@@ -1,0 +1,166 @@
+"""Norms in places where megatron-core's layers have none, plugged in by the layer spec: after
+attention and MLP (GLM-4, Gemma 3, where layers with a window also have their own angles), and over all heads of queries or keys at once (MiniMax-M2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+WithBias = tuple[Tensor, Tensor | None]
+
+
+class RMSNorm(torch.nn.Module):
+    """Of each row, in at least float32, as transformers takes it. Under sequence parallelism a rank
+    has its part of the rows, and megatron-core sums the gradients of weights with that mark."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.weight = torch.nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * F.rms_norm(wide, x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """x / rms(x) * (1 + weight), of layers without Transformer Engine. Its arguments follow
+    megatron-core's norms."""
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = F.rms_norm(wide, x.shape[-1:], eps=self.eps)
+        return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
+
+
+class PostNormLayer(TransformerLayer):
+    """A layer that normalises what attention and MLP give before it adds them to the stream."""
+
+    self_attn_bda: Any
+    mlp_bda: Any
+
+    def __init__(self, config: Any, *args: Any, **settings: Any) -> None:
+        super().__init__(config, *args, **settings)
+        if config.post_self_attn_layernorm:
+            self.post_self_attn_layernorm = _norm(config)
+            self.self_attn_bda = _after(self.post_self_attn_layernorm, self.self_attn_bda)
+        if config.post_mlp_layernorm:
+            self.post_mlp_layernorm = _norm(config)
+            self.mlp_bda = _after(self.post_mlp_layernorm, self.mlp_bda)
+        self.rotary_base: float | None = None  # in place of the model's
+        size, layers = config.window_size, config.window_attn_skip_freq
+        if is_layer_window_attention(size, layers, self.layer_number):
+            self.rotary_base = config.window_rotary_base
+
+    def forward(self, *args: Any, **settings: Any) -> Any:
+        if self.rotary_base is not None and settings.get("rotary_pos_emb") is not None:
+            settings["rotary_pos_emb"] = _angles(settings["rotary_pos_emb"], self.rotary_base)
+        return super().forward(*args, **settings)
+
+
+def _norm(config: TransformerConfig) -> torch.nn.Module:
+    if config.layernorm_zero_centered_gamma:
+        return ZeroCenteredRMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+    return RMSNorm(config)
+
+
+def _angles(like: Tensor, base: float) -> Tensor:
+    """[positions, 1, 1, d]: of a plain rotary embedding with another base."""
+    positions, dim = like.size(0), like.size(-1)
+    steps = torch.arange(0, dim, 2, dtype=torch.float32, device=like.device) / dim
+    rows = torch.arange(positions, dtype=torch.float32, device=like.device)
+    half = torch.outer(rows, 1.0 / base**steps)
+    return torch.cat([half, half], dim=-1)[:, None, None]
+
+
+def _after(norm: torch.nn.Module, add: Callable[..., Any]) -> Callable[..., Any]:
+    """megatron-core's function that adds to the residual stream, of normalised terms."""
+
+    def with_norm(training: bool, fused: bool) -> Callable[..., Tensor]:
+        plain = add(training, fused)
+
+        def normed_and_added(output: WithBias, residual: Tensor, dropout: float) -> Tensor:
+            term, bias = output
+            whole = norm(term if bias is None else term + bias)
+            added: Tensor = plain((whole, None), residual, dropout)
+            return added
+
+        return normed_and_added
+
+    return with_norm
+
+
+class NormOfAllHeads(torch.nn.Module):
+    """[T, 1, heads / tp, d] -> the same: RMSNorm over all heads of the layer; the tensor-parallel
+    ranks sum its mean square.
+
+    The weight [heads * d] is whole on every rank; of its gradient a rank has the part of its heads,
+    and megatron-core sums the parts, as it does for every parameter of `q_layernorm` and
+    `k_layernorm`.
+    """
+
+    def __init__(self, heads: int, dim: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps, self.group = eps, parallel_state.get_tensor_model_parallel_group()
+        self.weight = torch.nn.Parameter(torch.ones(heads * dim, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.view(self.group.size(), *x.shape[-2:])[self.group.rank()]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum((-2, -1), keepdim=True)
+        if self.group.size() > 1:  # the ranks' sum, and in backward that of their gradients by it
+            squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
+            squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
+        scale = torch.rsqrt(squares / self.weight.numel() + self.eps)
+        return weight * (wide * scale).to(x.dtype)
+
+
+class QueryNorm(NormOfAllHeads):
+    """Its arguments follow megatron-core's norms; hidden_size: of a head."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config.num_attention_heads, hidden_size, eps, config.params_dtype)
+
+
+class KeyNorm(NormOfAllHeads):
+    """As `QueryNorm`."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        heads = config.num_query_groups or config.num_attention_heads
+        super().__init__(heads, hidden_size, eps, config.params_dtype)
+
+
+def add_norms(layer: ModuleSpec, config: Any) -> None:
+    """Put into a layer's spec what `transformer_config_type` has fields for."""
+    if config.post_self_attn_layernorm or config.post_mlp_layernorm:
+        layer.module = PostNormLayer
+    if config.qk_norm_of_all_heads:
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    if config.layernorm_zero_centered_gamma and config.transformer_impl == "local":
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCenteredRMSNorm
+        attention = parts.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = ZeroCenteredRMSNorm

@@ -1,0 +1,250 @@
+"""Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): layers behind the last one, each of
+which predicts one token further.
+
+Layer k joins what the one before it gave at a token (the first: the model's last hidden states)
+with the embedding of the k-th token after it, and its output predicts the token that follows that
+one, by the model's own output layer. Nothing flows back from here: hidden states, embedding and
+output layer are taken as they are, and only these layers learn. They have no dropout and no
+auxiliary losses of routers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    _get_block_submodules,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from slime_like.megatron.ops.attention import PackedRows
+from slime_like.megatron.ops.context_parallel import places_over_ranks, rows_of_rank
+from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.types import MicroBatch
+
+
+class RowsAhead:
+    """Values of the rows that are `steps` further in the same sequence.
+
+    cu_seqlens: [S + 1], of the whole sequences. A context-parallel rank asks the others for theirs.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, steps: int, layout: ParallelLayout) -> None:
+        bounds = cu_seqlens.long()
+        ends = bounds[1:].repeat_interleave(bounds.diff())
+        rows = torch.arange(int(bounds[-1]), device=cu_seqlens.device)
+        self._group = layout.cp_group if layout.cp_size > 1 else None
+        if self._group is not None:
+            rows = rows_of_rank(cu_seqlens, layout.cp_size, layout.cp_rank)
+        self._within = rows + steps < ends[rows]
+        self._source = torch.where(self._within, rows + steps, 0)
+        if self._group is not None:
+            self._source = places_over_ranks(cu_seqlens, layout.cp_size)[self._source]
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """[T, ...] of this rank's rows -> the same; zero, or False, behind the end of a sequence."""
+        if self._group is not None:
+            whole = values.new_empty(self._group.size() * values.size(0), *values.shape[1:])
+            dist.all_gather_into_tensor(_bytes(whole), _bytes(values), group=self._group)
+            values = whole
+        found = values[self._source]
+        found[~self._within] = 0
+        return found
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """Bools travel as bytes."""
+    values = values.contiguous()
+    return values.view(torch.uint8) if values.dtype == torch.bool else values
+
+
+class _Joined(torch.nn.Linear):
+    """[T, 1, 2 H] -> [T, 1, H], whole on every tensor-parallel rank; with sequence parallelism each
+    sees its part of the rows, and megatron-core adds up the gradients of weights with that mark."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        size = config.hidden_size
+        super().__init__(2 * size, size, bias=False, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if config.perform_initialization:
+            assert config.init_method is not None
+            config.init_method(self.weight)
+
+
+class PredictionLayer(MegatronModule):
+    """One of them; its parts have megatron-core's names."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        block: TransformerBlockSubmodules,
+        number: int,
+        vp_stage: int | None,
+    ) -> None:
+        """number: from 1."""
+        super().__init__(config=config)
+        norm = {"hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.enorm = build_module(block.layer_norm, config=config, **norm)
+        self.hnorm = build_module(block.layer_norm, config=config, **norm)
+        self.eh_proj = _Joined(config)
+        # the layer itself adds the offset of this stage
+        offset = get_transformer_layer_offset(config, vp_stage)
+        assert block.layer_specs is not None
+        self.transformer_layer = build_module(
+            block.layer_specs[0],
+            config=config,
+            layer_number=config.num_layers - offset + number,
+            vp_stage=vp_stage,
+        )
+        self.final_layernorm = build_module(block.layer_norm, config=config, **norm)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, **layer: Any) -> Tensor:
+        """[T, 1, H] each, [T / tp, 1, H] under sequence parallelism. layer: further arguments of the
+        transformer layer."""
+        joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
+        out = self.transformer_layer(
+            hidden_states=F.linear(joined, self.eh_proj.weight), attention_mask=None, **layer
+        )
+        found: Tensor = self.final_layernorm(out[0])
+        return found
+
+
+class PredictionLayers(MegatronModule):
+    """All of a model, a part of its last chunk.
+
+    embedding: [V_padded / tp, H], where the embedding itself is on another pipeline stage; see
+    `bring_embedding`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        block: TransformerBlockSubmodules,
+        count: int,
+        vp_stage: int | None,
+    ) -> None:
+        """block: of one layer, as `prediction_block` gives it."""
+        config = copy.copy(config)
+        config.hidden_dropout = config.attention_dropout = 0.0
+        config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "none", 0.0
+        config.moe_z_loss_coeff = None
+        super().__init__(config=config)
+        self.layers = torch.nn.ModuleList(
+            PredictionLayer(config, block, number + 1, vp_stage) for number in range(count)
+        )
+        self.embedding: Tensor | None = None
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: Tensor | None,
+        packed: PackedRows,
+        batch: MicroBatch,
+        layout: ParallelLayout,
+    ) -> list[Tensor]:
+        """What each layer gives, [1, T, H] like the model's own `hidden`, on one micro-batch. rotary:
+        the model's embedding of positions. packed: of the micro-batch. Collective over tensor- and context-parallel ranks."""
+        assert self.embedding is not None
+        # the layers' rows are this rank's under sequence parallelism, [T / tp, 1, H]
+        states, found = hidden.detach().transpose(0, 1).contiguous(), []
+        layer = {"rotary_pos_emb": rotary, "packed_seq_params": packed}
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        with tracker.fork() if self.config.sequence_parallel else nullcontext():
+            for number, module in enumerate(self.layers):
+                ahead = RowsAhead(batch.cu_seqlens, number + 1, layout)
+                states = module(states, self._embedded(ahead(batch.tokens[0]), layout), **layer)
+                found.append(states.transpose(0, 1).contiguous())
+        return found
+
+    @torch.no_grad()
+    def _embedded(self, tokens: Tensor, layout: ParallelLayout) -> Tensor:
+        """[T] -> [T, 1, H], or this rank's rows under sequence parallelism."""
+        assert self.embedding is not None
+        size = self.embedding.size(0)
+        local = tokens - layout.tp_rank * size
+        here = (local >= 0) & (local < size)
+        found = self.embedding[torch.where(here, local, 0)]
+        found[~here] = 0
+        if layout.tp_size > 1:
+            dist.all_reduce(found, group=layout.tp_group)
+        if self.config.sequence_parallel:
+            found = found.chunk(layout.tp_size)[layout.tp_rank]
+        return found.unsqueeze(1)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """As megatron-core's modules give it."""
+        state: dict[str, Any] = {}
+        for number, module in enumerate(self.layers):
+            assert isinstance(module, PredictionLayer)
+            name = f"{prefix}layers.{number}."
+            state |= module.sharded_state_dict(name, sharded_offsets, metadata)
+        return state
+
+
+def one_layer(config: TransformerConfig) -> TransformerConfig:
+    """The settings of a network of one layer like the last ones: with attention, and experts where
+    there are any."""
+    single = copy.copy(config)
+    single.num_layers = single.pipeline_model_parallel_size = 1
+    single.virtual_pipeline_model_parallel_size = single.pipeline_model_parallel_layout = None
+    single.num_layers_in_first_pipeline_stage = single.num_layers_in_last_pipeline_stage = None
+    single.account_for_embedding_in_pipeline_split = False
+    single.account_for_loss_in_pipeline_split = False
+    single.moe_layer_freq = 1
+    if config.linear_attention_freq:
+        single.linear_attention_freq = [0]
+    return single
+
+
+def prediction_block(config: TransformerConfig, spec: Any) -> TransformerBlockSubmodules:
+    """config: `one_layer`. spec: of its decoder."""
+    return _get_block_submodules(config, spec, None, 0)
+
+
+def prediction_of(chunks: Sequence[Any]) -> PredictionLayers | None:
+    """Of a model's chunks, on the ranks that have it."""
+    found = getattr(unwrap_model(chunks[-1]), "mtp", None)
+    assert found is None or isinstance(found, PredictionLayers)
+    return found
+
+
+@torch.no_grad()
+def bring_embedding(chunks: Sequence[Any], layout: ParallelLayout) -> None:
+    """Show the prediction layers the embedding as it is now: before a training pass, where weights
+    may have changed. With pipeline stages the first one sends it to the last, unless that has its
+    twin, the output layer of a tied model."""
+    layers, last = prediction_of(chunks), unwrap_model(chunks[-1])
+    if layout.pp_size == 1 or last.share_embeddings_and_output_weights:
+        if layers is not None:
+            layers.embedding = (
+                last.own_head_weight()
+                if last.share_embeddings_and_output_weights
+                else unwrap_model(chunks[0]).embedding.word_embeddings.weight
+            ).detach()
+        return
+    ends = dist.get_process_group_ranks(layout.pp_group)
+    if layout.is_first_stage:
+        weight = unwrap_model(chunks[0]).embedding.word_embeddings.weight
+        dist.send(weight.detach(), ends[-1], group=layout.pp_group)
+    if layers is not None:
+        if layers.embedding is None:
+            layers.embedding = torch.empty_like(last.own_head_weight())
+        dist.recv(layers.embedding, ends[0], group=layout.pp_group)

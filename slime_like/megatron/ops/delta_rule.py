@@ -1,0 +1,185 @@
+"""The gated delta rule and its short convolution over packed rows, in plain torch.
+
+One head has a state S [dk, dv], zero before the first token of each sequence:
+
+    S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}^T k_t))^T,    o_t = S_t^T q_t
+
+with decay a_t in (0, 1] and learning rate b_t in (0, 1) (Gated Delta Networks, arXiv 2412.06464,
+equation 10). A sequence is cut into chunks. Within a chunk the corrections that its tokens write
+solve a triangular system, which is a matrix product away from the state that enters; so all chunks
+of a micro-batch are prepared at once, and what remains one after another is a few products for each
+chunk. Step j does the j-th chunks of all sequences that are that long together: short sequences
+cost nothing while a long one goes on, and no state and no gradient crosses a sequence.
+
+Every sum has a fixed order, so that the same rows give the same bits, forward and backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens
+EPSILON = 1e-6  # of the norms of queries and keys, as flash-linear-attention's kernels have it
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRows:
+    """Where the sequences of a micro-batch lie, and their chunks of C tokens. Derived once per
+    micro-batch.
+
+    positions: [T], the place of each row in its sequence. gather: [N, C], the row at each place of
+    each chunk; T, a row of zeros, behind a sequence's end. Chunks are in the order of the steps; in
+    each the longest sequences come first, so that those with further chunks are the first ones. scatter:
+    [T], the place of each row in the flattened chunks. steps: how many chunks each step has.
+    """
+
+    cu_seqlens: Tensor
+    positions: Tensor
+    gather: Tensor
+    scatter: Tensor
+    steps: tuple[int, ...]
+
+
+def delta_rows(cu_seqlens: Tensor, lengths: Sequence[int], chunk: int = CHUNK) -> DeltaRows:
+    """cu_seqlens: [S + 1], from 0 to T. lengths: of the S sequences, on the host; of at most
+    `chunk` tokens if they all are."""
+    chunk = min(chunk, max(lengths))
+    by_length = sorted(range(len(lengths)), key=lambda s: -lengths[s])
+    counts = [-(-lengths[s] // chunk) for s in by_length]
+    steps = tuple(sum(count > j for count in counts) for j in range(counts[0]))
+    device, starts = cu_seqlens.device, cu_seqlens[:-1].long()
+    order = torch.tensor(by_length, device=device)
+    rank = torch.cat([order[:n] for n in steps])  # [N]: the sequence of each chunk
+    number = torch.repeat_interleave(
+        torch.arange(len(steps), device=device), torch.tensor(steps, device=device)
+    )
+    places = number.unsqueeze(1) * chunk + torch.arange(chunk, device=device)
+    total = sum(lengths)
+    real = places < cu_seqlens.diff().long()[rank].unsqueeze(1)
+    gather = torch.where(real, starts[rank].unsqueeze(1) + places, total)
+    scatter = torch.empty(total, dtype=torch.int64, device=device)
+    scatter[gather[real]] = real.flatten().nonzero().squeeze(1)
+    of_row = torch.repeat_interleave(cu_seqlens.diff().long(), output_size=total)
+    positions = torch.arange(total, device=device) - starts[of_row]
+    return DeltaRows(cu_seqlens, positions, gather, scatter, steps)
+
+
+def causal_conv(x: Tensor, weight: Tensor, rows: DeltaRows) -> Tensor:
+    """Each channel's weighted sum of a row and the rows before it in its sequence.
+
+    x: [T, channels]; weight: [channels, K], the last for the row itself. Returns [T, channels].
+    """
+    taps = weight.unbind(1)
+    out = x * taps[-1]
+    for back, tap in enumerate(reversed(taps[:-1]), start=1):
+        earlier = F.pad(x[:-back], (0, 0, min(back, x.size(0)), 0))
+        out = out + earlier.masked_fill((rows.positions < back).unsqueeze(1), 0.0) * tap
+    return out
+
+
+def unit(x: Tensor) -> Tensor:
+    """The last dimension with norm 1."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, rate: Tensor, rows: DeltaRows
+) -> Tensor:
+    """The rule of this module's docstring; queries and keys are brought to norm 1 and queries
+    divided by sqrt(dk).
+
+    query, key: [T, groups, dk], each group's of heads / groups heads in a row; value: [T, heads,
+    dv]; log_decay, rate: [T, heads], logarithms of a and b itself. Returns [T, heads, dv] in the
+    value's dtype; computed in float32, or float64 where the inputs are.
+    """
+    wide = torch.promote_types(value.dtype, torch.float32)
+    share = value.size(1) // key.size(1)
+    q, k = (unit(x.to(wide)).repeat_interleave(share, dim=1) for x in (query, key))
+    q = q * key.size(-1) ** -0.5
+    q, k, v, decay, b = (
+        _chunks(x, rows.gather) for x in (q, k, value.to(wide), log_decay.to(wide), rate.to(wide))
+    )  # [N, heads, C, ...]
+    decay = decay.cumsum(-1)
+    later = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).triu(1)
+    # the decay between two places of a chunk: exp of what may not overflow
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
+    since_start, to_end = decay.exp().unsqueeze(-1), (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    k_rate = k * b.unsqueeze(-1)
+    system = (k_rate @ k.mT) * between  # its diagonal is taken as 1
+    solved = torch.linalg.solve_triangular(
+        system,
+        torch.cat([v * b.unsqueeze(-1), k_rate * since_start], -1),
+        upper=False,
+        unitriangular=True,
+    )
+    written, read = solved.split([v.size(-1), k.size(-1)], -1)
+    within, q, k_end = (q @ k.mT) * between, q * since_start, (k * to_end).mT
+    whole = since_start[..., -1:, :]
+    out = _in_turn(written, read, within, q, k_end, whole, rows.steps)
+    return out.transpose(1, 2).flatten(0, 1)[rows.scatter].to(value.dtype)
+
+
+def _chunks(x: Tensor, gather: Tensor) -> Tensor:
+    """[T, heads, ...] -> [N, heads, C, ...]."""
+    with_zeros = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+    return with_zeros[gather].transpose(1, 2)
+
+
+def _in_turn(
+    written: Tensor,
+    read: Tensor,
+    within: Tensor,
+    query: Tensor,
+    key: Tensor,
+    whole: Tensor,
+    steps: Sequence[int],
+) -> Tensor:
+    """Pass the states from chunk to chunk. written [N, heads, C, dv]: what a chunk would write into
+    a state of zeros; read [N, heads, C, dk]: what of the state that enters is subtracted from it;
+    within [N, heads, C, C]: scores of keys in the chunk; query [N, heads, C, dk], key [N, heads,
+    dk, C]: decayed from the chunk's start, and to its end; whole [N, heads, 1, 1]: over the chunk.
+    Returns [N, heads, C, dv]."""
+    parts = [x.split(list(steps)) for x in (written, read, within, query, key, whole)]
+    state: Tensor | None = None  # [sequences with such a chunk, heads, dk, dv]
+    outputs = []
+    for number, (new, old, scores, q, k, decay) in enumerate(zip(*parts, strict=True)):
+        if state is None:
+            outputs.append(scores @ new)
+        else:
+            state = state[: new.size(0)]
+            new = new - old @ state
+            outputs.append(q @ state + scores @ new)
+            state = state * decay
+        if number + 1 < len(steps):
+            state = k @ new if state is None else state + k @ new
+    return torch.cat(outputs)
+
+
+@functools.cache
+def fla_rule() -> Callable[..., Tensor] | None:
+    """`delta_rule` by flash-linear-attention's kernels, which take bf16 on a GPU; None where they
+    are not installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+
+    def rule(
+        query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, rate: Tensor, rows: DeltaRows
+    ) -> Tensor:
+        share = value.size(1) // key.size(1)
+        query, key = (x.repeat_interleave(share, dim=1) for x in (query, key))
+        tensors = (x.unsqueeze(0).contiguous() for x in (query, key, value, log_decay, rate))
+        out, _ = chunk_gated_delta_rule(
+            *tensors, use_qk_l2norm_in_kernel=True, cu_seqlens=rows.cu_seqlens.long()
+        )
+        found: Tensor = out.squeeze(0)
+        return found
+
+    return rule

@@ -1,0 +1,125 @@
+"""Packed attention by torch's own flash attention: `torch.nn.attention.varlen`, which takes the
+sequences of a row by their bounds, so that nothing is padded and no sequence is computed alone.
+
+Its limits, from torch 2.11 to 2.13: bf16 or fp16 on a GPU of compute capability 8.0 or newer, keys
+and values of one width, a multiple of 8 up to 256, no dropout, no learned score in the softmax.
+Query heads may share keys. `why_not_varlen` is the one place that chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from slime_like.megatron.ops.attention import PackedAttention, PackedRows
+
+logger = logging.getLogger(__name__)
+
+CAUSAL = (-1, 0)  # tokens before and after its own that a query sees; -1: all
+MAX_HEAD_DIM = 256
+# consumer chips have too little shared memory for the backward pass of wider heads
+SMALL_CHIPS, MAX_HEAD_DIM_THERE = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1)), 192
+# torch 2.11 has no such parameter and takes shared keys as they are
+SHARED_KEYS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+class VarlenAttention(PackedAttention):
+    """As `PackedAttention`, where `why_not_varlen` has nothing against it."""
+
+    attend: Callable[..., Any] = staticmethod(varlen_attn)
+
+    def forward(
+        self,
+        query: Tensor,  # (T, heads, d)
+        key: Tensor,  # (T, groups, d)
+        value: Tensor,  # (T, groups, d)
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:  # (T, heads * d)
+        rows = packed_seq_params
+        assert isinstance(rows, PackedRows) and rows.context is None
+        assert attention_bias is None and attention_mask is None, "packed rows carry no mask tensor"
+        longest = max(rows.lengths)
+        out: Tensor = self.attend(
+            query,
+            key,
+            value,
+            rows.cu_seqlens_q,
+            rows.cu_seqlens_kv,
+            longest,
+            longest,
+            scale=self.softmax_scale,
+            window_size=CAUSAL,
+            **(SHARED_KEYS if query.size(1) != key.size(1) else {}),
+        )
+        return out.reshape(out.size(0), -1)
+
+
+def packed_attention(config: TransformerConfig) -> type[PackedAttention]:
+    """What computes the attention of this run's packed rows on this process's GPU; logged once."""
+    reason = why_not_varlen(config, flash_capability())
+    _log(reason)
+    return VarlenAttention if reason is None else PackedAttention
+
+
+def why_not_varlen(config: Any, capability: tuple[int, int] | None) -> str | None:
+    """What keeps `varlen_attn` from computing this model's attention; None: nothing does.
+
+    Args:
+        config: megatron-core's TransformerConfig. Windows and sinks are not asked for: the layers
+            of such models have an attention of their own.
+        capability: of the GPU; None where torch has no flash attention for it.
+    """
+    width = config.kv_channels
+    if capability is None:
+        return "this torch has no flash attention for the device"
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, and this GPU has {'.'.join(map(str, capability))}"
+    if config.params_dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bf16 and fp16, and the model is in {str(config.params_dtype)[6:]}"
+    if config.context_parallel_size > 1:
+        return "context parallelism gathers keys and values"
+    if config.multi_latent_attention:
+        return "latent attention has keys longer than its values"
+    if config.attention_dropout:
+        return f"it has no dropout (--attention-dropout {config.attention_dropout})"
+    most = MAX_HEAD_DIM_THERE if capability in SMALL_CHIPS else MAX_HEAD_DIM
+    if width % 8 or width > most:
+        return f"it takes heads of a multiple of 8 up to {most}, and the model's have {width}"
+    return None
+
+
+def flash_capability() -> tuple[int, int] | None:
+    """Compute capability of the current GPU; None where torch has no flash attention for one."""
+    if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
+        return None
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+@functools.cache
+def _log(reason: str | None) -> None:
+    if reason is None:
+        logger.info(
+            "attention of packed rows: flash attention of torch %s (torch.nn.attention.varlen)",
+            torch.__version__,
+        )
+    else:
+        logger.info(
+            "attention of packed rows: scaled_dot_product_attention, sequence by sequence or in "
+            "padded batches, not torch.nn.attention.varlen: %s",
+            reason,
+        )

@@ -1,0 +1,110 @@
+"""Packed attention with sliding windows, and with sinks that are learned (gpt-oss).
+
+A window of w tokens is megatron-core's `window_size` (w - 1, 0): a query sees itself and the w - 1
+tokens before it; `window_attn_skip_freq` says in which layers. A sink is one more score of each
+head in the softmax's denominator, `softmax_type` "learnable". Here it is the score of one more key,
+with the value zero, that every query sees: the kernels are those of plain attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias
+
+from slime_like.megatron.ops.attention import PackedAttention
+
+
+class WindowAttention(PackedAttention):
+    """As `PackedAttention`. softmax_offset: the sinks of this rank's heads [heads / tp], under the
+    name that megatron-core's and Transformer Engine's attention have for them."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        **settings: Any,
+    ) -> None:
+        super().__init__(config, layer_number, attn_mask_type, attention_type, **settings)
+        groups = settings.get("pg_collection")
+        self.tp_group = None if groups is None else groups.tp
+        size, layers = config.window_size, config.window_attn_skip_freq
+        # how many tokens before its own a query sees; None: all
+        self.before: int | None = None
+        if size is not None and is_layer_window_attention(size, layers, layer_number):
+            self.before = size[0]
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+
+    def _sdpa(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """The mask is none of causal attention, one of queries that end with the keys, or says of
+        each query how many of the first keys it sees."""
+        by_position = mask is None or isinstance(mask, CausalBias)
+        queries, keys = query.size(1), key.size(1)
+        if by_position and self.before is not None and keys - queries > self.before:
+            unseen = keys - queries - self.before
+            key, value, keys = key[:, unseen:], value[:, unseen:], keys - unseen
+        within = self.before is None or keys <= self.before + 1
+        if by_position and within and self.softmax_offset is None:
+            return super()._sdpa(query, key, value, mask)
+        seen = (
+            torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+            if by_position
+            else mask
+        )
+        assert seen is not None
+        if self.before is not None:
+            last = seen.sum(-1, keepdim=True) - 1
+            seen = seen & (torch.arange(keys, device=query.device) >= last - self.before)
+        if self.softmax_offset is None:
+            return super()._sdpa(query, key, value, seen)
+        return self._with_sinks(query, key, value, seen, self.softmax_offset)
+
+    def _with_sinks(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor
+    ) -> Tensor:
+        # heads that share keys differ in their sinks: these are in the queries, in one more
+        # dimension, where the sink's key is 1 and all others are 0
+        scores = (sinks / self.softmax_scale).to(query.dtype)
+        query = torch.cat([query, scores.expand(query.shape[:-1]).unsqueeze(-1)], dim=-1)
+        # before the first key; values get the dimension too, for kernels that want one size
+        key, value = (F.pad(x, (0, 1, 0, 0, 1, 0)) for x in (key, value))
+        key[:, 0, :, -1] = 1.0
+        out = super()._sdpa(query, key, value, F.pad(seen, (1, 0), value=True))
+        return out[..., :-1]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The sinks."""
+        if self.softmax_offset is None:
+            return {}
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return state

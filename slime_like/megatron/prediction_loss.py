@@ -1,0 +1,55 @@
+"""The loss of the layers of multi-token prediction (model/prediction.py), which is added to the
+policy's and does not reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from slime_like.megatron.model.policy import PolicyModel, head_weight
+from slime_like.megatron.model.prediction import RowsAhead
+from slime_like.megatron.objectives import LogProbHead
+from slime_like.megatron.ops.attention import packed_rows
+from slime_like.metrics.typed import Metric, masked_mean
+from slime_like.types import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionLoss:
+    """factor: of the layers' mean loss. Each is the cross-entropy of the tokens that the policy
+    learns from, with the weights of its reduction, at the temperature of its log-probs."""
+
+    head: LogProbHead
+    factor: float
+
+    def __call__(
+        self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor
+    ) -> tuple[Tensor, Mapping[str, Metric]]:
+        """The loss of a micro-batch, 0-d, and its metrics. hidden: of the last stage."""
+        policy, layout = unwrap_model(model), self.head.layout
+        assert isinstance(policy, PolicyModel)
+        weight = head_weight(model).detach()
+        packed = packed_rows(batch.cu_seqlens, layout.cp_size, layout.cp_rank)
+        predicted = policy.mtp(
+            hidden, policy.rotary_embedding(hidden, packed), packed, batch, layout
+        )
+        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        sums: list[Metric] = []
+        for number, states in enumerate(predicted):
+            ahead = RowsAhead(batch.cu_seqlens, number + 1, layout)
+            targets = replace(
+                batch,
+                labels=ahead(batch.labels[0]).unsqueeze(0),
+                loss_mask=ahead(batch.loss_mask),
+                active_rows=None,
+                token_sets=None,
+            )
+            log_probs, _ = self.head.log_probs_and_entropy(states, weight, targets)
+            total = total - (ahead(batch.loss_weights) * log_probs).sum()
+            sums.append(masked_mean(-log_probs.detach(), targets.loss_mask))
+        return self.factor / len(predicted) * total, {"mtp_loss": reduce(Metric.merge, sums)}

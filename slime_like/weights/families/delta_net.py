@@ -1,0 +1,208 @@
+"""What Qwen3-Next and Qwen3.5 share: most layers are gated delta nets
+(slime_like/megatron/model/delta_net.py), the others have attention with a gate on its output, a
+quarter of each head is rotated, and norms have weights around 0.
+
+A rank of tensor parallelism has whole groups: the heads of values that share one head of keys. So
+the rows of the projection into a delta net, and its convolution's channels, are here in the order
+of groups, whatever the order of the file.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slime_like.weights.families import llama
+from slime_like.weights.families.base import ATTENTION, HF_ATTENTION, ConfigReader
+from slime_like.weights.mappings import (
+    GatedQKV,
+    Mapping,
+    Part,
+    Replicated,
+    RowParallel,
+    Sizes,
+)
+
+HF_DELTA = "model.layers.{layer}.linear_attn"
+# config.json's key -> TransformerConfig's field
+SIZES = {
+    "linear_num_key_heads": "linear_num_key_heads",
+    "linear_num_value_heads": "linear_num_value_heads",
+    "linear_key_head_dim": "linear_key_head_dim",
+    "linear_value_head_dim": "linear_value_head_dim",
+    "linear_conv_kernel_dim": "linear_conv_kernel_dim",
+}
+LAYER_TYPES = frozenset({"linear_attention", "full_attention"})
+KEYS = frozenset({*SIZES, "full_attention_interval", "attn_output_gate", "mamba_ssm_dtype"})
+TINY = {
+    **{"head_dim": 16, "full_attention_interval": 2, "linear_conv_kernel_dim": 4},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    **{"linear_key_head_dim": 6, "linear_value_head_dim": 5},
+}
+REQUIRED = ("num_key_value_heads", "head_dim", *SIZES)
+
+
+def quarter_rotary(reader: ConfigReader) -> float:
+    """Of files that do not say it."""
+    return 0.25
+
+
+def delta_settings(reader: ConfigReader) -> dict[str, Any]:
+    """TransformerConfig's fields. What is unsupported is told to the reader."""
+    sizes = {field: reader.number(key) for key, field in SIZES.items()}
+    groups, heads = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+    if heads % groups:
+        reader.refuse(
+            f"linear_num_key_heads {groups} does not divide linear_num_value_heads {heads}"
+        )
+    if reader.config.get("attn_output_gate") is False:
+        reader.refuse("attn_output_gate False is not supported with this architecture")
+    return {
+        **sizes,
+        "linear_attention_freq": _linear_layers(reader),
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+    }
+
+
+def _linear_layers(reader: ConfigReader) -> list[int]:
+    """1 for a delta net, 0 for attention."""
+    layers = reader.number("num_hidden_layers")
+    kinds = reader.config.get("layer_types")
+    if kinds is None:
+        every = reader.number("full_attention_interval", default=4)
+        return [int((layer + 1) % every != 0) for layer in range(layers)]
+    if len(kinds) != layers:
+        reader.refuse(f"layer_types has {len(kinds)} entries for num_hidden_layers {layers}")
+    return [int(kind == "linear_attention") for kind in kinds]
+
+
+@dataclass(frozen=True)
+class ByGroup(Mapping):
+    """A tensor of a delta net, a rank's share of which is its groups' rows, one group after
+    another."""
+
+    @abstractmethod
+    def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+        """The rows of one group."""
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+        first, last = (sizes.delta_groups * rank // tp_size for rank in (tp_rank, tp_rank + 1))
+        return [part for group in range(first, last) for part in self.group(sizes, group)]
+
+
+def heads_of_group(sizes: Sizes) -> int:
+    return sizes.delta_heads // sizes.delta_groups
+
+
+def _rows(hf: str, start: int, size: int, group: int) -> Part:
+    """The rows of one group, where those of all begin at `start`."""
+    return Part(hf, start + group * size, start + (group + 1) * size)
+
+
+def _query_key_value(hf: str, sizes: Sizes, group: int) -> Iterator[Part]:
+    """From a tensor of all queries, then all keys, then all values."""
+    keys = sizes.delta_groups * sizes.delta_key
+    yield _rows(hf, 0, sizes.delta_key, group)
+    yield _rows(hf, keys, sizes.delta_key, group)
+    yield _rows(hf, 2 * keys, heads_of_group(sizes) * sizes.delta_value, group)
+
+
+def _all_query_key_value(sizes: Sizes) -> int:
+    return 2 * sizes.delta_groups * sizes.delta_key + sizes.delta_output
+
+
+@dataclass(frozen=True)
+class DeltaProjection(ByGroup):
+    """Into a delta net: for each group query, key, values, gates, rates and decays. The file has
+    the first four in one tensor, and the last two in another, in this order already."""
+
+    qkvz: str
+    ba: str
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        whole = _all_query_key_value(sizes) + sizes.delta_output
+        return {
+            self.qkvz: (whole, sizes.hidden),
+            self.ba: (2 * sizes.delta_heads, sizes.hidden),
+        }
+
+    def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+        whole = _all_query_key_value(sizes) + sizes.delta_output
+        yield _rows(self.qkvz, 0, whole // sizes.delta_groups, group)
+        yield _rows(self.ba, 0, 2 * heads_of_group(sizes), group)
+
+
+@dataclass(frozen=True)
+class DeltaProjections(ByGroup):
+    """As `DeltaProjection`, of files with a tensor of all queries, keys and values, and one each of
+    gates, rates and decays."""
+
+    qkv: str
+    z: str
+    b: str
+    a: str
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        rows = {
+            self.qkv: _all_query_key_value(sizes),
+            self.z: sizes.delta_output,
+            self.b: sizes.delta_heads,
+            self.a: sizes.delta_heads,
+        }
+        return {name: (size, sizes.hidden) for name, size in rows.items()}
+
+    def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+        heads = heads_of_group(sizes)
+        yield from _query_key_value(self.qkv, sizes, group)
+        yield _rows(self.z, 0, heads * sizes.delta_value, group)
+        yield _rows(self.b, 0, heads, group)
+        yield _rows(self.a, 0, heads, group)
+
+
+@dataclass(frozen=True)
+class DeltaConv(ByGroup):
+    """The convolution's weight [channels, 1, taps]."""
+
+    hf: str
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (_all_query_key_value(sizes), 1, sizes.delta_taps)}
+
+    def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+        yield from _query_key_value(self.hf, sizes, group)
+
+
+@dataclass(frozen=True)
+class OfHeads(ByGroup):
+    """One number for each head of values."""
+
+    hf: str
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.delta_heads,)}
+
+    def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+        yield _rows(self.hf, 0, heads_of_group(sizes), group)
+
+
+def delta_parameters(projection: Mapping) -> dict[str, Mapping]:
+    """Of all layers but their MLPs. projection: into the delta nets."""
+    return {
+        **llama.PARAMETERS,
+        f"{ATTENTION}.linear_qkv.weight": GatedQKV(
+            f"{HF_ATTENTION}.q_proj.weight",
+            f"{HF_ATTENTION}.k_proj.weight",
+            f"{HF_ATTENTION}.v_proj.weight",
+        ),
+        f"{ATTENTION}.q_layernorm.weight": Replicated(f"{HF_ATTENTION}.q_norm.weight", "head_dim"),
+        f"{ATTENTION}.k_layernorm.weight": Replicated(f"{HF_ATTENTION}.k_norm.weight", "head_dim"),
+        f"{ATTENTION}.in_proj.weight": projection,
+        f"{ATTENTION}.conv_weight": DeltaConv(f"{HF_DELTA}.conv1d.weight"),
+        f"{ATTENTION}.A_log": OfHeads(f"{HF_DELTA}.A_log"),
+        f"{ATTENTION}.dt_bias": OfHeads(f"{HF_DELTA}.dt_bias"),
+        f"{ATTENTION}.norm_weight": Replicated(f"{HF_DELTA}.norm.weight", "delta_value"),
+        f"{ATTENTION}.out_proj.weight": RowParallel(f"{HF_DELTA}.out_proj.weight", "delta_output"),
+    }

@@ -1,0 +1,97 @@
+"""Gemma 3, text alone: norms before and after attention and MLP with weights around 0, five layers
+with a window and a slower rotation for each without, embeddings scaled by the root of their size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime_like.weights.families import qwen3
+from slime_like.weights.families.base import (
+    WINDOWS,
+    ConfigReader,
+    ModelFamily,
+    register_model_family,
+)
+from slime_like.weights.mappings import Mapping, Replicated
+
+# megatron-core's norm -> the file's
+NORMS = {
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+PARAMETERS: dict[str, Mapping] = {
+    **qwen3.PARAMETERS,
+    **{
+        f"decoder.layers.{{layer}}.{ours}.weight": Replicated(
+            f"model.layers.{{layer}}.{theirs}.weight"
+        )
+        for ours, theirs in NORMS.items()
+    },
+}
+ACTIVATION = "gelu_pytorch_tanh"
+KEYS = {
+    "hidden_activation",
+    "query_pre_attn_scalar",
+    "rope_local_base_freq",
+    "cache_implementation",
+}
+PATTERN = {"sliding_window_pattern", "_sliding_window_pattern"}
+
+
+def _settings(reader: ConfigReader) -> dict[str, Any]:
+    config = reader.config
+    if (activation := config.get("hidden_activation", ACTIVATION)) != ACTIVATION:
+        reader.refuse(f"hidden_activation {activation!r} is not supported; give {ACTIVATION!r}")
+    if config.get("tie_word_embeddings") is None:  # as in the published files
+        config["tie_word_embeddings"] = True
+    scale = reader.number("query_pre_attn_scalar", default=256, whole=False)
+    return {
+        "activation_func": "gelu_tanh",
+        "softmax_scale": float(scale) ** -0.5,
+        "layernorm_zero_centered_gamma": True,
+        "post_self_attn_layernorm": True,
+        "post_mlp_layernorm": True,
+        "window_rotary_base": _window_theta(reader),
+        "embedding_scale": float(reader.number("hidden_size")) ** 0.5,
+    }
+
+
+def _window_theta(reader: ConfigReader) -> float:
+    """Of the layers with a window, in the keys of either generation of transformers."""
+    own = (reader.config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    theta = own.get("rope_theta") or reader.number("rope_local_base_freq", 10000.0, whole=False)
+    if own.get("rope_type", "default") != "default":
+        reader.refuse(f"sliding_attention with rope_type {own['rope_type']!r} is not supported")
+    return float(theta)
+
+
+def _five_of_six(reader: ConfigReader) -> list[bool]:
+    every = reader.config.get("_sliding_window_pattern")
+    every = every or reader.number("sliding_window_pattern", default=6)
+    return [(n + 1) % every != 0 for n in range(reader.number("num_hidden_layers"))]
+
+
+register_model_family(
+    ModelFamily(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        PARAMETERS,
+        required=("num_key_value_heads", "head_dim"),
+        keys=frozenset(KEYS | PATTERN),
+        qk_norm=True,
+        settings=_settings,
+        windows=_five_of_six,
+        layer_types=WINDOWS,
+        rope_theta=1e6,
+        published=("gemma-3-270m", "gemma-3-1b"),
+        tiny={
+            **{"hidden_size": 64, "head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2},
+            **{"query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    )
+)

@@ -1,0 +1,52 @@
+"""GLM-4 and GLM-Z1 of 9 and 32 billion parameters: half of each head is rotated, in pairs, and each
+layer has a norm after attention and after the MLP too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime_like.weights.families import qwen2
+from slime_like.weights.families.base import (
+    HF_MLP,
+    MLP,
+    ConfigReader,
+    ModelFamily,
+    half_rotary,
+    register_model_family,
+)
+from slime_like.weights.mappings import Mapping, Replicated, StackedGatedMLP
+
+PARAMETERS: dict[str, Mapping] = {
+    **qwen2.PARAMETERS,
+    f"{MLP}.linear_fc1.weight": StackedGatedMLP(f"{HF_MLP}.gate_up_proj.weight"),
+    **{
+        f"decoder.layers.{{layer}}.{norm}.weight": Replicated(
+            f"model.layers.{{layer}}.{norm}.weight"
+        )
+        for norm in ("post_self_attn_layernorm", "post_mlp_layernorm")
+    },
+}
+
+
+def _settings(reader: ConfigReader) -> dict[str, Any]:
+    return {
+        "add_qkv_bias": bool(reader.config.get("attention_bias", True)),
+        "rotary_interleaved": True,
+        "post_self_attn_layernorm": True,
+        "post_mlp_layernorm": True,
+    }
+
+
+register_model_family(
+    ModelFamily(
+        "Glm4ForCausalLM",
+        "glm4",
+        PARAMETERS,
+        required=("num_key_value_heads", "rms_norm_eps"),
+        keys=frozenset({"attention_bias"}),
+        rotary_percent=half_rotary,
+        settings=_settings,
+        published=("GLM-4-9B-0414", "GLM-4-32B", "GLM-Z1"),
+        tiny={"head_dim": 16, "attention_bias": True},
+    )
+)

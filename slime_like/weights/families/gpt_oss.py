@@ -1,0 +1,91 @@
+"""gpt-oss: experts in every layer, biases in all projections and in the router, windows in every
+other layer, a learned sink for each head, and its own gated unit: clamped, with quick GELU and
+1 added to what is gated. The published files have the experts in MXFP4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime_like.weights.families import qwen2
+from slime_like.weights.families.base import (
+    ATTENTION,
+    HF_ATTENTION,
+    HF_MLP,
+    MLP,
+    WINDOWS,
+    ConfigReader,
+    ModelFamily,
+    register_model_family,
+)
+from slime_like.weights.families.experts import EXPERT, ExpertKeys, expert_settings
+from slime_like.weights.mappings import (
+    HeadParallel,
+    Mapping,
+    Replicated,
+    ReplicatedRows,
+    StackedDown,
+    StackedDownBias,
+    StackedGateUp,
+)
+
+PARAMETERS: dict[str, Mapping] = {
+    **{name: m for name, m in qwen2.PARAMETERS.items() if not name.startswith(MLP)},
+    f"{ATTENTION}.linear_proj.bias": Replicated(f"{HF_ATTENTION}.o_proj.bias"),
+    f"{ATTENTION}.core_attention.softmax_offset": HeadParallel(f"{HF_ATTENTION}.sinks"),
+    f"{MLP}.router.weight": ReplicatedRows(f"{HF_MLP}.router.weight", "experts"),
+    f"{MLP}.router.bias": Replicated(f"{HF_MLP}.router.bias", "experts"),
+    f"{EXPERT}.linear_fc1.weight": StackedGateUp(f"{HF_MLP}.experts.gate_up_proj"),
+    f"{EXPERT}.linear_fc1.bias": StackedGateUp(f"{HF_MLP}.experts.gate_up_proj_bias", bias=True),
+    f"{EXPERT}.linear_fc2.weight": StackedDown(f"{HF_MLP}.experts.down_proj"),
+    f"{EXPERT}.linear_fc2.bias": StackedDownBias(f"{HF_MLP}.experts.down_proj_bias"),
+}
+EXPERTS = ExpertKeys(experts=("num_local_experts",), ffn="intermediate_size")
+ALPHA = 1.702  # of megatron-core's quick GELU, x * sigmoid(1.702 x)
+# `experts_per_token` and `initial_context_length` stand in the published files for keys that they
+# have too
+KEYS = {"attention_bias", "swiglu_limit", "swiglu_alpha"}
+RESTATED = {"experts_per_token", "initial_context_length"}
+
+
+def _settings(reader: ConfigReader) -> dict[str, Any]:
+    if reader.config.get("attention_bias") is False:
+        reader.refuse("attention_bias false is not supported with this architecture")
+    if (alpha := reader.config.get("swiglu_alpha")) not in (None, ALPHA):
+        reader.refuse(f"swiglu_alpha {alpha!r} is not supported; the only legal value is {ALPHA}")
+    return {
+        **expert_settings(reader, EXPERTS),
+        "add_bias_linear": True,
+        "activation_func": "quick_gelu",
+        "activation_func_clamp_value": reader.number("swiglu_limit", default=7.0, whole=False),
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+    }
+
+
+def _every_other_layer(reader: ConfigReader) -> list[bool]:
+    return [layer % 2 == 0 for layer in range(reader.number("num_hidden_layers"))]
+
+
+register_model_family(
+    ModelFamily(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        PARAMETERS,
+        required=("num_key_value_heads", "num_experts_per_tok", "num_local_experts", "head_dim"),
+        keys=EXPERTS.keys | KEYS | RESTATED,
+        qkv_bias=True,
+        settings=_settings,
+        windows=_every_other_layer,
+        layer_types=WINDOWS,
+        rope_theta=150000.0,
+        published=("gpt-oss",),
+        tiny={
+            **{"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+            **{"sliding_window": 6, "swiglu_limit": 0.6},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False},
+                **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 16},
+            },
+        },
+    )
+)

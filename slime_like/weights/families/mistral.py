@@ -1,0 +1,34 @@
+"""Mistral 7B and what has its layers: Llama's, with a sliding window in all of them (v0.1) or none;
+Ministral says for each layer."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slime_like.weights.families import llama
+from slime_like.weights.families.base import (
+    WINDOWS,
+    ModelFamily,
+    every_layer,
+    register_model_family,
+)
+
+MISTRAL = ModelFamily(
+    "MistralForCausalLM",
+    "mistral",
+    llama.PARAMETERS,
+    required=("num_key_value_heads",),
+    windows=every_layer,
+    published=("Mistral-7B", "Mistral-Nemo"),
+    tiny={"head_dim": 16, "sliding_window": 6},
+)
+register_model_family(MISTRAL)
+register_model_family(
+    dataclasses.replace(
+        MISTRAL,
+        architecture="MinistralForCausalLM",
+        model_type="ministral",
+        layer_types=WINDOWS,
+        published=("Ministral-8B",),
+    )
+)

@@ -1,0 +1,135 @@
+"""Qwen3.5 and 3.6, dense and with experts: Qwen3-Next's layers, with projections of their own into a
+delta net. The published files also have a vision tower and a layer for predicting several tokens,
+which are not read; the language model's keys are in `text_config`. Positions of text are the same on
+all three axes of their rotary embedding, which is then the plain one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from slime_like.weights import mappings
+from slime_like.weights.families import qwen2_moe, qwen3_moe
+from slime_like.weights.families.base import (
+    MLP,
+    ConfigReader,
+    ModelFamily,
+    register_model_family,
+)
+from slime_like.weights.families.delta_net import (
+    HF_DELTA,
+    KEYS,
+    LAYER_TYPES,
+    REQUIRED,
+    TINY,
+    DeltaProjections,
+    delta_parameters,
+    delta_settings,
+    quarter_rotary,
+)
+from slime_like.weights.families.experts import expert_settings
+from slime_like.weights.families.prediction import QWEN_PREDICTION
+
+DENSE: dict[str, mappings.Mapping] = delta_parameters(
+    DeltaProjections(*(f"{HF_DELTA}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")))
+)
+SPARSE: dict[str, mappings.Mapping] = {
+    **DENSE,
+    **{name: m for name, m in qwen2_moe.PARAMETERS.items() if name.startswith(MLP)},
+}
+EXPERTS = dataclasses.replace(
+    qwen3_moe.EXPERTS,
+    norm_topk=("norm_topk_prob", True),
+    dense_layers=False,
+    shared=qwen2_moe.SHARED_FFN,
+)
+# of the layer for predicting several tokens, and of images
+UNUSED = frozenset(
+    """mtp_num_hidden_layers mtp_use_dedicated_embeddings output_gate_type vision_config language_model_only
+    image_token_id video_token_id vision_start_token_id vision_end_token_id""".split()  # noqa: SIM905
+)
+VISION = {
+    **{"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "in_channels": 1},
+    **{"patch_size": 2, "spatial_merge_size": 1, "temporal_patch_size": 1},
+    **{"out_hidden_size": 32, "num_position_embeddings": 4},
+}
+
+
+def _settings(reader: ConfigReader) -> dict[str, Any]:
+    gate = reader.config.get("output_gate_type")
+    if gate not in (None, "swish", "silu"):
+        reader.refuse(f"output_gate_type {gate!r} is not supported; legal values: swish, silu")
+    return delta_settings(reader)
+
+
+def _prediction_layers(reader: ConfigReader) -> int:
+    return int(reader.config.get("mtp_num_hidden_layers") or 0)
+
+
+def _in_language_model(parameters: Mapping[str, mappings.Mapping]) -> dict[str, mappings.Mapping]:
+    """With the names of files that also have a vision tower."""
+
+    return {
+        name: mappings.renamed(mapping, "model.", "model.language_model.")
+        for name, mapping in parameters.items()
+    }
+
+
+TEXT = ModelFamily(
+    "Qwen3_5ForCausalLM",
+    "qwen3_5_text",
+    DENSE,
+    required=REQUIRED,
+    keys=KEYS | UNUSED,
+    qk_norm=True,
+    rotary_percent=quarter_rotary,
+    settings=_settings,
+    layer_types=LAYER_TYPES,
+    untrained_prefixes=("mtp.", "model.visual."),
+    prediction=dataclasses.replace(QWEN_PREDICTION, count=_prediction_layers),
+    tiny=TINY,
+)
+SPARSE_TEXT = dataclasses.replace(
+    TEXT,
+    architecture="Qwen3_5MoeForCausalLM",
+    model_type="qwen3_5_moe_text",
+    parameters=SPARSE,
+    required=(*REQUIRED, "num_experts_per_tok", "moe_intermediate_size", qwen2_moe.SHARED_FFN),
+    keys=TEXT.keys | EXPERTS.keys,
+    settings=lambda reader: _settings(reader) | expert_settings(reader, EXPERTS),
+    stand_ins={"intermediate_size": "moe_intermediate_size"},  # no layer is dense
+    tiny={
+        **TINY,
+        **{"num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 24, qwen2_moe.SHARED_FFN: 40},
+    },
+)
+register_model_family(TEXT)
+register_model_family(SPARSE_TEXT)
+for family, architecture, model_type, published in (
+    (TEXT, "Qwen3_5ForConditionalGeneration", "qwen3_5", ("Qwen3.5", "Qwen3.6")),
+    (
+        SPARSE_TEXT,
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe",
+        ("Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B", "Qwen3.6-35B-A3B"),
+    ),
+):
+    register_model_family(
+        dataclasses.replace(
+            family,
+            architecture=architecture,
+            model_type=model_type,
+            parameters=_in_language_model(family.parameters),
+            prediction=dataclasses.replace(
+                QWEN_PREDICTION,
+                count=_prediction_layers,
+                layers="model.language_model.layers.{layer}",
+            ),
+            text_config=True,
+            published=published,
+            tiny={**family.tiny, "vision_config": VISION},
+        )
+    )

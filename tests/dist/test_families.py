@@ -1,0 +1,372 @@
+"""Every registered family, on a tiny model: logits and all gradients against transformers' class in
+float64 and float32, packed rows against sequences alone, and the weights back bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from arguments.hf.model import read_hf_model
+from benchmarks.parity.cells import RECOMPUTE
+from benchmarks.parity.ranks import run_ranks
+from scripts.make_tiny_model import ROOT, family_of, make_tiny_model
+from slime_like.megatron.ops.attention import packed_rows
+from slime_like.weights.families import model_families
+from slime_like.weights.untrained import untrained_prefixes
+from tests.dist import convert_worker
+from tests.dist.families_worker import WithoutFloat32
+
+LENGTHS = (29, 48, 5)
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+    "original_max_position_embeddings": 16,
+}
+# further models of a family, by keys of config.json
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GLM-4.5-Air": ("Glm4MoeForCausalLM", {"use_qk_norm": False}),
+    "YaRN": ("Qwen3ForCausalLM", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "YaRN with another scale": (
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {
+                **YARN,
+                "attention_factor": 0.8,
+                "beta_fast": 16.0,
+                "truncate": False,
+            }
+        },
+    ),
+    "windows in some layers": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "windows by layer": (
+        "MinistralForCausalLM",
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
+}
+CASES = {**{name: (name, {}) for name in model_families.names()}, **VARIANTS}
+# relative to a tensor's norm; see `apart`
+LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
+# a number for each head, whose gradient is a sum over all tokens of terms that nearly cancel: ten
+# times as far
+CANCELLING = ("A_log", "dt_bias")
+
+
+def objective(logits: Sequence[Tensor], coefficients: Sequence[Tensor]) -> Tensor:
+    """One number, of which every logit has its own share."""
+    return sum(
+        ((x * c).sum() for x, c in zip(logits, coefficients, strict=True)), torch.tensor(0.0)
+    )
+
+
+def of_transformers(
+    model: Any, tokens: Sequence[Tensor], coefficients: Sequence[Tensor], folder: Path
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Logits of each sequence, and gradients by their names in files."""
+    logits = [model(row[None]).logits[0] for row in tokens]
+    objective(logits, coefficients).backward()
+    gradients = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, own in zip(model.parameters(), gradients.parameters(), strict=True):
+            own.copy_(torch.zeros_like(own) if parameter.grad is None else parameter.grad)
+    gradients.save_pretrained(folder)
+    model.zero_grad()
+    biases = "e_score_correction_bias"  # which is no parameter
+    found = load_file(folder / "model.safetensors")
+    return [x.detach() for x in logits], {n: t for n, t in found.items() if biases not in n}
+
+
+def read(folder: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Less what a run does not read, as vision towers."""
+    other = untrained_prefixes(read_hf_model(folder))
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(other)}
+
+
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2, CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
+TP2_EP2 = f"{TP2} {EP2} --expert-tensor-parallel-size 1"
+# by number of processes: (of `CASES`, flags)
+CELLS = {
+    2: [
+        ("Glm4MoeForCausalLM", TP2_EP2),
+        ("MistralForCausalLM", TP2),
+        ("Gemma3ForCausalLM", TP2),
+        ("Gemma3ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
+        ("GptOssForCausalLM", f"{CP2} {EP2}"),
+        ("GptOssForCausalLM", TP2_EP2),
+        ("GptOssForCausalLM", "--micro-batch-size 1"),  # DP2
+        ("windows in some layers", CP2),
+        ("Glm4MoeForCausalLM", f"{CP2} {EP2}"),
+        ("Glm4ForCausalLM", TP2),
+        ("Glm4ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
+        ("YaRN", TP2),
+        ("YaRN", CP2),
+        ("MiniMaxM2ForCausalLM", TP2_EP2),
+        ("MiniMaxM2ForCausalLM", f"{CP2} {EP2}"),
+        ("Qwen3NextForCausalLM", TP2_EP2),
+        ("Qwen3NextForCausalLM", "--micro-batch-size 1"),  # DP2
+        ("Qwen3_5ForConditionalGeneration", CP2),
+        ("Qwen3_5ForConditionalGeneration", TP2),
+    ],
+    4: [
+        ("Glm4MoeForCausalLM", f"{PP2} {EP2}"),
+        ("Gemma3ForCausalLM", f"{PP2} {TP2}"),
+        ("GptOssForCausalLM", f"{PP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("GptOssForCausalLM", f"{TP2_EP2} {CP2}"),
+        ("windows in some layers", f"{PP2} {CP2} {RECOMPUTE['recompute']}"),
+        ("Glm4ForCausalLM", f"{PP2} --tensor-model-parallel-size 2"),
+        ("MiniMaxM2ForCausalLM", f"{PP2} {TP2} {RECOMPUTE['recompute']}"),
+        ("Qwen3NextForCausalLM", f"{PP2} {EP2}"),
+        ("Qwen3_5MoeForConditionalGeneration", f"{TP2} {PP2}"),
+        ("Qwen3NextForCausalLM", f"{TP2} {CP2} {EP2} {RECOMPUTE['recompute']}"),
+    ],
+}
+IN_MAKE_TEST = [("Qwen3NextForCausalLM", f"{CP2} {EP2}")]
+SHORT = "--micro-batch-size 2 --clip-grad 0"
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A family's model, and the steps of one process on it."""
+    folder, made = tmp_path_factory.mktemp("models"), {}
+
+    def get(family: str) -> str:
+        if family not in made:
+            made[family] = str(folder / family.replace(" ", "-"))
+            like, changes = CASES[family]
+            make_tiny_model(like, Path(made[family]), num_hidden_layers=4, **changes)
+            launch(1, [(family, "")], made, Path(f"{made[family]}-one"))
+        return made[family]
+
+    return get
+
+
+def launch(
+    ranks: int, cells: Sequence[tuple[str, str]], models: dict[str, str], folder: Path
+) -> list[dict[str, dict[str, Any]]]:
+    words = {f"{family} {flags}": (models[family], f"{SHORT} {flags}") for family, flags in cells}
+    worker = "tests.dist.families_worker:run_cells"
+    return run_ranks(worker, ranks, folder, {"cells": words}, timeout_s=450)
+
+
+def check_layouts(
+    get: Callable[[str], str], ranks: int, cells: Sequence[tuple[str, str]], folder: Path
+) -> None:
+    for found in launch(ranks, cells, {family: get(family) for family, _ in cells}, folder):
+        assert len(found) == len(cells)
+        for name, apart in found.items():
+            for what in ("loss", "gradients", "weights", "log_probs"):
+                assert apart[what] < LIMITS[torch.float64], (name, what, apart)
+            # which megatron-core takes in float32; of which a parameter that is cut is easily left out
+            assert apart["grad_norm"] < 1e-6, (name, apart)
+
+
+def test_a_layout_gives_the_numbers_of_one_process(
+    one_process: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Three steps in float64."""
+    check_layouts(one_process, 2, IN_MAKE_TEST, tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("ranks", CELLS)
+def test_further_layouts(one_process: Callable[[str], str], tmp_path: Path, ranks: int) -> None:
+    check_layouts(one_process, ranks, CELLS[ranks], tmp_path)
+
+
+class Ours:
+    """megatron-core's network of the model in `folder`."""
+
+    def __init__(self, folder: Path, layout: Any, dtype: torch.dtype) -> None:
+        self.layout, self.folder = layout, str(folder)
+        self.chunks, self.hf, self.gpt = convert_worker.build(self.folder, layout, dtype)
+        convert_worker.load_hf_weights(self.chunks, self.folder, **self.model)
+        if dtype == torch.float64:
+            convert_worker.in_float64(self.chunks)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return {"hf": self.hf, "gpt": self.gpt, "layout": self.layout}
+
+    def exported(self) -> dict[str, Tensor]:
+        return dict(convert_worker.export_hf_weights(self.chunks, **self.model))
+
+    def logits(self, tokens: Sequence[Tensor]) -> list[Tensor]:
+        """Of sequences packed into one row."""
+        (chunk,), lengths = self.chunks, [len(row) for row in tokens]
+        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        hidden = chunk(
+            torch.cat(list(tokens))[None], positions, None, packed_seq_params=packed_rows(ends)
+        )
+        rows = (hidden @ convert_worker.head_weight(chunk).t())[0]
+        return list(rows[:, : self.hf.gpt["vocab_size"]].split(lengths))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By their names in files; those of the parameters are spent."""
+        weights = [p.detach().clone() for p in self.chunks[0].parameters()]
+        for p in self.chunks[0].parameters():
+            p.data.copy_(p.grad)
+        found = {name: tensor.clone() for name, tensor in self.exported().items()}
+        for p, weight in zip(self.chunks[0].parameters(), weights, strict=True):
+            p.data.copy_(weight)
+            p.grad = None
+        return {n: t for n, t in found.items() if "e_score_correction_bias" not in n}
+
+
+def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of a tensor, relative to its norm, and which."""
+    assert found.keys() == expected.keys()
+    zeros = [name for name, tensor in expected.items() if not tensor.any()]
+    assert not zeros, "they would agree with anything"
+    each = {
+        n: float((found[n] - t).norm() / t.norm()) / (10 if n.endswith(CANCELLING) else 1)
+        for n, t in expected.items()
+    }
+    worst = max(each, key=lambda name: each[name])
+    return each[worst], worst
+
+
+def test_the_family_of_the_guide(alone: Any, tmp_path: Path) -> None:
+    """The code of docs/en/extend.md, taken from the page, shows what every registered family does."""
+    page = (ROOT / "docs/en/extend.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## Model family$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert len(code.splitlines()) < 60
+    exec(compile(code, "docs/en/extend.md", "exec"), {})
+    try:
+        check_against_transformers("stablelm-2-1_6b", {}, alone, tmp_path)
+    finally:
+        model_families.remove("StableLmForCausalLM")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_transformers(name: str, alone: Any, tmp_path: Path) -> None:
+    check_against_transformers(*CASES[name], alone, tmp_path)
+
+
+def check_against_transformers(
+    like: str, changes: dict[str, Any], alone: Any, tmp_path: Path
+) -> None:
+    reference = make_tiny_model(like, tmp_path / "model", **changes)
+    generator = torch.Generator().manual_seed(3)
+    vocab = reference.config.get_text_config().vocab_size
+    tokens = [torch.randint(vocab, (n,), generator=generator) for n in LENGTHS]
+    shares = [torch.randn(n, vocab, generator=generator, dtype=torch.float64) for n in LENGTHS]
+    for dtype, limit in LIMITS.items():
+        coefficients = [c.to(dtype) for c in shares]
+        with WithoutFloat32() if dtype == torch.float64 else nullcontext():
+            theirs = type(reference)(reference.config).to(dtype).eval()
+            theirs.load_state_dict(reference.state_dict())
+            ours = Ours(tmp_path / "model", alone, dtype)
+            stored = read(ours.folder, convert_worker.stored_weights(ours.folder))
+            exported = ours.exported()
+            assert exported.keys() == stored.keys()
+            assert all(torch.equal(exported[n], t.to(dtype)) for n, t in stored.items())
+            logits, expected = of_transformers(theirs, tokens, coefficients, tmp_path / "grads")
+            packed = ours.logits(tokens)
+            objective(packed, coefficients).backward()
+            singly = torch.cat([ours.logits([row])[0] for row in tokens]).detach()
+        whole = torch.cat(packed).detach()
+        for found, other in (
+            ({"logits": whole}, {"logits": torch.cat(logits)}),
+            ({"packed": whole}, {"packed": singly}),
+            (ours.gradients(), read(ours.folder, expected)),
+        ):
+            worst, where = apart(found, other)
+            assert worst < limit, (dtype, where, worst)
+
+
+def test_experts_in_one_tensor(alone: Any, tmp_path: Path) -> None:
+    """As the published files of Qwen3.5 have them: the same model."""
+    folder = tmp_path / "model"
+    make_tiny_model("Qwen3_5MoeForConditionalGeneration", folder)
+    each = Ours(folder, alone, torch.float32).exported()
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        block = f"model.language_model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{block}.{e}.{part}.weight") for e in range(4)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        tensors |= {f"{block}.gate_up_proj": torch.cat([gate, up], 1), f"{block}.down_proj": down}
+    save_file(tensors, folder / "model.safetensors")
+    fused = Ours(folder, alone, torch.float32).exported()
+    assert fused.keys() == each.keys() and all(torch.equal(fused[n], each[n]) for n in each)
+
+
+def test_gpt_oss_in_mxfp4(alone: Any, tmp_path: Path) -> None:
+    """As the published files have the experts: what transformers dequantises, bit by bit."""
+    folder, generator = tmp_path / "model", torch.Generator().manual_seed(5)
+    make_tiny_model("gpt-oss-20b", folder, intermediate_size=64)
+    tensors = load_file(folder / "model.safetensors")
+    expected = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=generator).to(torch.uint8)
+        scales = torch.randint(110, 125, shape, generator=generator).to(torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = Ours(folder, alone, torch.float32).exported()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "family", ["Qwen3_5Moe", pytest.param("Qwen3_5", marks=pytest.mark.extended)]
+)
+def test_a_language_model_saved_with_the_names_of_the_whole(
+    family: str, alone: Any, tmp_path: Path
+) -> None:
+    """As transformers saves what it took out of a model with a vision tower."""
+    whole, text = tmp_path / "whole", tmp_path / "text"
+    make_tiny_model(f"{family}ForConditionalGeneration", whole)
+    model = getattr(transformers, f"{family}ForCausalLM").from_pretrained(whole)
+    model.save_pretrained(text)
+    names = load_file(text / "model.safetensors").keys()
+    assert any(name.startswith("model.language_model.") for name in names)
+    found, expected = (Ours(f, alone, torch.float32).exported() for f in (text, whole))
+    renamed = {n.replace("model.language_model.", "model.", 1): t for n, t in expected.items()}
+    assert found.keys() == renamed.keys()
+    assert all(torch.equal(found[n], renamed[n]) for n in found)
+
+
+def test_the_pages_have_every_family() -> None:
+    for page in ("docs/en/models.md", "docs/zh/models.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert [name for name in model_families.names() if f"`{name}`" not in text] == []
+
+
+def test_published_names_are_found() -> None:
+    """By the longest beginning that fits."""
+    for name, architecture in {
+        "zai-org/GLM-4.7": "Glm4MoeForCausalLM",
+        "GLM-4.7-Flash": "Glm4MoeLiteForCausalLM",
+        "Qwen/Qwen3-4B-Instruct-2507": "Qwen3ForCausalLM",
+        "Qwen3-30B-A3B": "Qwen3MoeForCausalLM",
+        "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B": "Qwen3ForCausalLM",
+        "kimi_k2": "DeepseekV3ForCausalLM",
+    }.items():
+        assert family_of(name).architecture == architecture
+    with pytest.raises(ValueError, match=r"gpt2.*LlamaForCausalLM"):
+        family_of("gpt2")

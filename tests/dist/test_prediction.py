@@ -1,0 +1,280 @@
+"""Multi-token prediction: its logits against a loop written from DeepSeek-V3's paper, what its loss
+is and whom it reaches, all layouts, and its weights in files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks.parity.ranks import run_ranks
+from scripts.make_tiny_model import make_tiny_model
+from slime_like.weights.families import model_families
+from tests.dist import convert_worker
+from tests.dist.families_worker import WithoutFloat32
+
+# family -> what its files say, and how many layers predict
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "DeepseekV3ForCausalLM": ({"num_nextn_predict_layers": 1}, 1),
+    "Glm4MoeForCausalLM": ({"num_nextn_predict_layers": 2}, 2),
+    "Qwen3NextForCausalLM": ({}, 1),
+    "Qwen3_5ForConditionalGeneration": ({"mtp_num_hidden_layers": 1}, 1),
+    "MiMoForCausalLM": ({"num_nextn_predict_layers": 2, "tie_word_embeddings": True}, 2),
+}
+# whose attention and experts others of the cases have
+IN_EXTENDED = ("Glm4MoeForCausalLM", "Qwen3_5ForConditionalGeneration")
+LAYERS = 4
+LENGTHS = (29, 3, 1, 17)
+
+
+def make_model(family: str, folder: Path, **more: Any) -> Any:
+    return make_tiny_model(family, folder, num_hidden_layers=LAYERS, **CASES[family][0], **more)
+
+
+def model_with_layer(model: Any, family: str, folder: Path, number: int) -> Any:
+    """transformers' model whose last layer with attention is a layer of multi-token prediction."""
+    names = model_families.get(family).prediction
+    assert names is not None
+    tensors, other = load_file(folder / "model.safetensors"), folder.with_name(f"layer-{number}")
+    start = names.layer.format(layer=number + LAYERS * names.after_the_last) + "."
+    last = names.layers.format(layer=LAYERS - 1) + "."
+    for name in [n for n in tensors if n.startswith(last)]:
+        tensors[name] = tensors[start + name.removeprefix(last)].clone()
+    model.save_pretrained(other)
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return type(model).from_pretrained(other, **plain).double().eval()
+
+
+def norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + zero_centered)
+
+
+def by_the_paper(model: Any, family: str, folder: Path, tokens: Tensor) -> list[Tensor]:
+    """2412.19437, equations 21 to 23, in float64: of each depth k the logits [T - k, V] of the
+    positions that have a token k further. The tensors' names are written out for each kind of file."""
+    files = {n: t.double() for n, t in load_file(folder / "model.safetensors").items()}
+    text = model.config.get_text_config()
+    eps, zero_centered = text.rms_norm_eps, "Qwen3" in family
+    body = getattr(model.model, "language_model", model.model)
+    hidden = body(tokens[None]).last_hidden_state[0]
+    embedding, head = body.embed_tokens.weight, model.get_output_embeddings().weight
+    found = []
+    for k in range(1, min(CASES[family][1], len(tokens) - 1) + 1):
+        if zero_centered:
+            names = ["mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"]
+        elif family == "MiMoForCausalLM":
+            own = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+            names = [f"model.mtp_layers.{k - 1}.{n}" for n in own]
+        else:
+            own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+            names = [f"model.layers.{LAYERS + k - 1}.{n}" for n in own]
+        of_embedding, of_hidden, projection, last = (files[f"{n}.weight"] for n in names)
+        if family == "MiMoForCausalLM":  # hidden state first
+            projection = torch.cat(projection.chunk(2, dim=1)[::-1], dim=1)
+        joined = torch.stack(
+            [
+                projection
+                @ torch.cat(
+                    [
+                        norm(embedding[tokens[i + k]], of_embedding, eps, zero_centered),
+                        norm(hidden[i], of_hidden, eps, zero_centered),
+                    ]
+                )
+                for i in range(len(tokens) - k)
+            ]
+        )[None]
+        changed = model_with_layer(model, family, folder, k - 1)
+        other = getattr(changed.model, "language_model", changed.model)
+        positions = torch.arange(joined.shape[1])[None]
+        axes = positions.expand(3, 1, -1) if family.endswith("ConditionalGeneration") else positions
+        mask = torch.full((joined.shape[1],) * 2, -torch.inf, dtype=torch.float64).triu(1)
+        hidden = other.layers[LAYERS - 1](
+            joined,
+            attention_mask=mask[None, None],
+            position_ids=positions,
+            position_embeddings=other.rotary_emb(joined, axes),
+        )
+        hidden = hidden[0] if hidden.dim() == 3 else hidden
+        hidden = norm(hidden, last, eps, zero_centered)
+        found.append(hidden @ head.T)
+    return found
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.extended] if name in IN_EXTENDED else [])
+        for name in CASES
+    ],
+)
+def test_logits_are_those_of_the_paper(family: str, alone: Any, tmp_path: Path) -> None:
+    """Of packed sequences; and the weights come back bit by bit."""
+    from slime_like.megatron.model.prediction import bring_embedding
+    from slime_like.megatron.ops.attention import packed_rows
+
+    folder = tmp_path / "model"
+    reference = make_model(family, folder)
+    with torch.no_grad(), WithoutFloat32():
+        chunks, hf, gpt = convert_worker.build(
+            str(folder), alone, torch.float64, predicting=CASES[family][1]
+        )
+        settings = {"hf": hf, "gpt": gpt, "layout": alone}
+        convert_worker.load_hf_weights(chunks, str(folder), **settings)
+        convert_worker.in_float64(chunks)
+        stored = load_file(folder / "model.safetensors")
+        repeated = {n for n in stored if "embed_tokens" in n or "shared_head.head" in n}
+        exported = dict(convert_worker.export_hf_weights(chunks, **settings))
+        trained = {n for n in stored if not n.startswith("model.visual.") and n not in repeated} | {
+            n for n in repeated if "layers" not in n
+        }
+        assert exported.keys() == trained - ({"lm_head.weight"} - exported.keys())
+        assert all(torch.equal(x, stored[n].double()) for n, x in exported.items())
+
+        generator = torch.Generator().manual_seed(3)
+        rows = [torch.randint(hf.gpt["vocab_size"], (n,), generator=generator) for n in LENGTHS]
+        ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+        batch: Any = Packed(torch.cat(rows)[None], ends)
+        packed, (chunk,) = packed_rows(ends), chunks
+        positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+        hidden = chunk(batch.tokens, positions, None, packed_seq_params=packed)
+        bring_embedding(chunks, alone)
+        rotary = chunk.rotary_embedding(hidden, packed)
+        states = chunk.mtp(hidden, rotary, packed, batch, alone)
+        head = convert_worker.head_weight(chunk)[: hf.gpt["vocab_size"]]
+        model = type(reference)(reference.config).double().eval()
+        model.load_state_dict(reference.state_dict())
+        for start, row in zip(ends.tolist(), rows):
+            for k, expected in enumerate(by_the_paper(model, family, folder, row), 1):
+                ours = states[k - 1][0, start : start + max(0, len(row) - k)] @ head.T
+                torch.testing.assert_close(ours, expected, rtol=0, atol=1e-11)
+
+
+@dataclasses.dataclass
+class Packed:
+    tokens: Tensor
+    cu_seqlens: Tensor
+
+
+def launch(
+    ranks: int, cells: Sequence[tuple[str, str]], folders: dict[str, str], folder: Path
+) -> list[dict[str, dict[str, Any]]]:
+    words = {
+        f"{family} {flags}": (
+            folders[family],
+            f"--micro-batch-size 2 --clip-grad 0 --mtp-num-layers {CASES[family][1]} {flags}",
+        )
+        for family, flags in cells
+    }
+    worker = "tests.dist.families_worker:run_cells"
+    return run_ranks(worker, ranks, folder, {"cells": words}, timeout_s=240)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A family's model, and the steps of one process on it."""
+    folder, made = tmp_path_factory.mktemp("models"), {}
+
+    def get(family: str) -> str:
+        if family not in made:
+            made[family] = str(folder / family)
+            make_model(family, Path(made[family]))
+            launch(1, [(family, "")], made, folder / f"{family}-one")
+        return made[family]
+
+    return get
+
+
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2, CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+IN_MAKE_TEST = [("MiMoForCausalLM", CP2)]
+CELLS = {
+    2: [
+        ("MiMoForCausalLM", PP2),
+        ("MiMoForCausalLM", TP2),
+        ("MiMoForCausalLM", "--tensor-model-parallel-size 2"),
+        ("MiMoForCausalLM", f"--micro-batch-size 1 {FULL}"),  # DP2
+        ("DeepseekV3ForCausalLM", f"{TP2} {EP2} --expert-tensor-parallel-size 1"),
+        ("DeepseekV3ForCausalLM", PP2),
+        ("Glm4MoeForCausalLM", f"{CP2} {EP2}"),
+        ("Qwen3_5ForConditionalGeneration", CP2),
+        ("Qwen3_5ForConditionalGeneration", TP2),
+    ],
+    4: [
+        ("Glm4MoeForCausalLM", f"{PP2} {EP2}"),
+        ("Glm4MoeForCausalLM", f"{PP2} --num-virtual-stages-per-pipeline-rank 2 {CP2}"),
+        ("MiMoForCausalLM", f"{PP2} {TP2}"),
+        ("Qwen3NextForCausalLM", f"{TP2} {CP2} {EP2} {FULL}"),
+    ],
+}
+
+
+def check_layouts(
+    get: Callable[[str], str], ranks: int, cells: Sequence[tuple[str, str]], folder: Path
+) -> None:
+    """Three steps in float64, prediction layers and all."""
+    for found in launch(ranks, cells, {family: get(family) for family, _ in cells}, folder):
+        assert len(found) == len(cells)
+        for name, apart in found.items():
+            for what in ("loss", "gradients", "weights", "log_probs"):
+                assert apart[what] < 1e-12, (name, what, apart)
+
+
+def test_a_layout_gives_the_numbers_of_one_process(
+    one_process: Callable[[str], str], tmp_path: Path
+) -> None:
+    check_layouts(one_process, 2, IN_MAKE_TEST, tmp_path)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("ranks", CELLS)
+def test_further_layouts(one_process: Callable[[str], str], tmp_path: Path, ranks: int) -> None:
+    check_layouts(one_process, ranks, CELLS[ranks], tmp_path)
+
+
+def test_the_policy_learns_as_without_it(alone: Any, tmp_path: Path) -> None:
+    """Bit by bit; the loss is the mean over what the policy learns from, however it is cut, and a
+    saved model has all of it."""
+    from benchmarks.parity.steps import gradients, settings, share, train_samples
+    from slime_like.megatron.backend import MegatronBackend
+    from slime_like.types import TrainBatch
+
+    folder = tmp_path / "model"
+    make_model("DeepseekV3ForCausalLM", folder)
+    batch = TrainBatch(share(train_samples(1), alone).samples)
+    found = {}
+    for name, flags in {
+        "without": "--micro-batch-size 2",
+        "with": "--micro-batch-size 2 --mtp-num-layers 1",
+        "cut": "--micro-batch-size 8 --mtp-num-layers 1 --enable-mtp-training",
+        "twice": "--micro-batch-size 2 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.4",
+    }.items():
+        run = settings(str(folder), f"--clip-grad 0 {flags}")
+        built = MegatronBackend(run, alone, total_steps=1)
+        if name == "with":
+            built.save_hf(str(tmp_path / "saved"))
+        metrics = dict(built.forward_backward(batch).metrics)
+        found[name] = metrics, gradients(built)
+    (plain, base), (metrics, own) = found["without"], found["with"]
+    head = {n for n in own if ".layers.4." in n}
+    assert own.keys() - base.keys() == head and len(head) > 10
+    assert all(torch.equal(own[n], base[n]) for n in base)
+    biases = "e_score_correction_bias"
+    assert all(own[n].any() for n in head if biases not in n and ".experts." not in n)
+    assert metrics["loss"] == plain["loss"] and "mtp_loss" not in plain
+    for n in head:
+        if biases not in n:
+            torch.testing.assert_close(found["twice"][1][n], 2 * own[n], rtol=1e-5, atol=1e-9)
+            torch.testing.assert_close(found["cut"][1][n], own[n], rtol=1e-4, atol=1e-7)
+    assert found["cut"][0]["mtp_loss"] == pytest.approx(metrics["mtp_loss"], rel=1e-6)
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "saved"))
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[n], t) for n, t in before.items())

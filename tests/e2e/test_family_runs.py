@@ -1,0 +1,41 @@
+"""Runs of the families that others do not train: sampling, two steps, and the saved model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.make_tiny_model import make_tiny_model
+from tests.e2e.helpers import Workspace, rows_of, weights_of
+from tests.e2e.programs import TrainServer
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("Glm4MoeForCausalLM", "Glm4ForCausalLM", "MiniMaxM2ForCausalLM"),
+        *("Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        *("GptOssForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"),
+    ],
+)
+def test_it_trains(server: TrainServer, work: Workspace, tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, out = tmp_path / "model", tmp_path / "out"
+    make_tiny_model(family, model)
+    argv = work.flags(out, hf_checkpoint=model, save_hf=out / "hf", lr=5e-3, num_rollout=2)
+    server.train(argv, tmp_path / "log").ok()
+    rows = rows_of(out)
+    assert len(rows) == 2
+    for row in rows:
+        assert row["rollout/train_rollout_log_prob_diff_mean"] < 1e-5
+        assert row["train/grad_norm"] > 1e-3
+    before, after = weights_of(model), weights_of(out / "hf")
+    assert before.keys() == after.keys()
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    untrained = {name for name in before if ".visual." in name or name.startswith("mtp.")}
+    assert untrained == {name for name in same if "e_score_correction_bias" not in name}
+    AutoModelForCausalLM.from_pretrained(out / "hf")
